@@ -1,0 +1,36 @@
+# `make train` and `make test` do everything, from an empty checkout. `make venv` only prepares.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: venv train test test-slow lint types check clean
+
+venv: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "stretto needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+train: venv
+	$(BIN)/stretto train examples/gpt_text.toml
+
+test: venv
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: venv
+	$(BIN)/python -m pytest -m slow
+
+lint: venv
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache

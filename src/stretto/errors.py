@@ -1,0 +1,39 @@
+"""The errors that users see. Each message says what, where, and what to do.
+
+`StrettoError` and its kin end a command with exit status 1 and one message, never a traceback; wrong
+usage (`UsageError`) ends it with 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StrettoError(Exception):
+    """The work failed or was refused. Exit status 1."""
+
+    exit_status = 1
+
+
+class UsageError(StrettoError):
+    """A setting, an argument or an input file is wrong. Exit status 2."""
+
+    exit_status = 2
+
+
+class CaptureError(StrettoError):
+    """A model cannot be captured; names the source line and the reason."""
+
+
+class PlanError(StrettoError):
+    """A plan or a schedule is refused; lists every fault, each with its rank and action."""
+
+    def __init__(self, what: str, faults: Sequence[object]) -> None:
+        self.faults = list(faults)
+        lines = "\n".join(f"  {fault}" for fault in self.faults)
+        count = len(self.faults)
+        super().__init__(f"{what}: {count} fault{'s' if count != 1 else ''}\n{lines}")
+
+
+class RunError(StrettoError):
+    """A run failed: a rank was lost, or a value does not fit the plan."""
