@@ -81,7 +81,9 @@ def parse_slot(token: str) -> Slot:
         return Action.parse(token)
     actions = tuple(Action.parse(part) for part in match[1].split(";"))
     if len(actions) < 2:
-        raise ValueError(f"cannot read {token!r}: OVERLAP_F_B needs two actions, for example (2F5;5B1)OVERLAP_F_B")
+        raise ValueError(
+            f"cannot read {token!r}: OVERLAP_F_B needs two actions, for example (2F5;5B1)OVERLAP_F_B"
+        )
     return Overlap(actions)
 
 

@@ -1,0 +1,73 @@
+"""What flows between programs, read off the names alone: inputs, saved values, messages, lifetimes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.ir.action import Phase
+from stretto.ir.program import Job, Op, Stage
+
+EXTERNAL = ("param/", "buffer/", "batch/", "const/")
+"""Prefixes of values that no op defines."""
+
+PHASES = (Phase.F, Phase.I, Phase.W)
+
+
+def is_external(name: str) -> bool:
+    """Whether the value is given from outside the step's ops (a parameter, the batch, the tangent...)."""
+    return name == "tangent" or name.startswith(EXTERNAL)
+
+
+def defined(ops: Sequence[Op]) -> set[str]:
+    return {op.name for op in ops}
+
+
+def results_of(job: Job, stage: int, phase: Phase) -> dict[str, list[str]]:
+    """Values of a program that outlive the ops: name -> uses, such as `grad <param>`, `update <buffer>`, `loss`."""
+    uses: dict[str, list[str]] = {}
+    for parameter in job.parameters:
+        for at, in_phase, value in parameter.grads:
+            if at == stage and in_phase is phase:
+                uses.setdefault(value, []).append(f"grad {parameter.name}")
+    for buffer in job.buffers:
+        for at, in_phase, value in buffer.updates:
+            if at == stage and in_phase is phase:
+                uses.setdefault(value, []).append(f"update {buffer.name}")
+    if phase is Phase.F and job.loss[0] == stage:
+        uses.setdefault(job.loss[1], []).append("loss")
+    return uses
+
+
+def inputs_of(stage: Stage, phase: Phase) -> tuple[str, ...]:
+    """Values that the stage's program for `phase` reads and does not define itself, in order of first use."""
+    made = defined(stage.ops[phase])
+    names: dict[str, None] = {}
+    for op in stage.ops[phase]:
+        for name in op.uses:
+            if name not in made:
+                names.setdefault(name, None)
+    return tuple(names)
+
+
+def last_phase(stage: Stage, name: str) -> Phase | None:
+    """The last phase of the stage that reads the value; None when none does."""
+    found = None
+    for phase in PHASES:
+        if any(name in op.uses for op in stage.ops[phase]):
+            found = phase
+    return found
+
+
+def saved_of(stage: Stage, phase: Phase) -> tuple[str, ...]:
+    """Values alive after `phase` because a later phase of the stage reads them (externals left out)."""
+    at = PHASES.index(phase)
+    earlier: set[str] = set()
+    for before in PHASES[: at + 1]:
+        earlier |= defined(stage.ops[before])
+        earlier |= {n for n in inputs_of(stage, before) if not is_external(n)}
+    names: dict[str, None] = {}
+    for later in PHASES[at + 1 :]:
+        for name in inputs_of(stage, later):
+            if name in earlier:
+                names.setdefault(name, None)
+    return tuple(names)

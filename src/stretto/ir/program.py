@@ -1,0 +1,231 @@
+"""Ops and programs: the captured training step as plain data, free of any device, process or framework.
+
+Values are in single assignment: a name is defined once in the whole step, so the same name means the same
+value in every stage. Names of things that no op defines carry a prefix:
+
+    param/<name>     a parameter of the model
+    buffer/<name>    a buffer of the model, as it stands when the microbatch begins
+    batch/<leaf>     a leaf of the microbatch
+    const/<name>     a small constant tensor found in the model's code
+    tangent          d(total loss) / d(this microbatch's loss) = 1 / microbatches
+
+An op is one call of the framework's dispatcher. Text forms are short and readable, because plans are
+read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[16,32]"]`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.ir.action import Phase
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype and layout of a tensor. `stride` is None when the tensor is contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES.get(self.dtype, 4)
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return text if self.stride is None else f"{text}{{{','.join(map(str, self.stride))}}}"
+
+    @staticmethod
+    def parse(text: str) -> TensorSpec:
+        match = re.match(r"^(\w+)\[([\d,]*)\](?:\{([\d,]*)\})?$", text)
+        if match is None:
+            raise ValueError(f"cannot read tensor {text!r}: expected dtype[shape] or dtype[shape]{{stride}}")
+
+        def numbers(part: str) -> tuple[int, ...]:
+            return tuple(int(n) for n in part.split(",")) if part else ()
+
+        stride = None if match[3] is None else numbers(match[3])
+        return TensorSpec(numbers(match[2]), match[1], stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of a value, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A framework constant that JSON has no word for: a dtype, device, layout or memory format."""
+
+    kind: str
+    text: str
+
+
+Arg = Any
+"""Ref | Const | None | bool | int | float | str | tuple of Arg."""
+
+
+def refs(arg: Arg) -> Iterator[str]:
+    """The names of the values that an argument uses, in order."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs(item)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call: `name = target(*args, **kwargs)`.
+
+    outputs: one spec for a single tensor; a tuple's specs in order for an op that returns several, of
+        which `getitem` ops take the parts (None for a part that is no tensor).
+    alias: the value whose storage the result shares (a view), or None when the op allocates.
+    random: the op draws from the generator; its draw depends on (seed, step, microbatch, name) alone.
+    flops: floating-point operations, 0 for ops that only move memory.
+    module: the module whose code made the op; for people, and for splitting.
+    """
+
+    name: str
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[TensorSpec | None, ...] = ()
+    alias: str | None = None
+    random: bool = False
+    flops: int = 0
+    module: str = ""
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Names of the values that the op reads, each once, in order of first use."""
+        names: dict[str, None] = dict.fromkeys(refs(self.args))
+        names.update(dict.fromkeys(refs(tuple(value for _, value in self.kwargs))))
+        return tuple(names)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the op allocates: 0 for a view and for a part of another op's results."""
+        if self.alias is not None or self.target == "getitem":
+            return 0
+        return sum(spec.nbytes for spec in self.outputs if spec is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order.
+
+    Which values are received, sent and saved follows from the names alone; `stretto.ir.flow` says.
+    """
+
+    index: int
+    ops: Mapping[Phase, tuple[Op, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value made in one stage and used in another; a message for every microbatch.
+
+    phase: the phase of `source` that makes it; user_phase: the earliest phase of `target` that reads it.
+    """
+
+    index: int
+    value: str
+    source: int
+    phase: Phase
+    target: int
+    user_phase: Phase
+    spec: TensorSpec
+
+    def __str__(self) -> str:
+        return f"e{self.index} {self.value} {self.source}{self.phase}>{self.target}{self.user_phase}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter: where it is used, its gradient's value name on each stage, and its tie.
+
+    grads: for each stage that holds it, (stage, phase, value name) of its part of the gradient; the
+        gradient is the sum of the parts over stages and microbatches.
+    tied_to: the first name of a group of names for one tensor (its own name when it has only one).
+    """
+
+    name: str
+    spec: TensorSpec
+    stages: tuple[int, ...]
+    grads: tuple[tuple[int, Phase, str], ...]
+    tied_to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer: where it is read, and (stage, phase, value) of its update if the model writes it."""
+
+    name: str
+    spec: TensorSpec
+    stages: tuple[int, ...]
+    updates: tuple[tuple[int, Phase, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A constant tensor of the model's code, with its elements in row-major order."""
+
+    name: str
+    spec: TensorSpec
+    data: tuple[float | int | bool, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A captured training step, cut into stages: what one microbatch computes, and where.
+
+    batch: leaf name -> spec of one microbatch's leaf.
+    loss: (stage, value) of the microbatch's mean loss.
+    """
+
+    name: str
+    microbatches: int
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    constants: tuple[Constant, ...]
+    batch: tuple[tuple[str, TensorSpec], ...]
+    loss: tuple[int, str]
+    param_dtype: str | None = None
+
+    def tied_groups(self) -> dict[str, tuple[int, ...]]:
+        """Tied-group name -> the stages that hold a copy, for groups held by more than one stage."""
+        stages: dict[str, set[int]] = {}
+        for parameter in self.parameters:
+            stages.setdefault(parameter.tied_to, set()).update(parameter.stages)
+        return {name: tuple(sorted(held)) for name, held in stages.items() if len(held) > 1}
