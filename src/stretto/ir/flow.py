@@ -23,7 +23,7 @@ def defined(ops: Sequence[Op]) -> set[str]:
 
 
 def results_of(job: Job, stage: int, phase: Phase) -> dict[str, list[str]]:
-    """Values of a program that outlive the ops: name -> uses, such as `grad <param>`, `update <buffer>`, `loss`."""
+    """Values that outlive a program: name -> what they are (`grad <param>`, `update <buffer>`, `loss`)."""
     uses: dict[str, list[str]] = {}
     for parameter in job.parameters:
         for at, in_phase, value in parameter.grads:

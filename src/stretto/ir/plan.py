@@ -8,9 +8,10 @@ repeats is written once and planning does not grow with microbatches.
     recv e3:0        post the receive of edge 3 for microbatch 0 into a buffer of its own
     run 1B:0         run window 1B for microbatch 0
     sent e4:0        wait until the message has left; its buffer may go
-    loss             the last stage's rank starts to tell the step's loss to all, the others to hear it
+    loss             the rank that has the loss starts to tell it to all, the others start to hear it
     heard            wait for the loss
-    reduce <name>    sum a tied parameter's gradient over the ranks that hold it
+    reduce <name>    start to sum a tied parameter's gradient of this step over the ranks that hold it
+    reduced <name>   wait for that sum
 
 Ranks start messages on a communicator in the order in which the peer posts its receives; each
 communicator joins two ranks and carries one direction, so no direction can block the other.
@@ -82,11 +83,12 @@ class InstructionKind(StrEnum):
     LOSS = "loss"
     HEARD = "heard"
     REDUCE = "reduce"
+    REDUCED = "reduced"
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction of a rank. ref: edge index (recv, sent), window name (run), parameter (reduce)."""
+    """One instruction of a rank. ref: edge (recv, sent), window (run), tied name (reduce, reduced)."""
 
     kind: InstructionKind
     ref: str | int = ""
@@ -95,7 +97,7 @@ class Instruction:
     def __str__(self) -> str:
         if self.kind in (InstructionKind.LOSS, InstructionKind.HEARD):
             return self.kind.value
-        if self.kind is InstructionKind.REDUCE:
+        if self.kind in (InstructionKind.REDUCE, InstructionKind.REDUCED):
             return f"{self.kind} {self.ref}"
         ref = self.ref if self.kind is InstructionKind.RUN else f"e{self.ref}"
         return f"{self.kind} {ref}:{','.join(map(str, self.microbatches))}"
@@ -106,7 +108,7 @@ class Instruction:
         kind = InstructionKind(word)
         if kind in (InstructionKind.LOSS, InstructionKind.HEARD):
             return Instruction(kind)
-        if kind is InstructionKind.REDUCE:
+        if kind in (InstructionKind.REDUCE, InstructionKind.REDUCED):
             return Instruction(kind, rest)
         ref, _, tail = rest.rpartition(":")
         microbatches = tuple(int(m) for m in tail.split(","))
@@ -140,7 +142,6 @@ class Link:
     bytes_per_us: payload rate while the message has the link for itself.
     processor_us_per_mb: processor time that each end loses to the transfer, per 10**6 bytes (a CPU
         transport copies on the cores that compute; 0 on accelerators with their own engines).
-    host_pair: messages with equal (sender host, receiver host) share this link's rate.
     """
 
     latency_us: float
@@ -192,7 +193,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Schedule, windows, orders, communicators, costs and prediction: the one thing that all executors walk."""
+    """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk."""
 
     job: Job
     schedule: Schedule

@@ -1,0 +1,223 @@
+"""Lower a schedule onto a job: windows of ops, and every rank's order of instructions.
+
+The contract: the schedule is legal (`stretto.verify` checks), stages match the job. Costs play no part.
+
+    1. A window for each kind of slot: the ops of its parts, a wait before the first op that reads a
+       received value, a send after the op that makes a value that leaves. So a message leaves when its
+       tensor is ready, and is waited for as late as possible.
+    2. Each rank runs its windows in the schedule's order.
+    3. For each communicator, the receiver posts its receives in the order in which the sender starts
+       its sends. A receive is posted `lookahead` messages before it is needed, so that the transfer
+       never waits for the receiver, and no more buffers are held than that.
+    4. Sends are waited for at the end, or where `sent_before` says that they have left long ago.
+    5. The loss is told and tied gradients are summed as soon as their last part exists.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from stretto.ir.action import Phase, Schedule, Slot
+from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Window
+from stretto.ir.program import Job
+
+LOOKAHEAD = 3
+"""Receives posted ahead of the one that is needed. Two keep a saturated link busy (one in transfer, one
+matched); the third absorbs jitter. Assumed; the cost is three activation buffers a communicator."""
+
+Message = tuple[int, int]
+"""(edge index, microbatch)."""
+
+
+def lower(
+    job: Job,
+    schedule: Schedule,
+    *,
+    lookahead: int = LOOKAHEAD,
+    sent_before: Mapping[Message, int] | None = None,
+) -> tuple[dict[str, Window], tuple[tuple[Instruction, ...], ...], tuple[Communicator, ...]]:
+    """Windows by name, orders by rank, and communicators in the order of their creation.
+
+    sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
+    waited for; messages that are not named are waited for at the end of the step.
+    """
+    windows = {window_name(slot): make_window(job, slot) for order in schedule.orders for slot in order}
+    sends = {rank: _sends(job, schedule, windows, rank) for rank in range(schedule.ranks)}
+    orders = tuple(
+        _order(job, schedule, windows, sends, rank, lookahead, sent_before or {})
+        for rank in range(schedule.ranks)
+    )
+    return windows, orders, _communicators(job, schedule)
+
+
+def window_name(slot: Slot) -> str:
+    """`1B`, or `1F+1B` for overlapped actions."""
+    return "+".join(f"{action.stage}{action.phase}" for action in slot.actions)
+
+
+def make_window(job: Job, slot: Slot) -> Window:
+    """Step 1: the items of one kind of slot, its parts one after the other."""
+    parts = tuple((action.stage, action.phase) for action in slot.actions)
+    items: list[Item] = []
+    for part, (stage, phase) in enumerate(parts):
+        arriving = {
+            edge.value: edge.index
+            for edge in job.edges
+            if edge.target == stage and edge.user_phase in phase.parts
+        }
+        leaving: dict[str, list[int]] = defaultdict(list)
+        for edge in job.edges:
+            if edge.source == stage and edge.phase in phase.parts:
+                leaving[edge.value].append(edge.index)
+        for sub in phase.parts:
+            for op in job.stages[stage].ops[sub]:
+                for name in op.uses:
+                    if name in arriving:
+                        items.append(Item(ItemKind.WAIT, part, arriving.pop(name)))
+                items.append(Item(ItemKind.OP, part, op.name))
+                items.extend(Item(ItemKind.SEND, part, edge) for edge in leaving.get(op.name, ()))
+        assert not arriving, f"window of {slot}: received values that no op reads: {arriving}"
+    return Window(window_name(slot), parts, tuple(items))
+
+
+def _run_messages(slot: Slot, window: Window, kind: ItemKind) -> list[Message]:
+    """The (edge, microbatch) of a run's sends or waits, in order."""
+    return [(int(item.ref), slot.actions[item.part].microbatch) for item in window.items if item.kind is kind]
+
+
+def _sends(
+    job: Job, schedule: Schedule, windows: Mapping[str, Window], rank: int
+) -> dict[int, list[Message]]:
+    """What the rank sends to each other rank, in order. A value for the rank itself needs no message."""
+    result: dict[int, list[Message]] = defaultdict(list)
+    for slot in schedule.orders[rank]:
+        for edge, microbatch in _run_messages(slot, windows[window_name(slot)], ItemKind.SEND):
+            to = schedule.stage_ranks[job.edges[edge].target]
+            if to != rank:
+                result[to].append((edge, microbatch))
+    return result
+
+
+def _order(
+    job: Job,
+    schedule: Schedule,
+    windows: Mapping[str, Window],
+    sends: Mapping[int, Mapping[int, list[Message]]],
+    rank: int,
+    lookahead: int,
+    sent_before: Mapping[Message, int],
+) -> tuple[Instruction, ...]:
+    """Steps 2 to 5 for one rank."""
+    order = schedule.orders[rank]
+    before: dict[int, list[Instruction]] = defaultdict(list)
+    after: dict[int, list[Instruction]] = defaultdict(list)
+    end: list[Instruction] = []
+
+    # 3. Receives, in the sender's order, posted early but never before the buffers are worth it.
+    needed = {
+        message: at
+        for at, slot in enumerate(order)
+        for message in _run_messages(slot, windows[window_name(slot)], ItemKind.WAIT)
+    }
+    for sender in range(schedule.ranks):
+        messages = sends[sender].get(rank, []) if sender != rank else []
+        for message, at in _post_positions(messages, needed, lookahead):
+            before[at].append(Instruction(InstructionKind.RECV, message[0], (message[1],)))
+
+    # 4. Sends, in their order: a later one is never waited for before an earlier one.
+    for messages in sends[rank].values():
+        earliest = 0
+        for message in messages:
+            instruction = Instruction(InstructionKind.SENT, message[0], (message[1],))
+            at = sent_before.get(message)
+            if at is None or at >= len(order):
+                end.append(instruction)
+                earliest = len(order)
+            elif earliest < len(order):
+                earliest = max(earliest, at)
+                before[earliest].insert(0, instruction)
+            else:
+                end.append(instruction)
+
+    # 5. The loss and tied gradients leave after the last run that adds to them.
+    loss_stage, _ = job.loss
+    last_forward = max(
+        (
+            at
+            for at, slot in enumerate(order)
+            for a in slot.actions
+            if a.stage == loss_stage and a.phase is Phase.F
+        ),
+        default=None,
+    )
+    finish: list[Instruction] = []
+    if schedule.ranks > 1:
+        tell = Instruction(InstructionKind.LOSS)
+        if last_forward is None:
+            end.append(tell)
+        else:
+            after[last_forward].append(tell)
+        finish.append(Instruction(InstructionKind.HEARD))
+    for name, group in _tied_ranks(job, schedule).items():
+        if rank not in group:
+            continue
+        adding = {
+            (stage, phase)
+            for parameter in job.parameters
+            if parameter.tied_to == name
+            for stage, phase, _ in parameter.grads
+        }
+        last = max(
+            at
+            for at, slot in enumerate(order)
+            for a in slot.actions
+            if any((a.stage, phase) in adding for phase in a.phase.parts)
+        )
+        after[last].append(Instruction(InstructionKind.REDUCE, name))
+        finish.append(Instruction(InstructionKind.REDUCED, name))
+
+    instructions: list[Instruction] = []
+    for at, slot in enumerate(order):
+        instructions += before[at]
+        microbatches = tuple(action.microbatch for action in slot.actions)
+        instructions.append(Instruction(InstructionKind.RUN, window_name(slot), microbatches))
+        instructions += after[at]
+    return (*instructions, *end, *finish)
+
+
+def _post_positions(
+    messages: list[Message], needed: Mapping[Message, int], lookahead: int
+) -> list[tuple[Message, int]]:
+    """For each message of one communicator, in order: the run before which its receive is posted."""
+    positions = [0] * len(messages)
+    limit: int | None = None
+    for k in reversed(range(len(messages))):
+        early = needed[messages[k - lookahead]] if k >= lookahead else 0
+        position = min(early, needed[messages[k]])
+        limit = position if limit is None else min(limit, position)
+        positions[k] = limit
+    return list(zip(messages, positions, strict=True))
+
+
+def _tied_ranks(job: Job, schedule: Schedule) -> dict[str, tuple[int, ...]]:
+    """Tied names whose copies live on more than one rank, with those ranks."""
+    groups = {
+        name: tuple(sorted({schedule.stage_ranks[stage] for stage in stages}))
+        for name, stages in job.tied_groups().items()
+    }
+    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+
+
+def _communicators(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
+    """All communicators, in the one order in which every rank creates them."""
+    pairs = sorted(
+        {(schedule.stage_ranks[edge.source], schedule.stage_ranks[edge.target]) for edge in job.edges}
+    )
+    found = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
+    if schedule.ranks > 1:
+        found.append(Communicator("loss", tuple(range(schedule.ranks))))
+    found += [
+        Communicator(f"tied {name}", ranks) for name, ranks in sorted(_tied_ranks(job, schedule).items())
+    ]
+    return tuple(found)

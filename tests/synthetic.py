@@ -1,0 +1,79 @@
+"""A made-up job of known costs, for tests that need a plan but no model.
+
+Every stage has two forward ops, two input-gradient ops and two weight-gradient ops; activations go to
+the next stage, gradients to the one before. Op times are the phase's time, halved.
+"""
+
+from __future__ import annotations
+
+from stretto.ir.action import Phase, Schedule
+from stretto.ir.plan import Costs, Link, Plan
+from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
+from stretto.schedule.lower import lower
+
+ACTIVATION = TensorSpec((256, 512), "float32")
+WEIGHT = TensorSpec((512, 512), "float32")
+
+
+def make_job(stages: int, microbatches: int, activation: TensorSpec = ACTIVATION) -> Job:
+    """A chain of `stages`, each with one parameter; stage 0 reads the batch, the last makes the loss."""
+    made: list[Stage] = []
+    edges: list[Edge] = []
+    parameters: list[Parameter] = []
+    last = stages - 1
+    for s in range(stages):
+
+        def op(name: str, *uses: str, spec: TensorSpec = activation, flops: int = 1000) -> Op:
+            return Op(name, "aten.mm.default", tuple(Ref(u) for u in uses), (), (spec,), flops=flops)
+
+        source = "batch/x" if s == 0 else f"y{s - 1}"
+        seed = "tangent" if s == last else f"dx{s + 1}"
+        forward = (op(f"h{s}", source, f"param/w{s}"), op(f"y{s}", f"h{s}"))
+        if s == last:
+            forward += (op("loss", f"y{s}", spec=TensorSpec((), "float32")),)
+        into = (op(f"g{s}", seed, f"h{s}"), op(f"dx{s}", f"g{s}", f"param/w{s}"))
+        weight = (op(f"p{s}", f"g{s}", source), op(f"dw{s}", f"p{s}", spec=WEIGHT))
+        made.append(Stage(s, {Phase.F: forward, Phase.I: into, Phase.W: weight}))
+        parameters.append(Parameter(f"w{s}", WEIGHT, (s,), ((s, Phase.W, f"dw{s}"),), f"w{s}"))
+    for s in range(last):
+        edges.append(Edge(len(edges), f"y{s}", s, Phase.F, s + 1, Phase.F, activation))
+    for s in range(1, stages):
+        edges.append(Edge(len(edges), f"dx{s}", s, Phase.I, s - 1, Phase.I, activation))
+    return Job(
+        name="synthetic",
+        microbatches=microbatches,
+        stages=tuple(made),
+        edges=tuple(edges),
+        parameters=tuple(parameters),
+        buffers=(),
+        constants=(),
+        batch=(("x", activation),),
+        loss=(last, "loss"),
+    )
+
+
+def make_costs(
+    job: Job,
+    *,
+    f_us: float = 100.0,
+    i_us: float = 100.0,
+    w_us: float = 100.0,
+    latency_us: float = 0.0,
+    bytes_per_us: float = float("inf"),
+) -> Costs:
+    """Phase times spread evenly over each phase's ops; equal links between all ranks."""
+    times = {Phase.F: f_us, Phase.I: i_us, Phase.W: w_us}
+    op_us = {
+        (stage.index, op.name): times[phase] / len(ops)
+        for stage in job.stages
+        for phase, ops in stage.ops.items()
+        for op in ops
+    }
+    return Costs(op_us, {}, Link(latency_us, bytes_per_us), 0.0, "made up")
+
+
+def make_plan(schedule: Schedule, **costs: float) -> Plan:
+    """Lower `schedule` onto a synthetic job of as many stages and microbatches."""
+    job = make_job(schedule.stages, schedule.microbatches)
+    windows, orders, communicators = lower(job, schedule)
+    return Plan(job, schedule, windows, orders, communicators, make_costs(job, **costs))
