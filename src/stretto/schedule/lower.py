@@ -129,16 +129,9 @@ def _order(
     for messages in sends[rank].values():
         earliest = 0
         for message in messages:
+            earliest = max(earliest, sent_before.get(message, len(order)))
             instruction = Instruction(InstructionKind.SENT, message[0], (message[1],))
-            at = sent_before.get(message)
-            if at is None or at >= len(order):
-                end.append(instruction)
-                earliest = len(order)
-            elif earliest < len(order):
-                earliest = max(earliest, at)
-                before[earliest].insert(0, instruction)
-            else:
-                end.append(instruction)
+            (end if earliest >= len(order) else before[earliest]).append(instruction)
 
     # 5. The loss and tied gradients leave after the last run that adds to them.
     loss_stage, _ = job.loss
