@@ -1,0 +1,140 @@
+"""PyTorch's compute-only pipeline CSV: read it, write it.
+
+One row a rank, one token a cell (`0F0`, `1I3`, `1W3`, `2B0`, `(2F5;5B1)OVERLAP_F_B`); empty cells are idle
+time steps and carry no meaning here. PyTorch's readers and writers of the format are private
+(`torch.distributed.pipelining`), so this file has its own, and a test holds the two together. Reading checks
+that a schedule can be read, not that it is legal: that is for `stretto.verify`. May touch `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.errors import UsageError
+from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """Where a token stands, for messages."""
+
+    source: str
+    line: int
+    column: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}, column {self.column}"
+
+
+def read_csv(source: str | os.PathLike[str]) -> Schedule:
+    """Read a schedule from a file, or from the text itself.
+
+    A `str` is taken as text if it has a line break or begins with a token, else as a path. Blank lines at
+    the end are skipped; a blank line before that is a rank without actions, as PyTorch reads it. Stages,
+    microbatches and the stages' ranks are inferred from the tokens; the family is "csv".
+
+    Raises UsageError, with file, line, column (cells count from 1) and token, for a cell that cannot be read
+    and for a stage that is on two ranks; and for a text with no action, or with a gap in its stages.
+    """
+    name, text = _load(source)
+    cells = csv.reader(io.StringIO(text, newline=""))
+    rows: list[tuple[int, list[str]]] = []
+    try:
+        for row in cells:
+            rows.append((cells.line_num, row))
+    except csv.Error as error:
+        raise UsageError(f"{name}, line {cells.line_num}: not readable as CSV ({error})") from None
+    while rows and not rows[-1][1]:
+        rows.pop()
+
+    orders: list[tuple[Slot, ...]] = []
+    homes: dict[int, _Cell] = {}
+    microbatches = 0
+    for rank, (line, row) in enumerate(rows):
+        order: list[Slot] = []
+        for column, token in enumerate(row, start=1):
+            if not token.strip():
+                continue
+            cell = _Cell(name, line, column, rank)
+            slot = _parse(token, cell)
+            order.append(slot)
+            for action in slot.actions:
+                microbatches = max(microbatches, action.microbatch + 1)
+                home = homes.setdefault(action.stage, cell)
+                if home.rank != rank:
+                    raise UsageError(
+                        f"{cell}: {token.strip()!r} puts stage {action.stage} on rank {rank}, but line "
+                        f"{home.line}, column {home.column} puts it on rank {home.rank}. "
+                        "Keep each stage on one rank"
+                    )
+        orders.append(tuple(order))
+    if not homes:
+        raise UsageError(f"{name}: holds no action. Write one row a rank, with cells such as 0F0,0B0")
+    for expected, stage in enumerate(sorted(homes)):
+        if stage != expected:
+            raise UsageError(
+                f"{homes[stage]}: stage {stage} is used, but no rank runs stage {expected}. "
+                "Number the stages from 0 without a gap"
+            )
+    stage_ranks = tuple(homes[stage].rank for stage in sorted(homes))
+    return Schedule("csv", len(stage_ranks), microbatches, stage_ranks, tuple(orders))
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The schedule as CSV text: one row a rank, one token a cell, lines end with a line feed."""
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, lineterminator="\n")
+    for order in schedule.orders:
+        # An empty order becomes one empty cell: a blank line at the end would not be read back.
+        writer.writerow([str(slot) for slot in order] or [""])
+    return out.getvalue()
+
+
+def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write the schedule to a file. Raises UsageError if the file cannot be written."""
+    try:
+        Path(path).write_text(to_csv(schedule), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
+
+
+def _load(source: str | os.PathLike[str]) -> tuple[str, str]:
+    """The name to use in messages, and the text."""
+    if isinstance(source, str) and _is_text(source):
+        return "schedule text", source
+    path = os.fspath(source)
+    try:
+        # utf-8-sig: spreadsheets put a byte-order mark in front of the first token.
+        return path, Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read schedule {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise UsageError(f"cannot read schedule {path}: not a text file ({error})") from None
+
+
+def _is_text(source: str) -> bool:
+    if "\n" in source or "\r" in source:
+        return True
+    try:
+        parse_slot(source.split(",", 1)[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _parse(token: str, cell: _Cell) -> Slot:
+    try:
+        slot = parse_slot(token)
+    except ValueError as error:
+        hint = ""
+        if any(word in token for word in ("SEND_", "RECV_", "SHARD", "REDUCE_GRAD")):
+            hint = ". The file has communication actions: dump it with PyTorch's format='compute_only'"
+        raise UsageError(f"{cell}: {error}{hint}") from None
+    if isinstance(slot, Overlap) and len(set(slot.actions)) < len(slot.actions):
+        raise UsageError(f"{cell}: {token.strip()!r} overlaps an action with itself")
+    return slot

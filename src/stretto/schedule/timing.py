@@ -1,0 +1,254 @@
+"""The timing of a schedule: when each action starts and ends if a phase takes a given time.
+
+The coarse clock for families: actions in order on every rank, messages between ranks that delay the receiver
+and occupy nobody. Ops, lanes and links are for `stretto.simulate`. Units are the caller's: all results are in
+the unit of the times put in. May touch `stretto.ir` only.
+
+Rules:
+
+1. A rank runs its slots in order. F of a stage waits for F of the stage before; I and B wait for the own F
+   and for I or B of the stage after; W waits for the own I.
+2. A result of another rank arrives `message` after its action's end; a result of the own rank at its end.
+3. Overlapped actions are one block: it starts when all of them can, lasts as long as all of them together,
+   and every one of them ends with the block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from stretto.errors import PlanError, UsageError
+from stretto.ir.action import Action, Phase, Schedule, Slot
+
+PerStageTime = float | tuple[float, ...]
+"""One time for all stages, or one for each."""
+
+_FIELDS = {"F": "forward", "I": "input_gradient", "W": "weight_gradient", "message": "message"}
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """How long phases and messages take, in any one unit. B takes I and W together.
+
+    A phase has one time for all stages, or a tuple with one for each stage. `message` is the latency between
+    two different ranks. Raises UsageError for a time that is negative or not finite.
+    """
+
+    forward: PerStageTime
+    input_gradient: PerStageTime
+    weight_gradient: PerStageTime
+    message: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key, name in _FIELDS.items():
+            value: PerStageTime = getattr(self, name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if not (math.isfinite(one) and one >= 0):
+                    raise UsageError(f"time {key}={one} is not a time: give a finite number, 0 or more")
+
+    def of(self, action: Action) -> float:
+        """The action's duration."""
+        return sum(self._phase(phase, action.stage) for phase in action.phase.parts)
+
+    def _phase(self, phase: Phase, stage: int) -> float:
+        value: PerStageTime = getattr(self, _FIELDS[phase.value])
+        return value[stage] if isinstance(value, tuple) else value
+
+    def check_stages(self, stages: int) -> None:
+        """Raise UsageError if a phase has a time for each stage but not one for each of `stages`."""
+        for key, name in _FIELDS.items():
+            value: PerStageTime = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != stages:
+                raise UsageError(f"{key} has times for {len(value)} stages, but the schedule has {stages}")
+
+
+UNIT_TIMES = PhaseTimes(1.0, 1.0, 1.0)
+"""Equal phases and free messages: the times with which schedules are usually drawn."""
+
+
+def parse_times(text: str) -> PhaseTimes:
+    """Read `F=18.5,I=18.1,W=9.3,message=0.6`; a phase may have a time for each stage: `F=10:12:12:14`.
+
+    F, I and W must be given; message is 0 unless given. Raises UsageError that quotes the part at fault.
+    """
+    found: dict[str, PerStageTime] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key == "B":
+            raise UsageError("times: B is I and W together; give I=... and W=...")
+        if not equals or key not in _FIELDS:
+            raise UsageError(f"times: cannot read {part.strip()!r}; write F=...,I=...,W=...,message=...")
+        if key in found:
+            raise UsageError(f"times: {key} is given twice")
+        try:
+            numbers = tuple(float(one) for one in value.split(":"))
+        except ValueError:
+            raise UsageError(
+                f"times: {part.strip()!r} has no number; write for example {key}=1.5"
+                + ("" if key == "message" else f" or, for each stage, {key}=1.5:2:2")
+            ) from None
+        if key == "message" and len(numbers) > 1:
+            raise UsageError(f"times: {part.strip()!r}: message has one time for all ranks")
+        found[key] = numbers[0] if len(numbers) == 1 else numbers
+    missing = [key for key in ("F", "I", "W") if key not in found]
+    if missing:
+        raise UsageError(f"times: {', '.join(missing)} missing; write F=...,I=...,W=...,message=...")
+    message = found.get("message", 0.0)
+    assert isinstance(message, float)
+    return PhaseTimes(found["F"], found["I"], found["W"], message)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleTiming:
+    """When everything happens. All times are in the unit of `times` and count from the step's start.
+
+    `cost` is the longest rank's time from its first start to its last end: what a step costs when steps
+    follow each other without a barrier. `bubble_rate` is the mean share of `cost` in which a rank computes
+    nothing; with equal stages it is (cost - m(F+I+W)) / cost, as in the zero-bubble paper (arXiv 2401.10241).
+    `peak_live[stage]` is the largest number of microbatches whose forward ran and whose last backward action
+    (W where it is split, else B) did not.
+    """
+
+    times: PhaseTimes
+    start: dict[Action, float] = field(repr=False)
+    end: dict[Action, float] = field(repr=False)
+    makespan: float
+    cost: float
+    bubble_rate: float
+    peak_live: tuple[int, ...]
+
+
+def time_schedule(schedule: Schedule, times: PhaseTimes = UNIT_TIMES) -> ScheduleTiming:
+    """Time every action of the schedule.
+
+    Raises PlanError for a schedule that cannot progress, naming each stuck rank, its action and what it waits
+    for; for an action that is there twice and for a stage that does not exist. Raises UsageError if the times
+    are for another number of stages.
+    """
+    times.check_stages(schedule.stages)
+    rank_of = _ranks_of_actions(schedule)
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    free_at = [0.0] * schedule.ranks
+    next_slot = [0] * schedule.ranks
+    waiting: dict[Action, list[int]] = {}  # what is missing -> the ranks that stopped for it
+    runnable = list(range(schedule.ranks))
+    while runnable:
+        rank = runnable.pop()
+        order = schedule.orders[rank]
+        while next_slot[rank] < len(order):
+            slot = order[next_slot[rank]]
+            begin = free_at[rank]
+            missing = None
+            for needed in _needs(slot, schedule.stages, rank_of):
+                if needed not in end:
+                    missing = needed
+                    break
+                latency = 0.0 if rank_of[needed] == rank else times.message
+                begin = max(begin, end[needed] + latency)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            free_at[rank] = begin + sum(times.of(action) for action in slot.actions)
+            for action in slot.actions:
+                start[action], end[action] = begin, free_at[rank]
+                runnable += waiting.pop(action, ())
+            next_slot[rank] += 1
+    if waiting:
+        raise PlanError(
+            f"schedule {schedule.family!r} cannot progress", _stuck(schedule, waiting, next_slot, rank_of)
+        )
+
+    spans, busy = [], []
+    for rank in range(schedule.ranks):
+        actions = list(schedule.actions(rank))
+        spans.append(free_at[rank] - start[actions[0]] if actions else 0.0)
+        busy.append(math.fsum(times.of(action) for action in actions))
+    cost = max(spans, default=0.0)
+    bubble_rate = (cost - math.fsum(busy) / len(busy)) / cost if cost > 0 else 0.0
+    return ScheduleTiming(
+        times, start, end, max(free_at, default=0.0), cost, max(bubble_rate, 0.0), peak_live(schedule)
+    )
+
+
+def peak_live(schedule: Schedule) -> tuple[int, ...]:
+    """The largest number of live microbatches of each stage; it follows from the order alone.
+
+    Within overlapped actions the forwards count first, as nothing of the backward need be done before them.
+    """
+    split = {
+        (a.stage, a.microbatch)
+        for rank in range(schedule.ranks)
+        for a in schedule.actions(rank)
+        if a.phase is Phase.W
+    }
+    live = [0] * schedule.stages
+    peak = [0] * schedule.stages
+    for order in schedule.orders:
+        for slot in order:
+            for action in slot.actions:
+                if action.phase is Phase.F:
+                    live[action.stage] += 1
+                    peak[action.stage] = max(peak[action.stage], live[action.stage])
+            for action in slot.actions:
+                last = Phase.W if (action.stage, action.microbatch) in split else Phase.B
+                if action.phase is last:
+                    live[action.stage] -= 1
+    return tuple(peak)
+
+
+def _ranks_of_actions(schedule: Schedule) -> dict[Action, int]:
+    rank_of: dict[Action, int] = {}
+    faults = []
+    counts = Counter(action for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    for rank in range(schedule.ranks):
+        for action in schedule.actions(rank):
+            if not 0 <= action.stage < schedule.stages:
+                faults.append(
+                    f"rank {rank}: {action} is for a stage that does not exist ({schedule.stages} stages)"
+                )
+            elif counts[action] > 1 and action in rank_of:
+                faults.append(f"rank {rank}: {action} is there again; each action runs once")
+            rank_of.setdefault(action, rank)
+    if faults:
+        raise PlanError(f"schedule {schedule.family!r} cannot be timed", faults)
+    return rank_of
+
+
+def _needs(slot: Slot, stages: int, rank_of: dict[Action, int]) -> list[Action]:
+    """The actions whose results the slot needs, rule 1."""
+    needs = []
+    for action in slot.actions:
+        stage, k = action.stage, action.microbatch
+        if action.phase is Phase.F:
+            if stage > 0:
+                needs.append(Action(stage - 1, Phase.F, k))
+        elif action.phase is Phase.W:
+            needs.append(Action(stage, Phase.I, k))
+        else:
+            needs.append(Action(stage, Phase.F, k))
+            if stage + 1 < stages:
+                whole, split = (Action(stage + 1, phase, k) for phase in (Phase.B, Phase.I))
+                needs.append(split if split in rank_of else whole)
+    return needs
+
+
+def _stuck(
+    schedule: Schedule, waiting: dict[Action, list[int]], next_slot: list[int], rank_of: dict[Action, int]
+) -> list[str]:
+    faults = []
+    for missing, ranks in waiting.items():
+        for rank in ranks:
+            slot = schedule.orders[rank][next_slot[rank]]
+            if missing in slot.actions:
+                where = "which is overlapped with it"
+            elif missing not in rank_of:
+                where = "which no rank runs"
+            elif rank_of[missing] == rank:
+                where = "which the same rank runs later"
+            else:
+                where = f"which rank {rank_of[missing]} has not reached"
+            faults.append((rank, f"rank {rank}: {slot} waits for {missing}, {where}"))
+    return [text for _, text in sorted(faults)]
