@@ -1,0 +1,285 @@
+"""The settings of a training run: one typed tree, read from a TOML file and `--set key=value`.
+
+Each field's docstring is its documentation. The tree knows which values are possible and which belong
+together; what a value does is for its owner, and this room imports none of them. How a file is read,
+and how faults are told, is in `stretto.settings_file`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from stretto.settings_file import read_settings
+
+
+class Settings(BaseModel):
+    """What all parts of the tree have in common: no unknown key, no change, no guessing of types."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class GPTSettings(Settings):
+    """Stretto's own GPT (`stretto.models.gpt`)."""
+
+    kind: Literal["gpt"] = "gpt"
+    """Which kind of model this is."""
+    vocab_size: int | None = Field(default=None, ge=0)
+    """Rows of the embedding; without it, or with 0, as many as the tokenizer has tokens."""
+    layers: int = Field(default=8, ge=1)
+    """Transformer blocks."""
+    hidden: int = Field(default=256, ge=1)
+    """Width of the residual stream."""
+    heads: int = Field(default=4, ge=1)
+    """Attention heads; `hidden` is a multiple of it."""
+    context: int = Field(default=256, ge=1)
+    """The longest sequence in tokens; `data.sequence_length` is not above it."""
+    mlp_ratio: float = Field(default=4.0, gt=0)
+    """Width of the MLP over `hidden`."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of dropping an activation while training."""
+    tie_embeddings: bool = False
+    """Whether the output layer uses the embedding's weight."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How a position is told: by rotating queries and keys, or by a learned vector."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> GPTSettings:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}")
+        if self.positions == "rotary" and (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"hidden / heads = {self.hidden // self.heads} must be even for positions = 'rotary'; "
+                "change heads, or use positions = 'learned'"
+            )
+        return self
+
+
+class HuggingFaceSettings(Settings):
+    """A causal language model of `transformers`, with fresh weights."""
+
+    kind: Literal["huggingface"]
+    """Which kind of model this is."""
+    architecture: str = Field(min_length=1)
+    """The model's class in `transformers`, such as "LlamaForCausalLM"."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the model's configuration class; `vocab_size` is the tokenizer's when it is absent."""
+
+
+class DataSettings(Settings):
+    """Which text to train on, and how it becomes tokens."""
+
+    paths: list[str] = Field(default_factory=list)
+    """Files and folders (UTF-8 text, .jsonl, .parquet), relative to the working directory; none means the
+    Python standard library's own source files."""
+    sequence_length: int = Field(default=256, ge=1)
+    """Tokens that the model sees at once."""
+    vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
+    """Tokens of the byte-pair encoding: 256 bytes, the end of a text, and the merges learned."""
+    held_out_fraction: float = Field(default=0.02, gt=0, le=0.5)
+    """Share of the text that is never trained on."""
+    text_field: str = Field(default="text", min_length=1)
+    """The field (.jsonl) or column (.parquet) that holds the text."""
+    cache_dir: str | None = Field(default=None, min_length=1)
+    """Where tokens are kept between runs; by default `$XDG_CACHE_HOME/stretto` or `~/.cache/stretto`."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides the order in which sequences are visited."""
+
+
+class ParallelSettings(Settings):
+    """How the model and the batch are spread over ranks."""
+
+    pp: int = Field(default=1, ge=1)
+    """Pipeline ranks."""
+    microbatches: int = Field(default=1, ge=1)
+    """Slices of the global batch that go through the pipeline one by one."""
+    schedule: str = Field(default="eager-1f1b", min_length=1)
+    """A family of schedules, or the path of a .csv in PyTorch's format."""
+    split: Literal["auto"] | list[str] = "auto"
+    """Where the model is cut: "auto", or the modules that begin a new stage, such as ["blocks.4"]."""
+    max_live: int | None = Field(default=None, ge=1)
+    """The most microbatches whose activations a rank keeps at once; without it, the family's own limit."""
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> ParallelSettings:
+        if self.split == "auto":
+            return self
+        stages = len(self.split) + 1
+        if len(set(self.split)) != len(self.split):
+            twice = sorted({name for name in self.split if self.split.count(name) > 1})
+            raise ValueError(f"split names {', '.join(twice)} more than once; name each module once")
+        if stages % self.pp:
+            raise ValueError(
+                f"split names {len(self.split)} modules and so makes {stages} stages, "
+                f"which must be a multiple of pp = {self.pp}"
+            )
+        return self
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+# TOML has no tuples: its list becomes one here, which strict reading would refuse.
+Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
+
+
+class OptimizerSettings(Settings):
+    """AdamW (Loshchilov and Hutter, 2019)."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    """The highest learning rate, reached after the warm-up."""
+    betas: Betas = (0.9, 0.95)
+    """Decay of the averages of the gradient and of its square."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the squared average."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices; vectors are not decayed."""
+    grad_clip_norm: float = Field(default=1.0, ge=0)
+    """The gradient's global norm is clipped to this; 0 does not clip."""
+
+
+class LRScheduleSettings(Settings):
+    """How the learning rate changes over the steps."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """The way from the highest to the lowest rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises linearly from 0."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """The rate at the last step over `optimizer.lr`; "constant" does not use it."""
+
+
+class TrainingSettings(Settings):
+    """How long to train, and what to look at meanwhile."""
+
+    steps: int = Field(default=300, ge=1)
+    """Optimizer steps."""
+    global_batch: int = Field(default=16, ge=1)
+    """Sequences in a step, over all microbatches."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides the initial weights and dropout."""
+    eval_every: int = Field(default=100, ge=0)
+    """Steps between two measurements of the held-out loss; 0 measures after the last step only."""
+    eval_batches: int = Field(default=4, ge=1)
+    """Global batches of held-out text in a measurement."""
+    sample_tokens: int = Field(default=64, ge=0)
+    """Tokens of text to write with the trained model; 0 writes none."""
+    log_every: int = Field(default=10, ge=1)
+    """Steps between two lines of the log."""
+    threads_per_rank: int | None = Field(default=None, ge=1)
+    """Processor threads of each rank; without it, the machine's cores over its ranks."""
+
+
+class CheckpointSettings(Settings):
+    """When to save the state of a run, and what to start from."""
+
+    dir: str | None = Field(default=None, min_length=1)
+    """Where checkpoints are; by default `checkpoints` in the run's folder."""
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between two checkpoints; 0 saves after the last step only."""
+    keep: int = Field(default=2, ge=1)
+    """How many checkpoints stay; older ones are removed."""
+    resume: str = Field(default="auto", min_length=1)
+    """"auto": go on from the newest whole checkpoint in `dir`, if any; "never": start anew; else the path of
+    the checkpoint to go on from."""
+
+
+class OutputSettings(Settings):
+    """What a run leaves behind."""
+
+    run_dir: str | None = Field(default=None, min_length=1)
+    """The run's folder; by default `runs/<name>`."""
+    tensorboard: bool = False
+    """Whether to write TensorBoard events too (needs `pip install 'stretto[tensorboard]'`)."""
+    trace_steps: int = Field(default=3, ge=0)
+    """Steps recorded op by op, for the timeline and for predicted against measured; 0 records none."""
+
+
+class TrainSettings(Settings):
+    """All settings of a run."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's name; in a file that gives none, the file's own."""
+    model: Annotated[GPTSettings | HuggingFaceSettings, Field(discriminator="kind")] = GPTSettings()
+    """What is trained."""
+    data: DataSettings = DataSettings()
+    """What it is trained on."""
+    parallel: ParallelSettings = ParallelSettings()
+    """How it is spread over ranks."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """How weights follow gradients."""
+    lr_schedule: LRScheduleSettings = LRScheduleSettings()
+    """How the learning rate changes."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """"bf16" computes in bfloat16; weights and the optimizer's state stay in float32."""
+    training: TrainingSettings = TrainingSettings()
+    """How long to train."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """When to save."""
+    output: OutputSettings = OutputSettings()
+    """What to leave behind."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder: `output.run_dir`, or `runs/<name>`."""
+        return Path(self.output.run_dir) if self.output.run_dir is not None else Path("runs") / self.name
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The checkpoints' folder: `checkpoint.dir`, or `checkpoints` in the run's folder."""
+        return Path(self.checkpoint.dir) if self.checkpoint.dir is not None else self.run_dir / "checkpoints"
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> TrainSettings:
+        faults = list(_faults_between_parts(self))
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
+
+
+def _faults_between_parts(settings: TrainSettings) -> Sequence[str]:
+    """What does not fit between two parts of the tree, a line each."""
+    model, parallel, training = settings.model, settings.parallel, settings.training
+    length = settings.data.sequence_length
+    faults: list[str] = []
+    if isinstance(model, GPTSettings):
+        if length > model.context:
+            faults.append(
+                f"data.sequence_length = {length} must not be above model.context = {model.context}"
+            )
+        if parallel.pp > model.layers:
+            faults.append(
+                f"parallel.pp = {parallel.pp} must not be above model.layers = {model.layers}: "
+                "every rank needs a block"
+            )
+    else:
+        longest = model.config.get("max_position_embeddings")
+        if isinstance(longest, int) and length > longest:
+            faults.append(
+                f"data.sequence_length = {length} must not be above "
+                f"model.config.max_position_embeddings = {longest}"
+            )
+    if training.global_batch % parallel.microbatches:
+        faults.append(
+            f"training.global_batch = {training.global_batch} must be a multiple of "
+            f"parallel.microbatches = {parallel.microbatches}"
+        )
+    if settings.lr_schedule.warmup_steps > training.steps:
+        faults.append(
+            f"lr_schedule.warmup_steps = {settings.lr_schedule.warmup_steps} must not be above "
+            f"training.steps = {training.steps}"
+        )
+    return faults
+
+
+def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:
+    """Read a run's settings from a TOML file; `overrides` are `optimizer.lr=1e-3` and change what it says.
+
+    An override's value is TOML, or else plain text; an empty one (`parallel.max_live=`) puts the default
+    back. Raises UsageError that lists every fault: the file (or the override), the key, the value, what is
+    allowed, and for an unknown key the nearest known one.
+    """
+    return read_settings(TrainSettings, path, overrides, defaults={"name": Path(path).stem})
