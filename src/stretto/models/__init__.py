@@ -1,0 +1,1 @@
+"""Models: Stretto's own, and the building of any model from settings."""

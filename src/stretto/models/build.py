@@ -1,0 +1,110 @@
+"""From settings to a model and its loss: Stretto's GPT, or a class of `transformers` with fresh weights.
+
+`transformers` is imported when it is asked for, since most of Stretto works without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.config import GPTSettings, HuggingFaceSettings
+from stretto.errors import UsageError
+from stretto.models.gpt import GPT, GPTConfig, cross_entropy, inputs_and_targets, next_token_loss
+
+ModelSettings = GPTSettings | HuggingFaceSettings
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Module:
+    """The model that the settings describe, for token ids below `vocab_size`, with weights from `seed`.
+
+    Under `torch.device("meta")` it has shapes and no values. The global random state is left as it was.
+    Raises UsageError for a model that does not exist, cannot be built, or has too small a vocabulary.
+    """
+    if isinstance(settings, HuggingFaceSettings):
+        return _build_huggingface(settings, vocab_size, seed)
+    rows = settings.vocab_size or vocab_size
+    if rows < vocab_size:
+        raise UsageError(
+            f"model.vocab_size = {rows} is too small: the tokenizer has {vocab_size} tokens; leave it out"
+        )
+    config = GPTConfig(
+        vocab_size=rows,
+        layers=settings.layers,
+        hidden=settings.hidden,
+        heads=settings.heads,
+        context=settings.context,
+        mlp_ratio=settings.mlp_ratio,
+        dropout=settings.dropout,
+        tie_embeddings=settings.tie_embeddings,
+        positions=settings.positions,
+    )
+    return GPT(config, seed)
+
+
+def loss_function(settings: ModelSettings) -> Loss:
+    """`loss(model, batch)`: the mean next-token loss in nats; for `batch` see `gpt.inputs_and_targets`."""
+    return huggingface_loss if isinstance(settings, HuggingFaceSettings) else next_token_loss
+
+
+def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """The mean next-token loss of a causal language model of `transformers`, in nats.
+
+    The model gets `input_ids` alone, and the loss is taken here: `model(labels=...)` shifts the labels
+    itself, and so would either read one token more than a sequence has, or leave its last one out. Thus
+    every kind of model is measured on the same tokens. A mixture of experts whose configuration has
+    `output_router_logits` adds its balancing loss, as `transformers` does.
+    """
+    inputs_BS, targets_BS = inputs_and_targets(batch)
+    output = model(input_ids=inputs_BS, use_cache=False)
+    loss = cross_entropy(output.logits, targets_BS)
+    balance = getattr(output, "aux_loss", None)
+    if balance is not None:
+        loss = loss + model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
+    return loss
+
+
+def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("model.kind = 'huggingface' needs transformers: pip install 'stretto[hf]'") from None
+    name = settings.architecture
+    try:
+        kind = getattr(transformers, name)
+    except (AttributeError, ImportError):
+        kind = None
+    config_class = getattr(kind, "config_class", None)
+    if config_class is None or not hasattr(kind, "forward"):
+        raise UsageError(
+            f"model.architecture = {name!r}: transformers {transformers.__version__} has no such model; "
+            "give the name of a class such as 'LlamaForCausalLM'"
+        )
+    if not name.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UsageError(
+            f"model.architecture = {name!r} does not tell the next token; "
+            "give a causal language model, such as 'LlamaForCausalLM'"
+        )
+    values = {"vocab_size": vocab_size, **settings.config}
+    if not isinstance(values["vocab_size"], int) or values["vocab_size"] < vocab_size:
+        raise UsageError(
+            f"model.config.vocab_size = {values['vocab_size']!r} is too small: the tokenizer has "
+            f"{vocab_size} tokens; leave it out"
+        )
+    known = vars(config_class())
+    unknown = [key for key in settings.config if key not in known and not hasattr(config_class, key)]
+    if unknown:
+        raise UsageError(f"model.config.{unknown[0]}: {config_class.__name__} has no such setting")
+    devices = [] if not torch.cuda.is_available() else list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        try:
+            model = kind(config_class(**values))
+        except Exception as error:
+            raise UsageError(f"model.config: {name} cannot be built from it: {error}") from error
+    assert isinstance(model, nn.Module)
+    return model.train()
