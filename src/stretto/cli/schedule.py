@@ -1,0 +1,128 @@
+"""`stretto schedule`: print, draw or time a schedule. Thin: everything is done in `stretto.schedule`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.errors import UsageError
+from stretto.ir.action import Schedule
+from stretto.schedule.csv import read_csv, to_csv
+from stretto.schedule.draw import describe_timing, to_ascii, to_json, to_svg
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.timing import UNIT_TIMES, parse_times, time_schedule
+
+schedule = typer.Typer(add_completion=False)
+
+
+class Format(StrEnum):
+    """The forms in which a schedule can be printed."""
+
+    ASCII = "ascii"
+    CSV = "csv"
+    SVG = "svg"
+    JSON = "json"
+
+
+@schedule.command()
+def run(
+    family: Annotated[str | None, typer.Option(help="Family of schedules; --list shows them.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Number of stages, one on each rank.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Number of microbatches.")] = None,
+    max_live: Annotated[
+        int | None, typer.Option(help="Memory limit: microbatches live on a stage at once (with --family).")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="Read the schedule from a CSV file in PyTorch's form, not from a family."),
+    ] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            help="Times of the phases and of a message, in any one unit: F=18.5,I=18.1,W=9.3,message=0.6; "
+            "one for each stage: F=10:12:12:14. Without it, drawings take 1 a phase and 0 a message."
+        ),
+    ] = None,
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", help="What to print; the default is the output file's ending, else ascii."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file, not to the terminal.")
+    ] = None,
+    list_families: Annotated[bool, typer.Option("--list", help="List the families and end.")] = False,
+) -> None:
+    """Print, draw or time a schedule."""
+    if list_families:
+        others = (family, stages, microbatches, max_live, csv, times, form, output)
+        if any(other is not None for other in others):
+            raise UsageError("--list stands alone: drop the other options")
+        _list_families()
+        return
+    chosen = _choose(family, csv, stages, microbatches, max_live)
+    form = form or _form_of(output)
+    # CSV needs no clock: a schedule that cannot be timed can still be rewritten.
+    clock = parse_times(times) if times is not None else (UNIT_TIMES if form is not Format.CSV else None)
+    timing = None if clock is None else time_schedule(chosen, clock)
+    asked = timing if times is not None else None
+    summary = "" if asked is None else describe_timing(chosen, asked)
+
+    if form is Format.CSV:
+        text = to_csv(chosen)
+    elif form is Format.JSON:
+        text = to_json(chosen, asked)
+    elif form is Format.SVG:
+        assert timing is not None
+        text = to_svg(chosen, timing)
+    else:
+        to_terminal = output is None and sys.stdout.isatty()
+        text = to_ascii(chosen, timing, width=shutil.get_terminal_size().columns if to_terminal else None)
+        text += f"\n{summary}" if summary else ""
+
+    if output is not None:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {output}: {error.strerror}") from None
+        typer.echo(summary, nl=False)
+    else:
+        typer.echo(text, nl=False)
+        if form is not Format.ASCII:
+            typer.echo(summary, nl=False, err=True)
+
+
+def _choose(
+    family: str | None, csv: Path | None, stages: int | None, microbatches: int | None, max_live: int | None
+) -> Schedule:
+    """The schedule that the options name. Raises UsageError if they name none, or more than one."""
+    if family is None and csv is None:
+        raise UsageError("no schedule named: give --family NAME --stages N --microbatches M, or --csv FILE")
+    if family is not None and csv is not None:
+        raise UsageError("--family and --csv both name a schedule: give one of them")
+    if csv is not None:
+        given = {"--stages": stages, "--microbatches": microbatches, "--max-live": max_live}
+        extra = [name for name, value in given.items() if value is not None]
+        if extra:
+            raise UsageError(f"{', '.join(extra)} cannot change a CSV file: drop it, or use --family")
+        return read_csv(csv)
+    assert family is not None
+    if family in FAMILIES and (stages is None or microbatches is None):
+        raise UsageError(f"--family {family} needs --stages N and --microbatches M")
+    return make_schedule(family, stages or 0, microbatches or 0, max_live=max_live)
+
+
+def _form_of(output: Path | None) -> Format:
+    """The form that the file's ending names; ascii where it names none."""
+    ending = output.suffix.lstrip(".").lower() if output is not None else ""
+    return next((form for form in Format if form.value == ending), Format.ASCII)
+
+
+def _list_families() -> None:
+    wide = max(len(name) for name in FAMILIES)
+    for found in FAMILIES.values():
+        typer.echo(f"{found.name.ljust(wide)}  {found.description} ({found.source})")

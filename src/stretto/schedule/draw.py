@@ -1,0 +1,153 @@
+"""Schedules for the eye and for other programs: text, SVG and JSON.
+
+The text drawing and the JSON are made here, the SVG in `stretto.schedule.svg`. May touch `stretto.ir` and
+this folder's timing; reads and writes no file.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stretto.ir.action import Schedule
+from stretto.schedule.svg import action_label, tick_times, to_svg
+from stretto.schedule.timing import ScheduleTiming
+
+__all__ = ["describe_timing", "to_ascii", "to_json", "to_svg"]
+
+JSON_VERSION = 1
+"""Version of the JSON form; it changes when a reader of the old form would misread the new one."""
+
+MAX_COLUMNS_PER_ACTION = 24
+"""Assumed: the widest an average action is drawn in text, where a phase is so short that its label would need
+more. The short phase then loses its label, and the drawing stays readable."""
+
+
+def to_ascii(schedule: Schedule, timing: ScheduleTiming | None = None, *, width: int | None = None) -> str:
+    """Draw the schedule as text, one row a rank; dots are idle time.
+
+    With `timing`, columns are proportional to time and the first line is the time axis; without, each slot
+    takes one cell, which shows the orders alone. Drawings wider than `width` columns are cut into bands; None
+    does not cut. A label is phase and microbatch, with the stage in front where a rank holds several.
+    """
+    names = [_rank_name(schedule, rank) for rank in range(schedule.ranks)]
+    if timing is None:
+        rows = _order_rows(schedule)
+    else:
+        rows = _timed_rows(schedule, timing)
+        names.insert(0, "time")
+    margin = max(len(name) for name in names) + 2
+    total = max(len(row) for row in rows)
+    band = total if width is None else max(width - margin, 20)
+    lines: list[str] = []
+    for left in range(0, max(total, 1), band):
+        if lines:
+            lines.append("")
+        for name, row in zip(names, rows, strict=True):
+            lines.append((name.ljust(margin) + row[left : left + band]).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def describe_timing(schedule: Schedule, timing: ScheduleTiming) -> str:
+    """The timing's figures as a few lines of text; times are in the unit that was put in."""
+    live = " ".join(str(count) for count in timing.peak_live)
+    return (
+        f"makespan                     {timing.makespan:g}\n"
+        f"cost of the longest rank     {timing.cost:g}\n"
+        f"bubble rate                  {timing.bubble_rate:.4f}\n"
+        f"live microbatches, by stage  {live}\n"
+    )
+
+
+def to_json(schedule: Schedule, timing: ScheduleTiming | None = None) -> str:
+    """The schedule, and its timing if there is one, as JSON; equal input gives equal text.
+
+    Orders are lists of tokens, one list a rank. Under "timing", times are in the unit that was put in, and
+    "actions" lists [rank, token, start, end] in order of rank and start.
+    """
+    document: dict[str, Any] = {
+        "format": "stretto-schedule",
+        "version": JSON_VERSION,
+        "family": schedule.family,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "stage_ranks": list(schedule.stage_ranks),
+        "orders": [[str(slot) for slot in order] for order in schedule.orders],
+    }
+    if timing is not None:
+        times = timing.times
+        document["timing"] = {
+            "times": {
+                "F": times.forward,
+                "I": times.input_gradient,
+                "W": times.weight_gradient,
+                "message": times.message,
+            },
+            "makespan": timing.makespan,
+            "cost": timing.cost,
+            "bubble_rate": timing.bubble_rate,
+            "peak_live": list(timing.peak_live),
+            "actions": [
+                [rank, str(action), timing.start[action], timing.end[action]]
+                for rank in range(schedule.ranks)
+                for action in schedule.actions(rank)
+            ],
+        }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _rank_name(schedule: Schedule, rank: int) -> str:
+    """The rank, and its stages where they are not simply the rank's own number."""
+    stages = schedule.stages_of(rank)
+    return f"rank {rank}" if stages == (rank,) else f"rank {rank} (stage {','.join(map(str, stages)) or '-'})"
+
+
+def _labels(schedule: Schedule) -> list[list[str]]:
+    """The text of every slot of every rank; overlapped actions are joined by a plus sign."""
+    return [
+        ["+".join(action_label(schedule, rank, action) for action in slot.actions) for slot in order]
+        for rank, order in enumerate(schedule.orders)
+    ]
+
+
+def _order_rows(schedule: Schedule) -> list[str]:
+    labels = _labels(schedule)
+    cell = max((len(label) for row in labels for label in row), default=0) + 1
+    return ["".join(label.ljust(cell) for label in row) for row in labels]
+
+
+def _timed_rows(schedule: Schedule, timing: ScheduleTiming) -> list[str]:
+    """The time axis and one row a rank, with equally many columns for equal times everywhere."""
+    labels = _labels(schedule)
+    boxes: list[list[tuple[float, float, str]]] = []
+    for order, row in zip(schedule.orders, labels, strict=True):
+        boxes.append(
+            [(timing.start[s.actions[0]], timing.end[s.actions[0]], text) for s, text in zip(order, row)]
+        )
+    sized = [(end - start, len(text) + 1) for row_ in boxes for start, end, text in row_ if end > start]
+    if not sized:
+        return ["0", *("" for _ in schedule.orders)]
+    average = sum(length for length, _ in sized) / len(sized)
+    columns_per_unit = min(max(need / length for length, need in sized), MAX_COLUMNS_PER_ACTION / average)
+    total = round(timing.makespan * columns_per_unit)
+
+    rows = [_axis(timing.makespan, columns_per_unit, total)]
+    for row_ in boxes:
+        canvas = ["."] * total
+        for start, end, text in row_:
+            left, right = round(start * columns_per_unit), round(end * columns_per_unit)
+            room = right - left - 1  # the last column stays blank, so that neighbours can be told apart
+            drawn = text.ljust(room, "-") if len(text) <= room else "-" * room
+            canvas[left:right] = (drawn + " ")[: right - left]
+        rows.append("".join(canvas))
+    return rows
+
+
+def _axis(makespan: float, columns_per_unit: float, total: int) -> str:
+    """Round times, far enough from each other that their figures do not touch."""
+    line = [" "] * (total + 12)
+    for time in tick_times(makespan, 16 / columns_per_unit):
+        left = round(time * columns_per_unit)
+        text = f"{time:g}"
+        line[left : left + len(text)] = text
+    return "".join(line).rstrip()
