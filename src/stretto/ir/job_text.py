@@ -1,0 +1,202 @@
+"""A job as JSON data, and back: stages, edges, parameters, buffers, constants. Part of the plan file.
+
+Touches `stretto.ir` only; `stretto.ir.serialize` writes and reads the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES
+from stretto.ir.op_text import decode_op, decode_spec, encode_float, encode_op
+from stretto.ir.program import Buffer, Constant, Edge, Job, Parameter, Stage
+from stretto.ir.reading import Cursor
+
+Made = tuple[int, Phase, str]
+"""(stage, phase, value name): where a gradient or a buffer's update arises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """JSON data that is written on one line."""
+
+    value: Any
+
+
+def encode_job(job: Job) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "microbatches": job.microbatches,
+        "param_dtype": job.param_dtype,
+        "loss": Line(list(job.loss)),
+        "batch": [Line([name, str(spec)]) for name, spec in job.batch],
+        "stages": [
+            {
+                "index": stage.index,
+                "ops": {
+                    phase.value: [Line(encode_op(op)) for op in stage.ops[phase]]
+                    for phase in PHASES
+                    if phase in stage.ops
+                },
+            }
+            for stage in job.stages
+        ],
+        "edges": [Line(_encode_edge(edge)) for edge in job.edges],
+        "parameters": [
+            Line(
+                {
+                    "name": p.name,
+                    "spec": str(p.spec),
+                    "stages": list(p.stages),
+                    "grads": [list(made) for made in p.grads],
+                    "tied_to": p.tied_to,
+                }
+            )
+            for p in job.parameters
+        ],
+        "buffers": [
+            Line(
+                {
+                    "name": b.name,
+                    "spec": str(b.spec),
+                    "stages": list(b.stages),
+                    "updates": [list(made) for made in b.updates],
+                }
+            )
+            for b in job.buffers
+        ],
+        "constants": [
+            Line({"name": c.name, "spec": str(c.spec), "data": [_encode_element(e) for e in c.data]})
+            for c in job.constants
+        ],
+    }
+
+
+def decode_job(cursor: Cursor) -> Job:
+    """Raises UsageError with the path of what cannot be read."""
+    fields = cursor.fields(
+        (
+            "name",
+            "microbatches",
+            "param_dtype",
+            "loss",
+            "batch",
+            "stages",
+            "edges",
+            "parameters",
+            "buffers",
+            "constants",
+        )
+    )
+    loss_stage, loss_value = _exactly(fields["loss"], 2, "[stage, value]")
+    dtype = fields["param_dtype"]
+    batch = []
+    for leaf in fields["batch"].elements():
+        name, spec = _exactly(leaf, 2, "[name, tensor]")
+        batch.append((name.text(), decode_spec(spec)))
+    return Job(
+        name=fields["name"].text(),
+        microbatches=fields["microbatches"].integer(),
+        stages=fields["stages"].sequence(_decode_stage),
+        edges=fields["edges"].sequence(_decode_edge),
+        parameters=fields["parameters"].sequence(_decode_parameter),
+        buffers=fields["buffers"].sequence(_decode_buffer),
+        constants=fields["constants"].sequence(_decode_constant),
+        batch=tuple(batch),
+        loss=(loss_stage.integer(), loss_value.text()),
+        param_dtype=None if dtype.value is None else dtype.text(),
+    )
+
+
+def decode_phase(cursor: Cursor) -> Phase:
+    """A program's phase: F, I or W."""
+    text = cursor.text()
+    if text not in ("F", "I", "W"):
+        raise cursor.error(f"expected a phase (F, I or W), found {text!r}")
+    return Phase(text)
+
+
+def _exactly(cursor: Cursor, count: int, form: str) -> list[Cursor]:
+    parts = cursor.elements()
+    if len(parts) != count:
+        raise cursor.error(f"expected {form}, found a list of {len(parts)}")
+    return parts
+
+
+def _decode_stage(cursor: Cursor) -> Stage:
+    fields = cursor.fields(("index", "ops"))
+    programs = fields["ops"].fields(("F", "I", "W"))
+    return Stage(fields["index"].integer(), {phase: programs[phase].sequence(decode_op) for phase in PHASES})
+
+
+def _encode_edge(edge: Edge) -> dict[str, Any]:
+    return {
+        "index": edge.index,
+        "value": edge.value,
+        "source": edge.source,
+        "phase": edge.phase.value,
+        "target": edge.target,
+        "user_phase": edge.user_phase.value,
+        "spec": str(edge.spec),
+    }
+
+
+def _decode_edge(cursor: Cursor) -> Edge:
+    fields = cursor.fields(("index", "value", "source", "phase", "target", "user_phase", "spec"))
+    return Edge(
+        index=fields["index"].integer(),
+        value=fields["value"].text(),
+        source=fields["source"].integer(),
+        phase=decode_phase(fields["phase"]),
+        target=fields["target"].integer(),
+        user_phase=decode_phase(fields["user_phase"]),
+        spec=decode_spec(fields["spec"]),
+    )
+
+
+def _decode_made(cursor: Cursor) -> Made:
+    stage, phase, value = _exactly(cursor, 3, "[stage, phase, value]")
+    return stage.integer(), decode_phase(phase), value.text()
+
+
+def _decode_parameter(cursor: Cursor) -> Parameter:
+    fields = cursor.fields(("name", "spec", "stages", "grads", "tied_to"))
+    return Parameter(
+        name=fields["name"].text(),
+        spec=decode_spec(fields["spec"]),
+        stages=fields["stages"].sequence(Cursor.integer),
+        grads=fields["grads"].sequence(_decode_made),
+        tied_to=fields["tied_to"].text(),
+    )
+
+
+def _decode_buffer(cursor: Cursor) -> Buffer:
+    fields = cursor.fields(("name", "spec", "stages", "updates"))
+    return Buffer(
+        name=fields["name"].text(),
+        spec=decode_spec(fields["spec"]),
+        stages=fields["stages"].sequence(Cursor.integer),
+        updates=fields["updates"].sequence(_decode_made),
+    )
+
+
+def _encode_element(value: float | int | bool) -> Any:
+    return encode_float(value) if isinstance(value, float) else value
+
+
+def _decode_element(cursor: Cursor) -> float | int | bool:
+    value = cursor.value
+    if isinstance(value, (bool, int)):
+        return value
+    return cursor.number()
+
+
+def _decode_constant(cursor: Cursor) -> Constant:
+    fields = cursor.fields(("name", "spec", "data"))
+    spec = decode_spec(fields["spec"])
+    data = fields["data"].sequence(_decode_element)
+    if len(data) != spec.numel:
+        raise fields["data"].error(f"{spec} has {spec.numel} elements, found {len(data)}")
+    return Constant(fields["name"].text(), spec, data)

@@ -1,0 +1,305 @@
+"""The plan file: a plan as readable, versioned JSON, and back. `docs/plan-format.md` describes the format.
+
+Equal plans give equal bytes; what is written is read back equal. Reading never trusts the file: every
+trouble is a UsageError with file and JSON path, references included. Whether a plan that can be read is also
+right is for `stretto.verify`. Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import StrettoError, UsageError
+from stretto.ir.action import Phase, Schedule, parse_slot
+from stretto.ir.job_text import Line, decode_job, encode_job
+from stretto.ir.op_text import encode_float, one_line
+from stretto.ir.plan import (
+    VERSION,
+    Communicator,
+    Costs,
+    Instruction,
+    Item,
+    Link,
+    Plan,
+    Prediction,
+    Window,
+)
+from stretto.ir.reading import Cursor, read_json
+from stretto.ir.references import broken_references
+
+FORMAT = "stretto-plan"
+LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
+
+
+def plan_to_text(plan: Plan) -> str:
+    """The plan as text. Raises StrettoError for names that the text forms cannot hold."""
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "job": encode_job(plan.job),
+        "schedule": _encode_schedule(plan.schedule),
+        "windows": {name: _encode_window(plan.windows[name]) for name in sorted(plan.windows)},
+        "orders": [[_written(i, Instruction.parse) for i in order] for order in plan.orders],
+        "communicators": [Line({"name": c.name, "ranks": list(c.ranks)}) for c in plan.communicators],
+        "costs": _encode_costs(plan.costs),
+        "prediction": None if plan.prediction is None else _encode_prediction(plan.prediction),
+    }
+    return _layout(document, "") + "\n"
+
+
+def plan_from_text(text: str, where: str = "plan") -> Plan:
+    """Read a plan; `where` names the text in messages.
+
+    Raises UsageError (file, JSON path, trouble) for text that is not JSON, not this format or version, that
+    misses or adds keys, and for references to stages, ops, edges, windows or ranks that do not exist.
+    """
+    root = read_json(text, where)
+    head = root.members()
+    if "format" not in head or head["format"].value != FORMAT:
+        raise root.error(f'not a plan file: expected "format": "{FORMAT}". Make one with `stretto plan`')
+    version = head["version"].value if "version" in head else None
+    if version != VERSION or isinstance(version, (bool, float)):
+        raise root.error(
+            f"plan format version {version!r} cannot be read: this Stretto reads version {VERSION}. "
+            "Make the plan again with `stretto plan`"
+        )
+    fields = root.fields(
+        (
+            "format",
+            "version",
+            "job",
+            "schedule",
+            "windows",
+            "orders",
+            "communicators",
+            "costs",
+            "prediction",
+        )
+    )
+    prediction = fields["prediction"]
+    plan = Plan(
+        job=decode_job(fields["job"]),
+        schedule=_decode_schedule(fields["schedule"]),
+        windows={name: _decode_window(name, part) for name, part in fields["windows"].members().items()},
+        orders=fields["orders"].sequence(lambda order: order.sequence(_decode_instruction)),
+        communicators=fields["communicators"].sequence(_decode_communicator),
+        costs=_decode_costs(fields["costs"]),
+        prediction=None if prediction.value is None else _decode_prediction(prediction),
+    )
+    for broken in broken_references(plan):
+        raise UsageError(f"{where}: {broken}")
+    return plan
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan file whole or not at all (a temporary file beside it is renamed onto it).
+
+    Raises StrettoError if it cannot be written, for example because the disk is full; UsageError if its
+    folder does not exist.
+    """
+    text = plan_to_text(plan)
+    shown = os.fspath(path)
+    target = Path(os.path.realpath(path))  # write through a symbolic link instead of replacing it
+    if not target.parent.is_dir():
+        raise UsageError(f"cannot write plan {shown}: the folder {target.parent} does not exist; create it")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")  # a pipe or a terminal: nothing to rename onto
+            return
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+    except OSError as error:
+        raise StrettoError(
+            f"cannot write plan {shown}: {error.strerror}. Free space or choose another place with -o"
+        ) from None
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file. Raises UsageError as `plan_from_text`, and for a file that cannot be read."""
+    shown = os.fspath(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read plan {shown}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or a path with a null byte
+        raise UsageError(f"cannot read plan {shown}: not a text file ({error})") from None
+    return plan_from_text(text, shown)
+
+
+def _written(thing: Item | Instruction, parse: Any) -> str:
+    """The thing's text form, if it reads back as the same thing."""
+    text = str(thing)
+    with contextlib.suppress(ValueError):
+        if parse(text) == thing:
+            return text
+    raise StrettoError(f"{thing!r} has no text form that reads back; rename it without spaces and '#'")
+
+
+def _encode_schedule(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "family": schedule.family,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "stage_ranks": Line(list(schedule.stage_ranks)),
+        "orders": [Line([str(slot) for slot in order]) for order in schedule.orders],
+    }
+
+
+def _decode_schedule(cursor: Cursor) -> Schedule:
+    fields = cursor.fields(("family", "stages", "microbatches", "stage_ranks", "orders"))
+    return Schedule(
+        family=fields["family"].text(),
+        stages=fields["stages"].integer(),
+        microbatches=fields["microbatches"].integer(),
+        stage_ranks=fields["stage_ranks"].sequence(Cursor.integer),
+        orders=fields["orders"].sequence(lambda order: order.sequence(lambda c: c.parsed(parse_slot))),
+    )
+
+
+def _encode_window(window: Window) -> dict[str, Any]:
+    return {
+        "parts": Line([f"{stage}{phase.value}" for stage, phase in window.parts]),
+        "items": [_written(item, Item.parse) for item in window.items],
+    }
+
+
+def _decode_window(name: str, cursor: Cursor) -> Window:
+    fields = cursor.fields(("parts", "items"))
+    return Window(
+        name,
+        fields["parts"].sequence(_decode_part),
+        fields["items"].sequence(lambda item: item.parsed(Item.parse)),
+    )
+
+
+def _decode_part(cursor: Cursor) -> tuple[int, Phase]:
+    def parse(text: str) -> tuple[int, Phase]:
+        if not (text[:-1].isascii() and text[:-1].isdigit()) or text[-1] not in "FIWB":
+            raise ValueError("expected <stage><F|I|W|B>, for example 1B")
+        return int(text[:-1]), Phase(text[-1])
+
+    return cursor.parsed(parse)
+
+
+def _decode_instruction(cursor: Cursor) -> Instruction:
+    return cursor.parsed(Instruction.parse)
+
+
+def _decode_communicator(cursor: Cursor) -> Communicator:
+    fields = cursor.fields(("name", "ranks"))
+    return Communicator(fields["name"].text(), fields["ranks"].sequence(Cursor.integer))
+
+
+def _encode_costs(costs: Costs) -> dict[str, Any]:
+    op_us: dict[str, dict[str, Any]] = {}
+    for stage, name in sorted(costs.op_us):
+        op_us.setdefault(str(stage), {})[name] = encode_float(costs.op_us[stage, name])
+    return {
+        "source": costs.source,
+        "action_us": encode_float(costs.action_us),
+        "default_link": Line(_encode_link(costs.default_link)),
+        "links": [
+            Line({"from": sender, "to": receiver, **_encode_link(costs.links[sender, receiver])})
+            for sender, receiver in sorted(costs.links)
+        ],
+        "op_us": op_us,
+    }
+
+
+def _decode_costs(cursor: Cursor) -> Costs:
+    fields = cursor.fields(("source", "action_us", "default_link", "links", "op_us"))
+    links: dict[tuple[int, int], Link] = {}
+    for entry in fields["links"].elements():
+        parts = entry.fields(("from", "to", *LINK_KEYS))
+        pair = (parts["from"].integer(), parts["to"].integer())
+        if pair in links:
+            raise entry.error(
+                f"the link from rank {pair[0]} to rank {pair[1]} is there twice; keep one of them"
+            )
+        links[pair] = _decode_link(parts)
+    op_us: dict[tuple[int, str], float] = {}
+    for stage, times in fields["op_us"].members().items():
+        if not (stage.isascii() and stage.isdigit() and len(stage) < 10):
+            raise times.error("the key is not a stage's number")
+        for name, time in times.members().items():
+            op_us[int(stage), name] = time.number()
+    return Costs(
+        op_us=op_us,
+        links=links,
+        default_link=_decode_link(fields["default_link"].fields(LINK_KEYS)),
+        action_us=fields["action_us"].number(),
+        source=fields["source"].text(),
+    )
+
+
+def _encode_link(link: Link) -> dict[str, Any]:
+    return {
+        "latency_us": encode_float(link.latency_us),
+        "bytes_per_us": encode_float(link.bytes_per_us),
+        "processor_us_per_mb": encode_float(link.processor_us_per_mb),
+        "source": link.source,
+    }
+
+
+def _decode_link(fields: Mapping[str, Cursor]) -> Link:
+    return Link(
+        latency_us=fields["latency_us"].number(),
+        bytes_per_us=fields["bytes_per_us"].number(),
+        processor_us_per_mb=fields["processor_us_per_mb"].number(),
+        source=fields["source"].text(),
+    )
+
+
+def _encode_prediction(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "step_us": encode_float(prediction.step_us),
+        "compute_us": Line([encode_float(value) for value in prediction.compute_us]),
+        "exposed_us": Line([encode_float(value) for value in prediction.exposed_us]),
+        "bubble_us": Line([encode_float(value) for value in prediction.bubble_us]),
+        "peak_bytes": Line(list(prediction.peak_bytes)),
+        "bound_us": encode_float(prediction.bound_us),
+        "binds": prediction.binds,
+    }
+
+
+def _decode_prediction(cursor: Cursor) -> Prediction:
+    by_rank = ("compute_us", "exposed_us", "bubble_us")
+    fields = cursor.fields(("step_us", *by_rank, "peak_bytes", "bound_us", "binds"))
+    compute, exposed, bubble = (fields[key].sequence(Cursor.number) for key in by_rank)
+    return Prediction(
+        step_us=fields["step_us"].number(),
+        compute_us=compute,
+        exposed_us=exposed,
+        bubble_us=bubble,
+        peak_bytes=fields["peak_bytes"].sequence(Cursor.integer),
+        bound_us=fields["bound_us"].number(),
+        binds=fields["binds"].text(),
+    )
+
+
+def _layout(value: Any, indent: str) -> str:
+    """JSON with one entry a line; a `Line` and everything in it stays on one line."""
+    if isinstance(value, Line):
+        return one_line(value.value)
+    if not isinstance(value, (dict, list)) or not value:
+        return one_line(value)
+    deeper = indent + "  "
+    if isinstance(value, dict):
+        entries = [f"{one_line(key)}: {_layout(part, deeper)}" for key, part in value.items()]
+    else:
+        entries = [_layout(part, deeper) for part in value]
+    opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    body = ",\n".join(deeper + entry for entry in entries)
+    return f"{opening}\n{body}\n{indent}{closing}"
