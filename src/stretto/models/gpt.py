@@ -121,7 +121,8 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD)))
-        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        y_BSD: Tensor = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return y_BSD
 
 
 class GPT(nn.Module):

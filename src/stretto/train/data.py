@@ -1,0 +1,192 @@
+"""From settings to data: text becomes tokens once, and is kept for the next run.
+
+    1. list the files; their names, sizes and times, and the settings, name the cache
+    2. if the cache is whole, go to 7
+    3. count the documents, and choose how to hold some text out
+    4. learn a tokenizer from a sample of the training text
+    5. write the tokens of both sides
+    6. measure the unigram entropy
+    7. map the tokens into memory
+
+Nothing is downloaded. Text is read by `text`, the cache kept by `cache`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import Tokenizer
+
+from stretto.config import DataSettings
+from stretto.errors import UsageError
+from stretto.train import tokenizer as bpe
+from stretto.train.cache import built_folder, default_cache_dir
+from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
+from stretto.train.text import Say, TextFile, documents, find_files
+
+CACHE_FORMAT = 1
+"""Part of the cache's name; raised when the files in it, or the way that they are made, change."""
+MIN_HELD_OUT_DOCUMENTS = 8
+"""With fewer than this to hold out, whole documents are too coarse: their ends are held out instead."""
+PROGRESS_S = 2.0
+"""Seconds between two lines of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextData:
+    """Tokens to train on, tokens held out, and what told them apart from text."""
+
+    tokenizer: Tokenizer
+    train: TokenDataset
+    held_out: TokenDataset
+    """Its batches do not depend on `data.seed`: the same text gives the same held-out loss."""
+    unigram_entropy_nats: float
+    """What the held-out loss would be, a token, from token frequencies alone."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are; little text gives fewer than were asked for."""
+        return int(self.tokenizer.get_vocab_size())
+
+
+def prepare_data(settings: DataSettings, say: Say) -> TextData:
+    """The data that the settings describe; the first time, its text is made into tokens, which is kept.
+
+    Safe to call from every rank at once: one does the work, and the others wait. `say` takes lines of
+    progress and notices. Raises UsageError for text that cannot be read or is too short, and StrettoError
+    when the disk is full.
+    """
+    files = find_files(settings.paths)
+    folder = built_folder(
+        Path(settings.cache_dir).expanduser() if settings.cache_dir is not None else default_cache_dir(),
+        _cache_key(files, settings),
+        lambda folder: _build(folder, files, settings, say),
+        say,
+    )
+    train = np.load(folder / "train.npy", mmap_mode="r")
+    held_out = np.load(folder / "held_out.npy", mmap_mode="r")
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    length = settings.sequence_length
+    say(
+        f"data: {summary['documents']:,} documents, {len(train):,} tokens to train on and {len(held_out):,} "
+        f"held out, in {folder}"
+    )
+    return TextData(
+        tokenizer=bpe.parse((folder / "tokenizer.json").read_text(encoding="utf-8")),
+        train=TokenDataset(train, length, settings.seed, "the text to train on"),
+        held_out=TokenDataset(held_out, length, 0, "the held-out text"),
+        unigram_entropy_nats=float(summary["unigram_entropy_nats"]),
+    )
+
+
+def _cache_key(files: Sequence[TextFile], settings: DataSettings) -> str:
+    parts = {
+        "format": CACHE_FORMAT,
+        "tokenizers": tokenizers.__version__,
+        "vocab_size": settings.vocab_size,
+        "held_out_fraction": settings.held_out_fraction,
+        "text_field": settings.text_field,
+        "files": [(str(file.path.resolve()), file.bytes, file.mtime_ns) for file in files],
+    }
+    return "text-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+
+def _build(folder: Path, files: Sequence[TextFile], settings: DataSettings, say: Say) -> None:
+    """Steps 3 to 6: write tokenizer.json, train.npy, held_out.npy and summary.json into `folder`."""
+    fraction = settings.held_out_fraction
+    say(f"reading {len(files):,} files, {sum(file.bytes for file in files) / 1e6:.1f} MB")
+    lengths = [len(text) for text in documents(files, settings.text_field, say)]
+    chars = sum(lengths)
+    if not chars:
+        raise UsageError(f"data.paths: there is no text in {', '.join(settings.paths) or 'them'}")
+    whole = len(lengths) * fraction >= MIN_HELD_OUT_DOCUMENTS
+    if not whole:
+        say(f"only {len(lengths)} documents: the last {fraction:.1%} of each is held out")
+
+    def side(held_out: bool) -> Iterator[str]:
+        for text in documents(files, settings.text_field, _ignore):
+            train, held = _divide(text, fraction, whole)
+            part = held if held_out else train
+            if part:
+                yield part
+
+    train_chars = round(chars * (1 - fraction))
+    say(f"learning {settings.vocab_size:,} tokens from {min(bpe.SAMPLE_CHARS, train_chars) / 1e6:.1f} MB")
+    tokenizer = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
+    progress = _Progress(chars, say)
+    train = _write_tokens(folder / "train.npy", tokenizer, side(held_out=False), progress)
+    held_out = _write_tokens(folder / "held_out.npy", tokenizer, side(held_out=True), progress)
+    if not len(train) or not len(held_out):
+        raise UsageError(f"data.paths: the text, {chars} characters, is too short to hold out {fraction:.1%}")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    summary = {
+        "documents": len(lengths),
+        "unigram_entropy_nats": unigram_entropy(train, held_out, tokenizer.get_vocab_size()),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+
+
+def _ignore(line: str) -> None:
+    """For the second reading of the same files, whose notices were given at the first."""
+
+
+def _divide(text: str, fraction: float, whole: bool) -> tuple[str, str]:
+    """A document's part to train on and its part held out; one of them is empty when it stays whole.
+
+    A hash of the document itself decides, so that of two equal documents none is trained on while the
+    other is held out.
+    """
+    if whole:
+        digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
+        held = int.from_bytes(digest, "little") < fraction * 2**64
+        return ("", text) if held else (text, "")
+    cut = round(len(text) * (1 - fraction))
+    line_end = text.find("\n", cut) + 1
+    # A line is kept whole, if that does not take most of what was to be held out.
+    if line_end and 2 * (len(text) - line_end) >= len(text) - cut:
+        cut = line_end
+    return text[:cut], text[cut:]
+
+
+class _Progress:
+    """Says now and then how much of the text is done."""
+
+    def __init__(self, total_chars: int, say: Say) -> None:
+        self.total_chars, self.say = total_chars, say
+        self.done_chars = 0
+        self.said_s = time.monotonic()
+
+    def add(self, chars: int) -> None:
+        self.done_chars += chars
+        if time.monotonic() - self.said_s >= PROGRESS_S:
+            self.said_s = time.monotonic()
+            self.say(f"tokens: {self.done_chars / 1e6:.1f} of {self.total_chars / 1e6:.1f} MB of text")
+
+
+def _write_tokens(path: Path, tokenizer: Tokenizer, texts: Iterator[str], progress: _Progress) -> Tokens:
+    """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory."""
+    dtype = bpe.token_dtype(tokenizer.get_vocab_size())
+    count = 0
+    with path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
+        header_bytes = file.tell()
+        for chars, ids in bpe.encode(tokenizer, texts):
+            file.write(ids.tobytes())
+            count += len(ids)
+            progress.add(chars)
+        # NumPy pads headers so that the first dim can grow in place.
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})
+        assert file.tell() == header_bytes
+    if count == 0:
+        return np.empty(0, dtype=dtype)  # There is nothing to map in such a file.
+    tokens: Tokens = np.load(path, mmap_mode="r")
+    return tokens
