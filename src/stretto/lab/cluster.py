@@ -1,0 +1,297 @@
+"""`Lab`: an emulated cluster on this machine, from its making to its removal.
+
+    with Lab(hosts=2, rate="100mbit", cpus=0.5) as lab:
+        statuses = lab.run(["python", "train.py"])
+
+Brings the other rooms together: the network, the quotas, the processes. It needs root. Nothing that it made
+outlives the `with`, whatever happens inside; what a killed lab left, the next one sweeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from stretto.errors import StrettoError, UsageError
+from stretto.lab import enter, leftovers, network, quota, rates, tools
+from stretto.lab.names import Owner
+from stretto.lab.output import Prefixer, Screen
+from stretto.lab.signals import StopSignals, blocked
+from stretto.lab.wait import Statuses, Waiter, signal_group
+
+MASTER_PORT = 29500  # torchrun's default; free in every lab, since each has its own network
+_Target = int | IO[bytes] | None
+
+
+class Lab:
+    """Hosts on this machine, joined by links of a given rate.
+
+    hosts: number of hosts, 1 to 254. rate: rate of each link in each direction, as `tc` writes it
+    (`100mbit`), or `unlimited`. cpus: processors of each host, None for no limit. delay_ms: one-way delay
+    between any two hosts, which needs the kernel's netem. pin: keep host i on core i modulo the
+    number of cores.
+
+    Raises UsageError for a wrong setting when made, StrettoError when entered on a machine that cannot do it.
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        rate: str = "unlimited",
+        cpus: float | None = None,
+        *,
+        delay_ms: float = 0.0,
+        pin: bool = False,
+    ) -> None:
+        cores = _usable_cores()
+        if not 1 <= hosts <= network.MAX_HOSTS:
+            raise UsageError(f"--hosts {hosts}: a lab has 1 to {network.MAX_HOSTS} hosts")
+        if cpus is not None and not quota.MIN_CPUS <= cpus <= len(cores):
+            raise UsageError(
+                f"--cpus {cpus:g}: a host has {quota.MIN_CPUS} processors at least and {len(cores)} at most, "
+                "as many as this machine gives; leave it out for no limit"
+            )
+        if not 0 <= delay_ms <= 10_000:
+            raise UsageError(f"--delay {delay_ms:g}: give milliseconds, 0 to 10000")
+        self.hosts = hosts
+        self.rate = rate
+        self.cpus = cpus
+        self.delay_ms = delay_ms
+        self.pin = pin
+        self._cores = cores
+        self._rate_bits_per_s = rates.parse_rate(rate)
+        self._owner: Owner | None = None
+        self._controller = quota.find_controller()
+        self._groups: list[Path] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._open = False
+
+    def __enter__(self) -> Lab:
+        if lacking := tools.missing():
+            reasons = "\n".join(f"  {why}" for why in lacking)
+            raise StrettoError(f"this machine cannot run the lab:\n{reasons}")
+        leftovers.sweep()
+        self._owner = Owner.mine()
+        try:
+            with blocked():
+                self._build(self._owner)
+        except BaseException:
+            self.close()
+            raise
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _build(self, owner: Owner) -> None:
+        if self.cpus is not None:
+            if self._controller is None:
+                raise StrettoError(f"--cpus {self.cpus:g}: {quota.why_no_quota()}")
+            self._groups = [
+                quota.make_group(self._controller, owner.host(host), self.cpus) for host in range(self.hosts)
+            ]
+        network.build(owner, self.hosts)
+        try:
+            network.shape(owner, self.hosts, self._rate_bits_per_s, self.delay_ms)
+        except StrettoError as error:
+            if self.delay_ms > 0 and "netem" in str(error):
+                raise StrettoError(
+                    f"--delay {self.delay_ms:g}: this kernel has no netem, so delay cannot be emulated; "
+                    f"leave --delay out, or `modprobe sch_netem` (package linux-modules-extra)\n  {error}"
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """End every process of the lab and remove its namespaces and groups; to call it twice is harmless."""
+        self._open = False
+        owner, self._owner = self._owner, None
+        if owner is None:
+            return
+        faults = []
+        with blocked():
+            for process in self._processes:
+                if process.poll() is None:
+                    signal_group(process, signal.SIGKILL)
+            for name in [*map(owner.host, range(self.hosts)), owner.switch]:
+                try:
+                    leftovers.remove_host(name, self._controller)
+                except StrettoError as error:
+                    faults.append(str(error))
+            for process in self._processes:
+                process.wait()
+            self._processes.clear()
+            self._groups.clear()
+        if faults:
+            raise StrettoError("the lab could not remove all that it made:\n  " + "\n  ".join(faults))
+
+    def address(self, host: int) -> str:
+        """IPv4 address of a host."""
+        return network.address(host)
+
+    def namespace(self, host: int) -> str:
+        """Name of a host's network namespace, for `ip netns exec NAME COMMAND`."""
+        return self._require_open().host(host)
+
+    def settings(self) -> dict[str, object]:
+        """What the lab emulates, as hosts find it in STRETTO_LAB; rate_bits_per_s is None if unlimited."""
+        return {
+            "hosts": self.hosts,
+            "rate": self.rate,
+            "rate_bits_per_s": self._rate_bits_per_s,
+            "cpus": self.cpus,
+            "delay_ms": self.delay_ms,
+            "pin": self.pin,
+        }
+
+    def set_rate(self, rate: str) -> None:
+        """Change the rate of all links at once, while commands run. Raises UsageError for a wrong rate."""
+        owner = self._require_open()
+        rate_bits_per_s = rates.parse_rate(rate)
+        with blocked():
+            network.shape(owner, self.hosts, rate_bits_per_s, self.delay_ms)
+        self.rate, self._rate_bits_per_s = rate, rate_bits_per_s
+
+    def environment(self, host: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
+        """A host's environment: this process's, then the cluster's variables, then `env`."""
+        return {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "RANK": str(host),
+            "WORLD_SIZE": str(self.hosts),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": str(MASTER_PORT),
+            "GLOO_SOCKET_IFNAME": network.INTERFACE,
+            "NCCL_SOCKET_IFNAME": network.INTERFACE,
+            "TP_SOCKET_IFNAME": network.INTERFACE,
+            "STRETTO_LAB": json.dumps(self.settings()),
+            **(env or {}),
+        }
+
+    def popen(
+        self,
+        host: int,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        stdout: _Target = None,
+        stderr: _Target = None,
+        cwd: str | Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on one host and return at once; it ends with the lab at the latest.
+
+        The command leads a session of its own and reads nothing. The kernel kills it when the thread
+        that started it ends, so start it from one that lives as long. Raises UsageError if there is
+        no such host or command.
+        """
+        owner = self._require_open()
+        if not 0 <= host < self.hosts:
+            raise UsageError(f"host {host}: the lab has hosts 0 to {self.hosts - 1}")
+        environment = self.environment(host, env)
+        if not command:
+            raise UsageError("no command given: say what each host is to run, after `--`")
+        if cwd is None and shutil.which(command[0], path=environment.get("PATH")) is None:
+            raise UsageError(f"command {command[0]!r} is not on PATH, or is not executable")
+        core = str(self._cores[host % len(self._cores)]) if self.pin else ""
+        group = str(self._groups[host]) if self._groups else ""
+        with blocked():
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", enter.__file__),
+                    *(str(network.NETNS_DIR / owner.host(host)), group, core, str(os.getpid())),
+                    *command,
+                ],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=cwd,
+                start_new_session=True,
+            )
+            self._processes.append(process)
+        return process
+
+    def run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        output: Path | None = None,
+        quiet_others: bool = False,
+        grace_s: float = 30.0,
+        signals: StopSignals | None = None,
+    ) -> Statuses:
+        """Run a command once on every host, wait for all, and return their statuses by host.
+
+        Lines are printed as they come with the host's number before them, stdout and stderr apart. With
+        `output`, host i writes `output/host-<i>.log` instead; with `quiet_others` only host 0 is printed, and
+        the others where they fail. When one fails, the others have `grace_s` seconds before SIGTERM.
+        Signals noted by `signals` end the run. Raises UsageError if there is no such command.
+        """
+        screens = [Screen(stream.buffer, stream.isatty()) for stream in (sys.stdout, sys.stderr)]
+        processes: list[subprocess.Popen[bytes]] = []
+        prefixers: list[tuple[int, Prefixer]] = []
+        kept: dict[int, BinaryIO] = {}
+        with contextlib.ExitStack() as opened:
+            try:
+                for host in range(self.hosts):
+                    if output is not None:
+                        file = opened.enter_context(_log_file(output, host))
+                    elif quiet_others and host > 0:
+                        file = kept[host] = opened.enter_context(tempfile.TemporaryFile())
+                    else:
+                        process = self.popen(
+                            host, command, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                        )
+                        for stream, screen in zip((process.stdout, process.stderr), screens):
+                            assert stream is not None
+                            opened.enter_context(stream)
+                            prefixers.append((stream.fileno(), Prefixer(screen, host)))
+                        processes.append(process)
+                        continue
+                    processes.append(self.popen(host, command, env, stdout=file, stderr=subprocess.STDOUT))
+                statuses = Waiter(processes, grace_s, signals).wait(prefixers)
+            finally:
+                for process in processes:
+                    if process.poll() is None:
+                        signal_group(process, signal.SIGKILL)
+                        process.wait()
+                    self._processes.remove(process)
+            for host, file in kept.items():
+                if statuses[host] != 0:
+                    file.seek(0)
+                    prefixer = Prefixer(screens[1], host)
+                    prefixer.feed(file.read())
+                    prefixer.close()
+        return statuses
+
+    def _require_open(self) -> Owner:
+        if self._owner is None or not self._open:
+            raise StrettoError("the lab is not running: use it inside `with Lab(...) as lab:`")
+        return self._owner
+
+
+def _usable_cores() -> list[int]:
+    # Only Linux says which cores a process may use; elsewhere the lab is refused when it is entered.
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _log_file(directory: Path, host: int) -> BinaryIO:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return (directory / f"host-{host}.log").open("wb")
+    except OSError as error:
+        raise UsageError(f"--output {directory}: cannot write there: {error.strerror}") from error
