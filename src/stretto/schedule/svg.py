@@ -15,14 +15,19 @@ from stretto.schedule.timing import ScheduleTiming
 
 ROW_PX = 34
 GAP_PX = 8
-LEFT_PX = 118
+MIN_LEFT_PX = 96
 RIGHT_PX = 28
 TOP_PX = 78
 AXIS_PX = 30
 LEGEND_PX = 44
-CHAR_PX = 7.0
-"""Width of a digit in the boxes' 11 px sans-serif, with a little air: assumed, as fonts differ."""
-MIN_BOX_PX = 12.0
+CHAR_PX = 7.6
+"""Width of a bold digit in the boxes' 11 px sans-serif: assumed, on the wide side, as fonts differ."""
+W_EXTRA_PX = 3.5
+"""A W is that much wider than a digit: assumed, as above."""
+QUIET_CHAR_PX = 6.4
+"""Mean width of a letter of the small plain text: assumed, as above."""
+PADDING_PX = 6.0
+"""Air in a box beside its label, both sides together."""
 MAX_WIDTH_PX = 24_000
 """Wider pictures are not drawn by common browsers without loss; boxes become narrower instead."""
 MIN_WIDTH_PX = 640
@@ -62,7 +67,8 @@ def to_svg(schedule: Schedule, timing: ScheduleTiming) -> str:
     """
     px_per_unit = _scale(schedule, timing)
     chart_px = timing.makespan * px_per_unit
-    width = max(LEFT_PX + chart_px + RIGHT_PX, MIN_WIDTH_PX)
+    left = _left_px(schedule, timing)
+    width = max(left + chart_px + RIGHT_PX, MIN_WIDTH_PX)
     bottom = TOP_PX + schedule.ranks * (ROW_PX + GAP_PX)
     height = bottom + AXIS_PX + LEGEND_PX
     parts = [
@@ -74,11 +80,11 @@ def to_svg(schedule: Schedule, timing: ScheduleTiming) -> str:
         f'<text class="title" x="20" y="32">{escape(_title(schedule))}</text>',
         f'<text class="quiet" x="20" y="52">{escape(_subtitle(timing))}</text>',
     ]
-    parts += _lanes(schedule, timing, chart_px)
-    parts += _time_axis(timing, px_per_unit, bottom)
+    parts += _lanes(schedule, timing, left, chart_px)
+    parts += _time_axis(timing, left, px_per_unit, bottom)
     for rank in range(schedule.ranks):
-        parts += _boxes(schedule, timing, rank, px_per_unit)
-    parts += _legend(schedule, bottom + AXIS_PX + 16)
+        parts += _boxes(schedule, timing, rank, left, px_per_unit)
+    parts += _legend(schedule, left, bottom + AXIS_PX + 10)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
@@ -106,10 +112,11 @@ def _scale(schedule: Schedule, timing: ScheduleTiming) -> float:
         for action in schedule.actions(rank):
             length = timing.end[action] - timing.start[action]
             if length > 0:
-                room = max(len(action_label(schedule, rank, action)) * CHAR_PX + 4, MIN_BOX_PX)
-                needed = max(needed, room / length)
-    most = (MAX_WIDTH_PX - LEFT_PX - RIGHT_PX) / timing.makespan
-    least = (MIN_WIDTH_PX - LEFT_PX - RIGHT_PX) / timing.makespan
+                needed = max(needed, (_text_px(action_label(schedule, rank, action)) + PADDING_PX) / length)
+    most, least = (
+        (width - _left_px(schedule, timing) - RIGHT_PX) / timing.makespan
+        for width in (MAX_WIDTH_PX, MIN_WIDTH_PX)
+    )
     return min(max(needed, least), most)
 
 
@@ -124,30 +131,46 @@ def _count(number: int, noun: str) -> str:
 
 
 def _subtitle(timing: ScheduleTiming) -> str:
-    return f"makespan {timing.makespan:g}  ·  bubble {timing.bubble_rate:.2%}"
+    figures = f"makespan {timing.makespan:g}  ·  bubble {timing.bubble_rate:.2%}"
+    return f"{figures}  ·  live: most microbatches held at once"
 
 
-def _lanes(schedule: Schedule, timing: ScheduleTiming, chart_px: float) -> list[str]:
+def _left_px(schedule: Schedule, timing: ScheduleTiming) -> float:
+    """The width of the column with the ranks' names."""
+    longest = max(len(_memory(schedule, timing, rank)) for rank in range(schedule.ranks))
+    return max(round(20 + longest * QUIET_CHAR_PX + 12), MIN_LEFT_PX)
+
+
+def _text_px(label: str) -> float:
+    return len(label) * CHAR_PX + (W_EXTRA_PX if "W" in label else 0.0)
+
+
+def _memory(schedule: Schedule, timing: ScheduleTiming, rank: int) -> str:
+    """The rank's live microbatches, stage by stage; its stages first, unless they are just its own number."""
+    stages = schedule.stages_of(rank)
+    live = "+".join(str(timing.peak_live[stage]) for stage in stages) or "0"
+    held = f"stage {','.join(map(str, stages)) or 'none'} · " if stages != (rank,) else ""
+    return f"{held}{live} live"
+
+
+def _lanes(schedule: Schedule, timing: ScheduleTiming, left: float, chart_px: float) -> list[str]:
     parts = []
     for rank in range(schedule.ranks):
         y = _row_y(rank)
-        stages = schedule.stages_of(rank)
-        live = "+".join(str(timing.peak_live[stage]) for stage in stages) or "0"
-        held = f"stage {','.join(map(str, stages))} · " if stages != (rank,) else ""
         parts += [
-            f'<rect class="lane" x="{LEFT_PX}" y="{y}" width="{chart_px:.2f}" height="{ROW_PX}" rx="3"/>',
+            f'<rect class="lane" x="{left:.0f}" y="{y}" width="{chart_px:.2f}" height="{ROW_PX}" rx="3"/>',
             f'<text class="name" x="20" y="{y + 15}">rank {rank}</text>',
-            f'<text class="quiet" x="20" y="{y + 29}">{held}{live} live</text>',
+            f'<text class="quiet" x="20" y="{y + 29}">{_memory(schedule, timing, rank)}</text>',
         ]
     return parts
 
 
-def _time_axis(timing: ScheduleTiming, px_per_unit: float, bottom: int) -> list[str]:
+def _time_axis(timing: ScheduleTiming, left: float, px_per_unit: float, bottom: int) -> list[str]:
     if px_per_unit <= 0:
         return []
     parts = [f'<text class="quiet" x="20" y="{bottom + 14}">time</text>']
     for time in tick_times(timing.makespan, 70 / px_per_unit):
-        x = LEFT_PX + time * px_per_unit
+        x = left + time * px_per_unit
         parts += [
             f'<line class="grid" x1="{x:.2f}" y1="{TOP_PX - 6}" x2="{x:.2f}" y2="{bottom}"/>',
             f'<text class="quiet" x="{x:.2f}" y="{bottom + 14}" text-anchor="middle">{time:g}</text>',
@@ -155,7 +178,9 @@ def _time_axis(timing: ScheduleTiming, px_per_unit: float, bottom: int) -> list[
     return parts
 
 
-def _boxes(schedule: Schedule, timing: ScheduleTiming, rank: int, px_per_unit: float) -> list[str]:
+def _boxes(
+    schedule: Schedule, timing: ScheduleTiming, rank: int, left: float, px_per_unit: float
+) -> list[str]:
     parts = []
     for slot in schedule.orders[rank]:
         share_px = ROW_PX / len(slot.actions)
@@ -163,7 +188,7 @@ def _boxes(schedule: Schedule, timing: ScheduleTiming, rank: int, px_per_unit: f
             start, end = timing.start[action], timing.end[action]
             if end <= start:
                 continue
-            x, y = LEFT_PX + start * px_per_unit, _row_y(rank) + index * share_px
+            x, y = left + start * px_per_unit, _row_y(rank) + index * share_px
             wide = (end - start) * px_per_unit
             phase, label = action.phase.value, action_label(schedule, rank, action)
             # One pixel between neighbours tells equal phases apart; very narrow boxes keep what they have.
@@ -173,23 +198,23 @@ def _boxes(schedule: Schedule, timing: ScheduleTiming, rank: int, px_per_unit: f
                 f'width="{drawn:.2f}" height="{share_px - 1:.1f}">'
                 f"<title>{action}: {start:g} to {end:g}</title></rect>"
             )
-            if len(label) * CHAR_PX <= wide and share_px >= 12:
+            if _text_px(label) <= wide and share_px >= 12:
                 middle_x, base_y = x + drawn / 2, y + share_px / 2 + 3.5
                 parts.append(f'<text class="box t{phase}" x="{middle_x:.2f}" y="{base_y:.1f}">{label}</text>')
     return parts
 
 
-def _legend(schedule: Schedule, y: int) -> list[str]:
+def _legend(schedule: Schedule, left: float, y: int) -> list[str]:
     used = {action.phase for rank in range(schedule.ranks) for action in schedule.actions(rank)}
     entries = [(phase.value, phase.value, name) for phase, name in PHASE_NAMES.items() if phase in used]
     entries.append(("lane", "", "idle"))
-    parts, x = [], float(LEFT_PX)
+    parts, x = [], left
     for style, letter, name in entries:
         parts.append(f'<rect class="{style}" x="{x:.0f}" y="{y}" width="18" height="16" rx="2"/>')
         if letter:
             parts.append(f'<text class="box t{letter}" x="{x + 9:.0f}" y="{y + 12}">{letter}</text>')
         parts.append(f'<text class="quiet" x="{x + 24:.0f}" y="{y + 12}">{name}</text>')
-        x += 24 + len(name) * 6.2 + 22
+        x += 24 + len(name) * QUIET_CHAR_PX + 18
     return parts
 
 
