@@ -197,8 +197,7 @@ def _nearest(root: type[BaseModel], holder: type[BaseModel], key: str) -> str:
     likely = [name for name in everywhere if name.rpartition(".")[2] == leaf]
     likely = likely or (begun if len(begun) == 1 else [])
     likely = likely or [here[name] for name in difflib.get_close_matches(leaf, here, n=1)]
-    # The cutoff is high, since keys of the whole tree have much in common.
-    likely = likely or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75)
+    likely = likely or difflib.get_close_matches(leaf, everywhere, n=1, cutoff=0.8)  # optimizer_lr
     return f"did you mean {' or '.join(likely)}?" if likely else f"known are {', '.join(here.values())}"
 
 

@@ -1,0 +1,291 @@
+"""GPT and the building of models: causal, deterministic, and equal to what the textbook formulas say."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.config import GPTSettings, HuggingFaceSettings
+from stretto.errors import UsageError
+from stretto.models.build import build_model, huggingface_loss, loss_function
+from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, rotate
+
+TINY = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16)
+LEARNED = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16, positions="learned")
+LLAMA = HuggingFaceSettings(
+    kind="huggingface",
+    architecture="LlamaForCausalLM",
+    config={
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    },
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, far slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def some_tokens(batch: int = 2, length: int = 16, seed: int = 0) -> Tensor:
+    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("config", [TINY, LEARNED], ids=lambda config: config.positions)
+def test_a_later_token_never_changes_earlier_logits(config: GPTConfig) -> None:
+    model = GPT(config).double()
+    tokens = some_tokens()
+    before = model(tokens)
+    for place in range(16):
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 1) % 61
+        after = model(changed)
+        torch.testing.assert_close(after[:, :place], before[:, :place], rtol=0, atol=1e-12)
+        assert (after[:, place] - before[:, place]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("config", [TINY, LEARNED], ids=lambda config: config.positions)
+def test_the_order_of_earlier_tokens_matters(config: GPTConfig) -> None:
+    model = GPT(config).double()
+    nn.init.normal_(model.blocks[0].attention.qkv.weight, std=0.5, generator=torch.Generator().manual_seed(1))
+    tokens = torch.arange(8)[None]
+    swapped = tokens[:, [1, 0, 2, 3, 4, 5, 6, 7]]
+    assert (model(tokens)[0, -1] - model(swapped)[0, -1]).abs().max() > 1e-5
+
+
+def test_rotation_keeps_lengths_and_depends_on_the_distance_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+    turned_q, turned_k = (rotate(x.expand(1, 1, 12, 8))[0, 0] for x in (q, k))
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(12))
+    scores = turned_q @ turned_k.T
+    for distance in range(-11, 12):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert (scores[0, 0] - scores[0, 5]).abs() > 1e-3
+
+
+def test_attention_is_softmax_of_scaled_scores() -> None:
+    model = GPT(LEARNED).double()
+    attention = model.blocks[1].attention
+    x = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    heads = attention.qkv(x)[0].view(5, 3, 3, 8)  # (S, H, which, K)
+    parts = []
+    for head in range(3):
+        q, k, v = heads[:, head].unbind(1)
+        scores = (q @ k.T / math.sqrt(8)).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        parts.append(scores.softmax(dim=-1) @ v)
+    torch.testing.assert_close(attention(x)[0], attention.out(torch.cat(parts, dim=-1)))
+
+
+def test_the_loss_is_that_of_the_next_token_and_starts_near_ignorance() -> None:
+    model = GPT(TINY).double()
+    tokens = some_tokens(length=17)
+    log_probability = model(tokens[:, :-1]).log_softmax(dim=-1)
+    by_hand = -torch.stack(
+        [log_probability[b, s, tokens[b, s + 1]] for b in range(2) for s in range(16)]
+    ).mean()
+    loss = next_token_loss(model, tokens)
+    torch.testing.assert_close(loss, by_hand)
+    assert loss.dtype == torch.float64
+    assert abs(loss.item() - math.log(61)) < 0.1
+    as_dict = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    assert torch.equal(next_token_loss(model, as_dict), loss)
+
+
+def test_the_loss_is_in_float32_for_a_bfloat16_model() -> None:
+    assert next_token_loss(GPT(TINY).bfloat16(), some_tokens(length=17)).dtype == torch.float32
+
+
+def test_the_seed_decides_the_weights_and_dtype_does_not_change_them() -> None:
+    first, again, other = GPT(TINY, seed=1), GPT(TINY, seed=1), GPT(TINY, seed=2)
+    for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert torch.equal(a, c) == ("norm" in name), name
+    double = GPT(TINY, seed=0).double()
+    double.init_weights(1)
+    assert all(torch.equal(a.double(), b) for a, b in zip(first.parameters(), double.parameters()))
+
+
+def test_weights_do_not_touch_the_global_random_state() -> None:
+    before = torch.random.get_rng_state()
+    first = GPT(TINY, seed=1)
+    torch.manual_seed(5)
+    assert torch.equal(GPT(TINY, seed=1).head.weight, first.head.weight)
+    torch.random.set_rng_state(before)
+
+
+def test_residual_branches_start_smaller() -> None:
+    model = GPT(GPTConfig(vocab_size=8, layers=8, hidden=128, heads=4, context=8))
+    block = model.blocks[3]
+    assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mlp.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert torch.equal(model.norm.weight, torch.ones(128))
+    assert torch.equal(model.norm.bias, torch.zeros(128))
+
+
+def test_a_model_on_meta_gets_its_values_later() -> None:
+    with torch.device("meta"):
+        model = GPT(TINY, seed=3)
+        assert model(torch.zeros(2, 16, dtype=torch.long)).shape == (2, 16, 61)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu").init_weights(3)
+    assert torch.equal(model(some_tokens()), GPT(TINY, seed=3)(some_tokens()))
+
+
+def test_tied_embeddings_share_their_storage() -> None:
+    tied = GPT(GPTConfig(vocab_size=61, layers=1, hidden=24, heads=3, context=16, tie_embeddings=True))
+    assert tied.head.weight is tied.embedding.weight
+    next_token_loss(tied, some_tokens()).backward()
+    untied = GPT(GPTConfig(vocab_size=61, layers=1, hidden=24, heads=3, context=16))
+    untied.head.weight = nn.Parameter(untied.embedding.weight.detach().clone())
+    next_token_loss(untied, some_tokens()).backward()
+    assert tied.embedding.weight.grad is not None
+    torch.testing.assert_close(
+        tied.embedding.weight.grad, untied.embedding.weight.grad + untied.head.weight.grad
+    )
+
+
+def test_dropout_acts_while_training_only() -> None:
+    model = GPT(GPTConfig(vocab_size=61, layers=2, hidden=24, heads=3, context=16, dropout=0.5))
+    assert not torch.equal(model(some_tokens()), model(some_tokens()))
+    model.eval()
+    assert torch.equal(model(some_tokens()), model(some_tokens()))
+
+
+def test_blocks_can_be_named_for_a_split() -> None:
+    model = GPT(TINY)
+    assert model.get_submodule("blocks.2") is model.blocks[2]
+
+
+def test_shapes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="hidden = 25 must be a multiple of heads = 3"):
+        GPTConfig(vocab_size=8, layers=1, hidden=25, heads=3, context=8)
+    with pytest.raises(ValueError, match="to be even"):
+        GPTConfig(vocab_size=8, layers=1, hidden=9, heads=3, context=8)
+    with pytest.raises(ValueError, match="17 tokens is longer than the context of 16"):
+        GPT(TINY)(some_tokens(length=17))
+
+
+def test_a_gpt_learns_a_pattern_and_continues_it() -> None:
+    model = GPT(TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    pattern = torch.tensor([7, 3, 9, 1, 5]).repeat(5)
+    batch = torch.stack([pattern[start : start + 17] for start in range(5)])
+    for _ in range(60):
+        loss = next_token_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.3
+    # 20 new tokens are more than the context holds, so that the prompt is cropped on the way.
+    continued = generate(model, pattern[:5], 20, temperature=0)
+    assert continued.tolist() == pattern.tolist()
+    assert model.training
+
+
+def test_sampling_follows_its_generator_and_temperature() -> None:
+    model = GPT(TINY)
+    prompt = some_tokens(length=3)
+
+    def draw(seed: int) -> Tensor:
+        return generate(model, prompt, 12, 1.0, torch.Generator().manual_seed(seed))
+
+    assert draw(1).shape == (2, 15)
+    assert torch.equal(draw(1)[:, :3], prompt)
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    with pytest.raises(ValueError, match="temperature"):
+        generate(model, prompt, 1, -1.0)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        generate(model, prompt[:, :0], 1)
+
+
+def test_settings_become_a_gpt() -> None:
+    settings = GPTSettings(layers=2, hidden=24, heads=3, context=16, positions="learned", mlp_ratio=2.0)
+    model = build_model(settings, vocab_size=61, seed=4)
+    assert isinstance(model, GPT)
+    expected = GPTConfig(61, 2, 24, 3, 16, 2.0, positions="learned")
+    assert model.config == expected
+    assert torch.equal(model.head.weight, GPT(expected, 4).head.weight)
+    assert loss_function(settings) is next_token_loss
+    wider = build_model(GPTSettings(layers=1, hidden=24, heads=3, vocab_size=64), 61, 0)
+    assert isinstance(wider, GPT)
+    assert wider.config.vocab_size == 64
+    with pytest.raises(UsageError, match=r"model\.vocab_size = 60 is too small: the tokenizer has 61"):
+        build_model(GPTSettings(vocab_size=60), 61, 0)
+
+
+def test_settings_become_a_model_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    before = torch.random.get_rng_state()
+    model = build_model(LLAMA, 61, seed=4)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    again = build_model(LLAMA, 61, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    tokens = some_tokens(length=17)
+    loss = loss_function(LLAMA)(model, tokens)
+    # transformers shifts labels itself: over one token more, it measures the same 16 predictions.
+    torch.testing.assert_close(loss, model(input_ids=tokens, labels=tokens).loss)
+    assert generate(model, tokens[:, :4], 3, context=32).shape == (2, 7)
+
+
+def test_a_mixture_of_experts_keeps_its_balancing_loss() -> None:
+    pytest.importorskip("transformers")
+    settings = HuggingFaceSettings(
+        kind="huggingface",
+        architecture="MixtralForCausalLM",
+        config={**LLAMA.config, "num_local_experts": 2, "output_router_logits": True},
+    )
+    model = build_model(settings, 61, seed=0)
+    tokens = some_tokens(length=17)
+    model.config.router_aux_loss_coef = 0.5
+    large = huggingface_loss(model, tokens)
+    model.config.router_aux_loss_coef = 0.0
+    small = huggingface_loss(model, tokens)
+    assert large.item() > small.item() + 0.5
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "expected"),
+    [
+        ("LamaForCausalLM", {}, "transformers .* has no such model"),
+        ("LlamaConfig", {}, "has no such model"),
+        ("BertModel", {}, "does not tell the next token"),
+        ("LlamaForCausalLM", {"vocab_size": 60}, r"model\.config\.vocab_size = 60 is too small"),
+        (
+            "LlamaForCausalLM",
+            {"hiden_size": 60},
+            r"model\.config\.hiden_size: LlamaConfig has no such setting",
+        ),
+        ("LlamaForCausalLM", {"hidden_size": "wide"}, r"model\.config: LlamaForCausalLM cannot be built"),
+    ],
+)
+def test_a_model_of_transformers_that_cannot_be(
+    architecture: str, config: dict[str, object], expected: str
+) -> None:
+    pytest.importorskip("transformers")
+    settings = HuggingFaceSettings(kind="huggingface", architecture=architecture, config=config)
+    with pytest.raises(UsageError, match=expected):
+        build_model(settings, 61, 0)
+
+
+def test_without_transformers_the_user_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"pip install 'stretto\[hf\]'"):
+        build_model(LLAMA, 61, 0)

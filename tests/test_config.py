@@ -1,0 +1,233 @@
+"""Settings: what a file says arrives, and every fault is told with its key, its value and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from stretto.config import GPTSettings, HuggingFaceSettings, TrainSettings, load_settings
+from stretto.errors import UsageError
+from stretto.settings_file import _trees
+
+Load = Callable[..., TrainSettings]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def read(text: str, *overrides: str) -> TrainSettings:
+        path = tmp_path / "tiny.toml"
+        path.write_text(text, encoding="utf-8")
+        return load_settings(path, overrides)
+
+    return read
+
+
+def test_the_example_can_be_read() -> None:
+    settings = load_settings(Path(__file__).parents[1] / "examples" / "gpt_text.toml")
+    assert isinstance(settings.model, GPTSettings)
+    assert settings.parallel.pp == 2
+    assert settings.name == "gpt_text"
+
+
+def test_an_empty_file_gives_the_defaults_and_the_files_own_name(load: Load) -> None:
+    settings = load("")
+    assert settings == TrainSettings(name="tiny")
+    assert settings.run_dir == Path("runs/tiny")
+    assert settings.checkpoint_dir == Path("runs/tiny/checkpoints")
+
+
+def test_values_arrive_with_their_types(load: Load) -> None:
+    settings = load(
+        """
+        name = "mine"
+        precision = "bf16"
+        [model]
+        kind = "huggingface"
+        architecture = "LlamaForCausalLM"
+        config = { hidden_size = 64, rope_theta = 1e4 }
+        [optimizer]
+        lr = 1
+        betas = [0.8, 0.9]
+        [parallel]
+        split = ["model.layers.2"]
+        [output]
+        run_dir = "elsewhere"
+        [checkpoint]
+        dir = "kept"
+        """
+    )
+    assert isinstance(settings.model, HuggingFaceSettings)
+    assert settings.model.config == {"hidden_size": 64, "rope_theta": 1e4}
+    assert settings.optimizer.betas == (0.8, 0.9)
+    assert isinstance(settings.optimizer.lr, float)
+    assert settings.parallel.split == ["model.layers.2"]
+    assert (settings.run_dir, settings.checkpoint_dir) == (Path("elsewhere"), Path("kept"))
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        TrainSettings().optimizer.lr = 1.0
+
+
+def test_overrides_change_what_the_file_says(load: Load) -> None:
+    settings = load(
+        "[optimizer]\nlr = 1.0\n[parallel]\nmax_live = 3\n[data]\npaths = ['a']",
+        "optimizer.lr=1e-3",
+        "model.kind=gpt",
+        "model.tie_embeddings=true",
+        "data.paths=['b', 'c']",
+        "parallel.max_live=",
+        "parallel.schedule=zb-h1",
+    )
+    assert settings.optimizer.lr == 1e-3
+    assert isinstance(settings.model, GPTSettings)
+    assert settings.model.tie_embeddings is True
+    assert settings.data.paths == ["b", "c"]
+    assert settings.parallel.max_live is None
+    assert settings.parallel.schedule == "zb-h1"
+
+
+def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
+    assert load("", "parallel.schedule=1\nwarmup = 2").parallel.schedule == "1\nwarmup = 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lr = 3", "lr = 3: there is no such setting; did you mean optimizer.lr?"),
+        (
+            "[model]\nkind='gpt'\nhiden = 3",
+            "model.hiden = 3: there is no such setting; did you mean model.hidden?",
+        ),
+        ("[data]\nseq = 3", "data.seq = 3: there is no such setting; did you mean data.sequence_length?"),
+        ("optimiser = 3", "optimiser = 3: there is no such setting; did you mean optimizer?"),
+        (
+            "[data]\noptimizer_lr = 3",
+            "data.optimizer_lr = 3: there is no such setting; did you mean optimizer.lr?",
+        ),
+        (
+            "[lr_schedule]\nq = 3",
+            "known are lr_schedule.kind, lr_schedule.warmup_steps, lr_schedule.min_lr_ratio",
+        ),
+        ("[optimizer]\nlr = -1", "optimizer.lr = -1: input should be greater than 0"),
+        ("[optimizer]\nlr = '1e-3'", "optimizer.lr = '1e-3': input should be a valid number"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan: input should be a finite number"),
+        ("[optimizer]\nbetas = [0.9, 2]", "optimizer.betas[1] = 2: input should be less than 1"),
+        ("[optimizer]\nbetas = [0.9]", "optimizer.betas[1]: is missing"),
+        ("[training]\nsteps = 1.5", "training.steps = 1.5: input should be a valid integer"),
+        ("[training]\nsteps = true", "training.steps = True: input should be a valid integer"),
+        ("[data]\npaths = 'x'", "data.paths = 'x': input should be a valid list"),
+        ("[data]\npaths = [3]", "data.paths[0] = 3: input should be a valid string"),
+        ("[data]\nvocab_size = 256", "data.vocab_size = 256: input should be greater than or equal to 257"),
+        ("precision = 'fp8'", "precision = 'fp8': input should be 'float32' or 'bf16'"),
+        (
+            "[parallel]\nsplit = 7",
+            "parallel.split = 7: input should be 'auto', or input should be a valid list",
+        ),
+        ("name = 'a/b'", "name = 'a/b': string should match pattern"),
+        ("model = 3", "model = 3: expected a table, [model]"),
+        ("optimizer = 3", "optimizer = 3: expected a table, [optimizer]"),
+        ("[model]\nlayers = 3", "model.kind is missing: expected 'gpt' or 'huggingface'"),
+        ("[model]\nkind = 'gtp'", "model.kind = 'gtp': expected 'gpt' or 'huggingface'"),
+        (
+            "[model]\nkind = 'huggingface'",
+            "model.architecture: is missing; it is: The model's class in `transformers`",
+        ),
+        ("[model]\nkind='gpt'\nhidden = 250", "model: hidden = 250 must be a multiple of heads = 4"),
+        (
+            "[model]\nkind='gpt'\nhidden = 12",
+            "model: hidden / heads = 3 must be even for positions = 'rotary'",
+        ),
+        (
+            "[parallel]\npp = 3\nsplit = ['a']",
+            "parallel: split names 1 modules and so makes 2 stages, which must be a multiple of pp = 3",
+        ),
+        ("[parallel]\nsplit = ['a', 'b', 'a']", "parallel: split names a more than once"),
+        ("[parallel]\npp = 9", "parallel.pp = 9 must not be above model.layers = 8"),
+        (
+            "[parallel]\nmicrobatches = 5",
+            "training.global_batch = 16 must be a multiple of parallel.microbatches = 5",
+        ),
+        ("[data]\nsequence_length = 300", "data.sequence_length = 300 must not be above model.context = 256"),
+        (
+            "[model]\nkind='huggingface'\narchitecture='X'\nconfig={max_position_embeddings=9}",
+            "data.sequence_length = 256 must not be above model.config.max_position_embeddings = 9",
+        ),
+        (
+            "[lr_schedule]\nwarmup_steps = 301",
+            "lr_schedule.warmup_steps = 301 must not be above training.steps = 300",
+        ),
+        ("name = ", "is not TOML: Invalid value (at"),
+    ],
+)
+def test_a_fault_is_told_with_its_file_key_and_value(
+    load: Load, tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(text)
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{tmp_path / 'tiny.toml'}: ")
+    assert expected in lines[0]
+
+
+def test_every_fault_is_told_at_once_each_with_its_own_source(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load("[optimizer]\nlr = -1\n[training]\nstep = 3", "data.vocab_size=none")
+    file = tmp_path / "tiny.toml"
+    assert str(caught.value).split("\n") == [
+        "--set data.vocab_size=none: data.vocab_size = 'none': input should be a valid integer",
+        f"{file}: optimizer.lr = -1: input should be greater than 0",
+        f"{file}: training.step = 3: there is no such setting; did you mean training.steps?",
+    ]
+
+
+def test_every_fault_between_tables_has_its_own_line(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load("[parallel]\npp = 9\nmicrobatches = 5")
+    lines = str(caught.value).split("\n")
+    assert [line.split(": ")[1].split(" = ")[0] for line in lines] == ["parallel.pp", "training.global_batch"]
+    assert all(line.startswith(f"{tmp_path / 'tiny.toml'}: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("foo", "--set foo: expected KEY=VALUE with a dotted key"),
+        ("a..b=3", "--set a..b=3: expected KEY=VALUE with a dotted key"),
+        ("name.x=3", "--set name.x=3: name = 'tiny' is a value; it has no 'x'"),
+        (
+            "optimizer.lr=fast",
+            "--set optimizer.lr=fast: optimizer.lr = 'fast': input should be a valid number",
+        ),
+        ("optimizer=3", "--set optimizer=3: optimizer = 3: expected a table, [optimizer]"),
+    ],
+)
+def test_a_wrong_override_is_named(load: Load, override: str, expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load("name = 'tiny'", override)
+    assert str(caught.value).startswith(expected)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gone\.toml: there is no such settings file"):
+        load_settings(tmp_path / "gone.toml")
+    with pytest.raises(UsageError, match="is a folder"):
+        load_settings(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
+    with pytest.raises(UsageError, match=r"latin\.toml: is not UTF-8 text \(byte 8\)"):
+        load_settings(tmp_path / "latin.toml")
+
+
+def test_every_setting_is_documented() -> None:
+    def without(tree: type[BaseModel]) -> list[str]:
+        bare = [
+            f"{tree.__name__}.{name}" for name, field in tree.model_fields.items() if not field.description
+        ]
+        below = [one for field in tree.model_fields.values() for one in _trees(field.annotation)]
+        return bare + [name for one in below for name in without(one)]
+
+    assert without(TrainSettings) == []
