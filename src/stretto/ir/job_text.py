@@ -30,6 +30,8 @@ def encode_job(job: Job) -> dict[str, Any]:
         "name": job.name,
         "microbatches": job.microbatches,
         "param_dtype": job.param_dtype,
+        "schedule": job.schedule,
+        "max_live": job.max_live,
         "loss": Line(list(job.loss)),
         "batch": [Line([name, str(spec)]) for name, spec in job.batch],
         "stages": [
@@ -81,6 +83,8 @@ def decode_job(cursor: Cursor) -> Job:
             "name",
             "microbatches",
             "param_dtype",
+            "schedule",
+            "max_live",
             "loss",
             "batch",
             "stages",
@@ -107,6 +111,8 @@ def decode_job(cursor: Cursor) -> Job:
         batch=tuple(batch),
         loss=(loss_stage.integer(), loss_value.text()),
         param_dtype=None if dtype.value is None else dtype.text(),
+        schedule=fields["schedule"].text(),
+        max_live=None if fields["max_live"].value is None else fields["max_live"].integer(),
     )
 
 

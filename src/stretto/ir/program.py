@@ -133,10 +133,10 @@ class Op:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the op allocates: 0 for a view and for a part of another op's results."""
-        if self.alias is not None or self.target == "getitem":
+        """Bytes that the result owns: 0 for a view, and for a tuple, whose `getitem` parts own theirs."""
+        if self.alias is not None or len(self.outputs) != 1 or self.outputs[0] is None:
             return 0
-        return sum(spec.nbytes for spec in self.outputs if spec is not None)
+        return self.outputs[0].nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +210,8 @@ class Job:
 
     batch: leaf name -> spec of one microbatch's leaf.
     loss: (stage, value) of the microbatch's mean loss.
+    param_dtype: the dtype in which parameters are computed with, when it is not their own.
+    schedule, max_live: what the user asked for (a family or a CSV file; a limit of live microbatches).
     """
 
     name: str
@@ -222,6 +224,8 @@ class Job:
     batch: tuple[tuple[str, TensorSpec], ...]
     loss: tuple[int, str]
     param_dtype: str | None = None
+    schedule: str = "1f1b"
+    max_live: int | None = None
 
     def tied_groups(self) -> dict[str, tuple[int, ...]]:
         """Tied-group name -> the stages that hold a copy, for groups held by more than one stage."""

@@ -1,0 +1,62 @@
+"""Capture: a model with its loss becomes a job, its training step cut into stages of F, I and W ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.capture.split import split
+from stretto.capture.stages import cut
+from stretto.capture.trace import trace
+from stretto.config import ParallelSettings
+from stretto.ir.program import Job
+
+DTYPES = {"float32": None, "bf16": torch.bfloat16}
+"""Precision setting -> dtype of the parameters in the computation; None keeps their own."""
+
+
+def capture(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    parallel: ParallelSettings,
+    *,
+    precision: str = "float32",
+    device: torch.device | str | None = None,
+    stages: int | None = None,
+) -> Job:
+    """Capture one training step of `model` without running it, and cut it into pipeline stages.
+
+    model: any `nn.Module`, on any device ("meta" too; nothing is allocated). It is not changed.
+    batch: a tensor or a tree of tensors whose first dim is the batch; only shapes and dtypes are read.
+    loss: `loss(model, microbatch)` returns the mean loss of a microbatch, a scalar.
+    parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
+    precision: "float32" computes with the parameters as they are; "bf16" with bfloat16 copies of them.
+    device: where the step will run; the model's own device by default, "cpu" for a model on "meta".
+    stages: number of stages when it is not one a rank (a schedule of one's own with virtual stages).
+
+    Returns a Job of plain data. The step's loss is the mean of the microbatches' losses.
+
+    Raises CaptureError that names the source line for a model that cannot be captured, UsageError for a
+    batch, a split or settings that do not fit.
+
+    Method: joint export of forward and backward by PyTorch's AOTAutograd; programs as in Zero Bubble
+    Pipeline Parallelism (arXiv 2401.10241), by reachability in the graph.
+    """
+    traced = trace(
+        model,
+        batch,
+        loss,
+        microbatches=parallel.microbatches,
+        param_dtype=DTYPES[precision],
+        device=device,
+    )
+    named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
+    count = stages or named or parallel.pp
+    placement = split(traced, count, parallel.split)
+    job = cut(traced, placement, count, parallel.microbatches)
+    return replace(job, schedule=parallel.schedule, max_live=parallel.max_live)

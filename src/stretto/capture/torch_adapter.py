@@ -1,0 +1,278 @@
+"""The one room of capture that knows PyTorch's private corners (2.11 to 2.13).
+
+What it uses, so that the next release breaks this file alone, with a test for each:
+
+    torch._functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward as one graph
+    torch._functorch._aot_autograd.descriptors                        what each input and output means
+    torch._subclasses.fake_tensor.FakeTensorMode                      tensors without storage
+    torch.fx.traceback.current_meta                                   marks that reach the backward nodes
+    torch.compiler._is_compiling_flag, _is_exporting_flag             what `torch.export` tells model code
+    OpOverload._schema                                                which results are views
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._functorch._aot_autograd import descriptors as described
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+SEGMENT = "stretto_segment"
+"""The annotation's key. Its value counts how often execution entered or left a module so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class JointGraph:
+    """The joint graph with its calling convention in plain words.
+
+    inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
+    outputs: (kind, name, node or None) in order, kind in "loss", "grad", "update".
+    segments: the module whose code runs in each segment, by number.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: dict[torch.fx.Node, tuple[str, str | int]]
+    outputs: list[tuple[str, str, torch.fx.Node | None]]
+    segments: list[str]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shape, dtype and device, and no storage."""
+    return FakeTensorMode()
+
+
+@contextmanager
+def fake_state(
+    module: nn.Module, mode: FakeTensorMode, device: torch.device, param_dtype: torch.dtype | None
+) -> Iterator[None]:
+    """Put fake tensors on `device` in the place of all parameters and buffers while the context lasts.
+
+    Ties stay ties. The originals, of whatever device ("meta" too), are put back untouched.
+    param_dtype: dtype of the fake floating-point parameters; None keeps theirs.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    restore: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    tables: list[tuple[dict[str, Any], bool]] = []
+    for sub in module.modules():
+        tables += [(sub._parameters, True), (sub._buffers, False)]
+
+    def fake(tensor: torch.Tensor, is_parameter: bool) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            dtype = tensor.dtype
+            if is_parameter and param_dtype is not None and dtype.is_floating_point:
+                dtype = param_dtype
+            with mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+                fakes[id(tensor)] = (
+                    nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+                )
+        return fakes[id(tensor)]
+
+    try:
+        for table, is_parameter in tables:
+            for name, tensor in list(table.items()):
+                if tensor is not None:
+                    restore.append((table, name, tensor))
+                    table[name] = fake(tensor, is_parameter)
+        yield
+    finally:
+        for table, name, tensor in restore:
+            table[name] = tensor
+
+
+class _Segments:
+    """Numbers the stretches of execution between entering and leaving modules, as annotations on nodes.
+
+    The annotation is written straight into the tracer's current metadata: segments follow one another and
+    do not nest, so `annotate` contexts would have to be left and entered at every module's door.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._running: list[str] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """One run of the forward, from segment 0; nothing outside it is annotated."""
+        self.names.clear()
+        self._running.clear()
+        try:
+            self._switch()
+            yield
+        finally:
+            fx_traceback.current_meta.pop("custom", None)
+
+    @contextmanager
+    def hooks(self, module: nn.Module) -> Iterator[None]:
+        handles = []
+        for name, sub in module.named_modules():
+
+            def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
+                self._running.append(name)
+                self._switch()
+
+            def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+                self._running.pop()
+                self._switch()
+
+            handles.append(sub.register_forward_pre_hook(enter, prepend=True))
+            handles.append(sub.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _switch(self) -> None:
+        self.names.append(self._running[-1] if self._running else "")
+        fx_traceback.current_meta["custom"] = {SEGMENT: len(self.names) - 1}
+
+
+@contextmanager
+def _exporting() -> Iterator[None]:
+    """Tell model code that it is being exported, as `torch.export` does: models (Hugging Face's among them)
+    ask `torch.compiler.is_compiling()` before they look at the values of tensors."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+class _Step(nn.Module):
+    """Model and loss as one module whose inputs are the microbatch's tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], torch.Tensor],
+        rebuild: Callable[[Sequence[torch.Tensor]], Any],
+        segments: _Segments,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._rebuild = rebuild
+        self._segments = segments
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        with self._segments.forward():
+            loss = self._loss(self.model, self._rebuild(leaves))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"loss(model, microbatch) must return a scalar tensor (a mean), not {shape}")
+        if not loss.requires_grad:
+            raise ValueError("the loss does not depend on any parameter that requires a gradient")
+        return loss.reshape(())
+
+
+def export_joint(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    rebuild: Callable[[Sequence[torch.Tensor]], Any],
+    leaves: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> JointGraph:
+    """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake."""
+    segments = _Segments()
+    step = _Step(model, loss, rebuild, segments)
+    # The exporter warns of things that do not concern a step that is never compiled by it.
+    quiet = logging.getLogger("torch._functorch")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        with (
+            ExitStack() as stack,
+            mode,
+            _exporting(),
+            fx_traceback.preserve_node_meta(),
+            segments.hooks(model),
+        ):
+            joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
+    finally:
+        quiet.setLevel(level)
+    module = joint.graph_module
+    inputs: dict[torch.fx.Node, tuple[str, str | int]] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        inputs[node] = _input(node.meta["desc"])
+    (output,) = module.graph.find_nodes(op="output")
+    outputs = [
+        (*_output(desc), node)
+        for desc, node in zip(output.meta["desc"], output.args[0], strict=True)
+        if desc is not None
+    ]
+    return JointGraph(module, inputs, outputs, list(segments.names))
+
+
+def _plain(name: str) -> str:
+    """Names without the wrapper's own prefix."""
+    return name.removeprefix("model.")
+
+
+def _input(desc: Any) -> tuple[str, str | int]:
+    if isinstance(desc, described.ParamAOTInput):
+        return "param", _plain(desc.target)
+    if isinstance(desc, described.BufferAOTInput):
+        return "buffer", _plain(desc.target)
+    if isinstance(desc, described.PlainAOTInput):
+        return "batch", desc.idx
+    if isinstance(desc, described.TangentAOTInput):
+        return "tangent", ""
+    raise ValueError(f"the graph has an input of a kind that is not supported: {desc}")
+
+
+def _output(desc: Any) -> tuple[str, str]:
+    if isinstance(desc, described.PlainAOTOutput):
+        return "loss", ""
+    if isinstance(desc, described.GradAOTOutput):
+        kind, name = _input(desc.grad_of)
+        return ("grad", str(name)) if kind == "param" else ("input grad", str(name))
+    if isinstance(desc, described.InputMutationAOTOutput):
+        kind, name = _input(desc.mutated_input)
+        if kind != "buffer":
+            raise ValueError(f"the model writes into its {kind} {name!r} in the forward; use a buffer")
+        return "update", str(name)
+    raise ValueError(f"the graph has an output of a kind that is not supported: {desc}")
+
+
+def segment_of(node: torch.fx.Node) -> int | None:
+    """The segment whose code made the node, forward or backward; None for sums of gradients."""
+    custom = node.meta.get("custom")
+    return custom.get(SEGMENT) if custom else None
+
+
+def returns_view(target: torch._ops.OpOverload) -> bool:
+    """Whether the op's results share storage with its first argument."""
+    if target is torch.ops.aten._unsafe_view.default:
+        return True
+    returns = target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def draws_random(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the call draws from the generator. Attention without dropout does not, though it is tagged."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given != 0.0)
+    return True
+
+
+def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The real elements of a constant that the graph carries; None when they are not known."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.detach()
+    if tensor.constant is not None:
+        return tensor.constant.detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.numel() == 0 else None

@@ -1,0 +1,332 @@
+"""From a model and a loss to the ops of a whole training step, as plain data.
+
+    1. The model's parameters and buffers, and one microbatch, become fake tensors (no storage, no device).
+    2. Forward, loss and backward are exported as one functional graph of dispatcher calls.
+    3. Every node becomes an `Op`; what it means (parameter, gradient, buffer update, loss) goes beside it.
+    4. Ops that nothing needs are dropped.
+
+The result knows no stages: `stretto.capture.split` chooses them, `stretto.capture.stages` cuts.
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from stretto.capture import torch_adapter, tree
+from stretto.errors import CaptureError, UsageError
+from stretto.ir.program import Arg, Const, Constant, Op, Ref, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """An op with where it came from. segment: see `torch_adapter`; None for sums of gradients."""
+
+    op: Op
+    segment: int | None
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """One microbatch's forward and backward. segments: the module that runs in each segment.
+
+    parameters: name -> (spec, first name of its tie, value name of its gradient or None).
+    buffers: name -> (spec, value name of its update or None).
+    """
+
+    name: str
+    ops: tuple[TracedOp, ...]
+    segments: tuple[str, ...]
+    parameters: Mapping[str, tuple[TensorSpec, str, str | None]]
+    buffers: Mapping[str, tuple[TensorSpec, str | None]]
+    constants: tuple[Constant, ...]
+    batch: tuple[tuple[str, TensorSpec], ...]
+    loss: str
+    param_dtype: str | None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """The spec of a tensor, fake or real."""
+    stride = None if tensor.is_contiguous() else tuple(int(s) for s in tensor.stride())
+    return TensorSpec(tuple(int(n) for n in tensor.shape), dtype_name(tensor.dtype), stride)
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    microbatches: int = 1,
+    param_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Traced:
+    """Trace `loss(model, microbatch)` and its backward without running it.
+
+    batch: the whole batch or its like (only shapes and dtypes are read); a microbatch is its
+    `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
+    inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta".
+
+    Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
+    """
+    shapes = tree.microbatch_shapes(batch, microbatches)
+    leaves = tree.flatten(batch)
+    at = torch.device(device) if device is not None else _device_of(model)
+    mode = torch_adapter.fake_mode()
+
+    def fake_leaf(name: str, leaf: torch.Tensor) -> torch.Tensor:
+        dtype = leaf.dtype
+        if param_dtype is not None and dtype.is_floating_point:
+            dtype = param_dtype
+        with mode:
+            return torch.empty(shapes[name], dtype=dtype, device=at)
+
+    fakes = [fake_leaf(name, leaf) for name, leaf in leaves.items()]
+    ties = _ties(model)
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    with torch_adapter.fake_state(model, mode, at, param_dtype):
+        state = {
+            **{n: spec_of(p) for n, p in model.named_parameters(remove_duplicate=False)},
+            **{n: spec_of(b) for n, b in model.named_buffers(remove_duplicate=False)},
+        }
+        try:
+            joint = torch_adapter.export_joint(model, loss, tree.rebuilder(batch), fakes, mode)
+        except Exception as error:
+            raise _explain(model, error) from error
+
+    names: dict[torch.fx.Node, str] = {}
+    parameters: dict[str, tuple[TensorSpec, str, str | None]] = {}
+    buffers: dict[str, tuple[TensorSpec, str | None]] = {}
+    leaf_names = list(leaves)
+    for node, (kind, key) in joint.inputs.items():
+        name = leaf_names[int(key)] if kind == "batch" else str(key)
+        names[node] = "tangent" if kind == "tangent" else f"{kind}/{name}"
+        if kind == "param":
+            parameters[name] = (state[name], ties[name], None)
+        elif kind == "buffer":
+            buffers[name] = (state[name], None)
+
+    ops, constants = _convert(joint, names)
+    loss_value = ""
+    roots: set[str] = set()
+    for kind, key, out in joint.outputs:
+        if out is None:
+            continue
+        value = names[out]
+        if kind == "loss":
+            loss_value = value
+        elif kind == "grad" and key not in frozen:
+            parameters[key] = (*parameters[key][:2], value)
+        elif kind == "update":
+            buffers[key] = (buffers[key][0], value)
+        else:
+            continue
+        roots.add(value)
+    ops = _live(ops, roots)
+    used = {name for traced in ops for name in traced.op.uses}
+    return Traced(
+        name=type(model).__name__,
+        ops=tuple(ops),
+        segments=tuple(joint.segments),
+        parameters=parameters,
+        buffers=buffers,
+        constants=tuple(c for c in constants if f"const/{c.name}" in used),
+        batch=tuple((name, spec_of(fake)) for name, fake in zip(leaf_names, fakes, strict=True)),
+        loss=loss_value,
+        param_dtype=None if param_dtype is None else dtype_name(param_dtype),
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model's parameters are on several devices ({', '.join(sorted(map(str, devices)))}); "
+            "capture wants a model on one device, or on 'meta'"
+        )
+    device = next(iter(devices), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Parameter name -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _convert(
+    joint: torch_adapter.JointGraph, names: dict[torch.fx.Node, str]
+) -> tuple[list[TracedOp], list[Constant]]:
+    """Step 3. Everything after the first op that depends on the tangent belongs to the backward."""
+    ops: list[TracedOp] = []
+    constants: list[Constant] = []
+    roots: dict[str, str] = {}
+    backward = False
+    tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
+    for node in joint.module.graph.nodes:
+        if node.op == "get_attr":
+            constants.append(_constant(joint.module, node))
+            names[node] = f"const/{node.target}"
+            continue
+        if node.op != "call_function":
+            continue
+        names[node] = node.name
+        backward = backward or any(source in tainted for source in node.all_input_nodes)
+        op = _op(node, names, roots)
+        roots[op.name] = op.alias if op.alias is not None else op.name
+        segment = torch_adapter.segment_of(node)
+        ops.append(
+            TracedOp(
+                replace(op, module=joint.segments[segment] if segment is not None else ""), segment, backward
+            )
+        )
+    return ops, constants
+
+
+def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str]) -> Op:
+    args = tuple(_arg(a, names, node) for a in node.args)
+    kwargs = tuple((key, _arg(value, names, node)) for key, value in node.kwargs.items())
+    value = node.meta["val"]
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    outputs = tuple(spec_of(part) if isinstance(part, torch.Tensor) else None for part in parts)
+    first = next((a.name for a in args if isinstance(a, Ref)), None)
+    if node.target is operator.getitem:
+        # A part of a tuple of views is a view; a part of a tuple of new tensors owns its bytes.
+        assert first is not None
+        root = roots[first]
+        alias = root if root != first else None
+        return Op(node.name, "getitem", args, kwargs, outputs, alias)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise CaptureError(
+            f"the model calls {node.target}, which is not an op of the dispatcher, at {_line_of(node)}; "
+            "control flow operators and compiled regions cannot be captured: call their body directly"
+        )
+    alias = None
+    if first is not None and torch_adapter.returns_view(node.target):
+        alias = roots.get(first, first)
+    return Op(
+        name=node.name,
+        target=str(node.target),
+        args=args,
+        kwargs=kwargs,
+        outputs=outputs,
+        alias=alias,
+        random=torch_adapter.draws_random(node.target, node.args, node.kwargs),
+        flops=_flops(node),
+    )
+
+
+def _arg(value: Any, names: Mapping[torch.fx.Node, str], node: torch.fx.Node) -> Arg:
+    if isinstance(value, torch.fx.Node):
+        return Ref(names[value])
+    if isinstance(value, (tuple, list)):
+        return tuple(_arg(item, names, node) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return Const("dtype", dtype_name(value))
+    if isinstance(value, torch.device):
+        # Plans are free of any machine: "job" stands for the device on which the rank computes.
+        return Const("device", "job")
+    if isinstance(value, torch.layout):
+        return Const("layout", str(value).removeprefix("torch."))
+    if isinstance(value, torch.memory_format):
+        return Const("memory_format", str(value).removeprefix("torch."))
+    if isinstance(value, torch.SymInt):
+        raise CaptureError(f"an op's argument depends on data, at {_line_of(node)}; shapes must be known")
+    raise CaptureError(f"cannot write down the argument {value!r} of {node.target}, at {_line_of(node)}")
+
+
+def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
+    found: Any = module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    tensor = torch_adapter.constant_value(found) if isinstance(found, torch.Tensor) else None
+    if tensor is None:
+        raise CaptureError(
+            f"the model's code holds a constant whose elements are not known, at {_line_of(node)}"
+        )
+    return Constant(str(node.target), spec_of(tensor), tuple(tensor.flatten().tolist()))
+
+
+def _flops(node: torch.fx.Node) -> int:
+    """Floating-point operations by PyTorch's formulas; its attention formula serves all attention ops."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    packet = node.target.overloadpacket
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            found = value.meta.get("val")
+            return found.shape if isinstance(found, torch.Tensor) else found
+        return value
+
+    name = packet.__name__
+    if packet in flop_registry:
+        kwargs = {key: shape(value) for key, value in node.kwargs.items()}
+        out = node.meta["val"]
+        out_shape = (
+            tuple(o.shape if isinstance(o, torch.Tensor) else None for o in out)
+            if isinstance(out, (tuple, list))
+            else out.shape
+        )
+        raw = getattr(flop_registry[packet], "_get_raw", False)
+        if not raw:
+            shapes = [shape(a) for a in node.args]
+            formula = getattr(flop_registry[packet], "__wrapped__", flop_registry[packet])
+            return int(formula(*shapes, out_shape=out_shape, **kwargs))
+    if "scaled_dot_product" in name:
+        shapes = [s for s in map(shape, node.args) if isinstance(s, torch.Size) and len(s) == 4]
+        if name.endswith("backward"):
+            return int(sdpa_backward_flop_count(*shapes[:4]))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop_count(*shapes[:3]))  # type: ignore[no-untyped-call]
+    return 0
+
+
+def _live(ops: list[TracedOp], roots: set[str]) -> list[TracedOp]:
+    """Step 4: ops from which a root can be reached, in order."""
+    needed = set(roots)
+    kept: list[TracedOp] = []
+    for traced in reversed(ops):
+        if traced.op.name in needed:
+            needed.update(traced.op.uses)
+            kept.append(traced)
+    return kept[::-1]
+
+
+def _line_of(node: torch.fx.Node) -> str:
+    """The user's line in a node's recorded stack; its module when no stack was recorded."""
+    stack = str(node.meta.get("stack_trace") or "")
+    lines = [line.strip() for line in stack.splitlines() if line.strip().startswith('File "')]
+    users = [line for line in lines if "/torch/" not in line and "/stretto/" not in line]
+    return users[-1] if users else f"node {node.name}"
+
+
+def _explain(model: nn.Module, error: Exception) -> CaptureError:
+    """Name the line of the user's code at which tracing failed, and say why in plain words."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "capture"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    where = ""
+    if frames:
+        where = f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}"
+    kind = type(error).__name__
+    text = str(error).strip().splitlines()
+    reason = text[0] if text else kind
+    if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
+        reason = (
+            f"the code asks for the value of a tensor ({reason}), and at capture there are none: replace "
+            "`.item()`, `if tensor:` and boolean indexing by tensor operations such as torch.where"
+        )
+    at = f" at {where}" if where else ""
+    return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {kind}: {reason}")
