@@ -1,0 +1,188 @@
+"""The parts of the lab that need neither root nor a network: rates, names, output, quotas, refusals."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import StrettoError, UsageError
+from stretto.lab import Lab, network, quota, tools
+from stretto.lab.names import Owner, start_ticks
+from stretto.lab.output import Prefixer, Screen
+from stretto.lab.quota import CpuController
+from stretto.lab.rates import MTU_BYTES, Bucket, parse_rate
+from stretto.lab.wait import Statuses, exit_status
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_bits_per_s"),
+    [
+        ("100mbit", 100_000_000),
+        ("2.5Gbit", 2_500_000_000),
+        (" 64 kbit ", 64_000),
+        ("unlimited", None),
+    ],
+)
+def test_rates_are_read_as_tc_reads_them(text: str, rate_bits_per_s: int | None) -> None:
+    assert parse_rate(text) == rate_bits_per_s
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0mbit", "slowest link is 1kbit"),
+        ("fast", "expected a number and kbit, mbit or gbit"),
+        ("100", "expected a number"),
+        ("-5mbit", "expected a number"),
+        ("100mbps", "tc reads bps as bytes per second"),
+        ("", "expected a number"),
+    ],
+)
+def test_wrong_rates_are_refused(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("rate_bits_per_s", [10**6, 10**8, 10**9, 10**10, 10**11])
+def test_the_bucket_holds_the_largest_packet(rate_bits_per_s: int) -> None:
+    bucket = Bucket.of(rate_bits_per_s)
+    assert MTU_BYTES < bucket.gso_max_bytes < bucket.burst_bytes
+    # What an idle link lets through at once is a quarter of a millisecond, or a packet or two.
+    assert bucket.burst_bytes <= max(rate_bits_per_s / 8 * 0.25e-3 + 513, 3 * MTU_BYTES)
+
+
+def test_names_carry_the_owner() -> None:
+    owner = Owner.mine()
+    assert Owner.parse(owner.host(3)) == Owner.parse(owner.switch) == owner
+    assert owner.alive
+    assert owner.pid == os.getpid()
+    assert Owner.mine() != owner
+    assert [
+        Owner.parse(name) for name in ("stretto", "stretto-1-h0", "x-1-2-3-h0", "stretto-1-2-3-h0/x")
+    ] == [None] * 4
+
+
+def test_a_reused_process_id_is_not_taken_for_the_owner() -> None:
+    ticks = start_ticks(os.getpid())
+    assert ticks is not None
+    assert not Owner(os.getpid(), ticks - 1, 0).alive
+
+
+def test_a_zombie_is_dead() -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert start_ticks(process.pid) is None
+    process.wait()
+
+
+def test_lines_are_whole_and_bear_the_host() -> None:
+    stream = io.BytesIO()
+    screen = Screen(stream, terminal=False)
+    first, second = Prefixer(screen, 0), Prefixer(screen, 1)
+    first.feed(b"half")
+    second.feed(b"one\ntwo\nthr")
+    first.feed(b" and half\n10 %\r20 %\r\n\n")
+    second.close()
+    first.close()
+    assert stream.getvalue() == (
+        b"[host 1] one\n[host 1] two\n"
+        b"[host 0] half and half\n[host 0] 10 %\r20 %\r\n[host 0] \n[host 1] thr\n"
+    )
+
+
+def test_progress_is_shown_in_place_on_a_terminal() -> None:
+    stream = io.BytesIO()
+    screen = Screen(stream, terminal=True)
+    first, second = Prefixer(screen, 0), Prefixer(screen, 1)
+    first.feed(b"\r10 %")
+    assert stream.getvalue() == b""  # not complete before the next carriage return
+    first.feed(b"\r20 %\r30 %\r")
+    second.feed(b"5 %\r6 %\r")
+    second.feed(b"7 %\rdone\n")
+    first.feed(b"40 %\r100 %\n")
+    clear = b"\r\x1b[K"
+    assert stream.getvalue() == (clear + b"[host 0] 30 %" + clear + b"[host 1] done\n" + b"[host 0] 100 %\n")
+
+
+def test_quota_files_of_version_1(tmp_path: Path) -> None:
+    procs = quota.make_group(CpuController(tmp_path, 1), "g", cpus=0.25)
+    assert procs == tmp_path / "g" / "cgroup.procs"
+    assert (tmp_path / "g" / "cpu.cfs_period_us").read_text() == "10000"
+    assert (tmp_path / "g" / "cpu.cfs_quota_us").read_text() == "2500"
+
+
+def test_quota_files_of_version_2(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.subtree_control").write_text("memory")
+    quota.make_group(CpuController(tmp_path, 2), "g", cpus=1.5)
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
+    assert (tmp_path / "g" / "cpu.max").read_text() == "15000 10000"
+
+
+def test_a_quota_that_the_kernel_refuses_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match=r"cannot limit processors with .*g: .*leave --cpus out"):
+        quota.make_group(CpuController(tmp_path / "absent", 1), "g", cpus=1.0)
+
+
+def test_netem_hangs_below_the_bucket() -> None:
+    bucket = Bucket.of(10**8)
+    assert network.qdisc_lines("h0", bucket, delay_ms=2.5) == [
+        f"qdisc replace dev h0 root handle 1: tbf {bucket.tbf()}",
+        "qdisc add dev h0 parent 1:1 handle 2: netem delay 2.5ms limit 1000000",
+    ]
+    # A new rate leaves the delay, and the packets that wait in it, alone.
+    assert len(network.qdisc_lines("h0", bucket, delay_ms=2.5, shaped=True)) == 1
+    assert network.qdisc_lines("h0", None, delay_ms=1) == [
+        "qdisc add dev h0 root handle 2: netem delay 1ms limit 1000000"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"hosts": 0}, "--hosts 0: a lab has 1 to 254 hosts"),
+        ({"hosts": 300}, "--hosts 300"),
+        ({"rate": "0kbit"}, "--rate"),
+        ({"cpus": 0.0}, "--cpus 0: a host has 0.1 processors at least"),
+        ({"cpus": 10_000.0}, "at most, as many as this machine gives"),
+        ({"delay_ms": -1.0}, "--delay -1"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Lab(**settings)  # type: ignore[arg-type]
+
+
+def test_without_root_the_lab_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(StrettoError, match=r"needs root .*run it with sudo") as caught, Lab(hosts=1):
+        pass
+    assert caught.value.exit_status == 1
+
+
+def test_without_iproute2_the_lab_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "find_tool", lambda name: None if name == "tc" else f"/sbin/{name}")
+    with (
+        pytest.raises(StrettoError, match=r"`tc` is not installed: install iproute2 .*apt install"),
+        Lab(hosts=1),
+    ):
+        pass
+
+
+def test_a_lab_that_is_not_entered_runs_nothing() -> None:
+    with pytest.raises(StrettoError, match=r"inside `with Lab"):
+        Lab(hosts=1).popen(0, ["true"])
+
+
+def test_statuses_are_a_shells() -> None:
+    assert (exit_status(-15), exit_status(3), exit_status(0)) == (143, 3, 0)
+    statuses = Statuses([7, 0, 143])
+    assert statuses.exit_status == 0  # nobody was noted as failed
+    statuses.first_failed = 2
+    assert statuses.exit_status == 143
+    statuses.stopped_by = 2
+    assert statuses.exit_status == 130
