@@ -70,7 +70,7 @@ def run(
     clock = parse_times(times) if times is not None else (UNIT_TIMES if form is not Format.CSV else None)
     timing = None if clock is None else time_schedule(chosen, clock)
     asked = timing if times is not None else None
-    summary = "" if asked is None else describe_timing(chosen, asked)
+    summary = "" if asked is None else describe_timing(asked)
 
     if form is Format.CSV:
         text = to_csv(chosen)

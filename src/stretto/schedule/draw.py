@@ -48,12 +48,12 @@ def to_ascii(schedule: Schedule, timing: ScheduleTiming | None = None, *, width:
     return "\n".join(lines) + "\n"
 
 
-def describe_timing(schedule: Schedule, timing: ScheduleTiming) -> str:
+def describe_timing(timing: ScheduleTiming) -> str:
     """The timing's figures as a few lines of text; times are in the unit that was put in."""
     live = " ".join(str(count) for count in timing.peak_live)
     return (
-        f"makespan                     {timing.makespan:g}\n"
-        f"cost of the longest rank     {timing.cost:g}\n"
+        f"makespan                     {timing.makespan:.10g}\n"
+        f"cost of the longest rank     {timing.cost:.10g}\n"
         f"bubble rate                  {timing.bubble_rate:.4f}\n"
         f"live microbatches, by stage  {live}\n"
     )
@@ -146,8 +146,8 @@ def _timed_rows(schedule: Schedule, timing: ScheduleTiming) -> list[str]:
 def _axis(makespan: float, columns_per_unit: float, total: int) -> str:
     """Round times, far enough from each other that their figures do not touch."""
     line = [" "] * (total + 12)
-    for time in tick_times(makespan, 16 / columns_per_unit):
+    for time in tick_times(makespan, 12 / columns_per_unit):
         left = round(time * columns_per_unit)
-        text = f"{time:g}"
+        text = f"{time:.10g}"
         line[left : left + len(text)] = text
     return "".join(line).rstrip()

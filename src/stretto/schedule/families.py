@@ -117,10 +117,10 @@ def zb_h1(stages: int, microbatches: int, max_live: int | None = None) -> Schedu
 
 
 def zb_h2(stages: int, microbatches: int, max_live: int | None = None) -> Schedule:
-    """A warm-up of 2(n - i) - 1 forwards and a lag of 2i: no stage stands idle after its first forward.
+    """A warm-up of 2(n - i) - 1 forwards and a lag of 2i: once started, a stage need not stand idle.
 
-    Live is min(m, 2n - 1) everywhere, about twice 1F1B's most. The bubble is (n-1)(F+I-2W), and nothing when
-    the phases are equal. Source: as ZB-H1, schedule ZB-H2.
+    Live is min(m, 2n - 1) everywhere, about twice 1F1B's most. Without message time and with m of at least
+    2n - 1 the bubble is (n-1)(F+I-2W): nothing when the phases are equal. Source: as ZB-H1, schedule ZB-H2.
     """
     return _alternate("zb-h2", stages, microbatches, max_live, _a_round_trip, lambda n, i: 2 * i)
 

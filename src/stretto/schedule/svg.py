@@ -100,7 +100,7 @@ def tick_times(until: float, least_apart: float) -> list[float]:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(least_apart))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= least_apart * (1 - 1e-9))
-    return [round(step * index, 12) for index in range(math.floor(until / step + 1e-9) + 1)]
+    return [float(f"{step * index:.12g}") for index in range(math.floor(until / step + 1e-9) + 1)]
 
 
 def _scale(schedule: Schedule, timing: ScheduleTiming) -> float:
@@ -131,7 +131,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _subtitle(timing: ScheduleTiming) -> str:
-    figures = f"makespan {timing.makespan:g}  ·  bubble {timing.bubble_rate:.2%}"
+    figures = f"makespan {timing.makespan:.10g}  ·  bubble {timing.bubble_rate:.2%}"
     return f"{figures}  ·  live: most microbatches held at once"
 
 
@@ -173,7 +173,7 @@ def _time_axis(timing: ScheduleTiming, left: float, px_per_unit: float, bottom: 
         x = left + time * px_per_unit
         parts += [
             f'<line class="grid" x1="{x:.2f}" y1="{TOP_PX - 6}" x2="{x:.2f}" y2="{bottom}"/>',
-            f'<text class="quiet" x="{x:.2f}" y="{bottom + 14}" text-anchor="middle">{time:g}</text>',
+            f'<text class="quiet" x="{x:.2f}" y="{bottom + 14}" text-anchor="middle">{time:.10g}</text>',
         ]
     return parts
 
@@ -196,7 +196,7 @@ def _boxes(
             parts.append(
                 f'<rect class="{phase}" x="{x:.2f}" y="{y:.1f}" rx="{2 if wide > 8 else 0}" '
                 f'width="{drawn:.2f}" height="{share_px - 1:.1f}">'
-                f"<title>{action}: {start:g} to {end:g}</title></rect>"
+                f"<title>{action}: {start:.10g} to {end:.10g}</title></rect>"
             )
             if _text_px(label) <= wide and share_px >= 12:
                 middle_x, base_y = x + drawn / 2, y + share_px / 2 + 3.5

@@ -1,0 +1,108 @@
+"""`stretto schedule`: what it prints, where, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli.schedule import schedule
+from stretto.errors import PlanError, UsageError
+from stretto.schedule.csv import read_csv, to_csv
+from stretto.schedule.families import FAMILIES, make_schedule
+
+NAMED = ["--family", "eager-1f1b", "--stages", "4", "--microbatches", "8"]
+TIMES = ["--times", "F=2,I=2,W=1,message=0.5"]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(schedule, list(arguments))
+
+
+def refusal(*arguments: str) -> str:
+    result = run(*arguments)
+    assert isinstance(result.exception, UsageError), result.output
+    assert result.exception.exit_status == 2
+    return str(result.exception)
+
+
+def test_csv_is_for_pipes():
+    result = run(*NAMED, "--format", "csv", *TIMES)
+    assert result.exit_code == 0
+    assert result.stdout == to_csv(make_schedule("eager-1f1b", 4, 8))
+    assert "makespan" in result.stderr
+    assert "bubble rate" in result.stderr
+    assert "live microbatches, by stage  7 5 3 1" in result.stderr
+    assert run(*NAMED, "--format", "csv").stderr == ""
+
+
+def test_ascii_is_the_default_and_carries_the_figures():
+    result = run(*NAMED, *TIMES)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("time")
+    assert "\nrank 3 " in result.stdout
+    assert "live microbatches, by stage  7 5 3 1" in result.stdout
+    assert result.stderr == ""
+    assert "makespan" not in run(*NAMED).stdout
+
+
+def test_json_and_svg_go_to_files_by_their_ending(tmp_path):
+    result = run(*NAMED, *TIMES, "-o", str(tmp_path / "s.json"))
+    assert result.exit_code == 0
+    assert "bubble rate" in result.stdout
+    assert json.loads((tmp_path / "s.json").read_text())["timing"]["peak_live"] == [7, 5, 3, 1]
+    assert run(*NAMED, "-o", str(tmp_path / "s.svg")).stdout == ""
+    assert (tmp_path / "s.svg").read_text().startswith("<svg")
+    assert "timing" not in json.loads(run(*NAMED, "--format", "json").stdout)
+
+
+def test_a_memory_limit_reaches_the_family():
+    result = run(*NAMED, "--max-live", "3", *TIMES)
+    assert "live microbatches, by stage  3 3 3 1" in result.stdout
+
+
+def test_a_file_is_read_and_drawn(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,,0B0\n1F0,1B0\n")
+    assert run("--csv", str(path), "--format", "csv").stdout == to_csv(read_csv(path))
+    assert "rank 1  ...F0 B0---" in run("--csv", str(path)).stdout
+
+
+def test_a_deadlock_is_refused_when_drawn_but_can_be_rewritten(tmp_path):
+    path = tmp_path / "stuck.csv"
+    path.write_text("0B0,0F0\n")
+    result = run("--csv", str(path))
+    assert isinstance(result.exception, PlanError)
+    assert result.exception.exit_status == 1
+    assert "rank 0: 0B0 waits for 0F0" in str(result.exception)
+    assert run("--csv", str(path), "--format", "csv").stdout == "0B0,0F0\n"
+
+
+def test_families_are_listed():
+    lines = run("--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no schedule named: give --family NAME --stages N --microbatches M, or --csv FILE"),
+        ([*NAMED, "--csv", "x.csv"], "--family and --csv both name a schedule"),
+        (["--csv", "x.csv", "--stages", "2"], "--stages cannot change a CSV file"),
+        (["--csv", "missing.csv"], "cannot read schedule missing.csv"),
+        (["--family", "1f1b", "--stages", "2"], "--family 1f1b needs --stages N and --microbatches M"),
+        (["--family", "2f2b"], "choose one of: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2"),
+        (["--family", "1f1b", "--stages", "0", "--microbatches", "1"], "stages is 0"),
+        ([*NAMED, "--max-live", "0"], "its minimum is 1"),
+        ([*NAMED, "--times", "F=1"], "I, W missing"),
+        ([*NAMED, "-o", "/no/such/folder/x.csv"], "cannot write /no/such/folder/x.csv"),
+        (["--list", "--stages", "2"], "--list stands alone"),
+    ],
+)
+def test_wrong_usage_is_refused(arguments, message):
+    assert message in refusal(*arguments)
+
+
+def test_an_unknown_format_is_wrong_usage():
+    assert run(*NAMED, "--format", "png").exit_code == 2
