@@ -105,7 +105,7 @@ def _build(folder: Path, files: Sequence[TextFile], settings: DataSettings, say:
     lengths = [len(text) for text in documents(files, settings.text_field, say)]
     chars = sum(lengths)
     if not chars:
-        raise UsageError(f"data.paths: there is no text in {', '.join(settings.paths) or 'them'}")
+        raise UsageError(f"data.paths: there is no text in {', '.join(settings.paths)}")
     whole = len(lengths) * fraction >= MIN_HELD_OUT_DOCUMENTS
     if not whole:
         say(f"only {len(lengths)} documents: the last {fraction:.1%} of each is held out")
