@@ -39,6 +39,16 @@ def test_an_empty_file_gives_the_defaults_and_the_files_own_name(load: Load) -> 
     assert settings.checkpoint_dir == Path("runs/tiny/checkpoints")
 
 
+def test_a_files_name_becomes_a_runs_name(tmp_path: Path) -> None:
+    for file, name in (("_my run (2).toml", "my-run-2-"), ("é.toml", "run")):
+        (tmp_path / file).write_text("")
+        assert load_settings(tmp_path / file).name == name
+
+
+def test_a_name_may_look_like_a_date(load: Load) -> None:
+    assert load("", "name=2026-01-31").name == "2026-01-31"
+
+
 def test_values_arrive_with_their_types(load: Load) -> None:
     settings = load(
         """

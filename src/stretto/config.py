@@ -7,6 +7,7 @@ and how faults are told, is in `stretto.settings_file`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -282,4 +283,5 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSetti
     back. Raises UsageError that lists every fault: the file (or the override), the key, the value, what is
     allowed, and for an unknown key the nearest known one.
     """
-    return read_settings(TrainSettings, path, overrides, defaults={"name": Path(path).stem})
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")
+    return read_settings(TrainSettings, path, overrides, defaults={"name": name or "run"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -97,7 +98,10 @@ def _parse_value(text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text.strip()
-    return parsed["value"] if parsed.keys() == {"value"} else text.strip()
+    # No setting is a date, but a name may look like one.
+    if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
+        return text.strip()
+    return parsed["value"]
 
 
 def _within(key: str, name: str) -> bool:
