@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import UsageError
-from stretto.models.build import build_model, huggingface_loss, loss_function
+from stretto.models.build import END_OF_TEXT_ID, build_model, huggingface_loss, loss_function
 from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, rotate
 
 TINY = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16)
@@ -238,6 +238,7 @@ def test_settings_become_a_model_of_transformers() -> None:
     again = build_model(LLAMA, 61, seed=4)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert type(model).__name__ == "LlamaForCausalLM"
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (END_OF_TEXT_ID, END_OF_TEXT_ID)
     tokens = some_tokens(length=17)
     loss = loss_function(LLAMA)(model, tokens)
     # transformers shifts labels itself: over one token more, it measures the same 16 predictions.

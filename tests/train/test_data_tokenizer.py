@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.models.build import END_OF_TEXT_ID
 from stretto.train import tokenizer as bpe
 
 LINES = [f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(200)]
@@ -37,7 +38,7 @@ def test_merges_are_learned_and_the_same_text_gives_the_same() -> None:
 
 def test_each_document_ends_with_the_end_of_text() -> None:
     tokenizer = bpe.learn(LINES, 400)
-    assert tokenizer.token_to_id(bpe.END_OF_TEXT) == 0
+    assert tokenizer.token_to_id(bpe.END_OF_TEXT) == END_OF_TEXT_ID == 0
     one, two = tokenizer.encode(LINES[0]).ids, tokenizer.encode(LINES[1]).ids
     assert ids_of(tokenizer, LINES[:2]) == [*one, 0, *two, 0]
 

@@ -18,6 +18,10 @@ from stretto.models.gpt import GPT, GPTConfig, cross_entropy, inputs_and_targets
 ModelSettings = GPTSettings | HuggingFaceSettings
 Loss = Callable[[nn.Module, Any], Tensor]
 
+END_OF_TEXT_ID = 0
+"""The token between documents, as `stretto.train.tokenizer` numbers it; architectures' own numbers for the
+begin and the end of a text are those of other tokenizers."""
+
 
 def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Module:
     """The model that the settings describe, for token ids below `vocab_size`, with weights from `seed`.
@@ -89,7 +93,8 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             f"model.architecture = {name!r} does not tell the next token; "
             "give a causal language model, such as 'LlamaForCausalLM'"
         )
-    values = {"vocab_size": vocab_size, **settings.config}
+    ends = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID}
+    values = {"vocab_size": vocab_size, **ends, **settings.config}
     if not isinstance(values["vocab_size"], int) or values["vocab_size"] < vocab_size:
         raise UsageError(
             f"model.config.vocab_size = {values['vocab_size']!r} is too small: the tokenizer has "
