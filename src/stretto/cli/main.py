@@ -7,11 +7,11 @@ library. Errors that a user can mend end with one message and status 1 or 2, nev
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
-import click
 import typer
+from typer.core import TyperGroup
 
 from stretto.errors import StrettoError
 
@@ -29,49 +29,51 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """Loads a command's module only when that command is asked for."""
+class LazyGroup(TyperGroup):
+    """Loads a command's module only when that command is asked for.
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    typer carries its own copy of click, so the group must be typer's: classes of click itself do not fit.
+    """
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
         module, attribute, _ = COMMANDS[cmd_name]
         found: Any = getattr(import_module(module), attribute)
         command = typer.main.get_command(found) if isinstance(found, typer.Typer) else found
-        assert isinstance(command, click.Command)
         command.name = cmd_name
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        # The listing must not import every command's module, so it is written from the table.
+        wide = max(map(len, COMMANDS))
+        typer.echo("Usage: stretto [--version] COMMAND [ARGS]...\n\nCommands:")
+        for name, (_, _, text) in COMMANDS.items():
+            typer.echo(f"  {name.ljust(wide)}  {text}")
 
 
-@click.group(cls=LazyGroup, help=__doc__.split("\n")[0] if __doc__ else None)
-@click.version_option(package_name="stretto")
-def cli() -> None:
-    pass
+app = typer.Typer(cls=LazyGroup, add_completion=False, no_args_is_help=True)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and end.")) -> None:
+    if version:
+        typer.echo(f"stretto {metadata.version('stretto')}")
+        raise typer.Exit
 
 
 def main() -> None:
     """Run the command line; the process ends with status 0, 1 (failed or refused) or 2 (wrong usage)."""
     try:
-        code = cli(standalone_mode=False)
-    except click.exceptions.Abort:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        # standalone: typer itself shows wrong usage and ends with 2
+        typer.main.get_command(app)(prog_name="stretto")
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
-    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()
