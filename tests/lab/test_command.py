@@ -137,7 +137,8 @@ class TestEnds:
         assert owned_by(process.pid) == []
 
     def test_a_killed_lab_takes_its_commands_along_and_is_swept(self, tmp_path: Path) -> None:
-        process = start_sleepers(tmp_path)
+        cpus = ("--cpus", "0.5") if quota.find_controller() is not None else ()
+        process = start_sleepers(tmp_path, *cpus)
         host = next(name for name in owned_by(process.pid) if name.endswith("-h0"))
         inside = leftovers.processes_in(host)
         assert len(inside) == 2  # the command, and the child that it started

@@ -109,6 +109,15 @@ def test_progress_is_shown_in_place_on_a_terminal() -> None:
     assert stream.getvalue() == (clear + b"[host 0] 30 %" + clear + b"[host 1] done\n" + b"[host 0] 100 %\n")
 
 
+def test_a_stream_without_bytes_will_do() -> None:
+    class Notebook(io.StringIO):
+        buffer = None
+
+    stream = Notebook()
+    Prefixer(Screen.of(stream), 2).feed("née\n".encode() + b"\xff\n")
+    assert stream.getvalue() == "[host 2] née\n[host 2] \ufffd\n"
+
+
 def test_quota_files_of_version_1(tmp_path: Path) -> None:
     procs = quota.make_group(CpuController(tmp_path, 1), "g", cpus=0.25)
     assert procs == tmp_path / "g" / "cgroup.procs"

@@ -58,7 +58,7 @@ def run(
     if output is not None and quiet_others:
         raise UsageError("--output and --quiet-others: with --output nothing is printed; leave one out")
     emulated = Lab(hosts, rate, cpus, delay_ms=delay, pin=pin)
-    cores = os.cpu_count() or 1
+    cores = len(emulated.cores)
     if cpus is not None and hosts * cpus > cores:
         print(
             f"stretto lab: {hosts} hosts with {cpus:g} cpus each want {hosts * cpus:g}, this machine has "

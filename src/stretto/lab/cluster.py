@@ -67,7 +67,7 @@ class Lab:
         self.cpus = cpus
         self.delay_ms = delay_ms
         self.pin = pin
-        self._cores = cores
+        self.cores = cores
         self._rate_bits_per_s = rates.parse_rate(rate)
         self._owner: Owner | None = None
         self._controller = quota.find_controller()
@@ -203,7 +203,7 @@ class Lab:
             raise UsageError("no command given: say what each host is to run, after `--`")
         if cwd is None and shutil.which(command[0], path=environment.get("PATH")) is None:
             raise UsageError(f"command {command[0]!r} is not on PATH, or is not executable")
-        core = str(self._cores[host % len(self._cores)]) if self.pin else ""
+        core = str(self.cores[host % len(self.cores)]) if self.pin else ""
         group = str(self._groups[host]) if self._groups else ""
         with blocked():
             process = subprocess.Popen(
@@ -239,7 +239,7 @@ class Lab:
         the others where they fail. When one fails, the others have `grace_s` seconds before SIGTERM.
         Signals noted by `signals` end the run. Raises UsageError if there is no such command.
         """
-        screens = [Screen(stream.buffer, stream.isatty()) for stream in (sys.stdout, sys.stderr)]
+        screens = [Screen.of(stream) for stream in (sys.stdout, sys.stderr)]
         processes: list[subprocess.Popen[bytes]] = []
         prefixers: list[tuple[int, Prefixer]] = []
         kept: dict[int, BinaryIO] = {}

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 _CLEAR = b"\r\x1b[K"  # to the line's start, and erase to its end
+
+
+class _Decoded:
+    """Takes bytes for a stream of text, as notebooks give in the place of `sys.stdout`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.flush = stream.flush
+
+    def write(self, text: bytes) -> int:
+        return self._stream.write(text.decode(errors="replace"))
 
 
 class Screen:
@@ -14,7 +25,13 @@ class Screen:
     host 0's is shown in place and gives way to whole lines; elsewhere carriage returns are plain characters.
     """
 
-    def __init__(self, stream: BinaryIO, terminal: bool) -> None:
+    @staticmethod
+    def of(stream: TextIO) -> Screen:
+        """A screen on `sys.stdout` or its like: by bytes if it has them, since hosts may print anything."""
+        stream.flush()
+        return Screen(getattr(stream, "buffer", None) or _Decoded(stream), stream.isatty())
+
+    def __init__(self, stream: BinaryIO | _Decoded, terminal: bool) -> None:
         self.terminal = terminal
         self._stream = stream
         self._progress_shown = False

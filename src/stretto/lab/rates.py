@@ -1,10 +1,11 @@
 """Link rates: their text form, and the token bucket that holds a link to one. Pure arithmetic.
 
-How the sizes were chosen (measured on Linux 6.18, 2 processors, TCP between two hosts at 100 Mbit/s and
-1 Gbit/s): the sender's large packets must fit the bucket whole, else the kernel cuts every one of them and
-pays for each piece (2 to 4 times the softirq time when data flows both ways); and the bucket must be
-small, since what it holds crosses an idle link at once (64 KiB make a message of 512 KiB 8 % too fast at
-100 Mbit/s). So the packets are kept small (`gso_max_size`) and the bucket just holds one.
+How the sizes were chosen, measured on Linux 6.18 with 2 processors, TCP between two hosts. The sender's
+large packets must fit the bucket whole, else the kernel cuts each and pays for every piece; and the bucket
+must be small, since what it holds crosses an idle link at once (64 KiB make a message of 512 KiB 8 % too
+fast at 100 Mbit/s). So packets are kept small (`gso_max_size`) and the bucket just holds one. Kernel time
+for 128 MiB each way at once at 1 Gbit/s: 0.3 s so; 0.5 s with packets of 64 KiB that are cut; 0.7 s with
+segmentation offload off; with that and frames of 1500 B, 4.4 s, and only a quarter of the rate.
 """
 
 from __future__ import annotations
