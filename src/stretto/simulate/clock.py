@@ -1,0 +1,53 @@
+"""The clock of the simulation: events in time order, and moments that something can wait for.
+
+Knows nothing of plans. Events at one time happen in the order in which they were put in, so that equal plans
+give equal timelines.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class Clock:
+    """A queue of events; `now_us` is the time of the event that is happening."""
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, time_us: float, event: Callable[[], None]) -> None:
+        """Let `event` happen at `time_us`, which must not lie in the past."""
+        heapq.heappush(self._events, (time_us, self._count, event))
+        self._count += 1
+
+    def run(self) -> None:
+        """Let events happen until none is left."""
+        while self._events:
+            self.now_us, _, event = heapq.heappop(self._events)
+            event()
+
+
+class Moment:
+    """Something that happens once. `begun_us`: since when it has been under way (None: not yet)."""
+
+    __slots__ = ("_waiters", "begun_us", "happened")
+
+    def __init__(self) -> None:
+        self.begun_us: float | None = None
+        self.happened = False
+        self._waiters: list[Callable[[], None]] = []
+
+    def then(self, resume: Callable[[], None]) -> None:
+        """Call `resume` when the moment happens; it must not have happened yet."""
+        assert not self.happened
+        self._waiters.append(resume)
+
+    def happen(self, clock: Clock) -> None:
+        """Let the moment happen now; those who wait go on as events of this time."""
+        self.happened = True
+        for resume in self._waiters:
+            clock.at(clock.now_us, resume)
+        self._waiters.clear()

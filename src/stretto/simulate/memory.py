@@ -1,0 +1,244 @@
+"""The memory of one rank of the simulation: what is allocated when, and when it goes.
+
+Knows the rank's programs and windows; nothing of time but offsets within a window. The contract:
+
+1. Parameters, one copy a rank, and buffers are held throughout. Batch leaves, constants and the
+   tangent are not counted.
+2. An op's result exists from the op's start to the end of its last use by any program of the rank for
+   that microbatch. A view, or a part of a result, keeps the result that it belongs to.
+3. A receive's buffer exists from the post to its last use. What is sent exists until `sent` as well.
+4. A parameter's gradient exists from the end of the first op that adds to it to the end of the step; the
+   first contribution becomes the gradient, later ones go as soon as they are added.
+
+What one window does to memory depends only on which of the values that outlive a window end in it, so
+each such case is worked out once, segment by segment, relative to the window's start.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, is_external
+from stretto.ir.plan import Plan
+from stretto.ir.program import Op
+from stretto.simulate.windows import ReadyWindow
+
+Program = tuple[int, Phase]
+"""(stage, F | I | W)."""
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory that one op, or one receive, allocates for each microbatch."""
+
+    nbytes: int
+    users: set[Program] = field(default_factory=set)
+    sends: set[int] = field(default_factory=set)
+    group: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Storages with the same users and sends: they end in the same run, or with the same `sent`."""
+
+    users: frozenset[Program]
+    sends: frozenset[int]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a segment does to the bytes held: the highest on the way, where (0 to 1), and at the end."""
+
+    peak: int
+    at: float
+    end: int
+
+
+class RankMemory:
+    """Bytes held on one rank, walked in the order of its instructions."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan = plan
+        self._stages = plan.schedule.stages_of(rank)
+        self._rank = rank
+        self._ops: dict[tuple[int, str], tuple[Op, Phase]] = {
+            (stage, op.name): (op, phase)
+            for stage in self._stages
+            for phase in PHASES
+            for op in plan.job.stages[stage].ops[phase]
+        }
+        self._edges_into = {
+            (edge.target, edge.value): edge for edge in plan.job.edges if edge.target in self._stages
+        }
+        self._roots: dict[tuple[int, str], Storage | None] = {}
+        self._received: dict[int, Storage] = {}
+        self._find_lifetimes()
+        self._groups = self._make_groups()
+        self._groups_of_program: dict[Program, list[int]] = defaultdict(list)
+        self._groups_of_send: dict[int, list[int]] = defaultdict(list)
+        for index, group in enumerate(self._groups):
+            for program in sorted(group.users):
+                self._groups_of_program[program].append(index)
+            for edge_index in group.sends:
+                self._groups_of_send[edge_index].append(index)
+        self._grads: dict[tuple[int, str], list[tuple[str, int]]] = defaultdict(list)
+        self._grad_names: dict[Program, list[str]] = defaultdict(list)
+        held: dict[str, int] = {}
+        for parameter in plan.job.parameters:
+            if any(stage in self._stages for stage in parameter.stages):
+                held[parameter.tied_to] = parameter.spec.nbytes
+            for stage, phase, value in parameter.grads:
+                if stage in self._stages:
+                    self._grad_names[stage, phase].append(parameter.tied_to)
+                    self._grads[stage, value].append((parameter.tied_to, parameter.spec.nbytes))
+        buffers = (b for b in plan.job.buffers if any(stage in self._stages for stage in b.stages))
+        self.bytes_held = sum(held.values()) + sum(b.spec.nbytes for b in buffers)
+        self._remaining: dict[tuple[int, int], int] = {}
+        self._begun_grads: set[str] = set()
+        self._cache: dict[tuple[object, ...], tuple[Change, ...]] = {}
+
+    # --- what exists, and who uses it (once a rank) ------------------------------------------------
+
+    def _root(self, stage: int, name: str) -> Storage | None:
+        """The storage that a value lies in; None for what is not counted."""
+        key = (stage, name)
+        if key in self._roots:
+            return self._roots[key]
+        found: Storage | None = None
+        edge = self._edges_into.get(key)
+        if key in self._ops:
+            op, _ = self._ops[key]
+            if op.alias is not None:
+                found = self._root(stage, op.alias)
+            elif op.target == "getitem":
+                found = self._root(stage, op.uses[0])
+            else:
+                found = Storage(op.nbytes)
+        elif edge is not None and edge.source in self._stages:
+            found = self._root(edge.source, name)
+        elif edge is not None:
+            found = self._received.setdefault(edge.index, Storage(edge.spec.nbytes))
+        self._roots[key] = found
+        return found
+
+    def _find_lifetimes(self) -> None:
+        for (stage, name), (op, phase) in self._ops.items():
+            for used in (name, *(u for u in op.uses if not is_external(u))):
+                storage = self._root(stage, used)
+                if storage is not None:
+                    storage.users.add((stage, phase))
+        for edge in self._plan.job.edges:
+            if edge.source in self._stages and edge.target not in self._stages:
+                storage = self._root(edge.source, edge.value)
+                if storage is not None:
+                    storage.sends.add(edge.index)
+
+    def _make_groups(self) -> list[Group]:
+        index_of: dict[tuple[frozenset[Program], frozenset[int]], int] = {}
+        nbytes: list[int] = []
+        seen: set[int] = set()
+        for storage in (*self._roots.values(), *self._received.values()):
+            if storage is None or id(storage) in seen:
+                continue
+            seen.add(id(storage))
+            key = (frozenset(storage.users), frozenset(storage.sends))
+            storage.group = index_of.setdefault(key, len(index_of))
+            if storage.group == len(nbytes):
+                nbytes.append(0)
+            nbytes[storage.group] += storage.nbytes
+        return [Group(*key, nbytes[index]) for key, index in index_of.items()]
+
+    # --- the walk ---------------------------------------------------------------------------------
+
+    def post(self, edge: int) -> None:
+        """Step 3: a receive is posted."""
+        self.bytes_held += self._plan.job.edges[edge].spec.nbytes
+
+    def sent(self, edge: int, microbatch: int) -> None:
+        """Step 3: a message has left; what only it kept goes."""
+        for group in self._groups_of_send[edge]:
+            if self._use(group, microbatch):
+                self.bytes_held -= self._groups[group].nbytes
+
+    def run(self, ready: ReadyWindow, microbatches: tuple[int, ...]) -> tuple[Change, ...]:
+        """What the run's segments do to the bytes held, in order; the caller applies each when it runs."""
+        window = ready.window
+        programs: dict[Program, int] = {}
+        ending: set[tuple[int, int]] = set()
+        for (stage, phase), microbatch in zip(window.parts, microbatches, strict=True):
+            for sub in phase.parts:
+                programs[stage, sub] = microbatch
+        for program, microbatch in programs.items():
+            for group in self._groups_of_program[program]:
+                if self._use(group, microbatch):
+                    ending.add((group, microbatch))
+        first = {
+            name
+            for program in programs
+            for name in self._grad_names[program]
+            if name not in self._begun_grads
+        }
+        self._begun_grads.update(first)
+        # Only which parts share a microbatch matters, not which one it is.
+        shape = tuple(microbatches.index(microbatch) for microbatch in microbatches)
+        ends = frozenset((group, microbatches.index(microbatch)) for group, microbatch in ending)
+        key = (window.name, shape, ends, frozenset(first))
+        if key not in self._cache:
+            self._cache[key] = self._changes(ready, shape, ends, first)
+        return self._cache[key]
+
+    def _use(self, group: int, microbatch: int) -> bool:
+        """Count one use of a group for a microbatch; True when it was the last."""
+        key = (group, microbatch)
+        of = self._groups[group]
+        left = self._remaining.get(key, len(of.users) + len(of.sends)) - 1
+        if left:
+            self._remaining[key] = left
+            return False
+        self._remaining.pop(key, None)
+        return True
+
+    def _changes(
+        self,
+        ready: ReadyWindow,
+        shape: tuple[int, ...],
+        ends: frozenset[tuple[int, int]],
+        first: set[str],
+    ) -> tuple[Change, ...]:
+        """Steps 2 and 4 for one case of a window."""
+        parts = ready.window.parts
+        last_use: dict[tuple[int, int], tuple[int, int]] = {}
+        for at, (item, op) in enumerate(zip(ready.window.items, ready.ops, strict=True)):
+            if op is None:
+                continue
+            for name in (op.name, *op.uses):
+                storage = None if is_external(name) else self._root(parts[item.part][0], name)
+                if storage is not None and (storage.group, shape[item.part]) in ends:
+                    last_use[id(storage), shape[item.part]] = (at, storage.nbytes)
+        freed: dict[int, int] = defaultdict(int)
+        for at, nbytes in last_use.values():
+            freed[at] += nbytes
+
+        changes: list[Change] = []
+        for segment in ready.segments:
+            level = peak = 0
+            at_us = peak_us = 0.0
+            for at in range(segment.first, segment.last):
+                op = ready.ops[at]
+                assert op is not None
+                level += op.nbytes
+                if level > peak:
+                    peak, peak_us = level, at_us
+                at_us += ready.op_us[at]
+                level -= freed[at]
+                for name, nbytes in self._grads.get((parts[ready.window.items[at].part][0], op.name), ()):
+                    if name in first:
+                        first.discard(name)
+                        level += nbytes
+                if level > peak:
+                    peak, peak_us = level, at_us
+            changes.append(Change(peak, peak_us / at_us if at_us else 0.0, level))
+        return tuple(changes)

@@ -1,0 +1,248 @@
+"""The network of the simulation: messages in order, links shared, processor time lost to transfers.
+
+Knows ranks, edges and links; nothing of windows or memory. The contract:
+
+1. A message may transfer once its send has started, its receive is posted, and the message before it on its
+   communicator has left.
+2. A rank sends one message at a time and receives one at a time: its network card serves each direction in
+   turn. Of the messages that may transfer, the one whose send started first goes first; one whose receiver
+   is busy lets the next go.
+3. A transfer keeps both cards for `occupancy_us`; then the message has left. It can be used `latency_us`
+   later; the latency keeps nothing busy.
+4. While it transfers, a message takes an even share of both ends' processors, processor time over
+   transfer time. What the shares leave is the speed of the compute lane, at least 0.
+5. A collective begins when its last member has started it and is done for all at one time. It does not
+   queue for network cards: it is small, and comes once a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from stretto.ir.plan import Costs, Plan
+from stretto.ir.timeline import Span, SpanKind
+from stretto.schedule.transfers import (
+    all_reduce_us,
+    occupancy_us,
+    processor_us,
+    slowest_link,
+    tied_bytes,
+)
+from stretto.simulate.clock import Clock, Moment
+
+LoadChange = Callable[[int, float], None]
+"""(rank, share of its processor, negative when it is given back)."""
+
+
+class Message:
+    """One microbatch's value on its way over one edge."""
+
+    __slots__ = ("arrived", "channel", "edge", "left", "microbatch", "nbytes", "number", "posted", "sent_us")
+
+    def __init__(self, channel: Channel, edge: int, microbatch: int, nbytes: int) -> None:
+        self.channel = channel
+        self.edge = edge
+        self.microbatch = microbatch
+        self.nbytes = nbytes
+        self.sent_us: float | None = None
+        self.number = 0
+        self.posted = False
+        self.left = Moment()
+        self.arrived = Moment()
+
+    @property
+    def name(self) -> str:
+        return f"{self.channel.lane} e{self.edge}:{self.microbatch}"
+
+    def why_missing(self) -> str:
+        """Why the message has not left, in words."""
+        channel = self.channel
+        what = f"message e{self.edge}:{self.microbatch} on {channel.lane}"
+        if self.sent_us is None:
+            return f"{what}, which rank {channel.sender} has not sent"
+        ahead = channel.waiting[0]
+        if ahead is not self:
+            return f"{what}, which is behind {ahead.why_missing()}"
+        return f"{what}, whose receive rank {channel.receiver} has not posted"
+
+
+class Channel:
+    """One communicator of two ranks: its sent messages, which transfer in order."""
+
+    __slots__ = ("busy", "lane", "receiver", "sender", "waiting")
+
+    def __init__(self, lane: str, sender: int, receiver: int) -> None:
+        self.lane = lane
+        self.sender = sender
+        self.receiver = receiver
+        self.waiting: deque[Message] = deque()
+        self.busy = False
+
+
+class Collective:
+    """The loss, or a tied gradient's sum, of one step."""
+
+    __slots__ = ("done", "lane", "missing", "nbytes", "ranks")
+
+    def __init__(self, lane: str, ranks: Sequence[int], nbytes: int) -> None:
+        self.lane = lane
+        self.ranks = ranks
+        self.nbytes = nbytes
+        self.missing = set(ranks)
+        self.done = Moment()
+
+    def why_missing(self) -> str:
+        """Which ranks have not started it, in words."""
+        ranks = ", ".join(f"rank {rank}" for rank in sorted(self.missing))
+        return f"collective {self.lane}, which {ranks} has not started"
+
+
+class Network:
+    """All messages and collectives of one step."""
+
+    def __init__(self, plan: Plan, clock: Clock, change_load: LoadChange, spans: list[Span]) -> None:
+        self._plan = plan
+        self._costs: Costs = plan.costs
+        self._clock = clock
+        self._change_load = change_load
+        self._spans = spans
+        self._messages: dict[tuple[int, int], Message] = {}
+        self._channels: dict[tuple[int, int], Channel] = {}
+        self._from: dict[int, list[Channel]] = {}
+        self._to: dict[int, list[Channel]] = {}
+        self._sending: set[int] = set()
+        self._receiving: set[int] = set()
+        self._sent = 0
+        sizes = tied_bytes(plan.job)
+        self._collectives = {
+            c.name: Collective(c.name, c.ranks, sizes.get(c.name.removeprefix("tied "), 0))
+            for c in plan.communicators
+            if not c.name.startswith("pp ")
+        }
+
+    def message(self, edge: int, microbatch: int) -> Message:
+        """The message of an edge for a microbatch, whether or not anything has happened to it."""
+        found = self._messages.get((edge, microbatch))
+        if found is None:
+            of = self._plan.job.edges[edge]
+            ends = self._plan.rank_of(of.source), self._plan.rank_of(of.target)
+            channel = self._channels.get(ends)
+            if channel is None:
+                channel = self._channels[ends] = Channel(f"pp {ends[0]}>{ends[1]}", *ends)
+                self._from.setdefault(ends[0], []).append(channel)
+                self._to.setdefault(ends[1], []).append(channel)
+            found = self._messages[edge, microbatch] = Message(channel, edge, microbatch, of.spec.nbytes)
+        return found
+
+    def send(self, edge: int, microbatch: int) -> None:
+        """Step 1: the sender starts the message now."""
+        message = self.message(edge, microbatch)
+        message.sent_us = message.left.begun_us = message.arrived.begun_us = self._clock.now_us
+        message.number = self._sent
+        self._sent += 1
+        message.channel.waiting.append(message)
+        self._start([message.channel])
+
+    def post(self, edge: int, microbatch: int) -> None:
+        """Step 1: the receiver posts the buffer now."""
+        message = self.message(edge, microbatch)
+        message.posted = True
+        self._start([message.channel])
+
+    def _start(self, channels: list[Channel]) -> None:
+        """Step 2: let transfers begin on those of `channels` that can."""
+        ready = [
+            (channel.waiting[0].number, channel)
+            for channel in channels
+            if not channel.busy and channel.waiting and channel.waiting[0].posted
+        ]
+        for _, channel in sorted(ready, key=lambda pair: pair[0]):
+            if channel.sender not in self._sending and channel.receiver not in self._receiving:
+                self._transfer(channel, channel.waiting.popleft())
+
+    def _transfer(self, channel: Channel, message: Message) -> None:
+        """Steps 3 and 4."""
+        link = self._costs.link(channel.sender, channel.receiver)
+        start_us = self._clock.now_us
+        busy_us = occupancy_us(link, message.nbytes)
+        share = processor_us(link, message.nbytes) / busy_us if busy_us else 0.0
+        ends = (channel.sender, channel.receiver)
+        channel.busy = True
+        self._sending.add(channel.sender)
+        self._receiving.add(channel.receiver)
+        if share:
+            for rank in ends:
+                self._change_load(rank, share)
+
+        def leave() -> None:
+            channel.busy = False
+            self._sending.discard(channel.sender)
+            self._receiving.discard(channel.receiver)
+            if share:
+                for rank in ends:
+                    self._change_load(rank, -share)
+            message.left.happen(self._clock)
+            into = [c for c in self._to[channel.receiver] if c.sender != channel.sender]
+            self._start([*self._from[channel.sender], *into])
+
+        arrival_us = start_us + busy_us + link.latency_us
+        self._clock.at(start_us + busy_us, leave)
+        self._clock.at(arrival_us, lambda: message.arrived.happen(self._clock))
+        edge = self._plan.job.edges[message.edge]
+        self._spans.append(
+            Span(
+                channel.receiver,
+                channel.lane,
+                SpanKind.MESSAGE,
+                message.name,
+                start_us,
+                arrival_us,
+                edge.source,
+                edge.phase,
+                message.microbatch,
+                message.nbytes,
+                channel.sender,
+                message.sent_us,
+            )
+        )
+
+    def collective(self, lane: str) -> Collective | None:
+        """The collective of a communicator; None when the plan has no such communicator."""
+        return self._collectives.get(lane)
+
+    def join(self, collective: Collective, rank: int) -> None:
+        """Step 5: a member starts its part now."""
+        collective.missing.discard(rank)
+        if collective.missing:
+            return
+        link = slowest_link(self._costs, collective.ranks)
+        start_us = self._clock.now_us
+        members = len(collective.ranks)
+        took_us = all_reduce_us(link, members, collective.nbytes) if collective.nbytes else link.latency_us
+        lost_us = 2 * (members - 1) / members * processor_us(link, collective.nbytes)
+        share = lost_us / took_us if lost_us else 0.0
+        collective.done.begun_us = start_us
+        if share:
+            for member in collective.ranks:
+                self._change_load(member, share)
+
+        def finish() -> None:
+            if share:
+                for member in collective.ranks:
+                    self._change_load(member, -share)
+            collective.done.happen(self._clock)
+
+        self._clock.at(start_us + took_us, finish)
+        for member in collective.ranks:
+            self._spans.append(
+                Span(
+                    member,
+                    collective.lane,
+                    SpanKind.MESSAGE,
+                    collective.lane,
+                    start_us,
+                    start_us + took_us,
+                    nbytes=collective.nbytes,
+                )
+            )

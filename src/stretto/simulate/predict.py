@@ -1,0 +1,33 @@
+"""A plan's prediction: the simulated step's accounts by rank, and the bound that it is measured against.
+
+May touch `stretto.ir`, `stretto.schedule.bounds` and this room.
+"""
+
+from __future__ import annotations
+
+from stretto.ir.plan import Plan, Prediction
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.schedule.bounds import lower_bound
+from stretto.simulate.engine import simulate
+
+
+def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
+    """Simulate `plan` (or take its `timeline`) and bound its step; microseconds and bytes, lists by rank.
+
+    Raises PlanError for what `simulate` and `lower_bound` refuse.
+    """
+    timeline = simulate(plan) if timeline is None else timeline
+    totals = {kind: [0.0] * timeline.ranks for kind in SpanKind}
+    for span in timeline.spans:
+        if span.lane == COMPUTE_LANE:
+            totals[span.kind][span.rank] += span.duration_us
+    bound = lower_bound(plan.job, plan.schedule, plan.costs)
+    return Prediction(
+        step_us=timeline.step_us,
+        compute_us=tuple(totals[SpanKind.COMPUTE]),
+        exposed_us=tuple(totals[SpanKind.EXPOSED]),
+        bubble_us=tuple(totals[SpanKind.BUBBLE]),
+        peak_bytes=timeline.peak_bytes,
+        bound_us=bound.us,
+        binds=bound.binds,
+    )
