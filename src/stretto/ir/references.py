@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto.ir.action import Phase
-from stretto.ir.flow import PHASES, defined
+from stretto.ir.flow import PHASES, defined, is_external
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import Edge, Job
 
@@ -86,6 +86,7 @@ def _in_job(job: Job) -> Iterator[BrokenReference]:
     for at, edge in enumerate(job.edges):
         for what in _in_edge(job, at, edge, missing(edge.source, edge.phase, edge.value), arrivals):
             yield BrokenReference(f"job.edges[{at}]", what)
+    yield from _given(job)
     names = {parameter.name for parameter in job.parameters}
     for at, parameter in enumerate(job.parameters):
         path = f"job.parameters[{at}]"
@@ -103,6 +104,22 @@ def _in_job(job: Job) -> Iterator[BrokenReference]:
             what = missing(stage, phase, value)
             if what:
                 yield BrokenReference(f"{path}.updates[{k}]", what)
+
+
+def _given(job: Job) -> Iterator[BrokenReference]:
+    """Values from outside the step that ops read: parameters, buffers, leaves of the batch, constants."""
+    everywhere = {"tangent"} | {f"batch/{name}" for name, _ in job.batch}
+    everywhere |= {f"const/{constant.name}" for constant in job.constants}
+    for at, stage in enumerate(job.stages):
+        here = everywhere | {f"param/{p.name}" for p in job.parameters if at in p.stages}
+        here |= {f"buffer/{b.name}" for b in job.buffers if at in b.stages}
+        for phase in PHASES:
+            for number, op in enumerate(stage.ops[phase]):
+                for name in op.uses:
+                    if is_external(name) and name not in here:
+                        yield BrokenReference(
+                            f"job.stages[{at}].ops.{phase}[{number}]", f"stage {at} is not given {name!r}"
+                        )
 
 
 def _in_edge(

@@ -1,0 +1,103 @@
+"""Costs and predictions as JSON data, and back. Part of the plan file; `stretto.ir.serialize` writes it.
+
+Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stretto.ir.job_text import Line
+from stretto.ir.op_text import encode_float
+from stretto.ir.plan import Costs, Link, Prediction
+from stretto.ir.reading import Cursor
+
+LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
+
+
+def encode_costs(costs: Costs) -> dict[str, Any]:
+    op_us: dict[str, dict[str, Any]] = {}
+    for stage, name in sorted(costs.op_us):
+        op_us.setdefault(str(stage), {})[name] = encode_float(costs.op_us[stage, name])
+    return {
+        "source": costs.source,
+        "action_us": encode_float(costs.action_us),
+        "default_link": Line(_encode_link(costs.default_link)),
+        "links": [
+            Line({"from": sender, "to": receiver, **_encode_link(costs.links[sender, receiver])})
+            for sender, receiver in sorted(costs.links)
+        ],
+        "op_us": op_us,
+    }
+
+
+def decode_costs(cursor: Cursor) -> Costs:
+    fields = cursor.fields(("source", "action_us", "default_link", "links", "op_us"))
+    links: dict[tuple[int, int], Link] = {}
+    for entry in fields["links"].elements():
+        parts = entry.fields(("from", "to", *LINK_KEYS))
+        pair = (parts["from"].integer(), parts["to"].integer())
+        if pair in links:
+            raise entry.error(
+                f"the link from rank {pair[0]} to rank {pair[1]} is there twice; keep one of them"
+            )
+        links[pair] = _decode_link(parts)
+    op_us: dict[tuple[int, str], float] = {}
+    for stage, times in fields["op_us"].members().items():
+        if not (stage.isascii() and stage.isdigit() and len(stage) < 10):
+            raise times.error("the key is not a stage's number")
+        for name, time in times.members().items():
+            op_us[int(stage), name] = time.number()
+    return Costs(
+        op_us=op_us,
+        links=links,
+        default_link=_decode_link(fields["default_link"].fields(LINK_KEYS)),
+        action_us=fields["action_us"].number(),
+        source=fields["source"].text(),
+    )
+
+
+def _encode_link(link: Link) -> dict[str, Any]:
+    return {
+        "latency_us": encode_float(link.latency_us),
+        "bytes_per_us": encode_float(link.bytes_per_us),
+        "processor_us_per_mb": encode_float(link.processor_us_per_mb),
+        "source": link.source,
+    }
+
+
+def _decode_link(fields: Mapping[str, Cursor]) -> Link:
+    return Link(
+        latency_us=fields["latency_us"].number(),
+        bytes_per_us=fields["bytes_per_us"].number(),
+        processor_us_per_mb=fields["processor_us_per_mb"].number(),
+        source=fields["source"].text(),
+    )
+
+
+def encode_prediction(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "step_us": encode_float(prediction.step_us),
+        "compute_us": Line([encode_float(value) for value in prediction.compute_us]),
+        "exposed_us": Line([encode_float(value) for value in prediction.exposed_us]),
+        "bubble_us": Line([encode_float(value) for value in prediction.bubble_us]),
+        "peak_bytes": Line(list(prediction.peak_bytes)),
+        "bound_us": encode_float(prediction.bound_us),
+        "binds": prediction.binds,
+    }
+
+
+def decode_prediction(cursor: Cursor) -> Prediction:
+    by_rank = ("compute_us", "exposed_us", "bubble_us")
+    fields = cursor.fields(("step_us", *by_rank, "peak_bytes", "bound_us", "binds"))
+    compute, exposed, bubble = (fields[key].sequence(Cursor.number) for key in by_rank)
+    return Prediction(
+        step_us=fields["step_us"].number(),
+        compute_us=compute,
+        exposed_us=exposed,
+        bubble_us=bubble,
+        peak_bytes=fields["peak_bytes"].sequence(Cursor.integer),
+        bound_us=fields["bound_us"].number(),
+        binds=fields["binds"].text(),
+    )

@@ -1,0 +1,112 @@
+"""Proves that all ranks reach the end of their orders: a walk over all of them at once, without times.
+
+1. A message passes when its send has started, its receive is posted, and the messages before it on the same
+   communicator have passed.
+2. `wait` blocks until its message has passed; `heard` and `reduced` until every member has started.
+3. `sent` blocks, on a transport with buffers, not at all; on one without (rendezvous), until its message has
+   passed. A plan must reach its end on both, because a transport may do either.
+
+Nothing here depends on the order in which the walk visits ranks: whatever can pass stays able to. May touch
+`stretto.ir`. Messages must match (`stretto.verify.messages`).
+"""
+
+from __future__ import annotations
+
+from stretto.ir.plan import Plan
+from stretto.verify.collectives import tied_ranks
+from stretto.verify.fault import Fault
+from stretto.verify.trace import Event, EventKind, Message, ends_of, shown, trace_of
+
+
+def deadlock_faults(plan: Plan) -> list[Fault]:
+    """A fault for each rank that gets stuck: with buffered sends, else (if none does) with rendezvous."""
+    traces = [list(trace_of(plan, rank)) for rank in range(plan.ranks)]
+    for rendezvous in (False, True):
+        walk = _Walk(plan, traces, rendezvous)
+        stuck = walk.run()
+        if stuck:
+            return stuck
+    return []
+
+
+class _Walk:
+    """The state of one walk: where each rank stands, and what has started on each communicator."""
+
+    def __init__(self, plan: Plan, traces: list[list[Event]], rendezvous: bool) -> None:
+        self.plan = plan
+        self.traces = traces
+        self.rendezvous = rendezvous
+        self.heads = [0] * len(traces)
+        self.sent: dict[str, list[Message]] = {}
+        self.place: dict[Message, int] = {}
+        self.posted: dict[str, int] = {}
+        self.told: set[int] = set()
+        self.reducing: set[tuple[str, int]] = set()
+        self.groups = tied_ranks(plan)
+
+    def run(self) -> list[Fault]:
+        """Walk until no rank can move; a fault for each rank that has not reached its end."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, trace in enumerate(self.traces):
+                while self.heads[rank] < len(trace) and self.blocked(rank, trace[self.heads[rank]]) is None:
+                    self.do(rank, trace[self.heads[rank]])
+                    self.heads[rank] += 1
+                    moved = True
+        return [self.stuck(rank) for rank, trace in enumerate(self.traces) if self.heads[rank] < len(trace)]
+
+    def do(self, rank: int, event: Event) -> None:
+        edge = event.message[0]
+        if event.kind in (EventKind.SEND, EventKind.RECV) and len(set(ends_of(self.plan, edge))) > 1:
+            lane = self.plan.lane_of(edge)
+            if event.kind is EventKind.SEND:
+                queue = self.sent.setdefault(lane, [])
+                self.place[event.message] = len(queue)
+                queue.append(event.message)
+            else:
+                self.posted[lane] = self.posted.get(lane, 0) + 1
+        elif event.kind is EventKind.LOSS:
+            self.told.add(rank)
+        elif event.kind is EventKind.REDUCE:
+            self.reducing.add((event.tied, rank))
+
+    def blocked(self, rank: int, event: Event) -> str | None:
+        """What the event waits for, in words; None if it can pass."""
+        if event.kind in (EventKind.WAIT, EventKind.SENT):
+            if event.kind is EventKind.SENT and not self.rendezvous:
+                return None
+            source, target = ends_of(self.plan, event.message[0])
+            if source == target:
+                return None  # proved by `stretto.verify.lifetimes`
+            if event.message not in self.place:
+                return f"{shown(self.plan, event.message)}, which rank {source} has not sent"
+            if self.place[event.message] >= self.posted.get(self.plan.lane_of(event.message[0]), 0):
+                return f"{shown(self.plan, event.message)}, whose receive rank {target} has not posted"
+        elif event.kind is EventKind.HEARD:
+            absent = [r for r in range(self.plan.ranks) if r not in self.told]
+            if absent:
+                return f"the loss, which ranks {absent} have not started"
+        elif event.kind is EventKind.REDUCED:
+            absent = [r for r in self.groups[event.tied] if (event.tied, r) not in self.reducing]
+            if absent:
+                return f"the sum of {event.tied}, which ranks {absent} have not started"
+        return None
+
+    def stuck(self, rank: int) -> Fault:
+        event = self.traces[rank][self.heads[rank]]
+        transport = " on a transport without buffers" if self.rendezvous else ""
+        others = "; ".join(
+            f"rank {other} stands at `{trace[self.heads[other]].instruction}`"
+            for other, trace in enumerate(self.traces)
+            if other != rank and self.heads[other] < len(trace)
+        )
+        return Fault(
+            rank,
+            str(event.instruction),
+            f"deadlock{transport}: waits for {self.blocked(rank, event)}"
+            + (f" ({others})" if others else ""),
+            "Wait for sends later"
+            if event.kind is EventKind.SENT
+            else "Reorder the runs so that it can be sent",
+        )

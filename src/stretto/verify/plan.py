@@ -1,0 +1,81 @@
+"""Proves a lowered plan: one list of proofs, each in its own file, in the order in which they rely on each
+other. A proof that looks things up by name runs only if all names are sound; the walk for deadlock runs only
+if messages match, because on other plans it would only repeat what is known. May touch `stretto.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stretto.ir.action import Action, Overlap, Slot
+from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.references import broken_references
+from stretto.verify.collectives import collective_faults
+from stretto.verify.deadlock import deadlock_faults
+from stretto.verify.fault import Fault
+from stretto.verify.lifetimes import lifetime_faults
+from stretto.verify.messages import message_faults
+from stretto.verify.schedule import action_faults
+from stretto.verify.windows import window_faults
+
+PROOFS = (window_faults, lifetime_faults, message_faults, collective_faults)
+"""What is proved of a plan whose references and actions are sound; all of them always run."""
+
+
+def plan_faults(plan: Plan) -> list[Fault]:
+    """Every fault of the plan; an empty list proves that it runs to its end and reads only what is there."""
+    broken = [Fault(b.rank, b.path, b.what, "Name something that exists") for b in broken_references(plan)]
+    if broken:
+        return broken
+    found = list(_agreement(plan))
+    walked = replace(plan.schedule, orders=tuple(_slots(plan, order) for order in plan.orders))
+    found += action_faults(walked)
+    for proof in PROOFS:
+        found += proof(plan)
+    return found or deadlock_faults(plan)
+
+
+def _slots(plan: Plan, order: tuple[Instruction, ...]) -> tuple[Slot, ...]:
+    """The runs of an order as the slots of a schedule."""
+    found: list[Slot] = []
+    for instruction in order:
+        if instruction.kind is InstructionKind.RUN:
+            parts = plan.windows[str(instruction.ref)].parts
+            actions = tuple(
+                Action(stage, phase, m)
+                for (stage, phase), m in zip(parts, instruction.microbatches, strict=True)
+            )
+            found.append(actions[0] if len(actions) == 1 else Overlap(actions))
+    return tuple(found)
+
+
+def _agreement(plan: Plan) -> Iterator[Fault]:
+    """Job, schedule and orders are about the same work."""
+    job, schedule = plan.job, plan.schedule
+    for what, of_job, of_schedule in (
+        ("stages", len(job.stages), schedule.stages),
+        ("microbatches", job.microbatches, schedule.microbatches),
+    ):
+        if of_job != of_schedule:
+            yield Fault(
+                None,
+                "schedule",
+                f"is for {of_schedule} {what}, but the job has {of_job}",
+                f"Make the schedule for {of_job} {what}",
+            )
+    for rank, order in enumerate(plan.orders):
+        runs, slots = _slots(plan, order), schedule.orders[rank]
+        if runs == slots:
+            continue
+        at = next(
+            (k for k, (run, slot) in enumerate(zip(runs, slots)) if run != slot), min(len(runs), len(slots))
+        )
+        does = runs[at] if at < len(runs) else "nothing"
+        says = slots[at] if at < len(slots) else "nothing"
+        yield Fault(
+            rank,
+            str(does),
+            f"run {at} of the order is {does}, but the schedule says {says}",
+            "Lower it again",
+        )

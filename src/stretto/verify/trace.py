@@ -1,0 +1,71 @@
+"""What a rank's order does with messages, flattened: receives, sends, waits, in the order of the program.
+
+The proofs of messages and of deadlock walk these traces instead of ops, so that their cost grows with the
+number of messages only. May touch `stretto.ir`. References must be sound (`stretto.ir.references`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
+
+Message = tuple[int, int]
+"""(edge index, microbatch)."""
+
+
+class EventKind(StrEnum):
+    """An instruction's kinds, and the two that stand inside a window."""
+
+    RECV = "recv"
+    SEND = "send"
+    WAIT = "wait"
+    SENT = "sent"
+    LOSS = "loss"
+    HEARD = "heard"
+    REDUCE = "reduce"
+    REDUCED = "reduced"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """at: index of the instruction in the rank's order; message: for recv, send, wait, sent; tied: the name
+    of a tied gradient, for reduce and reduced."""
+
+    kind: EventKind
+    at: int
+    instruction: Instruction
+    message: Message = (-1, -1)
+    tied: str = ""
+
+
+def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
+    """The rank's events in order."""
+    inside = {
+        name: [i for i in window.items if i.kind is not ItemKind.OP] for name, window in plan.windows.items()
+    }
+    for at, instruction in enumerate(plan.orders[rank]):
+        kind = instruction.kind
+        if kind is InstructionKind.RUN:
+            for item in inside[str(instruction.ref)]:
+                message = (int(item.ref), instruction.microbatches[item.part])
+                yield Event(EventKind(item.kind.value), at, instruction, message)
+        elif kind in (InstructionKind.RECV, InstructionKind.SENT):
+            message = (int(instruction.ref), instruction.microbatches[0])
+            yield Event(EventKind(kind.value), at, instruction, message)
+        else:
+            yield Event(EventKind(kind.value), at, instruction, tied=str(instruction.ref))
+
+
+def ends_of(plan: Plan, edge: int) -> tuple[int, int]:
+    """The ranks that send and receive the edge's messages; equal if the value stays on its rank."""
+    found = plan.job.edges[edge]
+    return plan.rank_of(found.source), plan.rank_of(found.target)
+
+
+def shown(plan: Plan, message: Message) -> str:
+    """`e3:2 (y0 of microbatch 2)`."""
+    edge, microbatch = message
+    return f"e{edge}:{microbatch} ({plan.job.edges[edge].value} of microbatch {microbatch})"

@@ -1,0 +1,119 @@
+"""Proves each window once, for any microbatch: its ops complete, every read after what it reads, every
+message waited for before its first use and sent after it is made. May touch `stretto.ir`.
+
+A value that an op reads has one of four origins: it is given from outside the step; an op of the same part
+makes it; an edge that arrives in one of the part's phases brings it; or an earlier phase of the stage has
+left it. The last is proved on the orders, in `stretto.verify.lifetimes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, defined, is_external
+from stretto.ir.plan import Item, ItemKind, Plan, Window
+from stretto.ir.program import Job
+from stretto.verify.fault import Fault
+
+
+def window_faults(plan: Plan) -> list[Fault]:
+    """Every fault inside the plan's windows. References must be sound."""
+    return [
+        fault
+        for window in plan.windows.values()
+        for part in range(len(window.parts))
+        for fault in _part_faults(plan, window, part)
+    ]
+
+
+def earlier_values(job: Job, stage: int, phase: Phase) -> dict[str, Phase]:
+    """Values that the stage may hold when `phase` (F, I or W) begins: name -> the phase that brought it."""
+    found: dict[str, Phase] = {}
+    for before in PHASES[: PHASES.index(phase)]:
+        for name in defined(job.stages[stage].ops[before]):
+            found.setdefault(name, before)
+        for edge in job.edges:
+            if edge.target == stage and edge.user_phase is before:
+                found.setdefault(edge.value, before)
+    return found
+
+
+def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
+    job = plan.job
+    stage, phase = window.parts[part]
+    rank = plan.rank_of(stage)
+    where = f"window {window.name}"
+
+    def fault(item: Item | str, what: str, fix: str) -> Fault:
+        return Fault(rank, f"{where}, {item}", what, fix)
+
+    # 1. Where everything stands; the first place counts, a second is a fault.
+    ops = {op.name: op for sub in phase.parts for op in job.stages[stage].ops[sub]}
+    arriving = {
+        edge.index: edge.value
+        for edge in job.edges
+        if edge.target == stage and edge.user_phase in phase.parts
+    }
+    leaving = {
+        edge.index: edge.value for edge in job.edges if edge.source == stage and edge.phase in phase.parts
+    }
+    at: dict[ItemKind, dict[str | int, int]] = {kind: {} for kind in ItemKind}
+    for position, item in enumerate(window.items):
+        if item.part != part:
+            continue
+        first = at[item.kind].setdefault(item.ref, position)
+        if first != position:
+            yield fault(item, f"stands twice, at items {first} and {position}", "Remove one of them")
+        elif item.kind is ItemKind.WAIT and item.ref not in arriving:
+            yield fault(item, f"the edge brings nothing to stage {stage} in phase {phase}", "Remove it")
+        elif item.kind is ItemKind.SEND and item.ref not in leaving:
+            yield fault(item, f"the edge takes nothing from stage {stage} in phase {phase}", "Remove it")
+
+    # 2. Complete.
+    for needed in ops:
+        if needed not in at[ItemKind.OP]:
+            yield fault(needed, f"the op is missing, and {stage}{phase} needs it", "Add it")
+    for edge, value in leaving.items():
+        if edge not in at[ItemKind.SEND]:
+            yield fault(f"send e{edge}", f"missing: {value} never leaves", f"Add it after {value}")
+        elif at[ItemKind.SEND][edge] < at[ItemKind.OP].get(value, -1):
+            yield fault(f"send e{edge}", f"stands before {value} is made", f"Move it after {value}")
+
+    # 3. Every read after what it reads.
+    brings = {value: edge for edge, value in arriving.items()}
+    earlier = earlier_values(job, stage, phase.parts[0])
+    missing_waits: set[int] = set()
+    for name, position in at[ItemKind.OP].items():
+        for value in ops[str(name)].uses:
+            if is_external(value) or (value not in ops and value not in brings and value in earlier):
+                continue
+            if value in ops:
+                if at[ItemKind.OP].get(value, -1) > position:
+                    yield fault(
+                        str(name),
+                        f"reads {value}, which is made later, at item {at[ItemKind.OP][value]}",
+                        f"Move it after {value}",
+                    )
+            elif value in brings:
+                edge = brings[value]
+                wait = at[ItemKind.WAIT].get(edge)
+                if wait is None and edge not in missing_waits:
+                    missing_waits.add(edge)
+                    yield fault(
+                        str(name),
+                        f"reads {value}, which edge e{edge} brings, but the window never waits for it",
+                        f"Add `wait e{edge}` before it",
+                    )
+                elif wait is not None and wait > position:
+                    yield fault(
+                        str(name),
+                        f"reads {value} before `wait e{edge}`, which stands later, at item {wait}",
+                        "Move the wait before it",
+                    )
+            else:
+                yield fault(
+                    str(name),
+                    f"reads {value}, which no op before it makes and no edge brings to stage {stage}",
+                    "Add an edge from the stage that makes it",
+                )
