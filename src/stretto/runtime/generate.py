@@ -1,0 +1,278 @@
+"""A window becomes one Python function: the plan's ops in order, with waits and sends in their places.
+
+The function's text is what it does, op by op; nothing is looked up while it runs. It may be read with
+`Generated.source`.
+
+    1. Values that other windows made are taken from the microbatch's store, for good when no later
+       window reads them. Parameters, buffers and constants are bound once.
+    2. Every op is one call. A value is deleted after its last use.
+    3. `wait` returns a received tensor; `send` starts a message right after its op.
+    4. Gradients, the loss and buffer updates go to the rank's state where they arise; updates of buffers
+       come last, so that every op of the window reads the microbatch's own version.
+    5. Values that later windows read go into the store.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, is_external, results_of
+from stretto.ir.plan import ItemKind, Window
+from stretto.ir.program import Arg, Const, Job, Op, Ref
+
+Store = dict[str, torch.Tensor]
+"""Values of one (stage, microbatch) that live between windows."""
+
+
+class Hooks(Protocol):
+    """What a window calls beside ops. Microbatches are numbers, edges indexes of the job's edges."""
+
+    def wait(self, edge: int, microbatch: int) -> torch.Tensor: ...
+    def send(self, edge: int, microbatch: int, value: torch.Tensor) -> None: ...
+    def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None: ...
+    def add_loss(self, microbatch: int, value: torch.Tensor) -> None: ...
+    def update_buffer(self, buffer: int, value: torch.Tensor) -> None: ...
+    def draw(self, microbatch: int, op: int) -> None: ...
+    def drawn(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Externals:
+    """The tensors that ops read and do not make. Keys are names as in the program (`param/...`)."""
+
+    fixed: Mapping[str, torch.Tensor]
+    device: torch.device
+    written: frozenset[str] = frozenset()
+    """Names of buffers that the model writes: their value is kept for the microbatch's later windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`."""
+
+    run: Callable[..., None]
+    source: str
+
+
+def generate(job: Job, window: Window, externals: Externals) -> Generated:
+    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
+    return _Writer(job, window, externals).write()
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The dispatcher's function of a name such as `aten.mm.default`."""
+    namespace, name, overload = target.split(".")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return found
+
+
+def op_key(name: str) -> int:
+    """A number for an op by its name, equal in every process and for every schedule."""
+    return zlib.crc32(name.encode())
+
+
+class _Writer:
+    def __init__(self, job: Job, window: Window, externals: Externals) -> None:
+        self.job = job
+        self.window = window
+        self.externals = externals
+        self.lines: list[str] = []
+        self.bound: dict[str, Any] = {"DEVICE": externals.device, "INF": float("inf"), "NAN": float("nan")}
+        self.names: dict[tuple[int, str], str] = {}
+        stages = {stage for stage, _ in window.parts}
+        self.ops = {(s, op.name): op for s in stages for ops in job.stages[s].ops.values() for op in ops}
+        self.reads = {
+            (s, phase): {name for op in ops for name in op.uses}
+            for s in stages
+            for phase, ops in job.stages[s].ops.items()
+        }
+        self.results = {(s, phase): results_of(job, s, phase) for s in stages for phase in PHASES}
+        self.parameters = {p.name: k for k, p in enumerate(job.parameters)}
+        self.buffers = {b.name: k for k, b in enumerate(job.buffers)}
+
+    def write(self) -> Generated:
+        parts = range(len(self.window.parts))
+        arguments = ", ".join(f"batch{p}, store{p}, m{p}" for p in parts)
+        last_item = self._last_uses()
+        for at, item in enumerate(self.window.items):
+            stage, phase = self.window.parts[item.part]
+            if item.kind is ItemKind.OP:
+                op = self.ops[stage, str(item.ref)]
+                self._call(item.part, op)
+                self._results(item.part, op, stage, phase)
+            elif item.kind is ItemKind.WAIT:
+                edge = self.job.edges[int(item.ref)]
+                self._line(f"{self._name(item.part, edge.value)} = hooks.wait({edge.index}, m{item.part})")
+                if self._later(stage, phase, edge.value):
+                    self._keep(item.part, edge.value)
+            else:
+                edge = self.job.edges[int(item.ref)]
+                value = self._name(item.part, edge.value)
+                self._line(f"hooks.send({edge.index}, m{item.part}, {value})")
+            done = [self.names[key] for key in last_item.get(at, ()) if key in self.names]
+            if done:
+                self._line(f"del {', '.join(done)}")
+        self._updates()
+        body = "\n".join(f"    {line}" for line in self.lines) or "    pass"
+        source = f"def run(hooks, {arguments}):\n{body}\n"
+        scope: dict[str, Any] = dict(self.bound)
+        exec(compile(source, f"<stretto window {self.window.name}>", "exec"), scope)
+        return Generated(scope["run"], source)
+
+    # What the window reads and when it reads it last.
+
+    def _last_uses(self) -> dict[int, list[tuple[int, str]]]:
+        """Item position -> values of the window that are not used after it (step 2)."""
+        last: dict[tuple[int, str], int] = {}
+        for at, item in enumerate(self.window.items):
+            if item.kind is ItemKind.OP:
+                op = self.ops[self.window.parts[item.part][0], str(item.ref)]
+                for name in (*op.uses, op.name):
+                    if not self._is_fixed(name):
+                        last[item.part, name] = at
+            else:
+                last[item.part, self.job.edges[int(item.ref)].value] = at
+        for part, (stage, phase) in enumerate(self.window.parts):
+            # Buffers are written when the window ends; what they become lives until then.
+            for sub in phase.parts:
+                for value, uses in self.results[stage, sub].items():
+                    if any(use.startswith("update ") for use in uses):
+                        last.pop((part, value), None)
+        result: dict[int, list[tuple[int, str]]] = {}
+        for key, at in last.items():
+            result.setdefault(at, []).append(key)
+        return result
+
+    def _is_fixed(self, name: str) -> bool:
+        """Bound once: parameters, constants, the tangent, and buffers that the model only reads."""
+        if not is_external(name) or name.startswith("batch/"):
+            return False
+        return name not in self.externals.written
+
+    def _later(self, stage: int, phase: Phase, name: str) -> bool:
+        """Whether a window after this one reads the value in this stage."""
+        after = PHASES[PHASES.index(phase.parts[-1]) + 1 :]
+        return any(name in self.reads[stage, sub] for sub in after)
+
+    # Lines.
+
+    def _line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def _name(self, part: int, value: str) -> str:
+        return self.names.setdefault((part, value), f"v{len(self.names)}")
+
+    def _keep(self, part: int, value: str) -> None:
+        self._line(f"store{part}[{value!r}] = {self._name(part, value)}")
+
+    def _bind(self, prefix: str, key: str, value: Any) -> str:
+        name = f"{prefix}_{key}"
+        name = "".join(c if c.isalnum() else "_" for c in name)
+        while name in self.bound and self.bound[name] is not value:
+            name += "_"
+        self.bound[name] = value
+        return name
+
+    def _read(self, part: int, name: str) -> str:
+        """Step 1: an expression for a value, loading it on first use."""
+        if self._is_fixed(name):
+            return self._bind("x", name, self.externals.fixed[name])
+        if (part, name) in self.names:
+            return self.names[part, name]
+        stage, phase = self.window.parts[part]
+        variable = self._name(part, name)
+        later = self._later(stage, phase, name)
+        if name.startswith("batch/"):
+            self._line(f"{variable} = batch{part}[{name.removeprefix('batch/')!r}]")
+        elif name in self.externals.written and not self._earlier(stage, phase, name):
+            buffer = self._bind("x", name, self.externals.fixed[name])
+            self._line(f"{variable} = {buffer}.clone()" if later else f"{variable} = {buffer}")
+            if later:
+                self._keep(part, name)
+        else:
+            self._line(f"{variable} = store{part}" + (f"[{name!r}]" if later else f".pop({name!r})"))
+        return variable
+
+    def _earlier(self, stage: int, phase: Phase, name: str) -> bool:
+        before = PHASES[: PHASES.index(phase.parts[0])]
+        return any(name in self.reads[stage, sub] for sub in before)
+
+    def _call(self, part: int, op: Op) -> None:
+        for name in op.uses:
+            self._read(part, name)
+        if op.random:
+            self._line(f"hooks.draw(m{part}, {op_key(op.name)})")
+        result = self._name(part, op.name)
+        if op.target == "getitem":
+            self._line(f"{result} = {self._text(part, op.args[0])}[{op.args[1]}]")
+            return
+        function = self._bind("f", op.target, resolve(op.target))
+        arguments = [self._text(part, a) for a in op.args]
+        arguments += [f"{key}={self._text(part, value)}" for key, value in op.kwargs]
+        self._line(f"{result} = {function}({', '.join(arguments)})")
+        if op.random:
+            self._line("hooks.drawn()")
+
+    def _text(self, part: int, arg: Arg) -> str:
+        if isinstance(arg, Ref):
+            return self._read(part, arg.name)
+        if isinstance(arg, tuple):
+            return "[" + ", ".join(self._text(part, item) for item in arg) + "]"
+        if isinstance(arg, Const):
+            if arg.kind == "device":
+                return "DEVICE"
+            return self._bind("c", arg.text, getattr(torch, arg.text))
+        if isinstance(arg, float):
+            if arg != arg:
+                return "NAN"
+            if arg in (float("inf"), float("-inf")):
+                return "INF" if arg > 0 else "-INF"
+        return repr(arg)
+
+    def _results(self, part: int, op: Op, stage: int, phase: Phase) -> None:
+        """Steps 4 and 5 for one op."""
+        value = self._name(part, op.name)
+        uses = [use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ())]
+        owned = len(uses) == 1 and self._is_owned(stage, op)
+        for use in uses:
+            kind, _, name = use.partition(" ")
+            if kind == "grad":
+                self._line(f"hooks.add_grad({self.parameters[name]}, {value}, {owned})")
+            elif kind == "loss":
+                self._line(f"hooks.add_loss(m{part}, {value})")
+        if self._later(stage, phase, op.name):
+            self._keep(part, op.name)
+
+    def _is_owned(self, stage: int, op: Op) -> bool:
+        """Whether nothing else reads the value's storage, so that a gradient may be accumulated in place."""
+        ops = [o for (at, _), o in self.ops.items() if at == stage]
+        root = op.alias if op.alias is not None else op.name
+        if is_external(root):
+            return False
+        family = {o.name for o in ops if o.name == root or o.alias == root}
+        chain = {op.name}
+        while True:
+            grown = chain | {name for o in ops if o.name in chain for name in o.uses if name in family}
+            if grown == chain:
+                break
+            chain = grown
+        readers = [o.name for o in ops if any(name in family for name in o.uses) and o.name not in chain]
+        sent = any(edge.value in family and edge.source == stage for edge in self.job.edges)
+        return family <= chain and not readers and not sent
+
+    def _updates(self) -> None:
+        for part, (stage, phase) in enumerate(self.window.parts):
+            for sub in phase.parts:
+                for value, uses in self.results[stage, sub].items():
+                    for use in uses:
+                        kind, _, name = use.partition(" ")
+                        if kind == "update":
+                            self._line(
+                                f"hooks.update_buffer({self.buffers[name]}, {self._name(part, value)})"
+                            )

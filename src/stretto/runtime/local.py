@@ -1,0 +1,46 @@
+"""Run a plan's ranks as threads of this process: no launcher, no network, the same walk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from stretto.ir.plan import Plan
+from stretto.runtime.runner import Runner
+from stretto.runtime.transport import ThreadTransport
+
+T = TypeVar("T")
+
+
+def run_threads(
+    plan: Plan, model_of: Callable[[int], nn.Module], work: Callable[[Runner], T], *, seed: int = 0
+) -> list[T]:
+    """Call `work(runner)` on one thread for each rank and return the results by rank.
+
+    model_of: rank -> the model whose parameters that rank uses; one model for all ranks is right as long
+    as no parameter is tied across ranks (each rank must then have its own copy).
+
+    Raises the first error of any rank; the other ranks are woken and end.
+    """
+    ends = ThreadTransport.group(plan.ranks)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def body(end: ThreadTransport) -> None:
+        try:
+            results[end.rank] = work(Runner(plan, model_of(end.rank), transport=end, seed=seed))
+        except BaseException as error:
+            errors.append(error)
+            end.fail(f"rank {end.rank} failed: {error}")
+
+    threads = [threading.Thread(target=body, args=(end,), name=f"rank {end.rank}") for end in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(plan.ranks)]

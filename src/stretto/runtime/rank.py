@@ -1,0 +1,281 @@
+"""One rank's walk through its instructions: the values it holds, the buffers it lends, the grads it adds up.
+
+Knows nothing of optimizers or files; `stretto.runtime.runner` is the public face.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from stretto.ir.flow import is_external
+from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.runtime.generate import Externals, Generated, Store, generate
+from stretto.runtime.record import Marks, now
+from stretto.runtime.transport import Handle, Transport
+
+_DRAWING = threading.Lock()
+"""Ranks that are threads share the process's generator: a draw and its seed belong together."""
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A well-mixed 63-bit number of several (SplitMix64's finaliser, Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+class RankState:
+    """What one rank needs to walk its instructions. Reused for every step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        device: torch.device,
+        parameters: Mapping[int, torch.Tensor],
+        buffers: Mapping[int, torch.Tensor],
+        seed: int,
+    ) -> None:
+        """parameters, buffers: index in the job -> the tensor that ops read."""
+        self.plan = plan
+        self.transport = transport
+        self.device = device
+        self.seed = seed
+        self.steps = 0
+        self.marks = Marks()
+        self.grads: dict[int, torch.Tensor] = {}
+        self._buffers = buffers
+        job = plan.job
+        fixed = {f"param/{job.parameters[k].name}": t for k, t in parameters.items()}
+        fixed |= {f"buffer/{job.buffers[k].name}": t for k, t in buffers.items()}
+        for constant in job.constants:
+            dtype = getattr(torch, constant.spec.dtype)
+            made = torch.tensor(constant.data, dtype=dtype, device=device)
+            fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
+        self._loss_dtype = _loss_dtype(plan)
+        fixed["tangent"] = torch.tensor(1.0 / job.microbatches, dtype=self._loss_dtype, device=device)
+        externals = Externals(fixed, device, frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates))
+        order = plan.orders[transport.rank]
+        used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
+        self.windows: dict[str, Generated] = {
+            name: generate(job, plan.windows[name], externals) for name in sorted(used)
+        }
+        self._grad_dtype = {k: getattr(torch, p.spec.dtype) for k, p in enumerate(job.parameters)}
+        self._tie = {k: p.tied_to for k, p in enumerate(job.parameters)}
+        self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
+        self._peer_of = {e.index: plan.rank_of(e.target) for e in job.edges}
+        self._source_of = {e.index: plan.rank_of(e.source) for e in job.edges}
+        self._random = any(
+            op.random
+            for s in plan.schedule.stages_of(transport.rank)
+            for ops in job.stages[s].ops.values()
+            for op in ops
+        )
+        self._actions: dict[InstructionKind, Callable[[Instruction], None]] = {
+            InstructionKind.RECV: self._recv,
+            InstructionKind.RUN: self._run,
+            InstructionKind.SENT: self._sent,
+            InstructionKind.LOSS: self._tell,
+            InstructionKind.HEARD: self._heard,
+            InstructionKind.REDUCE: self._reduce,
+            InstructionKind.REDUCED: self._reduced,
+        }
+        self._clear()
+
+    def _clear(self) -> None:
+        self.grads = {}
+        self._stores: dict[tuple[int, int], Store] = {}
+        self._received: dict[tuple[int, int], tuple[Handle, torch.Tensor]] = {}
+        self._local: dict[tuple[int, int], torch.Tensor] = {}
+        self._leaving: dict[tuple[int, int], tuple[Handle, torch.Tensor]] = {}
+        self._losses: dict[int, torch.Tensor] = {}
+        self._told: tuple[Handle, torch.Tensor] | None = None
+        self._summing: dict[str, tuple[Handle, torch.Tensor, list[int]]] = {}
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Walk all instructions once. batch: leaves of the whole batch. Returns the mean loss.
+
+        Afterwards `grads[index]` holds this step's gradient of each parameter that has one.
+        """
+        self._clear()
+        count = self.plan.job.microbatches
+        pieces = {name: leaf.chunk(count) if leaf.numel() else [leaf] * count for name, leaf in batch.items()}
+        self._batch = [{name: chunks[m] for name, chunks in pieces.items()} for m in range(count)]
+        self.marks = Marks()
+        kept = _generator_state(self.device) if self._random else None
+        try:
+            with torch.no_grad():
+                self.marks.start = now()
+                for instruction in self.plan.orders[self.transport.rank]:
+                    self._actions[instruction.kind](instruction)
+                self.marks.end = now()
+        finally:
+            if kept is not None:
+                _set_generator_state(self.device, kept)
+        self.steps += 1
+        assert self._told is not None or self._losses, "no rank told the loss"
+        loss = self._told[1] if self._told is not None else self._mean_loss()
+        self._clear_after()
+        return loss
+
+    def _clear_after(self) -> None:
+        leftover = [key for key, store in self._stores.items() if store]
+        assert not leftover, f"values left after the step in {leftover}"
+        self._batch = []
+        self._stores = {}
+        self._losses = {}
+        self._told = None
+
+    # Instructions.
+
+    def _recv(self, instruction: Instruction) -> None:
+        edge = self.plan.job.edges[int(instruction.ref)]
+        dtype = getattr(torch, edge.spec.dtype)
+        buffer = torch.empty(edge.spec.shape, dtype=dtype, device=self.device)
+        key = (edge.index, instruction.microbatches[0])
+        handle = self.transport.recv(self._lane[edge.index], buffer, self._source_of[edge.index])
+        self._received[key] = (handle, buffer)
+
+    def _run(self, instruction: Instruction) -> None:
+        name = str(instruction.ref)
+        arguments: list[object] = []
+        for (stage, _), microbatch in zip(
+            self.plan.windows[name].parts, instruction.microbatches, strict=True
+        ):
+            store = self._stores.setdefault((stage, microbatch), {})
+            arguments += [self._batch[microbatch], store, microbatch]
+        start = now()
+        self.windows[name].run(self, *arguments)
+        self.marks.runs.append((name, instruction.microbatches, start, now()))
+
+    def _sent(self, instruction: Instruction) -> None:
+        key = (int(instruction.ref), instruction.microbatches[0])
+        handle, _ = self._leaving.pop(key)
+        start = now()
+        handle.wait()
+        self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, now()))
+
+    def _tell(self, _: Instruction) -> None:
+        if self._losses:
+            value = self._mean_loss()
+        else:
+            value = torch.zeros((), dtype=self._loss_dtype, device=self.device)
+        source = self.plan.rank_of(self.plan.job.loss[0])
+        self._told = (self.transport.broadcast("loss", value, source), value)
+
+    def _heard(self, _: Instruction) -> None:
+        assert self._told is not None
+        start = now()
+        self._told[0].wait()
+        self.marks.others.append(("loss heard", start, now()))
+
+    def _reduce(self, instruction: Instruction) -> None:
+        name = str(instruction.ref)
+        members = [k for k, tie in self._tie.items() if tie == name and k in self.grads]
+        total = self.grads[members[0]]
+        for other in members[1:]:
+            total = total + self.grads[other]
+        total = total.contiguous()
+        self._summing[name] = (self.transport.all_reduce(f"tied {name}", total), total, members)
+
+    def _reduced(self, instruction: Instruction) -> None:
+        handle, total, members = self._summing.pop(str(instruction.ref))
+        start = now()
+        handle.wait()
+        self.marks.others.append((f"tied {instruction.ref}", start, now()))
+        for k in members:
+            del self.grads[k]
+        self.grads[members[0]] = total
+
+    def _mean_loss(self) -> torch.Tensor:
+        return torch.stack([self._losses[m] for m in sorted(self._losses)]).mean()
+
+    # What windows call (see generate.Hooks).
+
+    def wait(self, edge: int, microbatch: int) -> torch.Tensor:
+        key = (edge, microbatch)
+        if key in self._local:
+            return self._local.pop(key)
+        handle, buffer = self._received.pop(key)
+        start = now()
+        handle.wait()
+        self.marks.waits.append((edge, microbatch, start, now()))
+        stride = self.plan.job.edges[edge].spec.stride
+        return buffer if stride is None else _with_stride(buffer, stride)
+
+    def send(self, edge: int, microbatch: int, value: torch.Tensor) -> None:
+        to = self._peer_of[edge]
+        if to == self.transport.rank:
+            self._local[edge, microbatch] = value
+            return
+        value = value.contiguous()
+        self.marks.sends.append((edge, microbatch, now()))
+        self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
+
+    def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None:
+        held = self.grads.get(parameter)
+        if held is not None:
+            held.add_(value)
+            return
+        dtype = self._grad_dtype[parameter]
+        if value.dtype is not dtype:
+            value = value.to(dtype)
+        elif not owned:
+            value = value.clone()
+        self.grads[parameter] = value
+
+    def add_loss(self, microbatch: int, value: torch.Tensor) -> None:
+        self._losses[microbatch] = value
+
+    def update_buffer(self, buffer: int, value: torch.Tensor) -> None:
+        self._buffers[buffer].copy_(value)
+
+    def draw(self, microbatch: int, op: int) -> None:
+        _DRAWING.acquire()
+        seed = mix(self.seed, self.steps, microbatch, op)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+
+    def drawn(self) -> None:
+        _DRAWING.release()
+
+
+def _loss_dtype(plan: Plan) -> torch.dtype:
+    stage, name = plan.job.loss
+    for ops in plan.job.stages[stage].ops.values():
+        for op in ops:
+            if op.name == name:
+                assert op.outputs[0] is not None
+                found = getattr(torch, op.outputs[0].dtype)
+                assert isinstance(found, torch.dtype)
+                return found
+    raise AssertionError(f"stage {stage} makes no loss {name}; is external: {is_external(name)}")
+
+
+def _with_stride(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The same elements in the layout that the captured ops expect (views depend on it)."""
+    if any(s == 0 and n > 1 for s, n in zip(stride, value.shape, strict=True)):
+        return value  # an expanded tensor: its elements do not all have a place of their own
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,147 @@
+"""Messages between processes on `torch.distributed`: NCCL on accelerators, Gloo on processors.
+
+Every communicator is a process group of its own, created up front in the plan's order, so that no lane
+waits for another and creation order cannot differ between ranks. A rank that is lost is named: the rank
+whose connection breaks first is written to the job's store, where the others find it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import RunError, UsageError
+from stretto.ir.plan import Communicator
+from stretto.runtime.transport import Handle
+
+TIMEOUT_S = 300.0
+"""How long a rank waits for a message before it gives the peer up. Assumed: ten times a long step."""
+
+CLOCK_ROUNDS = 8
+"""Round trips for each clock comparison; the fastest counts (Cristian's algorithm, 1989)."""
+
+
+class TorchTransport:
+    """One process's end. `torch.distributed` must be initialised (`init_process_group`)."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "torch.distributed is not initialised: run under torchrun and call "
+                "torch.distributed.init_process_group() first"
+            )
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._timeout_s = timeout_s
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._members: dict[str, tuple[int, ...]] = {}
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def open(self, communicators: Sequence[Communicator]) -> None:
+        for communicator in communicators:
+            if communicator.name in self._groups:
+                continue
+            group = dist.new_group(list(communicator.ranks), timeout=timedelta(seconds=self._timeout_s))
+            self._members[communicator.name] = communicator.ranks
+            if self.rank in communicator.ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups[communicator.name] = group
+
+    def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
+        return self._start(lane, to, lambda: dist.isend(value, to, group=self._groups[lane]))
+
+    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
+        return self._start(lane, source, lambda: dist.irecv(buffer, source, group=self._groups[lane]))
+
+    def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
+        return self._start(
+            lane, source, lambda: dist.broadcast(value, source, group=self._groups[lane], async_op=True)
+        )
+
+    def all_reduce(self, lane: str, value: torch.Tensor) -> Handle:
+        return self._start(
+            lane, None, lambda: dist.all_reduce(value, group=self._groups[lane], async_op=True)
+        )
+
+    def all_gather(self, item: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, item, group=self._control)
+        except RuntimeError as error:
+            raise self._lost("control", None, error) from None
+        return found
+
+    def clock_offset_us(self) -> float:
+        """Rank 0's clock minus this rank's (perf_counter), from the fastest of some round trips."""
+        boots = self.all_gather(_boot_id())
+        if len(set(boots)) == 1:
+            return 0.0  # one machine, one clock
+        offset = 0.0
+        mine = torch.zeros(1, dtype=torch.float64)
+        for other in range(1, self.size):
+            best = float("inf")
+            for _ in range(CLOCK_ROUNDS):
+                if self.rank == 0:
+                    start = time.perf_counter_ns()
+                    dist.send(mine, other, group=self._control)
+                    dist.recv(mine, other, group=self._control)
+                    middle = (start + time.perf_counter_ns()) / 2
+                    dist.send(torch.tensor([middle], dtype=torch.float64), other, group=self._control)
+                elif self.rank == other:
+                    dist.recv(mine, 0, group=self._control)
+                    now = time.perf_counter_ns()
+                    reply_at = time.perf_counter_ns()
+                    dist.send(mine, 0, group=self._control)
+                    theirs = torch.zeros(1, dtype=torch.float64)
+                    dist.recv(theirs, 0, group=self._control)
+                    trip = time.perf_counter_ns() - reply_at
+                    if trip < best:
+                        best = trip
+                        offset = (float(theirs[0]) - (now + reply_at) / 2) / 1000.0
+        return offset
+
+    def _start(self, lane: str, peer: int | None, begin: Any) -> Handle:
+        try:
+            return _Work(self, lane, peer, begin())
+        except RuntimeError as error:
+            raise self._lost(lane, peer, error) from None
+
+    def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
+        reason = str(error).strip().splitlines()[0][:300]
+        if "imed out" in reason or "imeout" in reason:
+            who = f"rank {peer}" if peer is not None else f"a rank of {self._members.get(lane, 'all')}"
+            return RunError(
+                f"rank {self.rank}: {who} did not answer on lane {lane!r} within {self._timeout_s:.0f} s; it "
+                f"may be lost or stuck. Look at its output; resume from the last checkpoint ({reason})"
+            )
+        who = f"rank {peer}" if peer is not None else "a rank"
+        return RunError(
+            f"rank {self.rank}: {who} was lost (its connection on lane {lane!r} broke). Look at its output; "
+            f"resume from the last checkpoint ({reason})"
+        )
+
+
+def _boot_id() -> str:
+    """Names this machine since it booted; processes with equal names share the monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"unknown {os.getpid()}"
+
+
+class _Work:
+    def __init__(self, end: TorchTransport, lane: str, peer: int | None, work: Any) -> None:
+        self._end, self._lane, self._peer, self._work = end, lane, peer, work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._end._lost(self._lane, self._peer, error) from None

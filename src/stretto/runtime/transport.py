@@ -1,0 +1,178 @@
+"""What carries messages: the words, and a carrier for ranks that are threads of one process.
+
+Messages on one lane arrive in the order in which they were sent, and are matched with receives in the
+order in which those were posted. `stretto.runtime.torch_transport` carries them between processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from stretto.errors import RunError
+from stretto.ir.plan import Communicator
+
+
+class Handle(Protocol):
+    """A communication under way."""
+
+    def wait(self) -> None:
+        """Return when it is done: received data is there, a sent buffer may be reused. Raises RunError."""
+
+
+class Transport(Protocol):
+    """One rank's end of all lanes. Lanes are communicators' names."""
+
+    rank: int
+    size: int
+
+    def open(self, communicators: Sequence[Communicator]) -> None:
+        """Create all communicators, in this order, on every rank."""
+
+    def send(self, lane: str, value: torch.Tensor, to: int) -> Handle: ...
+
+    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle: ...
+
+    def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle: ...
+
+    def all_reduce(self, lane: str, value: torch.Tensor) -> Handle: ...
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Every rank's item, by rank, on all ranks. For small data outside the step."""
+
+    def clock_offset_us(self) -> float:
+        """Rank 0's clock minus this rank's, in microseconds."""
+
+
+class Done:
+    """A communication that was over when it began."""
+
+    def wait(self) -> None:
+        return None
+
+
+@dataclass
+class _Board:
+    """What the threads share."""
+
+    size: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    mail: dict[str, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
+    rounds: dict[str, dict[int, dict[int, Any]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(dict))
+    )
+    failed: str | None = None
+
+
+class ThreadTransport:
+    """Ranks as threads: for tests, notebooks and a first look at a plan without processes."""
+
+    def __init__(self, board: _Board, rank: int, timeout_s: float = 60.0) -> None:
+        self.rank = rank
+        self.size = board.size
+        self._board = board
+        self._timeout_s = timeout_s
+        self._round: dict[str, int] = defaultdict(int)
+        self._posted: dict[str, deque[_Receive]] = defaultdict(deque)
+        self._members: dict[str, tuple[int, ...]] = {}
+
+    @staticmethod
+    def group(size: int, timeout_s: float = 60.0) -> list[ThreadTransport]:
+        """Connected ends for `size` ranks."""
+        board = _Board(size)
+        return [ThreadTransport(board, rank, timeout_s) for rank in range(size)]
+
+    def open(self, communicators: Sequence[Communicator]) -> None:
+        self._members = {c.name: c.ranks for c in communicators}
+
+    def fail(self, reason: str) -> None:
+        """Wake all ranks that wait, with an error."""
+        with self._board.changed:
+            self._board.failed = self._board.failed or reason
+            self._board.changed.notify_all()
+
+    def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
+        with self._board.changed:
+            # A copy, so that a plan that frees or reuses the buffer too early is not excused here.
+            self._board.mail[lane].append(value.clone())
+            self._board.changed.notify_all()
+        return Done()
+
+    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
+        receive = _Receive(self, lane, buffer)
+        self._posted[lane].append(receive)
+        return receive
+
+    def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
+        return _Collective(self, lane, value, lambda parts: value.copy_(parts[source]), {source})
+
+    def all_reduce(self, lane: str, value: torch.Tensor) -> Handle:
+        members = self._members[lane]
+
+        def add(parts: dict[int, torch.Tensor]) -> None:
+            value.copy_(sum((parts[m] for m in members[1:]), parts[members[0]]))
+
+        return _Collective(self, lane, value, add, set(members))
+
+    def all_gather(self, item: Any) -> list[Any]:
+        found: dict[int, Any] = {}
+        _Collective(self, "control", item, found.update, set(range(self.size))).wait()
+        return [found[rank] for rank in range(self.size)]
+
+    def clock_offset_us(self) -> float:
+        return 0.0
+
+    def wait_for(self, ready: Any, what: str) -> None:
+        board = self._board
+        with board.changed:
+            board.changed.wait_for(lambda: board.failed is not None or ready(), self._timeout_s)
+            if not ready():
+                raise RunError(
+                    f"rank {self.rank}: {what} did not come within {self._timeout_s:.0f} s"
+                    if board.failed is None
+                    else f"rank {self.rank}: {what} cannot come: {board.failed}"
+                )
+
+
+class _Receive:
+    def __init__(self, end: ThreadTransport, lane: str, buffer: torch.Tensor) -> None:
+        self._end, self._lane, self._buffer = end, lane, buffer
+        self._done = False
+
+    def wait(self) -> None:
+        # Receives posted before this one take their messages first, as on a communicator.
+        posted = self._end._posted[self._lane]
+        mail = self._end._board.mail[self._lane]
+        while not self._done:
+            first = posted[0]
+            self._end.wait_for(lambda: bool(mail), f"a message on lane {self._lane!r}")
+            with self._end._board.changed:
+                first._buffer.copy_(mail.popleft())
+            first._done = True
+            posted.popleft()
+
+
+class _Collective:
+    def __init__(self, end: ThreadTransport, lane: str, value: Any, finish: Any, needed: set[int]) -> None:
+        self._end, self._finish, self._needed = end, finish, needed
+        number = end._round[lane]
+        end._round[lane] += 1
+        self._name = f"collective {number} on lane {lane!r}"
+        board = end._board
+        with board.changed:
+            self._parts = board.rounds[lane][number]
+            self._parts[end.rank] = value.clone() if isinstance(value, torch.Tensor) else value
+            if len(self._parts) == len(end._members.get(lane, range(end.size))):
+                # All have given; each keeps its own reference, so the board can forget the round.
+                del board.rounds[lane][number]
+            board.changed.notify_all()
+
+    def wait(self) -> None:
+        self._end.wait_for(lambda: self._needed <= self._parts.keys(), self._name)
+        with torch.no_grad():
+            self._finish(self._parts)
