@@ -122,6 +122,7 @@ class TestEnds:
         process.send_signal(number)
         _, complaint = process.communicate(timeout=20)
         assert process.returncode == 128 + number, complaint
+        assert f"stopped by {number.name}" in complaint.decode()
         assert b"Traceback" not in complaint
         assert owned_by(process.pid) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,9 +23,7 @@ lab = typer.Typer(add_completion=False, no_args_is_help=True, help="Emulate a sl
 def run(
     command: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="COMMAND...", help="What each host runs; put -- before it.", show_default=False
-        ),
+        typer.Argument(metavar="COMMAND", help="What each host runs; put -- before it.", show_default=False),
     ] = None,
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     rate: Annotated[
@@ -62,7 +61,7 @@ def run(
     if cpus is not None and hosts * cpus > cores:
         print(
             f"stretto lab: {hosts} hosts with {cpus:g} cpus each want {hosts * cpus:g}, this machine has "
-            f"{cores}: hosts will slow each other down; --cpus {cores / hosts:.2g} would not",
+            f"{cores}: they will slow each other down; lower --hosts or --cpus until they fit",
             file=sys.stderr,
         )
     try:
@@ -78,7 +77,9 @@ def run(
         # The reader of our output is gone (`| head`). Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None  # 128 + SIGPIPE, as shells report it
-    if statuses.first_failed is not None:
+    if statuses.stopped_by is not None:
+        print(f"stretto lab: stopped by {signal.Signals(statuses.stopped_by).name}", file=sys.stderr)
+    elif statuses.first_failed is not None:
         host = statuses.first_failed
         print(f"stretto lab: host {host} failed first, with status {statuses[host]}", file=sys.stderr)
     raise typer.Exit(statuses.exit_status)
