@@ -25,8 +25,9 @@ BYTE_FLOPS = 10.0
 """Flops that take as long as moving one byte of memory. Assumed: between a CPU core (80 GFLOP/s over
 10 GB/s) and an accelerator (990 TFLOP/s over 3.35 TB/s is 300); only the balance of stages depends on it."""
 
-MESSAGE_BYTE_FLOPS = 200.0
-"""The same for a byte sent to another rank. Assumed; it keeps cuts at places where little crosses."""
+MESSAGE_BYTE_FLOPS = 1000.0
+"""The same for a byte sent to another rank. Assumed: 80 GFLOP/s over 1 Gbit/s is 640, 990 TFLOP/s over
+400 Gbit/s is 20,000, most of it hidden. It keeps cuts at places where little crosses."""
 
 FREE_FLOPS_PER_BYTE = 50.0
 """A value is made again in each stage that uses it when that costs fewer flops for each of its bytes."""

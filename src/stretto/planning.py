@@ -1,0 +1,93 @@
+"""Planning: from a job and costs to a proved plan with its prediction.
+
+    1. The schedule: a family's order, or the user's CSV.
+    2. Lowering: windows, orders, communicators.
+    3. A first simulation tells when every message has left; then sends are waited for a while after
+       that, so that buffers do not pile up and no wait stands in the way.
+    4. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
+    5. Prediction: step time, exposed communication, bubble, memory, bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from stretto.errors import UsageError
+from stretto.ir.action import Schedule
+from stretto.ir.plan import Costs, InstructionKind, Plan
+from stretto.ir.program import Job
+from stretto.ir.timeline import SpanKind, Timeline
+from stretto.schedule.csv import read_csv
+from stretto.schedule.families import make_schedule
+from stretto.schedule.lower import Message, lower
+from stretto.simulate import predict, simulate
+from stretto.verify import verify
+
+SENT_MARGIN = 2.0
+"""A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
+a message that is twice as slow as predicted still does not hold up its sender."""
+
+
+def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Schedule:
+    """Step 1. schedule: a family, the path of a CSV, or a schedule; the job's own wish by default.
+
+    Raises UsageError for an unknown family or a CSV whose stages or microbatches are not the job's.
+    """
+    wish = schedule if schedule is not None else job.schedule
+    if isinstance(wish, str):
+        if wish.endswith(".csv"):
+            wish = read_csv(Path(wish))
+        else:
+            return make_schedule(wish, len(job.stages), job.microbatches, max_live=job.max_live)
+    for what, has, wants in (
+        ("stages", wish.stages, len(job.stages)),
+        ("microbatches", wish.microbatches, job.microbatches),
+    ):
+        if has != wants:
+            raise UsageError(
+                f"the schedule {wish.family!r} has {has} {what}, but the job has {wants}: write a schedule for "
+                f"{wants} {what}, or capture with {has}"
+            )
+    return wish
+
+
+def make_plan(job: Job, costs: Costs, *, schedule: str | Schedule | None = None) -> Plan:
+    """Plan the job: order, lower, prove, predict.
+
+    Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
+    """
+    order = choose_schedule(job, schedule=schedule)
+    verify(order)
+    windows, orders, communicators = lower(job, order)
+    draft = Plan(job, order, windows, orders, communicators, costs)
+    if any(i.kind is InstructionKind.SENT for instructions in orders for i in instructions):
+        placed = _sent_before(draft, simulate(draft))
+        windows, orders, communicators = lower(job, order, sent_before=placed)
+        draft = replace(draft, orders=orders)
+    verify(draft)
+    return replace(draft, prediction=predict(draft))
+
+
+def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
+    """Step 3: message -> the sender's run before which its send is waited for."""
+    starts: list[list[float]] = [[] for _ in range(plan.ranks)]
+    seen: list[str | None] = [None] * plan.ranks
+    for span in sorted(timeline.spans, key=lambda s: s.start_us):
+        if span.kind is SpanKind.COMPUTE:
+            # A run that waits inside is several spans of one name.
+            if span.name != seen[span.rank]:
+                starts[span.rank].append(span.start_us)
+            seen[span.rank] = span.name
+    found: dict[Message, int] = {}
+    for span in timeline.spans:
+        if span.kind is SpanKind.MESSAGE and span.sender is not None and span.sent_us is not None:
+            edge, _, microbatch = span.name.removeprefix("e").partition(":")
+            if not edge.isdigit():
+                continue
+            safe = span.sent_us + SENT_MARGIN * (span.end_us - span.sent_us)
+            later = [k for k, start in enumerate(starts[span.sender]) if start > safe]
+            if later:
+                found[int(edge), int(microbatch)] = later[0]
+    return found
