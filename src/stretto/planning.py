@@ -1,11 +1,11 @@
 """Planning: from a job and costs to a proved plan with its prediction.
 
-    1. The schedule: a family's order, or the user's CSV.
-    2. Lowering: windows, orders, communicators.
-    3. A first simulation tells when every message has left; then sends are waited for a while after
-       that, so that buffers do not pile up and no wait stands in the way.
-    4. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
-    5. Prediction: step time, exposed communication, bubble, memory, bound.
+1. The schedule: a family's order, or the user's CSV.
+2. Lowering: windows, orders, communicators.
+3. A first simulation tells when every message has left; then sends are waited for a while after
+   that, so that buffers do not pile up and no wait stands in the way.
+4. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
+5. Prediction: step time, exposed communication, bubble, memory, bound.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from stretto.cost import Cluster, costs_of
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.plan import Costs, InstructionKind, Plan
@@ -47,8 +48,8 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
     ):
         if has != wants:
             raise UsageError(
-                f"the schedule {wish.family!r} has {has} {what}, but the job has {wants}: write a schedule for "
-                f"{wants} {what}, or capture with {has}"
+                f"the schedule {wish.family!r} has {has} {what}, but the job has {wants}: write a "
+                f"schedule for {wants} {what}, or capture with {has}"
             )
     return wish
 
@@ -91,3 +92,17 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
             if later:
                 found[int(edge), int(microbatch)] = later[0]
     return found
+
+
+def plan(job: Job, cluster: str | Cluster = "local", *, schedule: str | Schedule | None = None) -> Plan:
+    """Plan a captured job for a cluster.
+
+    cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
+    stages, and all must call); a `stretto.Cluster(...)` describes one that is not at hand. schedule: a
+    family, the path of a CSV in PyTorch's format, or a Schedule; the job's own wish by default.
+
+    Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
+    schedule that cannot work, UsageError for what does not fit.
+    """
+    order = choose_schedule(job, schedule=schedule)
+    return make_plan(job, costs_of(job, order, cluster), schedule=order)

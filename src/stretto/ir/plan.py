@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.program import Job
@@ -214,3 +215,34 @@ class Plan:
         """The communicator that carries an edge's messages."""
         edge = self.job.edges[edge_index]
         return f"pp {self.rank_of(edge.source)}>{self.rank_of(edge.target)}"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file: readable, versioned; equal plans give equal bytes. Raises StrettoError."""
+        from stretto.ir.serialize import save_plan  # here, because the file's text form reads this module
+
+        save_plan(self, Path(path))
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.job.name}: {self.schedule.family}, {len(self.job.stages)} stages on {self.ranks} ranks, "
+            f"{self.job.microbatches} microbatches (costs {self.costs.source})"
+        )
+        found = self.prediction
+        if found is None:
+            return f"{head}\nnot simulated"
+
+        def ms(values: tuple[float, ...]) -> str:
+            return ", ".join(f"{us / 1000:.1f}" for us in values)
+
+        return "\n".join(
+            (
+                head,
+                f"  predicted step   {found.step_us / 1000:.1f} ms",
+                f"  compute by rank  {ms(found.compute_us)} ms",
+                f"  exposed by rank  {ms(found.exposed_us)} ms (pp)",
+                f"  bubble by rank   {ms(found.bubble_us)} ms",
+                f"  peak by rank     {', '.join(f'{b / 2**20:.0f}' for b in found.peak_bytes)} MiB",
+                f"  lower bound      {found.bound_us / 1000:.1f} ms: {found.binds}",
+                f"  gap              {100 * found.gap:.1f} %",
+            )
+        )

@@ -14,13 +14,13 @@ The function's text is what it does, op by op; nothing is looked up while it run
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from stretto.dispatch import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import ItemKind, Window
@@ -63,18 +63,6 @@ class Generated:
 def generate(job: Job, window: Window, externals: Externals) -> Generated:
     """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
     return _Writer(job, window, externals).write()
-
-
-def resolve(target: str) -> Callable[..., Any]:
-    """The dispatcher's function of a name such as `aten.mm.default`."""
-    namespace, name, overload = target.split(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return found
-
-
-def op_key(name: str) -> int:
-    """A number for an op by its name, equal in every process and for every schedule."""
-    return zlib.crc32(name.encode())
 
 
 class _Writer:

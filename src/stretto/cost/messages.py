@@ -1,0 +1,234 @@
+"""What messages cost between running ranks: latency, rate, and the processor time that they take away.
+
+    1. A pair's messages of several sizes, one at a time, timed by round trips that return an empty
+       answer; latency and rate are the best straight line through the medians (least squares on the
+       relative error).
+    2. Both ends compute (matrix products) alone, then while messages stream between them; what the
+       computation loses for each megabyte is the processor time of a message.
+
+Uses `torch.distributed` as it is: the transport that will carry the plan's messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import StrettoError
+from stretto.ir.plan import Link
+
+SIZES = (4, 65_536, 262_144, 1_048_576)
+"""Bytes of the probes: an empty message, and around an activation's size."""
+
+ROUNDS = 5
+"""Messages of each size; medians are taken."""
+
+SLOW_US = 400_000.0
+"""A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
+
+COMPUTE_S = 0.25
+"""Length of the computation whose loss is measured."""
+
+
+def measure_links(pairs: Sequence[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], Link]:
+    """Links of (sender, receiver) pairs of ranks. Every rank must call it with the same pairs.
+
+    Both directions of a pair are assumed equal in what they take from the processor.
+    """
+    rank = dist.get_rank()
+    found: dict[tuple[int, int], Link] = {}
+    stolen: dict[frozenset[int], float] = {}
+    for sender, receiver in pairs:
+        fit = _one_way(sender, receiver, device)
+        both = frozenset((sender, receiver))
+        if both not in stolen:
+            stolen[both] = _processor_loss(sender, receiver, device) if device.type == "cpu" else 0.0
+        if rank == sender:
+            assert fit is not None
+            latency_us, bytes_per_us = fit
+            found[sender, receiver] = Link(latency_us, bytes_per_us, stolen[both], "measured")
+        dist.barrier()
+    return found
+
+
+def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, float] | None:
+    """Step 1 on the sender; None on other ranks."""
+    rank = dist.get_rank()
+    if rank not in (sender, receiver):
+        return None
+    answer = torch.zeros(1, device=device)
+    points: list[tuple[int, float]] = []
+    for nbytes in SIZES:
+        payload = torch.zeros(max(nbytes // 4, 1), device=device)
+        times: list[float] = []
+        for _ in range(ROUNDS + 1):
+            if rank == sender:
+                start = time.perf_counter_ns()
+                dist.send(payload, receiver)
+                dist.recv(answer, receiver)
+                _synchronise(device)
+                times.append((time.perf_counter_ns() - start) / 1000.0)
+                go_on = torch.tensor([1.0 if times[-1] < SLOW_US else 0.0], device=device)
+            else:
+                dist.recv(payload, sender)
+                dist.send(answer, sender)
+        if rank == sender:
+            points.append((payload.nbytes, statistics.median(times[1:])))
+            dist.send(go_on, receiver)
+        else:
+            go_on = torch.zeros(1, device=device)
+            dist.recv(go_on, sender)
+        if not go_on.item():
+            break
+    return _fit(points) if rank == sender else None
+
+
+def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(latency_us, bytes_per_us) from (bytes, round trip us); the empty answer is half of the first."""
+    half = points[0][1] / 2.0
+    one_way = [(nbytes, max(us - half, 0.1)) for nbytes, us in points]
+    # Weighted least squares of us = a + b * bytes with weights 1 / us**2.
+    weights = [1.0 / us**2 for _, us in one_way]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, one_way, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, one_way, strict=True)) / total
+    above = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, one_way, strict=True))
+    below = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, one_way, strict=True))
+    slope = max(above / below, 1e-7)
+    return max(mean_y - slope * mean_x, 0.0), 1.0 / slope
+
+
+def _processor_loss(a: int, b: int, device: torch.device) -> float:
+    """Step 2: microseconds of computation lost for each 10**6 bytes, the mean of both ends."""
+    rank = dist.get_rank()
+    loss = torch.zeros(1)
+    if rank in (a, b):
+        peer = b if rank == a else a
+        left = torch.full((192, 192), 0.01)
+
+        def compute(repeats: int) -> float:
+            start = time.perf_counter()
+            for _ in range(repeats):
+                torch.mm(left, left)
+            return time.perf_counter() - start
+
+        compute(20)
+        one = compute(50) / 50
+        repeats = torch.tensor([max(10.0, COMPUTE_S / one)])
+        other = torch.zeros(1)
+        _swap(repeats, other, a, b)
+        count = int(max(repeats.item(), other.item()))
+        alone = statistics.median(compute(count) for _ in range(3))
+        losses: list[float] = []
+        for _ in range(3):
+            _swap(torch.zeros(1), other, a, b)
+            out, into = torch.zeros(65_536), torch.zeros(65_536)
+            sent = 0
+            elapsed = 0.0
+            # A message each way is always under way; the next starts when both have arrived.
+            piece = max(1, count // 16)
+            works = [dist.isend(out, peer), dist.irecv(into, peer)]
+            for at in range(16):
+                elapsed += compute(piece)
+                for work in works:
+                    assert work is not None
+                    work.wait()
+                sent += out.nbytes
+                if at < 15:
+                    works = [dist.isend(out, peer), dist.irecv(into, peer)]
+            # Each message costs its sender and its receiver; a rank was both.
+            losses.append(max(0.0, elapsed - alone * 16 * piece / count) * 1e6 / (2 * sent / 1e6))
+        loss[0] = statistics.median(losses)
+        _swap(loss, other, a, b)
+        loss = (loss + other) / 2
+    return float(loss)
+
+
+def _swap(mine: torch.Tensor, theirs: torch.Tensor, a: int, b: int) -> None:
+    """Exchange one number between two ranks; also brings them together in time."""
+    rank = dist.get_rank()
+    if rank == a:
+        dist.send(mine, b)
+        dist.recv(theirs, b)
+    else:
+        dist.recv(theirs, a)
+        dist.send(mine, a)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_local_link(timeout_s: float = 120.0) -> Link:
+    """Messages between two processes of this machine, started for the purpose (Gloo over loopback).
+
+    Raises StrettoError when the processes cannot be started.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "stretto.cost.messages"],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise StrettoError(
+            f"measuring messages between two local processes took over {timeout_s:.0f} s; give the "
+            "cluster as a description (stretto.Cluster) instead"
+        ) from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(process.returncode for process in processes):
+        last = (outputs[0][1] or outputs[1][1]).strip().splitlines()
+        raise StrettoError(
+            f"measuring messages between two local processes failed: {last[-1] if last else ''}"
+        )
+    told = json.loads(outputs[0][0].strip().splitlines()[-1])
+    return Link(told["latency_us"], told["bytes_per_us"], told["processor_us_per_mb"], "measured, loopback")
+
+
+def _probe() -> None:
+    """One of the two processes of `measure_local_link`."""
+    dist.init_process_group("gloo")
+    link = measure_links([(0, 1)], torch.device("cpu")).get((0, 1))
+    if link is not None:
+        told = {
+            "latency_us": link.latency_us,
+            "bytes_per_us": link.bytes_per_us,
+            "processor_us_per_mb": link.processor_us_per_mb,
+        }
+        print(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _probe()

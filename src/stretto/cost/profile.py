@@ -1,0 +1,269 @@
+"""Op times of a job's programs, measured on the device that will run them.
+
+    1. Inputs are made up from their specs: small random numbers, zeros for integers (a valid index into
+       anything), the real shapes and layouts.
+    2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
+    3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
+       that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
+    4. Stages whose ops are equal (target, arguments' specs) are measured once.
+
+Touches no file and no network. Ops run under `no_grad`, as in the runtime.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stretto.dispatch import resolve
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, inputs_of, is_external, results_of
+from stretto.ir.program import Arg, Const, Job, Op, Ref, Stage, TensorSpec
+
+ROUNDS = 5
+"""Counted rounds after one warm-up; medians are taken."""
+
+LEAST_ROUND_US = 20_000.0
+"""Shorter rounds are repeated more often, up to `MOST_ROUNDS`, so that noise averages out."""
+
+MOST_ROUNDS = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times of one job on one device. op_us[(stage, op name)]."""
+
+    op_us: Mapping[tuple[int, str], float]
+    source: str
+
+
+def profile(job: Job, device: torch.device, stages: Sequence[int] | None = None) -> Profile:
+    """Measure the ops of `stages` (all by default) on `device`.
+
+    Memory: the parameters, saved values and gradients of one microbatch of one stage at a time.
+    """
+    op_us: dict[tuple[int, str], float] = {}
+    done: dict[Any, tuple[int, list[str]]] = {}
+    for index in stages if stages is not None else range(len(job.stages)):
+        stage = job.stages[index]
+        key = _shape_of(job, stage)
+        names = [op.name for phase in PHASES for op in stage.ops[phase]]
+        if key in done:
+            like, like_names = done[key]
+            for name, other in zip(names, like_names, strict=True):
+                op_us[index, name] = op_us[like, other]
+            continue
+        done[key] = (index, names)
+        op_us.update(((index, name), us) for name, us in _measure(job, stage, device).items())
+    return Profile(op_us, f"measured on {device_name(device)}")
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself, with the threads that compute on a processor."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    threads = torch.get_num_threads()
+    return f"this processor, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def _measure(job: Job, stage: Stage, device: torch.device) -> dict[str, float]:
+    made = _make_inputs(job, stage, device)
+    calls = _calls(job, stage, device)
+    shares: dict[str, list[float]] = {op.name: [] for phase in PHASES for op in stage.ops[phase]}
+    totals: dict[Phase, list[float]] = {phase: [] for phase in PHASES}
+    grads: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        warm = _run(calls, made, grads, device, None)
+        longer = LEAST_ROUND_US / max(sum(warm.values()), 1.0)
+        for _ in range(int(min(MOST_ROUNDS, max(ROUNDS, ROUNDS * longer)))):
+            _run(calls, made, grads, device, shares)
+            for phase, us in _run(calls, made, grads, device, None).items():
+                totals[phase].append(us)
+    result: dict[str, float] = {}
+    for phase in PHASES:
+        medians = {op.name: statistics.median(shares[op.name]) for op in stage.ops[phase]}
+        total = sum(medians.values())
+        scale = statistics.median(totals[phase]) / total if total else 0.0
+        result |= {name: us * scale for name, us in medians.items()}
+    return result
+
+
+def _make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
+    """Step 1: every value that the stage reads and does not make."""
+    specs: dict[str, TensorSpec] = {f"param/{p.name}": p.spec for p in job.parameters}
+    specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
+    specs |= {f"batch/{name}": spec for name, spec in job.batch}
+    specs |= {edge.value: edge.spec for edge in job.edges if edge.target == stage.index}
+    constants = {f"const/{c.name}": c for c in job.constants}
+    made_here = {op.name for ops in stage.ops.values() for op in ops}
+    made: dict[str, torch.Tensor] = {}
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    for phase in PHASES:
+        for name in inputs_of(stage, phase):
+            if name in made or name in made_here:
+                continue
+            if name == "tangent":
+                made[name] = torch.tensor(1.0 / job.microbatches, dtype=_loss_dtype(job), device=device)
+            elif name in constants:
+                found = constants[name]
+                dtype = getattr(torch, found.spec.dtype)
+                made[name] = torch.tensor(found.data, dtype=dtype, device=device).reshape(found.spec.shape)
+            else:
+                made[name] = _random(specs[name], generator, device)
+    return made
+
+
+def _loss_dtype(job: Job) -> torch.dtype:
+    stage, name = job.loss
+    (op,) = (op for op in job.stages[stage].ops[Phase.F] if op.name == name)
+    assert op.outputs[0] is not None
+    dtype = getattr(torch, op.outputs[0].dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _random(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        value = (torch.randn(spec.shape, generator=generator) * 0.02).to(device, dtype)
+    else:
+        value = torch.zeros(spec.shape, dtype=dtype, device=device)
+    if spec.stride is None or 0 in spec.stride:
+        return value
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device).copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One op, ready to be called on a table of values."""
+
+    op: Op
+    function: Callable[..., Any]
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    dead: tuple[str, ...]
+    is_grad: bool
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        arguments = [_value(a, values) for a in self.args]
+        return self.function(*arguments, **{key: _value(a, values) for key, a in self.kwargs})
+
+
+def _value(arg: Arg, values: Mapping[str, Any]) -> Any:
+    if isinstance(arg, Ref):
+        return values[arg.name]
+    if isinstance(arg, tuple):
+        return [_value(item, values) for item in arg]
+    return arg
+
+
+def _fixed(arg: Arg, device: torch.device) -> Arg:
+    """Constants of the framework in the place of their names."""
+    if isinstance(arg, Const):
+        return device if arg.kind == "device" else getattr(torch, arg.text)
+    if isinstance(arg, tuple):
+        return tuple(_fixed(item, device) for item in arg)
+    return arg
+
+
+def _calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list[_Call]]:
+    """The stage's programs with what dies after each op: what nothing later in the stage reads."""
+    last: dict[str, str] = {}
+    for phase in PHASES:
+        for op in stage.ops[phase]:
+            last[op.name] = op.name
+            for name in op.uses:
+                last[name] = op.name
+    dying: dict[str, list[str]] = {}
+    for name, reader in last.items():
+        if not is_external(name):
+            dying.setdefault(reader, []).append(name)
+    result: dict[Phase, list[_Call]] = {}
+    for phase in PHASES:
+        grads = {
+            value
+            for value, uses in results_of(job, stage.index, phase).items()
+            if any(use.startswith("grad ") for use in uses)
+        }
+        result[phase] = [
+            _Call(
+                op,
+                (lambda parts, index: parts[index]) if op.target == "getitem" else resolve(op.target),
+                tuple(_fixed(a, device) for a in op.args),
+                tuple((key, _fixed(a, device)) for key, a in op.kwargs),
+                tuple(dying.get(op.name, ())),
+                op.name in grads,
+            )
+            for op in stage.ops[phase]
+        ]
+    return result
+
+
+def _run(
+    calls: Mapping[Phase, Sequence[_Call]],
+    given: Mapping[str, torch.Tensor],
+    grads: dict[str, torch.Tensor],
+    device: torch.device,
+    shares: dict[str, list[float]] | None,
+) -> dict[Phase, float]:
+    """Steps 2 and 3: one microbatch through F, I and W; microseconds of each phase.
+
+    Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
+    fresh memory costs time. shares: where the op times go; None to run without clocks inside.
+    """
+    values: dict[str, Any] = dict(given)
+    result: dict[Phase, float] = {}
+    for phase in PHASES:
+        _synchronise(device)
+        begin = time.perf_counter_ns()
+        for call in calls[phase]:
+            start = time.perf_counter_ns()
+            value = values[call.op.name] = call(values)
+            if call.is_grad:
+                held = grads.get(call.op.name)
+                if held is None:
+                    grads[call.op.name] = value.clone()
+                else:
+                    held.add_(value)
+            del value
+            for name in call.dead:
+                values.pop(name, None)
+            if shares is not None:
+                _synchronise(device)
+                shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
+        _synchronise(device)
+        result[phase] = (time.perf_counter_ns() - begin) / 1000.0
+    return result
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _shape_of(job: Job, stage: Stage) -> Any:
+    """What makes two stages equal in cost: the ops' targets, arguments and shapes, names aside."""
+    number: dict[str, int] = {}
+    specs = {f"param/{p.name}": p.spec for p in job.parameters}
+    specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
+
+    def plain(arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            known = number.setdefault(arg.name, len(number))
+            return ("ref", known, specs.get(arg.name, arg.name if arg.name.startswith("batch/") else None))
+        if isinstance(arg, tuple):
+            return tuple(plain(item) for item in arg)
+        return arg
+
+    found: list[Any] = []
+    for phase in PHASES:
+        for op in stage.ops[phase]:
+            number.setdefault(op.name, len(number))
+            kwargs = tuple((key, plain(a)) for key, a in op.kwargs)
+            found.append((phase, op.target, plain(op.args), kwargs, op.outputs))
+    return tuple(found)
