@@ -58,7 +58,8 @@ def test_one_microbatch_is_its_critical_path() -> None:
     bound = lower_bound(job, (0, 1, 2), costs)
     # Down, up, and the last weight gradient.
     assert bound.parts["critical path"] == pytest.approx(3 * 100 + 3 * 100 + 100 + 4 * 10)
-    assert bound.us == bound.parts["critical path"]
+    assert bound.us == pytest.approx(740)
+    assert bound.binds == "the critical path of one microbatch (740 us)"
 
 
 def test_processor_time_counts_where_it_cannot_fall_into_idle_time() -> None:
@@ -88,7 +89,8 @@ def test_a_circle_of_edges_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("us", "text"), [(0.5, "0.5 us"), (999.9, "1 ms"), (226_000, "226 ms"), (1_380_000, "1.38 s")]
+    ("us", "text"),
+    [(0.5, "0.5 us"), (999.9, "1 ms"), (226_000, "226 ms"), (1_380_000, "1.38 s"), (4e9, "4000 s")],
 )
 def test_times_for_people(us: float, text: str) -> None:
     assert format_us(us) == text

@@ -1,4 +1,4 @@
-"""The walk against cases worked out by hand: times, waits, links in order, late posts, lost processor time."""
+"""The walk against cases done by hand: times, waits, links in order, late posts, lost processor time."""
 
 from __future__ import annotations
 

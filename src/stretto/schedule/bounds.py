@@ -35,6 +35,9 @@ THRESHOLDS = 256
 """Heads and tails tried on each machine. With more distinct ones, some are rounded down, which keeps the
 bound true. Chosen so that 64 ranks take about a second."""
 
+ROUNDING = 1e-12
+"""Relative difference below which two bounds are equal: a few roundings of double precision."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -70,8 +73,9 @@ def lower_bound(job: Job, where: Schedule | Sequence[int], costs: Costs) -> Boun
     forwards = _forwards_a_run(where) if isinstance(where, Schedule) else 1
     reach = find_reach(job, stage_ranks, costs)
     m = job.microbatches
-    parts: dict[str, float] = {}
-    words: dict[str, str] = {}
+    # 4. One microbatch alone.
+    parts = {"critical path": reach.critical_us}
+    words = {"critical path": f"the critical path of one microbatch ({format_us(reach.critical_us)})"}
     for rank in sorted(set(stage_ranks)):
         for name, machine, what in (
             (f"rank {rank} compute", _compute(job, stage_ranks, costs, reach, rank, forwards), "compute"),
@@ -85,19 +89,18 @@ def lower_bound(job: Job, where: Schedule | Sequence[int], costs: Costs) -> Boun
             if machine is not None:
                 parts[name] = machine.us
                 words[name] = _in_words(f"rank {rank}'s {what}", m, machine)
-    # 4. One microbatch alone.
-    parts["critical path"] = reach.critical_us
-    words["critical path"] = f"the critical path of one microbatch ({format_us(reach.critical_us)})"
     # 5. The largest binds; of equal ones the first named.
-    binding = max(parts, key=lambda name: parts[name])
-    return Bound(parts[binding], words[binding], parts)
+    largest = max(parts.values())
+    binding = next(name for name, us in parts.items() if us >= largest * (1 - ROUNDING))
+    return Bound(largest, words[binding], parts)
 
 
 def format_us(us: float) -> str:
     """A time for people: `226 ms`, `1.38 s`, `12.5 us`."""
     for limit, unit, scale in ((1e3, "us", 1.0), (1e6, "ms", 1e3), (float("inf"), "s", 1e6)):
         if us < limit * 0.9995:
-            return f"{us / scale:.3g} {unit}"
+            value = us / scale
+            return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
     raise AssertionError("unreachable")
 
 
@@ -214,7 +217,9 @@ def _one_machine(
     extra = np.maximum(0.0, transport_us - share * around)
     early = np.where(firsts[:, None] > 0, before_head_us, 0.0)
     total = np.where(filled, around + m * work + extra - early, -np.inf)
-    row, column = np.unravel_index(int(np.argmax(total)), total.shape)
+    # Of equal sets the first, which is the largest, says best what binds.
+    best = int(np.argmax(total >= total.max() * (1 - ROUNDING)))
+    row, column = np.unravel_index(best, total.shape)
     return _Machine(
         float(total[row, column]),
         float(firsts[row]),

@@ -1,0 +1,47 @@
+"""`stretto simulate`: walk a plan with no device. Thin: everything is done in `simulate` and `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from stretto.errors import StrettoError
+from stretto.ir.serialize import load_plan
+from stretto.report import save_json, save_perfetto, save_svg
+from stretto.report.tables import ranks_grid, summary_grid
+from stretto.simulate import predict
+from stretto.simulate import simulate as walk
+
+simulate = typer.Typer(add_completion=False)
+
+
+@simulate.command()
+def run(
+    plan: Annotated[
+        Path, typer.Argument(help="A plan file, as `stretto plan` writes it.", show_default=False)
+    ],
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline as a trace for ui.perfetto.dev (.perfetto-trace).")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the timeline into this SVG file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the timeline as JSON.")] = None,
+) -> None:
+    """Walk a plan with no device and say how long it takes, what stays exposed, and how far from the best."""
+    loaded = load_plan(plan)
+    timeline = walk(loaded)
+    prediction = predict(loaded, timeline)
+    console = Console()
+    console.print(summary_grid(timeline, prediction).rich())
+    console.print(f"What binds the bound: {prediction.binds}.", highlight=False)
+    console.print(ranks_grid(timeline).rich())
+    for path, save in ((trace, save_perfetto), (svg, save_svg), (json, save_json)):
+        if path is None:
+            continue
+        try:
+            save(timeline, path)
+        except OSError as error:
+            raise StrettoError(f"cannot write {path}: {error.strerror}") from None
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)

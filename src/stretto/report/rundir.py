@@ -1,0 +1,119 @@
+"""What a run left behind: reads a run directory, or a plan file, into one object for tables and pages.
+
+A run directory holds settings.json, plan.json, metrics.jsonl, measured.json, simulated.json and summary.json.
+Any may be missing; the report says which. May touch `stretto.simulate`, to predict what was not saved.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import UsageError
+from stretto.ir.plan import Plan, Prediction
+from stretto.ir.serialize import load_plan
+from stretto.ir.timeline import Timeline
+from stretto.report.jsonfile import load_timeline
+from stretto.simulate import predict, simulate
+
+FILES = {
+    "settings.json": "the settings",
+    "plan.json": "the plan",
+    "metrics.jsonl": "the loss and speed of each step",
+    "measured.json": "the measured timeline",
+    "simulated.json": "the predicted timeline",
+    "summary.json": "the summary",
+}
+
+
+@dataclass(slots=True)
+class Run:
+    """What is known of a run. `notes` says in words what is missing, or was made up for."""
+
+    path: Path
+    settings: dict[str, Any] | None = None
+    plan: Plan | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    measured: Timeline | None = None
+    simulated: Timeline | None = None
+    summary: dict[str, Any] | None = None
+    prediction: Prediction | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run directory or a plan file.
+
+    Raises UsageError when `path` is neither, or a file in it cannot be read (the message names it and, for
+    metrics.jsonl, the line); PlanError when its plan cannot be simulated.
+    """
+    path = Path(path)
+    if path.is_file():
+        run = Run(path, plan=load_plan(path))
+    elif path.is_dir():
+        run = _load_directory(path)
+    else:
+        raise UsageError(f"cannot report on {path}: there is no such run directory or plan file")
+    if run.plan is not None:
+        if run.simulated is None:
+            run.simulated = simulate(run.plan)
+            if path.is_dir():
+                run.notes.append(
+                    "The predicted timeline was not saved; it was simulated again from plan.json."
+                )
+        run.prediction = run.plan.prediction or predict(run.plan, run.simulated)
+    return run
+
+
+def _load_directory(path: Path) -> Run:
+    present = {name for name in FILES if (path / name).is_file()}
+    if not present:
+        raise UsageError(f"cannot report on {path}: it holds none of {', '.join(FILES)}")
+    run = Run(path)
+    for name, what in FILES.items():
+        if name not in present and name != "simulated.json":
+            run.notes.append(f"{name} is missing, so {what} is left out.")
+    if "settings.json" in present:
+        run.settings = _load_object(path / "settings.json")
+    if "summary.json" in present:
+        run.summary = _load_object(path / "summary.json")
+    if "metrics.jsonl" in present:
+        run.metrics = _load_lines(path / "metrics.jsonl")
+    if "plan.json" in present:
+        run.plan = load_plan(path / "plan.json")
+    if "measured.json" in present:
+        run.measured = load_timeline(path / "measured.json")
+    if "simulated.json" in present:
+        run.simulated = load_timeline(path / "simulated.json")
+    return run
+
+
+def _load_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"cannot read {path}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+def _load_lines(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except ValueError as error:
+            # A run that was killed may have left half a line at the end.
+            if number == len(lines):
+                break
+            raise UsageError(f"cannot read {path}, line {number}: {error}") from None
+        if not isinstance(data, dict):
+            raise UsageError(f"cannot read {path}, line {number}: expected a JSON object")
+        found.append(data)
+    return found

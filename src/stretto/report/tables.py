@@ -1,0 +1,109 @@
+"""Tables: a step's accounts by rank, and the predicted beside the measured, for terminal and page alike.
+
+Rows are plain text made once, so that terminal and page cannot differ. May touch `rich`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from stretto.ir.plan import Prediction
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.report.words import format_bytes, format_change, format_share, format_us
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table as text: a title, column heads, and rows; the first column is words, the others are numbers."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def rich(self) -> Table:
+        """The table for the terminal."""
+        table = Table(title=self.title, title_justify="left", title_style="bold", header_style="bold")
+        for at, column in enumerate(self.head):
+            table.add_column(column, justify="left" if at == 0 else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def accounts(timeline: Timeline) -> dict[SpanKind, list[float]]:
+    """Microseconds of each kind on every rank's compute lane."""
+    totals = {kind: [0.0] * timeline.ranks for kind in SpanKind}
+    for span in timeline.spans:
+        if span.lane == COMPUTE_LANE:
+            totals[span.kind][span.rank] += span.duration_us
+    return totals
+
+
+def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
+    """What the simulation says of the whole step: time, exposed by axis, bubble, bound and gap."""
+    step_us = timeline.step_us
+    bubble_us = _mean(prediction.bubble_us)
+    rows = [("step", format_us(step_us), "")]
+    rows += [
+        (f"exposed, {axis} (mean of the ranks)", format_us(us), _share(us, step_us))
+        for axis, us in sorted(timeline.exposed_us.items())
+    ]
+    rows += [
+        ("bubble (mean of the ranks)", format_us(bubble_us), _share(bubble_us, step_us)),
+        ("peak memory (highest rank)", format_bytes(max(prediction.peak_bytes, default=0)), ""),
+        ("lower bound", format_us(prediction.bound_us), ""),
+        ("gap to the bound", format_share(prediction.gap), ""),
+    ]
+    return Grid("The step", ("", timeline.source, "of the step"), tuple(rows))
+
+
+def ranks_grid(timeline: Timeline) -> Grid:
+    """The accounts of every rank."""
+    totals = accounts(timeline)
+    rows = tuple(
+        (
+            f"rank {rank}",
+            *(
+                f"{format_us(totals[kind][rank])} ({_share(totals[kind][rank], timeline.step_us)})"
+                for kind in (SpanKind.COMPUTE, SpanKind.EXPOSED, SpanKind.BUBBLE)
+            ),
+            format_bytes(timeline.peak_bytes[rank]) if rank < len(timeline.peak_bytes) else "-",
+        )
+        for rank in range(timeline.ranks)
+    )
+    return Grid(f"By rank, {timeline.source}", ("", "compute", "exposed", "bubble", "peak memory"), rows)
+
+
+def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
+    """Predicted against measured: the step, its accounts as means over ranks, and peak memory by rank."""
+    totals = accounts(measured)
+    rows = [_times("step", prediction.step_us, measured.step_us)]
+    for name, predicted, kind in (
+        ("compute", prediction.compute_us, SpanKind.COMPUTE),
+        ("exposed communication", prediction.exposed_us, SpanKind.EXPOSED),
+        ("bubble", prediction.bubble_us, SpanKind.BUBBLE),
+    ):
+        rows.append(_times(f"{name} (mean of the ranks)", _mean(predicted), _mean(tuple(totals[kind]))))
+    for rank, held in enumerate(measured.peak_bytes):
+        expected = prediction.peak_bytes[rank] if rank < len(prediction.peak_bytes) else 0
+        change = format_change(expected, held)
+        rows.append((f"peak memory, rank {rank}", format_bytes(expected), format_bytes(held), change))
+    bound_us = prediction.bound_us
+    gap = measured.step_us / bound_us - 1 if bound_us else 0.0
+    rows.append(("lower bound", format_us(bound_us), format_us(bound_us), ""))
+    rows.append(("gap to the bound", format_share(prediction.gap), format_share(gap), ""))
+    return Grid("Predicted against measured", ("", "predicted", "measured", "difference"), tuple(rows))
+
+
+def _times(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
+    return name, format_us(predicted), format_us(measured), format_change(predicted, measured)
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _share(part: float, whole: float) -> str:
+    return format_share(part / whole) if whole else "-"

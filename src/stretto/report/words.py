@@ -1,0 +1,30 @@
+"""Numbers for people: times, bytes, shares. Knows no data of Stretto."""
+
+from __future__ import annotations
+
+from stretto.schedule.bounds import format_us
+
+KIB = 1024
+
+__all__ = ["format_bytes", "format_change", "format_share", "format_us"]
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes in binary units: `512 B`, `12.0 MiB`, `1.50 GiB`."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < KIB - 0.5 or unit == "GiB":
+            # Three digits, and never the exponent that `g` would write for a thousand.
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 999.5 else f"{size:.3g} {unit}"
+        size /= KIB
+    raise AssertionError("unreachable")
+
+
+def format_share(share: float) -> str:
+    """A share of a whole: `6.5%`."""
+    return f"{100 * share:.1f}%"
+
+
+def format_change(before: float, after: float) -> str:
+    """How far `after` is from `before`: `+3.1%`; a dash when there is nothing to compare with."""
+    return f"{100 * (after / before - 1):+.1f}%" if before else "-"
