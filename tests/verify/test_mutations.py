@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from stretto.schedule.families import FAMILIES
 from stretto.verify import plan_faults
 from tests.synthetic import make_plan
-from tests.verify.mutations import MUTATIONS, Mutation
+from tests.verify.mutations import MUTATIONS
+from tests.verify.order_mutations import Mutation
 from tests.verify.plans import BY_HAND, plan_of
 
 NAMES = [*FAMILIES, *BY_HAND]

@@ -17,6 +17,11 @@ from stretto.verify.collectives import tied_ranks
 from stretto.verify.fault import Fault
 from stretto.verify.trace import Event, EventKind, Message, ends_of, shown, trace_of
 
+CURES = {
+    EventKind.SENT: "Move it later: other runs must go on before the message can leave",
+    EventKind.WAIT: "Reorder the runs, so that the sender need not wait for this rank first",
+}
+
 
 def deadlock_faults(plan: Plan) -> list[Fault]:
     """A fault for each rank that gets stuck: with buffered sends, else (if none does) with rendezvous."""
@@ -106,7 +111,5 @@ class _Walk:
             str(event.instruction),
             f"deadlock{transport}: waits for {self.blocked(rank, event)}"
             + (f" ({others})" if others else ""),
-            "Wait for sends later"
-            if event.kind is EventKind.SENT
-            else "Reorder the runs so that it can be sent",
+            CURES.get(event.kind, "Move this wait later"),
         )

@@ -1,0 +1,73 @@
+"""The proof of memory: counted by hand, held against the simulation, and refused by its message."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import PlanError
+from stretto.ir.action import Phase
+from stretto.ir.plan import Plan
+from stretto.ir.program import Op, Ref, Stage
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.simulate import simulate
+from stretto.verify import verify
+from stretto.verify.memory import peak_bytes
+from tests.synthetic import ACTIVATION, WEIGHT, make_plan
+from tests.verify.plans import BY_HAND, plan_of
+
+A, W = ACTIVATION.nbytes, WEIGHT.nbytes
+
+
+def test_one_stage_by_hand() -> None:
+    plan = make_plan(make_schedule("1f1b", 1, 3))
+    # The parameter and its gradient, and what else lives at most: g0 and dx0, or p0 and dw0.
+    assert peak_bytes(plan, 0) == 2 * W + max(2 * A, A + W)
+
+
+def test_gpipe_holds_every_microbatch() -> None:
+    few, many = (peak_bytes(make_plan(make_schedule("gpipe", 2, m)), 0) for m in (6, 10))
+    # h0 for the backward, and y0 until it has left; the number of receives that are posted ahead is the same.
+    assert many - few == 4 * (A + A)
+
+
+def test_views_take_nothing() -> None:
+    plan = make_plan(make_schedule("1f1b", 1, 1))
+    stage = plan.job.stages[0]
+    forward = list(stage.ops[Phase.F])
+    view = Op("v0", "aten.view.default", (Ref("y0"),), (), (ACTIVATION,), alias="y0")
+    viewed = (*forward[:2], view, replace(forward[2], args=(Ref("v0"),)))
+    job = replace(plan.job, stages=(Stage(0, {**stage.ops, Phase.F: viewed}),))
+    window = plan.windows["0F"]
+    items = (*window.items[:2], replace(window.items[0], ref="v0"), window.items[2])
+    with_view = replace(plan, job=job, windows={**plan.windows, "0F": replace(window, items=items)})
+    verify(with_view)
+    assert peak_bytes(with_view, 0) == peak_bytes(plan, 0)
+
+
+def by_hand(plan: Plan) -> list[int]:
+    return [peak_bytes(plan, rank) for rank in range(plan.ranks)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([*FAMILIES, *BY_HAND]), st.integers(1, 4), st.integers(1, 7))
+def test_two_counts_of_the_same_memory_agree(name: str, stages: int, microbatches: int) -> None:
+    plan = plan_of(name, stages, microbatches)
+    assert by_hand(plan) == list(simulate(plan).peak_bytes)
+
+
+def test_a_limit_is_kept_or_refused() -> None:
+    plan = make_plan(make_schedule("gpipe", 2, 4))
+    peaks = by_hand(plan)
+    verify(plan, max_bytes=max(peaks))
+    with pytest.raises(PlanError) as caught:
+        verify(plan, max_bytes=max(peaks) - 1)
+    [fault] = caught.value.faults
+    rank = peaks.index(max(peaks))
+    assert str(fault).startswith(f"rank {rank}, run {rank}")
+    assert f"holds {max(peaks):,} bytes, 1 more than the limit of {max(peaks) - 1:,}. Use a schedule" in str(
+        fault
+    )
