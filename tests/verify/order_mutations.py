@@ -1,7 +1,7 @@
 """Ways to break a plan in the order of its instructions.
 
-Each takes a plan and a source of chance, and gives a plan that must be refused, or None if the plan has no place
-for it (no message between ranks, for example).
+Each takes a plan and a source of chance, and gives a plan that must be refused, or None if the plan has no
+place for it (no message between ranks, for example).
 """
 
 from __future__ import annotations
