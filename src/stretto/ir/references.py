@@ -87,6 +87,7 @@ def _in_job(job: Job) -> Iterator[BrokenReference]:
         for what in _in_edge(job, at, edge, missing(edge.source, edge.phase, edge.value), arrivals):
             yield BrokenReference(f"job.edges[{at}]", what)
     yield from _given(job)
+    yield from _aliases(job)
     names = {parameter.name for parameter in job.parameters}
     for at, parameter in enumerate(job.parameters):
         path = f"job.parameters[{at}]"
@@ -120,6 +121,25 @@ def _given(job: Job) -> Iterator[BrokenReference]:
                         yield BrokenReference(
                             f"job.stages[{at}].ops.{phase}[{number}]", f"stage {at} is not given {name!r}"
                         )
+
+
+def _aliases(job: Job) -> Iterator[BrokenReference]:
+    """A view names a value of its stage, and following views ends at one that is none."""
+    for at, stage in enumerate(job.stages):
+        views = {op.name: op.alias for phase in PHASES for op in stage.ops[phase]}
+        here = views.keys() | {edge.value for edge in job.edges if edge.target == at}
+        for phase in PHASES:
+            for number, op in enumerate(stage.ops[phase]):
+                path = f"job.stages[{at}].ops.{phase}[{number}]"
+                seen = {op.name}
+                name = op.alias
+                while name is not None and name in views and name not in seen:
+                    seen.add(name)
+                    name = views[name]
+                if name in seen:
+                    yield BrokenReference(path, f"is a view of itself, by way of {name!r}")
+                elif op.alias is not None and op.alias not in here and not is_external(op.alias):
+                    yield BrokenReference(path, f"is a view of {op.alias!r}, which stage {at} does not have")
 
 
 def _in_edge(
