@@ -176,7 +176,7 @@ class RankState:
         assert self._told is not None
         start = now()
         self._told[0].wait()
-        self.marks.others.append(("loss heard", start, now()))
+        self.marks.others.append(("pp loss", start, now()))
 
     def _reduce(self, instruction: Instruction) -> None:
         name = str(instruction.ref)
@@ -191,7 +191,7 @@ class RankState:
         handle, total, members = self._summing.pop(str(instruction.ref))
         start = now()
         handle.wait()
-        self.marks.others.append((f"tied {instruction.ref}", start, now()))
+        self.marks.others.append((f"pp tied {instruction.ref}", start, now()))
         for k in members:
             del self.grads[k]
         self.grads[members[0]] = total

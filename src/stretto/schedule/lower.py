@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from stretto.ir.action import Phase, Schedule, Slot
 from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Window
@@ -42,10 +43,15 @@ def lower(
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
     """
-    windows = {window_name(slot): make_window(job, slot) for order in schedule.orders for slot in order}
-    sends = {rank: _sends(job, schedule, windows, rank) for rank in range(schedule.ranks)}
+    windows: dict[str, Window] = {}
+    for order in schedule.orders:
+        for slot in order:
+            if window_name(slot) not in windows:
+                windows[window_name(slot)] = make_window(job, slot)
+    traffic = {name: _Traffic.of(window) for name, window in windows.items()}
+    sends = {rank: _sends(job, schedule, traffic, rank) for rank in range(schedule.ranks)}
     orders = tuple(
-        _order(job, schedule, windows, sends, rank, lookahead, sent_before or {})
+        _order(job, schedule, traffic, sends, rank, lookahead, sent_before or {})
         for rank in range(schedule.ranks)
     )
     return windows, orders, _communicators(job, schedule)
@@ -81,18 +87,34 @@ def make_window(job: Job, slot: Slot) -> Window:
     return Window(window_name(slot), parts, tuple(items))
 
 
-def _run_messages(slot: Slot, window: Window, kind: ItemKind) -> list[Message]:
-    """The (edge, microbatch) of a run's sends or waits, in order."""
-    return [(int(item.ref), slot.actions[item.part].microbatch) for item in window.items if item.kind is kind]
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """A window's sends and waits as (edge, part), in order: what its runs exchange."""
+
+    sends: tuple[tuple[int, int], ...]
+    waits: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(window: Window) -> _Traffic:
+        def pick(kind: ItemKind) -> tuple[tuple[int, int], ...]:
+            return tuple((int(item.ref), item.part) for item in window.items if item.kind is kind)
+
+        return _Traffic(pick(ItemKind.SEND), pick(ItemKind.WAIT))
+
+
+def _bound(slot: Slot, traffic: tuple[tuple[int, int], ...]) -> list[Message]:
+    """A run's messages: a window's traffic with the slot's microbatches."""
+    actions = slot.actions
+    return [(edge, actions[part].microbatch) for edge, part in traffic]
 
 
 def _sends(
-    job: Job, schedule: Schedule, windows: Mapping[str, Window], rank: int
+    job: Job, schedule: Schedule, traffic: Mapping[str, _Traffic], rank: int
 ) -> dict[int, list[Message]]:
     """What the rank sends to each other rank, in order. A value for the rank itself needs no message."""
     result: dict[int, list[Message]] = defaultdict(list)
     for slot in schedule.orders[rank]:
-        for edge, microbatch in _run_messages(slot, windows[window_name(slot)], ItemKind.SEND):
+        for edge, microbatch in _bound(slot, traffic[window_name(slot)].sends):
             to = schedule.stage_ranks[job.edges[edge].target]
             if to != rank:
                 result[to].append((edge, microbatch))
@@ -102,7 +124,7 @@ def _sends(
 def _order(
     job: Job,
     schedule: Schedule,
-    windows: Mapping[str, Window],
+    traffic: Mapping[str, _Traffic],
     sends: Mapping[int, Mapping[int, list[Message]]],
     rank: int,
     lookahead: int,
@@ -118,7 +140,7 @@ def _order(
     needed = {
         message: at
         for at, slot in enumerate(order)
-        for message in _run_messages(slot, windows[window_name(slot)], ItemKind.WAIT)
+        for message in _bound(slot, traffic[window_name(slot)].waits)
     }
     for sender in range(schedule.ranks):
         messages = sends[sender].get(rank, []) if sender != rank else []

@@ -1,0 +1,238 @@
+"""The pipeline race: PyTorch's own pipelining and every family of ours over the same slow link.
+
+Two ranks, a stack of transformer blocks, mean squared error, float32, one thread a rank. A worker (this
+module as a program, once on each host) builds all systems on the same parameters, checks that their
+gradients agree, and lets them take turns. Touches `torch.distributed.pipelining`'s public names only.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
+
+import stretto
+from stretto.bench.race import Times, race
+from stretto.errors import RunError
+from stretto.ir.timeline import SpanKind
+from stretto.models.gpt import Block, GPTConfig
+from stretto.planning import make_plan
+from stretto.schedule.families import FAMILIES
+
+TORCH_1F1B = "torch 1f1b"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The work of the race. Shapes are those of one rank's stage and one microbatch."""
+
+    rate: str = "100mbit"
+    hidden: int = 512
+    heads: int = 8
+    layers_per_stage: int = 4
+    sequence: int = 256
+    microbatches: int = 8
+    microbatch_size: int = 1
+    ranks: int = 2
+    threads_per_rank: int = 1
+    rounds: int = 7
+    dtype: str = "float32"
+
+
+class Blocks(nn.Sequential):
+    """A stack of transformer blocks on (B, S, D) activations: what the middle of a GPT computes."""
+
+    def __init__(self, setup: Setup) -> None:
+        config = GPTConfig(
+            vocab_size=1,
+            layers=setup.layers_per_stage * setup.ranks,
+            hidden=setup.hidden,
+            heads=setup.heads,
+            context=setup.sequence,
+            positions="learned",
+        )
+        super().__init__(*(Block(config) for _ in range(config.layers)))
+
+
+def squared_error(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean squared error of the stack's output against a target, both (B, S, D)."""
+    return nn.functional.mse_loss(model(batch["x"]), batch["target"])
+
+
+def run_worker(setup: Setup, out: Path | None) -> None:
+    """One rank of the race; rank 0 writes the result to `out`. Raises RunError when gradients disagree."""
+    torch.set_num_threads(setup.threads_per_rank)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Blocks(setup)
+    size = (setup.microbatches * setup.microbatch_size, setup.sequence, setup.hidden)
+    batch = {"x": torch.randn(size), "target": torch.randn(size)}
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    say("capturing, and measuring this machine")
+    systems: dict[str, Callable[[], object]] = _torch_systems(setup, model, batch, rank)
+    runners: dict[str, stretto.Runner] = {}
+    parallel = stretto.Parallel(pp=setup.ranks, microbatches=setup.microbatches, split=_split(setup))
+    job = stretto.capture(model, batch, loss=squared_error, parallel=parallel)
+    costs = stretto.plan(job, "local", schedule="1f1b").costs
+    for family in FAMILIES:
+        plan = make_plan(job, costs, schedule=family)
+        runners[family] = stretto.Runner(plan, model)
+        systems[family] = _fresh(model, partial(runners[family].step, batch))
+    _check_equal(systems, model, rank, runners[next(iter(FAMILIES))])
+
+    exposed: dict[str, list[float]] = {name: [] for name in runners}
+
+    def after(name: str) -> None:
+        if name in runners:
+            timeline = runners[name].timeline()
+            exposed[name].append(max(timeline.by_rank(SpanKind.EXPOSED)) / 1e6)
+
+    times = race(systems, setup.rounds, after=after, say=say)
+    if rank == 0:
+        result = _result(setup, times, runners, exposed)
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _split(setup: Setup) -> list[str]:
+    return [str(setup.layers_per_stage * stage) for stage in range(1, setup.ranks)]
+
+
+def _fresh(model: nn.Module, step: Callable[[], object]) -> Callable[[], object]:
+    """A step that begins without gradients, as after `zero_grad`."""
+
+    def run() -> object:
+        for parameter in model.parameters():
+            parameter.grad = None
+        return step()
+
+    return run
+
+
+def _torch_systems(
+    setup: Setup, model: Blocks, batch: dict[str, torch.Tensor], rank: int
+) -> dict[str, Callable[[], object]]:
+    """PyTorch's schedules on this rank's layers: the same modules and parameters as ours."""
+    first = rank * setup.layers_per_stage
+    mine = nn.Sequential(*list(model)[first : first + setup.layers_per_stage])
+    kinds: dict[str, Any] = {
+        "torch gpipe": ScheduleGPipe,
+        TORCH_1F1B: Schedule1F1B,
+        "torch zero bubble": ScheduleInterleavedZeroBubble,
+    }
+    systems: dict[str, Callable[[], object]] = {}
+    for name, kind in kinds.items():
+        stage = PipelineStage(mine, rank, setup.ranks, torch.device("cpu"))
+        several = kind is ScheduleInterleavedZeroBubble
+        schedule = kind([stage] if several else stage, setup.microbatches, loss_fn=nn.functional.mse_loss)
+
+        def step(schedule: Any = schedule) -> None:
+            if rank == 0:
+                schedule.step(batch["x"])
+            elif rank == setup.ranks - 1:
+                schedule.step(target=batch["target"], losses=[])
+            else:
+                schedule.step()
+
+        systems[name] = _fresh(model, step)
+    return systems
+
+
+def _check_equal(
+    systems: dict[str, Callable[[], object]], model: nn.Module, rank: int, runner: stretto.Runner
+) -> None:
+    """All systems compute the same gradients, or the race is void."""
+    reference: dict[str, torch.Tensor] = {}
+    for name, step in systems.items():
+        dist.barrier()
+        step()
+        for key, parameter in runner.named_parameters():
+            if parameter.grad is None:
+                raise RunError(f"{name} left no gradient in {key} on rank {rank}")
+            grad = parameter.grad.clone()
+            known = reference.setdefault(key, grad)
+            error = float((grad - known).norm() / known.norm().clamp_min(1e-30))
+            if error > 1e-5:
+                raise RunError(
+                    f"{name} differs from {next(iter(systems))} in the gradient of {key} by {error:.1e}"
+                )
+
+
+def _result(
+    setup: Setup,
+    times: dict[str, Times],
+    runners: dict[str, stretto.Runner],
+    exposed: dict[str, list[float]],
+) -> dict[str, Any]:
+    """The JSON of the race: {"setup": ..., "rows": [...]}, medians, with every round's time beside them."""
+    predictions = {name: runner.plan.prediction for name, runner in runners.items()}
+    bound_s = min(p.bound_us for p in predictions.values() if p is not None) / 1e6
+    base = times[TORCH_1F1B].median_s
+    rows = []
+    for name, found in times.items():
+        prediction = predictions.get(name)
+        waits = sorted(exposed.get(name, []))
+        rows.append(
+            {
+                "system": name,
+                "step_s": found.median_s,
+                "speedup_vs_torch_1f1b": base / found.median_s,
+                "ratio_to_bound": found.median_s / bound_s,
+                "exposed_s": waits[len(waits) // 2] if waits else None,
+                "predicted_s": prediction.step_us / 1e6 if prediction is not None else None,
+                "rounds_s": list(found.rounds),
+            }
+        )
+    any_plan = next(iter(runners.values())).plan
+    links = {
+        f"{a}>{b}": {
+            "latency_us": link.latency_us,
+            "mbit_per_s": link.bytes_per_us * 8,
+            "processor_us_per_mb": link.processor_us_per_mb,
+        }
+        for (a, b), link in any_plan.costs.links.items()
+    }
+    prediction = any_plan.prediction
+    return {
+        "setup": {
+            **asdict(setup),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "bound_s": bound_s,
+            "binds": prediction.binds if prediction is not None else "",
+            "measured_links": links,
+        },
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    """The worker's entry: `python -m stretto.bench.pipeline SETUP_JSON OUT`, once on each host."""
+    setup = Setup(**json.loads(sys.argv[1]))
+    run_worker(setup, Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

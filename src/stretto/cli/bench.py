@@ -1,0 +1,76 @@
+"""`stretto bench NAME`: race Stretto against other systems on an emulated network. Thin."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stretto.errors import RunError, UsageError
+
+bench = typer.Typer(add_completion=False, no_args_is_help=True, help="Race Stretto against other systems.")
+
+
+@bench.callback()
+def _bench() -> None:
+    """Race Stretto against other systems."""
+
+
+@bench.command()
+def pipeline(
+    rate: Annotated[str, typer.Option(help="Rate of the link: 100mbit, 1gbit, unlimited.")] = "100mbit",
+    rounds: Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")] = 7,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """PyTorch's pipelining against every family of ours: 2 ranks, 4 blocks of hidden 512 a stage."""
+    from stretto.bench.pipeline import Setup
+    from stretto.lab import Lab
+
+    if rounds < 5:
+        raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 5 rounds or more")
+    if json_out is not None and not json_out.parent.is_dir():
+        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    setup = Setup(rate=rate, rounds=rounds)
+    with tempfile.TemporaryDirectory() as folder, Lab(hosts=setup.ranks, rate=rate) as lab:
+        out = Path(folder) / "race.json"
+        command = [sys.executable, "-m", "stretto.bench.pipeline", json.dumps(asdict(setup)), str(out)]
+        environment = {"OMP_NUM_THREADS": str(setup.threads_per_rank), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        statuses = lab.run(command, environment, quiet_others=True)
+        if statuses.exit_status:
+            raise RunError(f"the race failed on host {statuses.first_failed}; its output is above")
+        result = json.loads(out.read_text())
+    _print(result)
+    if json_out is not None:
+        json_out.write_text(json.dumps(result, indent=1) + "\n")
+        Console(stderr=True).print(f"wrote {json_out}")
+
+
+def _print(result: dict[str, object]) -> None:
+    setup, rows = result["setup"], result["rows"]
+    assert isinstance(setup, dict)
+    assert isinstance(rows, list)
+    table = Table(
+        title=f"{setup['rate']}, {setup['microbatches']} microbatches, medians of {setup['rounds']} rounds",
+        caption=f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}",
+    )
+    for column in ("system", "step s", "vs torch 1f1b", "vs bound", "exposed s", "predicted s", "error"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    for row in rows:
+        predicted, exposed = row["predicted_s"], row["exposed_s"]
+        table.add_row(
+            row["system"],
+            f"{row['step_s']:.3f}",
+            f"{row['speedup_vs_torch_1f1b']:.3f}",
+            f"{row['ratio_to_bound']:.3f}",
+            "" if exposed is None else f"{exposed:.3f}",
+            "" if predicted is None else f"{predicted:.3f}",
+            "" if predicted is None else f"{100 * (predicted / row['step_s'] - 1):+.1f} %",
+        )
+    Console(width=110).print(table)
