@@ -54,16 +54,18 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
     return wish
 
 
-def make_plan(job: Job, costs: Costs, *, schedule: str | Schedule | None = None) -> Plan:
+def make_plan(
+    job: Job, costs: Costs, *, schedule: str | Schedule | None = None, overlap: bool = True
+) -> Plan:
     """Plan the job: order, lower, prove, predict.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     order = choose_schedule(job, schedule=schedule)
     verify(order)
-    windows, orders, communicators = lower(job, order)
+    windows, orders, communicators = lower(job, order, overlap=overlap)
     draft = Plan(job, order, windows, orders, communicators, costs)
-    if any(i.kind is InstructionKind.SENT for instructions in orders for i in instructions):
+    if overlap and any(i.kind is InstructionKind.SENT for instructions in orders for i in instructions):
         placed = _sent_before(draft, simulate(draft))
         windows, orders, communicators = lower(job, order, sent_before=placed)
         draft = replace(draft, orders=orders)
@@ -94,15 +96,22 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
     return found
 
 
-def plan(job: Job, cluster: str | Cluster = "local", *, schedule: str | Schedule | None = None) -> Plan:
+def plan(
+    job: Job,
+    cluster: str | Cluster = "local",
+    *,
+    schedule: str | Schedule | None = None,
+    overlap: bool = True,
+) -> Plan:
     """Plan a captured job for a cluster.
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
     stages, and all must call); a `stretto.Cluster(...)` describes one that is not at hand. schedule: a
-    family, the path of a CSV in PyTorch's format, or a Schedule; the job's own wish by default.
+    family, the path of a CSV in PyTorch's format, or a Schedule; the job's own wish by default. overlap:
+    False waits for every message at once, the baseline against which overlap is measured.
 
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
     """
     order = choose_schedule(job, schedule=schedule)
-    return make_plan(job, costs_of(job, order, cluster), schedule=order)
+    return make_plan(job, costs_of(job, order, cluster), schedule=order, overlap=overlap)

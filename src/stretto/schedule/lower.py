@@ -35,11 +35,13 @@ def lower(
     job: Job,
     schedule: Schedule,
     *,
-    lookahead: int = LOOKAHEAD,
+    overlap: bool = True,
     sent_before: Mapping[Message, int] | None = None,
 ) -> tuple[dict[str, Window], tuple[tuple[Instruction, ...], ...], tuple[Communicator, ...]]:
     """Windows by name, orders by rank, and communicators in the order of their creation.
 
+    overlap: False waits for every message as soon as it is started, and posts a receive one message ahead
+    (less would deadlock): the baseline that hides nothing.
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
     """
@@ -51,7 +53,7 @@ def lower(
     traffic = {name: _Traffic.of(window) for name, window in windows.items()}
     sends = {rank: _sends(job, schedule, traffic, rank) for rank in range(schedule.ranks)}
     orders = tuple(
-        _order(job, schedule, traffic, sends, rank, lookahead, sent_before or {})
+        _order(job, schedule, traffic, sends, rank, overlap, sent_before or {})
         for rank in range(schedule.ranks)
     )
     return windows, orders, _communicators(job, schedule)
@@ -127,7 +129,7 @@ def _order(
     traffic: Mapping[str, _Traffic],
     sends: Mapping[int, Mapping[int, list[Message]]],
     rank: int,
-    lookahead: int,
+    overlap: bool,
     sent_before: Mapping[Message, int],
 ) -> tuple[Instruction, ...]:
     """Steps 2 to 5 for one rank."""
@@ -144,14 +146,20 @@ def _order(
     }
     for sender in range(schedule.ranks):
         messages = sends[sender].get(rank, []) if sender != rank else []
-        for message, at in _post_positions(messages, needed, lookahead):
+        for message, at in _post_positions(messages, needed, LOOKAHEAD if overlap else 1):
             before[at].append(Instruction(InstructionKind.RECV, message[0], (message[1],)))
 
     # 4. Sends, in their order: a later one is never waited for before an earlier one.
+    started = {
+        message: at
+        for at, slot in enumerate(order)
+        for message in _bound(slot, traffic[window_name(slot)].sends)
+    }
     for messages in sends[rank].values():
         earliest = 0
         for message in messages:
-            earliest = max(earliest, sent_before.get(message, len(order)))
+            when = sent_before.get(message, len(order)) if overlap else started[message] + 1
+            earliest = max(earliest, when)
             instruction = Instruction(InstructionKind.SENT, message[0], (message[1],))
             (end if earliest >= len(order) else before[earliest]).append(instruction)
 
