@@ -255,6 +255,7 @@ MALFORMED = [
     (changed("job", "loss", to=[0, "loss"]), r"job\.loss: stage 0 makes no value 'loss' in its F program"),
     (changed("job", "edges", 0, "index", to=3), r"job\.edges\[0\]: edges are numbered in order"),
     (changed("job", "edges", 0, "value", to="q"), r"job\.edges\[0\]: stage 0 makes no value 'q'"),
+    (changed("job", "edges", 0, "spec", to="int64[]"), r"carries int64\[\], but 'y0' is float32\[256,512\]"),
     (changed("job", "edges", 0, "target", to=5), r"job\.edges\[0\]: there is no stage 5"),
     (changed("job", "edges", 0, "target", to=0), r"job\.edges\[0\]: leads from stage 0 to itself"),
     (changed("job", "edges", 0, "user_phase", to="W"), r"user_phase is W, but F is the first to read 'y0'"),

@@ -149,6 +149,12 @@ def _in_edge(
         yield f"edges are numbered in order; expected index {at}, found {edge.index}"
     if source:
         yield source
+    else:
+        op = next(op for op in job.stages[edge.source].ops[edge.phase] if op.name == edge.value)
+        # A receive's buffer is allocated by the edge's spec: another size would write past it or hang.
+        if [(s.shape, s.dtype) for s in op.outputs if s is not None] != [(edge.spec.shape, edge.spec.dtype)]:
+            made = ", ".join(map(str, op.outputs))
+            yield f"carries {edge.spec}, but {edge.value!r} is {made or 'no tensor'}"
     if not 0 <= edge.target < len(job.stages):
         yield f"there is no stage {edge.target}; the job has {len(job.stages)}"
         return

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from stretto.ir.action import Phase
-from stretto.ir.flow import PHASES, inputs_of, is_external, last_phase
+from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.verify.fault import Fault
 from stretto.verify.trace import EventKind, Message, ends_of, shown, trace_of
@@ -33,9 +33,10 @@ def _kept_reads(plan: Plan, stage: int, phase: Phase) -> list[tuple[str, Phase, 
     found: dict[tuple[Phase, Phase], str] = {}
     program = plan.job.stages[stage]
     origin = earlier_values(plan.job, stage, phase)
+    readers = {sub: {name for op in program.ops[sub] for name in op.uses} for sub in PHASES}
     for name in inputs_of(program, phase):
-        last = last_phase(program, name)
-        if not is_external(name) and name in origin and last is not None:
+        if not is_external(name) and name in origin:
+            last = max((sub for sub in PHASES if name in readers[sub]), key=PHASES.index)
             found.setdefault((origin[name], last), name)
     return [(name, made, last) for (made, last), name in found.items()]
 

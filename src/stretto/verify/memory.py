@@ -68,6 +68,7 @@ class _RankWalk:
         for parameter in plan.job.parameters:
             for stage, _, value in parameter.grads:
                 self.grads[stage, value].append((parameter.tied_to, parameter.spec.nbytes))
+        self.known: dict[tuple[int, str], list[Storage]] = {}
         # Who must be done with a storage before it goes: programs that use it, and sends of it.
         self.users: dict[Storage, set[Program]] = defaultdict(set)
         self.sends: dict[Storage, set[int]] = defaultdict(set)
@@ -94,8 +95,11 @@ class _RankWalk:
 
     def touched(self, stage: int, op: Op) -> list[Storage]:
         """The storages that the op makes or reads, those given from outside left out."""
-        found = [self.storage(stage, name) for name in (op.name, *op.uses) if not is_external(name)]
-        return [storage for storage in dict.fromkeys(found) if not is_external(storage[1])]
+        key = (stage, op.name)
+        if key not in self.known:
+            found = [self.storage(stage, name) for name in (op.name, *op.uses) if not is_external(name)]
+            self.known[key] = [storage for storage in dict.fromkeys(found) if not is_external(storage[1])]
+        return self.known[key]
 
     def nbytes(self, storage: Storage) -> int:
         op = self.ops.get(storage)
