@@ -164,7 +164,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
     links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
     costs = Costs(op_us, links, Link(0, 1e9), draw(st.sampled_from([0.0, 15.0])), "drawn")
-    return Plan(job, order, *lower(job, order, lookahead=draw(st.integers(1, 3))), costs)
+    return Plan(job, order, *lower(job, order, overlap=draw(st.booleans())), costs)
 
 
 @settings(max_examples=150, deadline=None)

@@ -29,7 +29,7 @@ def test_deadlock_of_runs_names_every_stuck_rank() -> None:
 
 def test_waiting_for_the_loss_too_early() -> None:
     edit = order(0, "recv e1:0; ", "loss; heard; recv e1:0; ")
-    broken = edit(order(0, "loss; heard; ", "")(BASE))
+    broken = edit(order(0, "heard; ", "")(order(0, "loss; ", "")(BASE)))
     assert [str(fault) for fault in plan_faults(broken)] == [
         "rank 0, heard: deadlock: waits for the loss, which ranks [1] have not started "
         "(rank 1 stands at `run 1F:0`). Move this wait later",

@@ -146,5 +146,5 @@ def _gaps(rank: int, spans: Sequence[Span], end: float) -> list[Span]:
             found.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "idle", cursor, span.start_us))
         cursor = max(cursor, span.end_us)
     if end - cursor > LEAST_SPAN_US:
-        found.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "idle", cursor, end))
+        found.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "end of the step", cursor, end))
     return found

@@ -178,27 +178,18 @@ def _order(
     if schedule.ranks > 1:
         tell = Instruction(InstructionKind.LOSS)
         if last_forward is None:
-            end.append(tell)
+            # One run before the end, so that the loss travels under that run.
+            before[len(order) - 1].append(tell)
         else:
             after[last_forward].append(tell)
         finish.append(Instruction(InstructionKind.HEARD))
-    for name, group in _tied_ranks(job, schedule).items():
-        if rank not in group:
-            continue
-        adding = {
-            (stage, phase)
-            for parameter in job.parameters
-            if parameter.tied_to == name
-            for stage, phase, _ in parameter.grads
-        }
-        last = max(
-            at
-            for at, slot in enumerate(order)
-            for a in slot.actions
-            if any((a.stage, phase) in adding for phase in a.phase.parts)
-        )
-        after[last].append(Instruction(InstructionKind.REDUCE, name))
-        finish.append(Instruction(InstructionKind.REDUCED, name))
+    earliest = 0
+    for name, last in _last_adds(job, schedule):
+        # One order on all ranks, so a sum never starts before those that stand before it.
+        if rank in last:
+            earliest = max(earliest, last[rank])
+            after[earliest].append(Instruction(InstructionKind.REDUCE, name))
+            finish.append(Instruction(InstructionKind.REDUCED, name))
 
     instructions: list[Instruction] = []
     for at, slot in enumerate(order):
@@ -221,6 +212,30 @@ def _post_positions(
         limit = position if limit is None else min(limit, position)
         positions[k] = limit
     return list(zip(messages, positions, strict=True))
+
+
+def _last_adds(job: Job, schedule: Schedule) -> list[tuple[str, dict[int, int]]]:
+    """Tied names with, for each rank that holds a copy, its last run that adds to the gradient; in the one
+    order in which all ranks start the sums: by the latest last run, then by name."""
+    found: list[tuple[str, dict[int, int]]] = []
+    for name, group in _tied_ranks(job, schedule).items():
+        adding = {
+            (stage, phase)
+            for parameter in job.parameters
+            if parameter.tied_to == name
+            for stage, phase, _ in parameter.grads
+        }
+        last = {
+            rank: max(
+                at
+                for at, slot in enumerate(schedule.orders[rank])
+                for a in slot.actions
+                if any((a.stage, phase) in adding for phase in a.phase.parts)
+            )
+            for rank in group
+        }
+        found.append((name, last))
+    return sorted(found, key=lambda item: (max(item[1].values()), item[0]))
 
 
 def _tied_ranks(job: Job, schedule: Schedule) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
 1. Parameters, one copy a rank, and buffers are held throughout. Batch leaves, constants and the
    tangent are not counted.
 2. An op's result exists from the op's start to the end of its last use by any program of the rank for
-   that microbatch. A view, or a part of a result, keeps the result that it belongs to.
+   that microbatch. A view keeps the result that it belongs to.
 3. A receive's buffer exists from the post to its last use. What is sent exists until `sent` as well.
 4. A parameter's gradient exists from the end of the first op that adds to it to the end of the step; the
    first contribution becomes the gradient, later ones go as soon as they are added.
@@ -113,8 +113,6 @@ class RankMemory:
             op, _ = self._ops[key]
             if op.alias is not None:
                 found = self._root(stage, op.alias)
-            elif op.target == "getitem":
-                found = self._root(stage, op.uses[0])
             else:
                 found = Storage(op.nbytes)
         elif edge is not None and edge.source in self._stages:
