@@ -266,7 +266,9 @@ def test_tied_gradients_start_in_one_order() -> None:
     names = [[str(i) for i in o if str(i).startswith("reduce ")] for o in both.orders]
     assert names == [["reduce w0", "reduce w1"]] * 2
     assert plan_faults(both) == []
-    swapped = order(1, "reduce w0; reduce w1; ", "reduce w1; reduce w0; ")(both)
+    swapped = order(
+        1, "reduce w0; run 1B:0; run 1B:1; reduce w1; ", "run 1B:0; run 1B:1; reduce w1; reduce w0; "
+    )(both)
     assert [str(fault) for fault in plan_faults(swapped)] == [
         "rank 1, reduce w1: starts before `reduce w0`, but rank 0 starts `reduce w0` first. "
         "Start tied gradients in the same order on all ranks"
