@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from stretto.ir.plan import Plan
@@ -26,10 +27,14 @@ def run_threads(
     Raises the first error of any rank; the other ranks are woken and end.
     """
     ends = ThreadTransport.group(plan.ranks)
+    processors = torch.get_num_threads()
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def body(end: ThreadTransport) -> None:
+        # PyTorch hands its setting to a new thread's math library with the first parallel op only; a matrix
+        # product before that would use all cores, and round in another way than the same one after it.
+        torch.set_num_threads(processors)
         try:
             results[end.rank] = work(Runner(plan, model_of(end.rank), transport=end, seed=seed))
         except BaseException as error:
