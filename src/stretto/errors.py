@@ -37,3 +37,11 @@ class PlanError(StrettoError):
 
 class RunError(StrettoError):
     """A run failed: a rank was lost, or a value does not fit the plan."""
+
+
+class LostRankError(RunError):
+    """A rank does not answer any more. `lost` is its number, None when it is one of several."""
+
+    def __init__(self, message: str, lost: int | None) -> None:
+        self.lost = lost
+        super().__init__(message)

@@ -22,6 +22,7 @@ from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
+from stretto.schedule.forward import forward_schedule
 from stretto.schedule.lower import Message, lower
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
@@ -34,8 +35,12 @@ a message that is twice as slow as predicted still does not hold up its sender."
 def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Schedule:
     """Step 1. schedule: a family, the path of a CSV, or a schedule; the job's own wish by default.
 
+    A job of forwards alone (`stretto.ir.forward`) has one possible order, whatever the wish.
+
     Raises UsageError for an unknown family or a CSV whose stages or microbatches are not the job's.
     """
+    if not job.trains:
+        return forward_schedule(len(job.stages), job.microbatches)
     wish = schedule if schedule is not None else job.schedule
     if isinstance(wish, str):
         if wish.endswith(".csv"):
@@ -62,7 +67,8 @@ def make_plan(
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     order = choose_schedule(job, schedule=schedule)
-    verify(order)
+    if job.trains:
+        verify(order)  # on its own, so that a schedule's faults are told in a schedule's words
     windows, orders, communicators = lower(job, order, overlap=overlap)
     draft = Plan(job, order, windows, orders, communicators, costs)
     if overlap and any(i.kind is InstructionKind.SENT for instructions in orders for i in instructions):

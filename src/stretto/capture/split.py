@@ -62,12 +62,16 @@ def split(
         raise UsageError(f"a model needs at least one stage, not {stages}")
     if isinstance(how, str) and how != "auto":
         raise UsageError(f'split must be "auto" or a list of module names, not {how!r}')
-    free = _free(traced)
     if isinstance(how, str):
-        cuts = _auto_cuts(traced, stages, cost, free)
+        cuts = _auto_cuts(traced, stages, cost, _free(traced))
     else:
         cuts = _named_cuts(traced, stages, how)
+    return place(traced, stages, cuts)
 
+
+def place(traced: Traced, stages: int, cuts: Sequence[int]) -> Placement:
+    """Steps 2 and 3, for given cuts: the segments that begin stages 1, 2, ..., ascending."""
+    free = _free(traced)
     placed: dict[str, int] = {}
     backward: set[str] = set()
     for item in traced.ops:

@@ -227,6 +227,11 @@ class Job:
     schedule: str = "1f1b"
     max_live: int | None = None
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward; a job of forwards alone evaluates (`stretto.ir.forward`)."""
+        return any(stage.ops[phase] for stage in self.stages for phase in (Phase.I, Phase.W))
+
     def tied_groups(self) -> dict[str, tuple[int, ...]]:
         """Tied-group name -> the stages that hold a copy, for groups held by more than one stage."""
         stages: dict[str, set[int]] = {}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.errors import RunError, UsageError
+from stretto.errors import LostRankError, UsageError
 from stretto.ir.plan import Communicator
 from stretto.runtime.transport import Handle
 
@@ -113,18 +113,20 @@ class TorchTransport:
         except RuntimeError as error:
             raise self._lost(lane, peer, error) from None
 
-    def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
+    def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> LostRankError:
         reason = str(error).strip().splitlines()[0][:300]
         if "imed out" in reason or "imeout" in reason:
             who = f"rank {peer}" if peer is not None else f"a rank of {self._members.get(lane, 'all')}"
-            return RunError(
+            return LostRankError(
                 f"rank {self.rank}: {who} did not answer on lane {lane!r} within {self._timeout_s:.0f} s; it "
-                f"may be lost or stuck. Look at its output; resume from the last checkpoint ({reason})"
+                f"may be lost or stuck. Look at its output; resume from the last checkpoint ({reason})",
+                peer,
             )
         who = f"rank {peer}" if peer is not None else "a rank"
-        return RunError(
+        return LostRankError(
             f"rank {self.rank}: {who} was lost (its connection on lane {lane!r} broke). Look at its output; "
-            f"resume from the last checkpoint ({reason})"
+            f"resume from the last checkpoint ({reason})",
+            peer,
         )
 
 

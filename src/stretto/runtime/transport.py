@@ -88,7 +88,7 @@ class ThreadTransport:
         return [ThreadTransport(board, rank, timeout_s) for rank in range(size)]
 
     def open(self, communicators: Sequence[Communicator]) -> None:
-        self._members = {c.name: c.ranks for c in communicators}
+        self._members.update((c.name, c.ranks) for c in communicators)
 
     def fail(self, reason: str) -> None:
         """Wake all ranks that wait, with an error."""

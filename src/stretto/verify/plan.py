@@ -30,7 +30,7 @@ def plan_faults(plan: Plan) -> list[Fault]:
         return broken
     found = list(_agreement(plan))
     walked = replace(plan.schedule, orders=tuple(_slots(plan, order) for order in plan.orders))
-    found += action_faults(walked)
+    found += action_faults(walked, trains=plan.job.trains)
     for proof in PROOFS:
         found += proof(plan)
     return found or deadlock_faults(plan)

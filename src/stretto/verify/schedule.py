@@ -27,8 +27,11 @@ def schedule_faults(schedule: Schedule) -> list[Fault]:
     return found + _deadlocks(schedule) if _shape_fault(schedule) is None else found
 
 
-def action_faults(schedule: Schedule) -> list[Fault]:
-    """The faults that can be seen without the dependencies between stages."""
+def action_faults(schedule: Schedule, *, trains: bool = True) -> list[Fault]:
+    """The faults that can be seen without the dependencies between stages.
+
+    trains: whether every forward needs a backward; False for a job that has no backward at all.
+    """
     shape = _shape_fault(schedule)
     if shape is not None:
         return [shape]
@@ -41,7 +44,7 @@ def action_faults(schedule: Schedule) -> list[Fault]:
                 places[action] = (rank, at)
             else:
                 found.append(fault)
-    found += _incomplete(schedule, places)
+    found += _incomplete(schedule, places, trains)
     found += _wrong_order(places)
     return found
 
@@ -103,8 +106,8 @@ def _twice(places: dict[Action, Position], rank: int, at: int, action: Action) -
     )
 
 
-def _incomplete(schedule: Schedule, places: dict[Action, Position]) -> Iterator[Fault]:
-    """Every stage needs F, and either B or both I and W, for every microbatch."""
+def _incomplete(schedule: Schedule, places: dict[Action, Position], trains: bool) -> Iterator[Fault]:
+    """Every stage needs F and, if it trains, either B or both I and W, for every microbatch."""
     have: dict[tuple[int, Phase], set[int]] = defaultdict(set)
     for action in places:
         have[action.stage, action.phase].add(action.microbatch)
@@ -124,7 +127,7 @@ def _incomplete(schedule: Schedule, places: dict[Action, Position]) -> Iterator[
             ),
         ):
             first = next(absent(*sets), None)
-            if first is not None:
+            if first is not None and (trains or what == "forward"):
                 missing = listed(absent(*sets))
                 yield Fault(rank, f"{token}{first}", f"missing: no {what} of microbatches {missing}", cure)
         for m in sorted(both & (into | weight)):
