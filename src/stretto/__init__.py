@@ -1,27 +1,32 @@
 """Stretto: train large models on many devices, with communication hidden behind computation.
 
-parallel = stretto.Parallel(pp=2, microbatches=8, schedule="eager-1f1b")
-job = stretto.capture(model, batch, loss=loss, parallel=parallel)   # no device needed
-plan = stretto.plan(job, cluster="local")
-runner = stretto.Runner(plan, model)                                # under torchrun
-loss = runner.step(batch)                                           # gradients are in .grad
+    parallel = stretto.Parallel(pp=2, microbatches=8, schedule="eager-1f1b")
+    job = stretto.capture(model, batch, loss=loss, parallel=parallel)   # no device needed
+    plan = stretto.plan(job, cluster="local")
+    runner = stretto.Runner(plan, model)                                # under torchrun
+    loss = runner.step(batch)                                           # gradients are in .grad
+
+Names are loaded on first use, so that printing a schedule does not wait for PyTorch.
 """
 
-# The functions come after their packages of the same name, so that `stretto.capture` is the function;
-# code inside imports from full paths (`from stretto.capture.trace import ...`), which always works.
-from stretto import report as _report  # noqa: F401 - teaches timelines to save themselves
-from stretto.capture import capture
-from stretto.config import ParallelSettings as Parallel
-from stretto.cost import Cluster
-from stretto.errors import CaptureError, PlanError, RunError, StrettoError, UsageError
-from stretto.ir.plan import Plan
-from stretto.ir.program import Job
-from stretto.ir.serialize import load_plan
-from stretto.ir.timeline import Timeline
-from stretto.planning import plan
-from stretto.runtime import Runner, run_threads
-from stretto.simulate import simulate
-from stretto.verify import verify
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.capture import capture
+    from stretto.config import ParallelSettings as Parallel
+    from stretto.cost import Cluster
+    from stretto.errors import CaptureError, PlanError, RunError, StrettoError, UsageError
+    from stretto.ir.plan import Plan
+    from stretto.ir.program import Job
+    from stretto.ir.serialize import load_plan
+    from stretto.ir.timeline import Timeline
+    from stretto.planning import plan
+    from stretto.runtime import Runner, run_threads
+    from stretto.simulate import simulate
+    from stretto.verify import verify
 
 __version__ = "0.1.0"
 
@@ -44,3 +49,51 @@ __all__ = [
     "simulate",
     "verify",
 ]
+
+_HOMES = {
+    "CaptureError": "stretto.errors",
+    "Cluster": "stretto.cost",
+    "Job": "stretto.ir.program",
+    "Parallel": "stretto.config:ParallelSettings",
+    "Plan": "stretto.ir.plan",
+    "PlanError": "stretto.errors",
+    "RunError": "stretto.errors",
+    "Runner": "stretto.runtime",
+    "StrettoError": "stretto.errors",
+    "Timeline": "stretto.ir.timeline",
+    "UsageError": "stretto.errors",
+    "load_plan": "stretto.ir.serialize",
+    "plan": "stretto.planning",
+    "run_threads": "stretto.runtime",
+}
+
+_WITH_SAVERS = ("Runner", "Timeline", "run_threads", "simulate")
+"""Names that lead to timelines: `stretto.report` teaches those to save themselves."""
+
+
+def _load(name: str, home: str) -> Any:
+    if name in _WITH_SAVERS:
+        import_module("stretto.report")
+    module, _, inside = home.partition(":")
+    return getattr(import_module(module), inside or name)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    return _load(name, _HOMES[name])
+
+
+def _function_of_package(name: str) -> property:
+    """`stretto.capture` is the function, although a package has the same name: importing the package binds
+    it to this attribute, which is let pass without effect."""
+    return property(lambda _self: _load(name, f"stretto.{name}"), lambda _self, _package: None)
+
+
+class _Face(ModuleType):
+    capture = _function_of_package("capture")
+    simulate = _function_of_package("simulate")
+    verify = _function_of_package("verify")
+
+
+sys.modules[__name__].__class__ = _Face
