@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.program import TensorSpec
 from stretto.ir.timeline import Timeline
+from stretto.runtime.compare import Report
+from stretto.runtime.memory import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.torch_transport import TorchTransport
@@ -60,6 +63,7 @@ class Runner:
         self.state = RankState(plan, self.transport, self.device, self._compute, self._buffers, seed)
         self._offset_us = self.transport.clock_offset_us()
         self._last: Marks | None = None
+        self._peak_bytes = 0
 
     # Parameters.
 
@@ -163,7 +167,8 @@ class Runner:
         leaves = self._leaves(batch)
         for copy, parameter in self._copies:
             copy.copy_(parameter.detach())
-        loss = self.state.step(leaves)
+        with self._metered():
+            loss = self.state.step(leaves)
         for k, grad in sorted(self.state.grads.items()):
             parameter = self._parameters[k]
             if parameter.grad is not None:
@@ -174,7 +179,24 @@ class Runner:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
         self.state.grads = {}
         self._last = self.state.marks
+        self._last.peak_bytes = self._peak_bytes
         return loss
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Know the step's peak memory: from the allocator, or by counting during the first step."""
+        held = (*self._compute.values(), *self._buffers.values())
+        if self.device.type == "cuda":
+            others = torch.cuda.memory_allocated(self.device) - sum(t.nbytes for t in held)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            yield
+            self._peak_bytes = torch.cuda.max_memory_allocated(self.device) - others
+        elif self._last is None:
+            with MemoryMeter(held) as meter:
+                yield
+            self._peak_bytes = meter.peak_bytes
+        else:
+            yield
 
     def _leaves(self, batch: Any) -> dict[str, torch.Tensor]:
         leaves = tree.flatten(batch)
@@ -207,6 +229,10 @@ class Runner:
             raise RunError("there is no measured step yet: call step(batch) first")
         gathered = self.transport.all_gather((self._last, self._offset_us))
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
+
+    def report(self) -> Report:
+        """Predicted against measured of the last step; every rank must call it. `print` shows a table."""
+        return Report(self.plan, self.timeline())
 
     def _agree(self) -> None:
         """All ranks must hold the same plan; a plan profiled on each rank alone would differ and hang."""

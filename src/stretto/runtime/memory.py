@@ -1,0 +1,53 @@
+"""How many bytes of tensors a rank holds at most: counted exactly, op by op, during one step.
+
+On accelerators the allocator keeps this figure. On processors nothing does, so the first step of a
+`Runner` is walked under a dispatch mode that sees every new storage and when it goes; later steps pay
+nothing. Uses one private name, `torch.utils._python_dispatch.TorchDispatchMode`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that ops make while the mode is on. `peak_bytes` includes `held`.
+
+    held: tensors that exist before and throughout; each storage counts once.
+    """
+
+    def __init__(self, held: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: set[int] = set()
+        self._bytes = 0
+        for tensor in held:
+            self._see(tensor)
+        self.peak_bytes = self._bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, torch.Tensor):
+                self._see(item)
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage.data_ptr(), storage.nbytes()
+        if key == 0 or key in self._alive:
+            return
+        self._alive.add(key)
+        self._bytes += nbytes
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._alive.discard(key)
+        self._bytes -= nbytes
