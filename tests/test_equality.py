@@ -1,4 +1,4 @@
-"""A plan's numbers are the plain model's: every family, stages, microbatches and model, loss and all gradients.
+"""A plan's numbers are the plain model's: for every family, cut and model, loss and all gradients.
 
 Three claims for every cell of the grid: equal to the plain model in one process on the whole batch, within
 the tolerance of regrouped sums; equal to itself bit by bit when run again; equal bit by bit to every other

@@ -193,9 +193,7 @@ def run(plan: Plan, model: nn.Module, batch: Any, *, seed: int = 0, steps: int =
 def gather(model: nn.Module, results: list[tuple[Tensor, dict[str, Tensor]]]) -> Result:
     """One result of all ranks' results."""
     first_name: dict[int, str] = {}
-    names = {
-        n: first_name.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)
-    }
+    names = {n: first_name.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
     grads: dict[str, Tensor | None] = {n: None for n, _ in model.named_parameters()}
     for loss, found in results:
         assert torch.equal(loss, results[0][0]), "every rank is told the same loss"
