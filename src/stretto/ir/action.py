@@ -23,10 +23,22 @@ class Phase(StrEnum):
     B = "B"
 
     @property
+    def meaning(self) -> str:
+        """The phase in words, for legends."""
+        return _MEANINGS[self]
+
+    @property
     def parts(self) -> tuple[Phase, ...]:
         """The programs that the phase runs, in order: B is I and then W."""
         return (Phase.I, Phase.W) if self is Phase.B else (self,)
 
+
+_MEANINGS = {
+    Phase.F: "forward",
+    Phase.I: "input gradient",
+    Phase.W: "weight gradient",
+    Phase.B: "backward (I and W)",
+}
 
 _TOKEN = re.compile(r"^(\d+)([FIWB])(\d+)$")
 _OVERLAP = re.compile(r"^\(([^()]*)\)OVERLAP_F_B$")

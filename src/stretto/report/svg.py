@@ -42,13 +42,6 @@ VISIBLE_PX = 1.0
 TICKS = 8
 """Distances on the time axis, about."""
 
-PHASE_NAMES = {
-    Phase.F: "forward",
-    Phase.I: "input gradient",
-    Phase.W: "weight gradient",
-    Phase.B: "backward (I and W)",
-}
-
 STYLE = """
 text { font: 11px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 .ground { fill: #ffffff; stroke: #d8dde4; }
@@ -257,7 +250,7 @@ class _Picture:
     def _legend(self, y: float) -> float:
         x = 14.0
         y += 14
-        entries = [(f"{p.value}0", f"{p.value}  {PHASE_NAMES[p]}") for p in Phase if p.value in self.kinds]
+        entries = [(f"{p.value}0", f"{p.value}  {p.meaning}") for p in Phase if p.value in self.kinds]
         entries += [("exposed", "exposed communication")] if "exposed" in self.kinds else []
         entries += [("bubble", "bubble: nothing to do")] if "bubble" in self.kinds else []
         entries += [("mF", "message, at its receiver")] if "message" in self.kinds else []

@@ -32,13 +32,6 @@ MAX_WIDTH_PX = 24_000
 """Wider pictures are not drawn by common browsers without loss; boxes become narrower instead."""
 MIN_WIDTH_PX = 640
 
-PHASE_NAMES = {
-    Phase.F: "forward",
-    Phase.I: "input gradient",
-    Phase.W: "weight gradient",
-    Phase.B: "backward (I and W)",
-}
-
 STYLE = """
   text { font: 11px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
   .ground { fill: #ffffff; stroke: #d8dde4; }
@@ -206,7 +199,7 @@ def _boxes(
 
 def _legend(schedule: Schedule, left: float, y: int) -> list[str]:
     used = {action.phase for rank in range(schedule.ranks) for action in schedule.actions(rank)}
-    entries = [(phase.value, phase.value, name) for phase, name in PHASE_NAMES.items() if phase in used]
+    entries = [(phase.value, phase.value, phase.meaning) for phase in Phase if phase in used]
     entries.append(("lane", "", "idle"))
     parts, x = [], left
     for style, letter, name in entries:
