@@ -103,8 +103,8 @@ def test_predicted_against_measured(run_dir: Path) -> None:
 
 def test_accounts_by_rank() -> None:
     rows = ranks_grid(simulate(a_plan(i_us=100, w_us=100))).rows
-    assert rows[0][:4] == ("rank 0", "580 us (69.0%)", "70 us (8.3%)", "190 us (22.6%)")
-    assert rows[1][:4] == ("rank 1", "580 us (69.0%)", "40 us (4.8%)", "220 us (26.2%)")
+    assert rows[0][:4] == ("rank 0", "580 us (69.9%)", "60 us (7.2%)", "190 us (22.9%)")
+    assert rows[1][:4] == ("rank 1", "580 us (69.9%)", "30 us (3.6%)", "220 us (26.5%)")
 
 
 def test_a_broken_metrics_line_is_named(run_dir: Path) -> None:
