@@ -1,0 +1,54 @@
+"""`stretto train`: train a model as a settings file says. Thin: everything is done in `stretto.train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+train = typer.Typer(add_completion=False)
+
+
+@train.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as optimizer.lr=1e-3."),
+    ] = None,
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on from the newest checkpoint, or start anew; by default checkpoint.resume decides.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Optimizer steps in all; as --set training.steps=N.")
+    ] = None,
+) -> None:
+    """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
+    from stretto.config import load_settings
+
+    overrides = list(changes or [])
+    if resume is not None:
+        overrides.append(f"checkpoint.resume={'auto' if resume else 'never'}")
+    if steps is not None:
+        overrides.append(f"training.steps={steps}")
+    settings = load_settings(config, overrides)
+
+    from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
+
+    command = [sys.executable, "-m", "stretto.cli.main", "train", str(config)]
+    for override in overrides:
+        command += ["--set", override]
+    status = start(settings, command)
+    sys.stdout.flush()
+    if status:
+        raise typer.Exit(status)
+    if "RANK" in os.environ:
+        sys.stderr.flush()

@@ -1,0 +1,63 @@
+"""Clipping by the norm of the whole model's gradient, of which each rank holds a part.
+
+1. Each rank takes the norms of the gradients that it owns (`Runner.owns`: a tied one counts once).
+2. They are put in their places in one vector, zeros elsewhere, and summed over the ranks: a sum with
+   zeros is exact, so every rank holds the norms that a single process would have computed.
+3. The norm of that vector is the global norm, with the same bits on every rank and under any split.
+4. Each rank scales its own gradients, the factor being that of `torch.nn.utils.clip_grad_norm_`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.ir.plan import Communicator
+from stretto.runtime import Runner
+
+LANE = "norm"
+"""The communicator of step 2."""
+
+
+class GradientClip:
+    """Clips a Runner's gradients to a global norm. All ranks make one, at the same point."""
+
+    def __init__(self, runner: Runner, max_norm: float) -> None:
+        """max_norm: the largest norm that is left as it is; 0 measures and does not clip."""
+        job = runner.plan.job
+        trained = [p.tied_to for p in job.parameters if p.grads]
+        place = {name: at for at, name in enumerate(dict.fromkeys(trained))}
+        tied_to = {p.name: p.tied_to for p in job.parameters}
+        self._max_norm = max_norm
+        self._parameters = [p for n, p in runner.named_parameters() if tied_to[n] in place]
+        self._owned = [
+            (place[tied_to[name]], parameter)
+            for name, parameter in runner.named_parameters()
+            if tied_to[name] in place and runner.owns(name)
+        ]
+        self._norms = torch.zeros(len(place), dtype=_norm_dtype(self._parameters), device=runner.device)
+        self._transport = runner.transport
+        if runner.transport.size > 1:
+            everyone = Communicator(LANE, tuple(range(runner.transport.size)))
+            runner.transport.open((*runner.plan.communicators, everyone))
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        """Scale the gradients in place; returns the global norm before (0-d), the same on every rank.
+
+        Every rank must call it. Raises LostRankError when one does not.
+        """
+        self._norms.zero_()
+        for at, parameter in self._owned:
+            if parameter.grad is not None:
+                self._norms[at] = torch.linalg.vector_norm(parameter.grad)
+        if self._transport.size > 1:
+            self._transport.all_reduce(LANE, self._norms).wait()
+        total: torch.Tensor = torch.linalg.vector_norm(self._norms)
+        if self._max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, total)
+        return total
+
+
+def _norm_dtype(parameters: list[torch.nn.Parameter]) -> torch.dtype:
+    """The finest dtype among them; ranks of one model agree on it."""
+    return torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32

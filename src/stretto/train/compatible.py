@@ -1,0 +1,54 @@
+"""Whether a checkpoint can go on under these settings: what must be equal, and what is only told.
+
+Compares; touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stretto.config import TrainSettings
+from stretto.errors import UsageError
+from stretto.train.checkpoint_files import TOKENIZER, State
+
+UNTOLD = ("name", "checkpoint", "output", "parallel", "training.steps", "training.threads_per_rank")
+"""What may change from run to run without changing what is learned, or is changed on purpose to go on."""
+
+
+def check(state: State, checkpoint: Path, settings: TrainSettings, tokenizer: str) -> list[str]:
+    """Lines about settings that differ from the checkpoint's and change how training goes on.
+
+    Raises UsageError, with the key, for one that makes another model of it, and when the text is told in
+    other tokens.
+    """
+    then = dict(_flat(state.settings))
+    now = dict(_flat(settings.model_dump(mode="json")))
+    differing = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    for key in differing:
+        if key.startswith("model."):
+            raise UsageError(
+                f"{key} = {now.get(key)!r}, but the checkpoint {checkpoint} is of a model with {key} = "
+                f"{then.get(key)!r}: set it back, or start anew with --no-resume"
+            )
+    if (checkpoint / TOKENIZER).read_text(encoding="utf-8") != tokenizer:
+        data = [key for key in differing if key.startswith("data.")]
+        what = f"{data[0]} differs" if data else "the text in data.paths has changed"
+        raise UsageError(
+            f"{what}, so that the tokens are others than those of the checkpoint {checkpoint}: set it back, "
+            "or start anew with --no-resume"
+        )
+    return [
+        f"{key} is now {now.get(key)!r}; it was {then.get(key)!r} until step {state.step}"
+        for key in differing
+        if not any(key == one or key.startswith(one + ".") for one in UNTOLD)
+    ]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,167 @@
+"""Starts a run's ranks on this machine through torchrun's own launcher, and words how it ended.
+
+    1. What can be wrong with settings, text or model is found before any process is started.
+    2. `torch.distributed.launcher` starts one process a rank, each the same command again, over 127.0.0.1.
+    3. When ranks fail, the first cause is told once: a rank that died without a word is named by its
+       signal, else the earliest note counts that is not about somebody else.
+
+A single rank needs no process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from stretto.config import TrainSettings
+from stretto.models.build import build_model
+from stretto.train.checkpoint_files import find, latest_in
+from stretto.train.data import prepare_data
+from stretto.train.interrupt import Interrupted, Interrupts
+from stretto.train.metrics import check_tensorboard
+from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
+from stretto.train.worker import work
+from stretto.train.world import LAUNCHER_PID, is_worker, threads
+
+
+def start(settings: TrainSettings, command: Sequence[str]) -> int:
+    """Train: as a rank if a launcher started this process, else with all ranks on this machine.
+
+    command: the program and arguments that a rank is started with. Returns the exit status. Raises
+    StrettoError and its kin for what is found before ranks are started, or by a single rank.
+    """
+    check_tensorboard(settings.output.tensorboard)
+    if settings.checkpoint.resume not in ("auto", "never"):
+        find(Path(settings.checkpoint.resume))
+    if is_worker() or settings.parallel.pp == 1:
+        return work(settings)
+    with Interrupts():
+        try:
+            _check(settings)
+            return _launch(settings, command)
+        except Interrupted as error:
+            print("stretto: interrupted before the first step", file=sys.stderr)
+            return error.status
+
+
+def _check(settings: TrainSettings) -> None:
+    """Step 1: make the tokens, which every rank then finds ready, and build the model without values."""
+    data = prepare_data(settings.data, lambda line: print(line, flush=True))
+    with torch.device("meta"):
+        build_model(settings.model, data.vocab_size, settings.training.seed)
+
+
+def _launch(settings: TrainSettings, command: Sequence[str]) -> int:
+    """Step 2."""
+    ranks = settings.parallel.pp
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder, _environment(settings, Path(folder)):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=f"stretto-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
+        )
+        with _quiet():
+            try:
+                elastic_launch(config, command[0])(*command[1:])
+                return 0
+            except ChildFailedError as error:
+                exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+                status, message = explain(settings, read_notes(Path(folder)), exits)
+            except (SignalException, Interrupted) as error:
+                signum = error.sigval if isinstance(error, SignalException) else error.signum
+                status, message = _stopped(settings, read_notes(Path(folder)), int(signum))
+    print(message, file=sys.stderr)
+    return status
+
+
+def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, int]) -> tuple[int, str]:
+    """Step 3: the exit status and the one message for ranks that ended with `exits` and left `notes`."""
+    step = max((note.step for note in notes), default=None)
+    killed = {rank: -code for rank, code in exits.items() if code < 0 and rank not in {n.rank for n in notes}}
+    if killed:
+        rank, signum = next(iter(sorted(killed.items())))
+        name = signal.Signals(signum).name
+        when = f" after step {step}" if step is not None else ""
+        why = "; if nobody did that, the machine may have run out of memory" if name == "SIGKILL" else ""
+        others = "the other rank was" if settings.parallel.pp == 2 else "the others were"
+        return (
+            1,
+            f"stretto: rank {rank} was lost{when}: {name} ended it{why}; {others} stopped. {_rest(settings)}",
+        )
+    own = [note for note in notes if note.cause in (Cause.REFUSED, Cause.CRASHED)]
+    if own:
+        first = own[0]
+        return first.status, f"stretto: {first.message}" if first.cause is Cause.REFUSED else first.message
+    silent = sorted(rank for rank in exits if rank not in {note.rank for note in notes})
+    if silent:
+        return (
+            1,
+            f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {_rest(settings)}",
+        )
+    if notes:
+        return notes[0].status, f"stretto: {notes[0].message}. {_rest(settings)}"
+    return 1, f"stretto: the ranks ended, and none said why. {_rest(settings)}"
+
+
+def _stopped(settings: TrainSettings, notes: Sequence[Note], signum: int) -> tuple[int, str]:
+    step = max((note.step for note in notes), default=0)
+    return 128 + signum, f"stretto: interrupted at step {step}; {_rest(settings)}"
+
+
+def _rest(settings: TrainSettings) -> str:
+    last = latest_in(settings.checkpoint_dir)
+    if last is None:
+        return "there is no checkpoint yet"
+    return f"last checkpoint {last}; go on with --resume"
+
+
+@contextmanager
+def _environment(settings: TrainSettings, folder: Path) -> Iterator[None]:
+    """What ranks find in their environment beside what the launcher gives them."""
+    added = {
+        NOTES_DIR: str(folder),
+        LAUNCHER_PID: str(os.getpid()),
+        "OMP_NUM_THREADS": str(threads(settings.training.threads_per_rank, settings.parallel.pp)),
+    }
+    if sys.platform == "linux":
+        # Gloo otherwise looks the host's name up, which on many machines leads nowhere.
+        added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    before: dict[str, Any] = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The launcher logs what ranks do when they fail, in many lines; ours is one."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,90 @@
+"""What each step gave, as lines of JSON and, if asked for, as TensorBoard events. Rank 0 writes them.
+
+Keys: step (steps done), loss, lr, grad_norm, step_s, tokens_per_s; exposed_fraction on the steps whose
+timeline was gathered; held_out_loss on a line of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import StrettoError, UsageError
+
+NAMES = {
+    "loss": "loss/train",
+    "held_out_loss": "loss/held_out",
+    "lr": "optimizer/lr",
+    "grad_norm": "optimizer/grad_norm",
+    "tokens_per_s": "speed/tokens_per_s",
+    "exposed_fraction": "speed/exposed_fraction",
+}
+"""Key of a line -> name of the scalar in TensorBoard."""
+
+
+def check_tensorboard(wanted: bool) -> None:
+    """Raise UsageError, before anything is started, if TensorBoard was asked for and is not there."""
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "output.tensorboard = true needs the package tensorboard: pip install 'stretto[tensorboard]'"
+        )
+
+
+class Metrics:
+    """Writes metrics.jsonl in a run's folder. `write` and `close` are all that a step needs."""
+
+    def __init__(self, run_dir: Path, from_step: int, tensorboard: bool) -> None:
+        """from_step: steps done before this run; later lines of an earlier run are taken out.
+
+        Raises StrettoError when the file cannot be written.
+        """
+        self._path = run_dir / "metrics.jsonl"
+        try:
+            kept = _lines_up_to(self._path, from_step)
+            self._path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            self._file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._failed(error) from None
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=from_step + 1)
+
+    def write(self, line: dict[str, float | int]) -> None:
+        """Add a line; it has `step`. Raises StrettoError when the disk is full."""
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._failed(error) from None
+        if self._board is not None:
+            for key, name in NAMES.items():
+                if key in line:
+                    self._board.add_scalar(name, line[key], line["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _failed(self, error: OSError) -> StrettoError:
+        return StrettoError(
+            f"cannot write {self._path}: {error.strerror}; free some space, or set output.run_dir elsewhere"
+        )
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The whole lines of steps that are not to be done again."""
+    if step == 0 or not path.is_file():
+        return []
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if int(json.loads(line)["step"]) <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # A run that was killed may have left half a line.
+    return kept

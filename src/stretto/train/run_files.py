@@ -1,0 +1,60 @@
+"""What a run leaves in its folder beside metrics and checkpoints, and the paths to tell the user.
+
+Rank 0 writes: settings.json, plan.json, simulated.json, measured.json, trace.perfetto-trace, summary.json,
+report.html. `stretto report` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stretto.config import TrainSettings
+from stretto.errors import StrettoError
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import Timeline
+from stretto.report.html import render
+from stretto.report.rundir import load_run
+from stretto.simulate import simulate
+
+TRACE = "trace.perfetto-trace"
+REPORT = "report.html"
+
+
+def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
+    """What is known before the first step. Raises StrettoError when it cannot be written."""
+
+    def write() -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "settings.json").write_text(settings.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        plan.save(run_dir / "plan.json")
+        simulate(plan).save(run_dir / "simulated.json")
+        # Those of an earlier run would be taken for this one's.
+        for name in ("measured.json", TRACE, "summary.json", REPORT):
+            (run_dir / name).unlink(missing_ok=True)
+
+    _guarded(run_dir, write)
+
+
+def end_run(run_dir: Path, measured: Timeline | None, summary: dict[str, Any]) -> None:
+    """What is known after the last step, and the report. Raises StrettoError when it cannot be written."""
+
+    def write() -> None:
+        if measured is not None:
+            measured.save(run_dir / "measured.json")
+            measured.save(run_dir / TRACE)
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        (run_dir / REPORT).write_text(render(load_run(run_dir)), encoding="utf-8")
+
+    _guarded(run_dir, write)
+
+
+def _guarded(run_dir: Path, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise StrettoError(
+            f"cannot write into {run_dir}: {error.strerror}; free some space, or set output.run_dir elsewhere"
+        ) from None

@@ -1,0 +1,242 @@
+"""Training from settings, as one of the ranks: from text to a trained model, a report and checkpoints.
+
+    1. Data, model, capture, plan: every rank does the same, and plans come out equal.
+    2. A Runner for this rank's stages, one for evaluation, and AdamW; the rest of the model is dropped.
+    3. Go on from a checkpoint, if there is one.
+    4. The steps: batch, forward and backward, clip, update; now and then a line, a measurement, a checkpoint.
+    5. The end: held-out loss, a sample of text, predicted against measured.
+
+Everything random or ordered is a function of seeds and the step, so that a resumed run goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.capture import capture
+from stretto.config import TrainSettings
+from stretto.errors import RunError
+from stretto.ir.timeline import Timeline
+from stretto.models.build import build_model, loss_function
+from stretto.planning import plan as make_plan
+from stretto.runtime import Runner
+from stretto.train import checkpoint
+from stretto.train.checkpoint_files import State, find, latest_in, read_state, set_aside
+from stretto.train.clip import GradientClip
+from stretto.train.compatible import check
+from stretto.train.data import TextData, prepare_data
+from stretto.train.heldout import HeldOut
+from stretto.train.lr import learning_rate
+from stretto.train.metrics import Metrics
+from stretto.train.optimizer import make_optimizer, set_learning_rate
+from stretto.train.progress import Progress, StepReport
+from stretto.train.results import Results, finish
+from stretto.train.run_files import begin_run
+from stretto.train.world import World, is_launched
+
+
+class Trainer:
+    """One rank's training run. `step` counts optimizer steps done; it may be read at any time."""
+
+    def __init__(self, settings: TrainSettings, world: World) -> None:
+        """Nothing happens yet; `run` does everything."""
+        self.settings = settings
+        self.world = world
+        self.step = 0
+        first = world.rank == 0
+        self.progress = Progress(settings.training.steps, settings.training.log_every, first)
+        self.metrics: Metrics | None = None
+        self.timelines: list[Timeline] = []
+        self._step_s: list[float] = []
+        self._held_out_at: tuple[int, float] | None = None
+
+    def run(self) -> None:
+        """Steps 1 to 5; every rank must call it. Raises StrettoError for what the user can mend."""
+        started_s = time.monotonic()
+        data = self._prepare()
+        try:
+            self._train(data)
+            results = Results(
+                settings=self.settings,
+                plan=self.runner.plan,
+                data=data,
+                steps=self.step,
+                losses=tuple(self._losses),
+                step_s=tuple(self._step_s),
+                held_out_loss=self._held_out(),
+                timelines=tuple(self.timelines),
+                checkpoint=latest_in(self.settings.checkpoint_dir),
+                seconds=time.monotonic() - started_s,
+            )
+        finally:
+            self.progress.stop()
+            if self.metrics is not None:
+                self.metrics.close()
+        if self.world.rank == 0:
+            finish(results, self.progress.say)
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint, to go on from."""
+        return latest_in(self.settings.checkpoint_dir)
+
+    # Steps 1 to 3.
+
+    def _prepare(self) -> TextData:
+        settings, say = self.settings, self.progress.say
+        # The launcher has prepared it, and said so.
+        data = prepare_data(settings.data, _say_nothing if is_launched() else say)
+        found = self._find_checkpoint(data)
+        model = build_model(settings.model, data.vocab_size, settings.training.seed)
+        loss = loss_function(settings.model)
+        batch = data.train.batch(0, settings.training.global_batch)
+        job = capture(model, batch, loss, settings.parallel, precision=settings.precision)
+        plan = make_plan(job, cluster="local")
+        for line in str(plan).splitlines():
+            say(line)
+        self.runner = Runner(plan, model, seed=settings.training.seed)
+        self.held_out = HeldOut(
+            self.runner, model, batch, loss, data.held_out, settings.training.eval_batches
+        )
+        parameters = sum(p.numel() for p in model.parameters())
+        say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")
+        _drop(model, self.runner)
+        self.optimizer = make_optimizer(self.runner, settings.optimizer)
+        self.clip = GradientClip(self.runner, settings.optimizer.grad_clip_norm)
+        self._tokenizer = data.tokenizer.to_str()
+        self._vocab_size = data.vocab_size
+        self._losses: list[float] = []
+        if found is not None:
+            state, path = found
+            checkpoint.load(path, self.runner, self.optimizer)
+            self.step = state.step
+            self.runner.state.steps = state.draws
+            say(f"resumed from {path}, after step {state.step}")
+        if self.world.rank == 0:
+            old = set_aside(settings.checkpoint_dir) if found is None else None
+            if old is not None:
+                say(f"started anew; the checkpoints of an earlier run are now in {old}")
+            begin_run(settings.run_dir, settings, plan)
+            self.metrics = Metrics(settings.run_dir, self.step, settings.output.tensorboard)
+        return data
+
+    def _find_checkpoint(self, data: TextData) -> tuple[State, Path] | None:
+        """Step 3: which checkpoint to go on from; equal on all ranks, as they read the same folder."""
+        resume = self.settings.checkpoint.resume
+        if resume == "never":
+            return None
+        path = latest_in(self.settings.checkpoint_dir) if resume == "auto" else find(Path(resume))
+        if path is None:
+            return None
+        state = read_state(path)
+        for line in check(state, path, self.settings, data.tokenizer.to_str()):
+            self.progress.say(f"note: {line}")
+        return state, path
+
+    # Step 4.
+
+    def _train(self, data: TextData) -> None:
+        training, every = self.settings.training, self.settings.checkpoint.every_steps
+        if self.step >= training.steps:
+            self.progress.say(
+                f"all {training.steps} steps are done; set training.steps higher to go on, or start anew "
+                "with --no-resume"
+            )
+        exposed: float | None = None
+        while self.step < training.steps:
+            begin_s = time.perf_counter()
+            loss, rate, norm = self._one_step(data.train.batch(self.step, training.global_batch))
+            step_s = time.perf_counter() - begin_s
+            tokens_per_s = training.global_batch * self.settings.data.sequence_length / step_s
+            self._losses.append(loss)
+            self._step_s.append(step_s)
+            line: dict[str, float | int] = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": norm}
+            line |= {"step_s": step_s, "tokens_per_s": tokens_per_s}
+            gathered = self._gather_timeline()
+            if gathered is not None:
+                exposed = line["exposed_fraction"] = gathered
+            self._write(line)
+            self.progress.show(
+                StepReport(self.step, loss, rate, norm, tokens_per_s, self._usual_step_s(), exposed)
+            )
+            last = self.step == training.steps
+            if training.eval_every and self.step % training.eval_every == 0 and not last:
+                self.progress.say(f"step {self.step}: held-out loss {self._held_out():.4f}")
+            if last or (every and self.step % every == 0):
+                self._save()
+
+    def _one_step(self, batch: torch.Tensor) -> tuple[float, float, float]:
+        """Loss, learning rate and gradient norm of the next step, which is then done."""
+        settings = self.settings
+        loss = float(self.runner.step(batch))
+        norm = float(self.clip())
+        rate = learning_rate(settings.lr_schedule, settings.optimizer.lr, settings.training.steps, self.step)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise RunError(
+                f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; nothing was "
+                "updated. Lower optimizer.lr, or warm up longer (lr_schedule.warmup_steps), and resume"
+            )
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss, rate, norm
+
+    def _gather_timeline(self) -> float | None:
+        """On steps that are logged or traced: the share of the step that is exposed communication."""
+        training, traced = self.settings.training, self.settings.output.trace_steps
+        trace = self.step > training.steps - traced
+        if not trace and self.step % training.log_every:
+            return None
+        timeline = self.runner.timeline()
+        if trace:
+            self.timelines.append(timeline)
+        return sum(timeline.exposed_us.values()) / timeline.step_us
+
+    def _usual_step_s(self) -> float:
+        """The median of the last steps, which a pause does not disturb."""
+        return statistics.median(self._step_s[-20:])
+
+    def _held_out(self) -> float:
+        """The held-out loss after the steps done; measured once for each."""
+        if self._held_out_at is None or self._held_out_at[0] != self.step:
+            self._held_out_at = (self.step, self.held_out.loss())
+            self._write({"step": self.step, "held_out_loss": self._held_out_at[1]})
+        return self._held_out_at[1]
+
+    def _save(self) -> None:
+        settings = self.settings
+        state = State(self.step, self.runner.state.steps, self._vocab_size, settings.model_dump(mode="json"))
+        checkpoint.save(
+            settings.checkpoint_dir,
+            state,
+            self._tokenizer,
+            self.runner,
+            self.optimizer,
+            settings.checkpoint.keep,
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(line)
+
+
+def _say_nothing(line: str) -> None:
+    """For lines that the launcher has said."""
+
+
+def _drop(model: nn.Module, runner: Runner) -> None:
+    """Free the parameters that other ranks hold; the Runners keep their own."""
+    kept = {id(p) for p in runner.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) not in kept:
+                module._parameters[name] = None
+    gc.collect()

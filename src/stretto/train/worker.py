@@ -1,0 +1,111 @@
+"""One rank's process: train, and however it ends, end with one message and the right status.
+
+A rank of our own launcher leaves a note and stays silent: the launcher makes one message of all notes. A
+rank that was started by something else speaks for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+from stretto.config import TrainSettings
+from stretto.train.interrupt import Interrupts
+from stretto.train.notes import (
+    Cause,
+    Note,
+    agree_on_lost,
+    is_first_to_say,
+    keeps_store_elsewhere,
+    leave_note,
+    note_of,
+)
+from stretto.train.trainer import Trainer
+from stretto.train.world import (
+    LAUNCHER_PID,
+    World,
+    check_size,
+    environment,
+    join,
+    leave,
+    threads,
+    use_threads,
+)
+
+WATCH_S = 1.0
+"""How often a launched rank looks whether its launcher lives."""
+LINGER_S = 3.0
+"""How long rank 0 keeps the job's store up after a failure, for the others to read who was lost first."""
+
+
+def work(settings: TrainSettings) -> int:
+    """Train as the rank that the environment names, or alone. Returns the exit status.
+
+    Alone, errors are raised as they are. As one of several ranks the process ends here when it fails:
+    connections to ranks that are gone cannot be closed in order.
+    """
+    _watch_launcher()
+    place = environment()
+    check_size(place, settings.parallel.pp)
+    with Interrupts() as interrupts:
+        trainer = Trainer(settings, place)
+        try:
+            use_threads(threads(settings.training.threads_per_rank, place.local_size))
+            trainer.world = place = join(place)
+            trainer.run()
+            leave(place)
+            return 0
+        except BaseException as error:
+            trainer.progress.stop()
+            note = note_of(error, place.rank, trainer.step, interrupts.received)
+            if place.size == 1 and note.cause is not Cause.INTERRUPTED:
+                raise
+            if place.size > 1:
+                _end(place, trainer, note)
+            print(interrupted_message(trainer, note), file=sys.stderr)
+            return note.status
+
+
+def interrupted_message(trainer: Trainer, note: Note) -> str:
+    """What to say when the user stopped the run."""
+    last = trainer.last_checkpoint()
+    rest = (
+        f"last checkpoint {last}; go on with --resume" if last is not None else "there is no checkpoint yet"
+    )
+    return f"stretto: interrupted at step {note.step}; {rest}"
+
+
+def _end(world: World, trainer: Trainer, note: Note) -> None:
+    """End a rank that failed, without waiting for the others."""
+    sys.stdout.flush()
+    if not leave_note(note):
+        note = agree_on_lost(world, note)
+        if note.cause is Cause.INTERRUPTED:
+            if world.rank == 0:
+                print(interrupted_message(trainer, note), file=sys.stderr)
+        elif note.cause is Cause.CRASHED:
+            print(note.message, file=sys.stderr)
+        elif is_first_to_say(world, note):
+            print(f"stretto: {note.message}", file=sys.stderr)
+        if world.rank == 0 and world.size > 2 and not keeps_store_elsewhere():
+            sys.stderr.flush()
+            time.sleep(LINGER_S)
+    sys.stderr.flush()
+    os._exit(note.status)
+
+
+def _watch_launcher() -> None:
+    """End with the launcher, even if it was killed and could not say so."""
+    told = os.environ.get(LAUNCHER_PID, "")
+    if not told.isdigit():
+        return
+    launcher = int(told)
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher watch", daemon=True).start()
