@@ -74,7 +74,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         if updates and set(at) - {stage for stage, _, _ in updates}:
             raise CaptureError(
                 f"buffer {name!r} is written in stage {updates[0][0]} and read in stages {at}: one would "
-                "read a stale copy; choose split so that the module that writes it and its readers are together"
+                "read a stale copy; choose split so that what writes it and all that read it are together"
             )
         buffers.append(Buffer(name, spec, at, updates))
     return Job(

@@ -1,4 +1,4 @@
-"""The one room of capture that knows PyTorch's private corners (2.11 to 2.13).
+"""The room of capture that knows PyTorch's private corners (2.11 to 2.13), with `torch_state`.
 
 What it uses, so that the next release breaks this file alone, with a test for each:
 
@@ -6,13 +6,11 @@ What it uses, so that the next release breaks this file alone, with a test for e
     torch._functorch._aot_autograd.descriptors                        what each input and output means
     torch._subclasses.fake_tensor.FakeTensorMode                      tensors without storage
     torch.fx.traceback.current_meta                                   marks that reach the backward nodes
-    torch.compiler._is_compiling_flag, _is_exporting_flag             what `torch.export` tells model code
     OpOverload._schema                                                which results are views
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +22,8 @@ from torch import nn
 from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from stretto.capture.torch_state import tracing_state
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
@@ -136,18 +136,6 @@ class _Segments:
         fx_traceback.current_meta["custom"] = {SEGMENT: len(self.names) - 1}
 
 
-@contextmanager
-def _exporting() -> Iterator[None]:
-    """Tell model code that it is being exported, as `torch.export` does: models (Hugging Face's among them)
-    ask `torch.compiler.is_compiling()` before they look at the values of tensors."""
-    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
-
-
 class _Step(nn.Module):
     """Model and loss as one module whose inputs are the microbatch's tensors."""
 
@@ -169,10 +157,18 @@ class _Step(nn.Module):
             loss = self._loss(self.model, self._rebuild(leaves))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"loss(model, microbatch) must return a scalar tensor (a mean), not {shape}")
+            raise ValueError(
+                f"loss(model, microbatch){self._where()} must return a scalar tensor (a mean), not {shape}"
+            )
         if not loss.requires_grad:
-            raise ValueError("the loss does not depend on any parameter that requires a gradient")
+            raise ValueError(
+                f"the loss{self._where()} does not depend on any parameter that requires a gradient"
+            )
         return loss.reshape(())
+
+    def _where(self) -> str:
+        code = getattr(self._loss, "__code__", None)
+        return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
 
 
 def export_joint(
@@ -185,21 +181,14 @@ def export_joint(
     """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake."""
     segments = _Segments()
     step = _Step(model, loss, rebuild, segments)
-    # The exporter warns of things that do not concern a step that is never compiled by it.
-    quiet = logging.getLogger("torch._functorch")
-    level = quiet.level
-    quiet.setLevel(logging.ERROR)
-    try:
-        with (
-            ExitStack() as stack,
-            mode,
-            _exporting(),
-            fx_traceback.preserve_node_meta(),
-            segments.hooks(model),
-        ):
-            joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
-    finally:
-        quiet.setLevel(level)
+    with (
+        ExitStack() as stack,
+        mode,
+        tracing_state(),
+        fx_traceback.preserve_node_meta(),
+        segments.hooks(model),
+    ):
+        joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
     module = joint.graph_module
     inputs: dict[torch.fx.Node, tuple[str, str | int]] = {}
     for node in module.graph.find_nodes(op="placeholder"):
@@ -238,6 +227,11 @@ def _output(desc: Any) -> tuple[str, str]:
         return ("grad", str(name)) if kind == "param" else ("input grad", str(name))
     if isinstance(desc, described.InputMutationAOTOutput):
         kind, name = _input(desc.mutated_input)
+        if kind == "batch":
+            raise ValueError(
+                f"the model writes into the batch in place (tensor {int(name) + 1} of it); "
+                "let it write into a copy (x = x.clone())"
+            )
         if kind != "buffer":
             raise ValueError(f"the model writes into its {kind} {name!r} in the forward; use a buffer")
         return "update", str(name)

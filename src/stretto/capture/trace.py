@@ -11,10 +11,8 @@ The result knows no stages: `stretto.capture.split` chooses them, `stretto.captu
 from __future__ import annotations
 
 import operator
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from stretto.capture import torch_adapter, tree
+from stretto.capture.explain import explain
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Arg, Const, Constant, Op, Ref, TensorSpec
 
@@ -94,6 +93,11 @@ def trace(
             return torch.empty(shapes[name], dtype=dtype, device=at)
 
     fakes = [fake_leaf(name, leaf) for name, leaf in leaves.items()]
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise CaptureError(
+            f"cannot capture {type(model).__name__}\n  it holds a TorchScript module: give the Python module "
+            "that was scripted"
+        )
     ties = _ties(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     with torch_adapter.fake_state(model, mode, at, param_dtype):
@@ -104,7 +108,7 @@ def trace(
         try:
             joint = torch_adapter.export_joint(model, loss, tree.rebuilder(batch), fakes, mode)
         except Exception as error:
-            raise _explain(model, error) from error
+            raise explain(model, error) from error
 
     names: dict[torch.fx.Node, str] = {}
     parameters: dict[str, tuple[TensorSpec, str, str | None]] = {}
@@ -176,22 +180,22 @@ def _convert(
     backward = False
     tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
     for node in joint.module.graph.nodes:
-        if node.op == "get_attr":
-            constants.append(_constant(joint.module, node))
-            names[node] = f"const/{node.target}"
-            continue
-        if node.op != "call_function":
-            continue
-        names[node] = node.name
-        backward = backward or any(source in tainted for source in node.all_input_nodes)
-        op = _op(node, names, roots)
-        roots[op.name] = op.alias if op.alias is not None else op.name
         segment = torch_adapter.segment_of(node)
-        ops.append(
-            TracedOp(
-                replace(op, module=joint.segments[segment] if segment is not None else ""), segment, backward
-            )
-        )
+        module = joint.segments[segment] if segment is not None else ""
+        try:
+            if node.op == "get_attr":
+                constants.append(_constant(joint.module, node))
+                names[node] = f"const/{node.target}"
+                continue
+            if node.op != "call_function":
+                continue
+            names[node] = node.name
+            op = _op(node, names, roots)
+        except CaptureError as error:
+            raise CaptureError(f"cannot capture {module or 'the model'}: {error}") from None
+        backward = backward or any(source in tainted for source in node.all_input_nodes)
+        roots[op.name] = op.alias if op.alias is not None else op.name
+        ops.append(TracedOp(replace(op, module=module), segment, backward))
     return ops, constants
 
 
@@ -210,7 +214,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         return Op(node.name, "getitem", args, kwargs, outputs, alias)
     if not isinstance(node.target, torch._ops.OpOverload):
         raise CaptureError(
-            f"the model calls {node.target}, which is not an op of the dispatcher, at {_line_of(node)}; "
+            f"the model calls {node.target}, which is not an op of the dispatcher; "
             "control flow operators and compiled regions cannot be captured: call their body directly"
         )
     alias = None
@@ -245,8 +249,8 @@ def _arg(value: Any, names: Mapping[torch.fx.Node, str], node: torch.fx.Node) ->
     if isinstance(value, torch.memory_format):
         return Const("memory_format", str(value).removeprefix("torch."))
     if isinstance(value, torch.SymInt):
-        raise CaptureError(f"an op's argument depends on data, at {_line_of(node)}; shapes must be known")
-    raise CaptureError(f"cannot write down the argument {value!r} of {node.target}, at {_line_of(node)}")
+        raise CaptureError("an op's argument depends on data; shapes must be known")
+    raise CaptureError(f"cannot write down the argument {value!r} of {node.target}")
 
 
 def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
@@ -255,9 +259,7 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
         found = getattr(found, part)
     tensor = torch_adapter.constant_value(found) if isinstance(found, torch.Tensor) else None
     if tensor is None:
-        raise CaptureError(
-            f"the model's code holds a constant whose elements are not known, at {_line_of(node)}"
-        )
+        raise CaptureError("the model's code holds a constant whose elements are not known")
     return Constant(str(node.target), spec_of(tensor), tuple(tensor.flatten().tolist()))
 
 
@@ -303,30 +305,3 @@ def _live(ops: list[TracedOp], roots: set[str]) -> list[TracedOp]:
             needed.update(traced.op.uses)
             kept.append(traced)
     return kept[::-1]
-
-
-def _line_of(node: torch.fx.Node) -> str:
-    """The user's line in a node's recorded stack; its module when no stack was recorded."""
-    stack = str(node.meta.get("stack_trace") or "")
-    lines = [line.strip() for line in stack.splitlines() if line.strip().startswith('File "')]
-    users = [line for line in lines if "/torch/" not in line and "/stretto/" not in line]
-    return users[-1] if users else f"node {node.name}"
-
-
-def _explain(model: nn.Module, error: Exception) -> CaptureError:
-    """Name the line of the user's code at which tracing failed, and say why in plain words."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "capture"))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    where = ""
-    if frames:
-        where = f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}"
-    kind = type(error).__name__
-    text = str(error).strip().splitlines()
-    reason = text[0] if text else kind
-    if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
-        reason = (
-            f"the code asks for the value of a tensor ({reason}), and at capture there are none: replace "
-            "`.item()`, `if tensor:` and boolean indexing by tensor operations such as torch.where"
-        )
-    at = f" at {where}" if where else ""
-    return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {kind}: {reason}")

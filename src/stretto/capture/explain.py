@@ -1,0 +1,51 @@
+"""Why a model cannot be captured, in the words of its author: the line of code, and the reason."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stretto.errors import CaptureError
+
+
+def explain(model: nn.Module, error: Exception) -> CaptureError:
+    """Name the line of the user's code at which tracing failed, and say why in plain words."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "capture"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    where = ""
+    if frames:
+        where = f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}"
+    at = f" at {where}" if where else ""
+    return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {_reason(error)}")
+
+
+_REASONS = {
+    "DataDependentOutputException": "the code asks for the value of a tensor",
+    "GuardOnDataDependentSymNode": "the code asks for the value of a tensor",
+    "DynamicOutputShapeException": "a tensor's shape depends on values",
+}
+"""What the exporter's errors say, in plain words."""
+
+
+def _reason(error: Exception) -> str:
+    kind = type(error).__name__
+    text = (str(error).strip().splitlines() or [""])[0]
+    asked = _REASONS.get(kind)
+    if asked is None and text.startswith(".numpy()"):
+        asked = "the code asks for the values of a tensor (.numpy())"
+    if asked is not None:
+        return (
+            f"{asked}, and at capture there are none: replace `.item()`, `if tensor:`, "
+            "boolean indexing and their like by tensor operations such as torch.where"
+        )
+    if "convert all Tensors to FakeTensors" in text:
+        return (
+            "the code uses a tensor that is neither a parameter, nor a buffer, nor in the batch: "
+            "give it to the module with register_buffer"
+        )
+    if kind == "UncapturedHigherOrderOpError":
+        return "control flow operators cannot be captured: compute both sides and choose with torch.where"
+    return f"{kind}: {text}" if text else kind
