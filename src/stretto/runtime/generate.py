@@ -14,6 +14,7 @@ The function's text is what it does, op by op; nothing is looked up while it run
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -80,6 +81,13 @@ class _Writer:
             for s in stages
             for phase, ops in job.stages[s].ops.items()
         }
+        self.readers: dict[tuple[int, str], set[str]] = defaultdict(set)
+        self.families: dict[tuple[int, str], set[str]] = defaultdict(set)
+        for (s, name), op in self.ops.items():
+            self.families[s, op.alias if op.alias is not None else name].add(name)
+            for used in op.uses:
+                self.readers[s, used].add(name)
+        self.sent = {s: {edge.value for edge in job.edges if edge.source == s} for s in stages}
         self.results = {(s, phase): results_of(job, s, phase) for s in stages for phase in PHASES}
         self.parameters = {p.name: k for k, p in enumerate(job.parameters)}
         self.buffers = {b.name: k for k, b in enumerate(job.buffers)}
@@ -239,20 +247,19 @@ class _Writer:
 
     def _is_owned(self, stage: int, op: Op) -> bool:
         """Whether nothing else reads the value's storage, so that a gradient may be accumulated in place."""
-        ops = [o for (at, _), o in self.ops.items() if at == stage]
         root = op.alias if op.alias is not None else op.name
         if is_external(root):
             return False
-        family = {o.name for o in ops if o.name == root or o.alias == root}
+        family = self.families[stage, root]
+        # The values that became this one by views alone; whatever else reads the storage shares it.
         chain = {op.name}
-        while True:
-            grown = chain | {name for o in ops if o.name in chain for name in o.uses if name in family}
-            if grown == chain:
-                break
-            chain = grown
-        readers = [o.name for o in ops if any(name in family for name in o.uses) and o.name not in chain]
-        sent = any(edge.value in family and edge.source == stage for edge in self.job.edges)
-        return family <= chain and not readers and not sent
+        reached = [op.name]
+        while reached:
+            sources = [n for n in self.ops[stage, reached.pop()].uses if n in family and n not in chain]
+            chain.update(sources)
+            reached += sources
+        shared = any(name in self.sent[stage] or not self.readers[stage, name] <= chain for name in family)
+        return family <= chain and not shared
 
     def _updates(self) -> None:
         for part, (stage, phase) in enumerate(self.window.parts):
