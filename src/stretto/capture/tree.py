@@ -67,6 +67,10 @@ def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
             raise UsageError(
                 f"batch leaf {name!r} has no dims; the first dim of every tensor in the batch is the batch"
             )
+        if leaf.shape[0] == 0:
+            raise UsageError(
+                f"batch leaf {name!r} has no rows; give a batch of the size that will be trained on"
+            )
         sizes.setdefault(leaf.shape[0], name)
         if leaf.shape[0] % microbatches:
             raise UsageError(

@@ -17,7 +17,8 @@ from stretto.runtime.record import Marks, now
 from stretto.runtime.transport import Handle, Transport
 
 _DRAWING = threading.Lock()
-"""Ranks that are threads share the process's generator: a draw and its seed belong together."""
+"""Ranks that are threads share the process's generator: a draw and its seed belong together, and the
+generator is given back as it was before another rank, or the user, sees it."""
 
 _MASK = (1 << 64) - 1
 
@@ -51,6 +52,7 @@ class RankState:
         self.device = device
         self.seed = seed
         self.steps = 0
+        self._kept: torch.Tensor | None = None
         self.marks = Marks()
         self.grads: dict[int, torch.Tensor] = {}
         self._buffers = buffers
@@ -74,12 +76,6 @@ class RankState:
         self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
         self._peer_of = {e.index: plan.rank_of(e.target) for e in job.edges}
         self._source_of = {e.index: plan.rank_of(e.source) for e in job.edges}
-        self._random = any(
-            op.random
-            for s in plan.schedule.stages_of(transport.rank)
-            for ops in job.stages[s].ops.values()
-            for op in ops
-        )
         self._actions: dict[InstructionKind, Callable[[Instruction], None]] = {
             InstructionKind.RECV: self._recv,
             InstructionKind.RUN: self._run,
@@ -108,10 +104,9 @@ class RankState:
         """
         self._clear()
         count = self.plan.job.microbatches
-        pieces = {name: leaf.chunk(count) if leaf.numel() else [leaf] * count for name, leaf in batch.items()}
+        pieces = {name: leaf.chunk(count) for name, leaf in batch.items()}
         self._batch = [{name: chunks[m] for name, chunks in pieces.items()} for m in range(count)]
         self.marks = Marks()
-        kept = _generator_state(self.device) if self._random else None
         try:
             with torch.no_grad():
                 self.marks.start = now()
@@ -119,8 +114,8 @@ class RankState:
                     self._actions[instruction.kind](instruction)
                 self.marks.end = now()
         finally:
-            if kept is not None:
-                _set_generator_state(self.device, kept)
+            if self._kept is not None:
+                self.drawn()  # an op failed between its seed and its end
         self.steps += 1
         assert self._told is not None or self._losses, "no rank told the loss"
         loss = self._told[1] if self._told is not None else self._mean_loss()
@@ -241,6 +236,7 @@ class RankState:
 
     def draw(self, microbatch: int, op: int) -> None:
         _DRAWING.acquire()
+        self._kept = _generator_state(self.device)
         seed = mix(self.seed, self.steps, microbatch, op)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
@@ -248,6 +244,9 @@ class RankState:
             torch.default_generator.manual_seed(seed)
 
     def drawn(self) -> None:
+        assert self._kept is not None
+        _set_generator_state(self.device, self._kept)
+        self._kept = None
         _DRAWING.release()
 
 
