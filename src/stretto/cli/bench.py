@@ -15,6 +15,10 @@ from rich.table import Table
 
 from stretto.errors import RunError, UsageError
 
+NOISY = 1.15
+"""Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
+machine of 2 cores: 1.03 to 1.08."""
+
 bench = typer.Typer(add_completion=False, no_args_is_help=True, help="Race Stretto against other systems.")
 
 
@@ -74,3 +78,9 @@ def _print(result: dict[str, object]) -> None:
             "" if predicted is None else f"{100 * (predicted / row['step_s'] - 1):+.1f} %",
         )
     Console(width=110).print(table)
+    noisy = [r["system"] for r in rows if max(r["rounds_s"]) > NOISY * min(r["rounds_s"])]
+    if noisy:
+        Console(width=110, stderr=True).print(
+            f"The rounds of {', '.join(noisy)} spread by more than {100 * (NOISY - 1):.0f} %: something else was "
+            "running. Quote nothing of this; run again on a quiet machine."
+        )
