@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.capture.split import split
+from stretto.capture.split import place, split
 from stretto.capture.stages import cut
 from stretto.capture.trace import Traced, trace
 from stretto.ir.action import Schedule
@@ -146,6 +146,13 @@ def made_up_costs(job: Job, *, latency_us: float = 50.0, bytes_per_us: float = 1
 
 def job_of(found: Traced, stages: int, microbatches: int, how: Any = "auto") -> Job:
     return cut(found, split(found, stages, how), stages, microbatches)
+
+
+def evenly(found: Traced, stages: int, microbatches: int) -> Job:
+    """Cut with no regard to modules and costs: harder than what a user would choose."""
+    at = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    cuts = [at[len(at) * k // stages] for k in range(1, stages)]
+    return cut(found, place(found, stages, cuts), stages, microbatches)
 
 
 def plan_of(job: Job, schedule: str | Schedule = "1f1b") -> Plan:

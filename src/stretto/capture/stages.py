@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stretto.capture.split import Placement
 from stretto.capture.trace import Traced
@@ -44,7 +45,9 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
     made: list[Stage] = []
     for stage in range(stages):
         into, weight = _split_backward(backward[stage], leaving[stage], grads)
-        made.append(Stage(stage, {Phase.F: tuple(forward[stage]), Phase.I: into, Phase.W: weight}))
+        phases = (Phase.F, tuple(forward[stage])), (Phase.I, into), (Phase.W, weight)
+        roots: dict[str, str] = {}
+        made.append(Stage(stage, {phase: _own_aliases(ops, roots) for phase, ops in phases}))
 
     phase_of: dict[tuple[int, str], Phase] = {
         (stage.index, op.name): phase for stage in made for phase, ops in stage.ops.items() for op in ops
@@ -89,6 +92,19 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         loss=(homes[traced.loss][0], traced.loss),
         param_dtype=traced.param_dtype,
     )
+
+
+def _own_aliases(ops: Sequence[Op], roots: dict[str, str]) -> tuple[Op, ...]:
+    """Views named after the storage that the stage has: a received value has one of its own, whatever it
+    was a view of where it was made. roots: view -> its storage's value, of the stage so far; grows."""
+    found: list[Op] = []
+    for op in ops:
+        if op.alias is not None:
+            source = next(a.name for a in op.args if isinstance(a, Ref))
+            roots[op.name] = roots.get(source, source)
+            op = op if op.alias == roots[op.name] else replace(op, alias=roots[op.name])
+        found.append(op)
+    return tuple(found)
 
 
 def _gradient_parts(

@@ -45,8 +45,10 @@ class RankState:
         parameters: Mapping[int, torch.Tensor],
         buffers: Mapping[int, torch.Tensor],
         seed: int,
+        grad_dtypes: Mapping[int, torch.dtype],
     ) -> None:
-        """parameters, buffers: index in the job -> the tensor that ops read."""
+        """parameters, buffers: index in the job -> the tensor that ops read. grad_dtypes: index of a
+        parameter -> the dtype in which its gradient is summed, finer than that of ops in mixed precision."""
         self.plan = plan
         self.transport = transport
         self.device = device
@@ -71,7 +73,7 @@ class RankState:
         self.windows: dict[str, Generated] = {
             name: generate(job, plan.windows[name], externals) for name in sorted(used)
         }
-        self._grad_dtype = {k: getattr(torch, p.spec.dtype) for k, p in enumerate(job.parameters)}
+        self._grad_dtype = grad_dtypes
         self._tie = {k: p.tied_to for k, p in enumerate(job.parameters)}
         self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
         self._peer_of = {e.index: plan.rank_of(e.target) for e in job.edges}

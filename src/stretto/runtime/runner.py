@@ -60,7 +60,8 @@ class Runner:
         self._compute = self._compute_copies()
         self._agree()
         self.transport.open(plan.communicators)
-        self.state = RankState(plan, self.transport, self.device, self._compute, self._buffers, seed)
+        dtypes = {k: parameter.dtype for k, parameter in self._parameters.items()}
+        self.state = RankState(plan, self.transport, self.device, self._compute, self._buffers, seed, dtypes)
         self._offset_us = self.transport.clock_offset_us()
         self._last: Marks | None = None
         self._peak_bytes = 0
