@@ -34,6 +34,8 @@ def _reason(error: Exception) -> str:
     kind = type(error).__name__
     text = (str(error).strip().splitlines() or [""])[0]
     asked = _REASONS.get(kind)
+    if asked is None and "Tensor.__format__" in text:
+        asked = "the code writes the value of a tensor into a text"
     if asked is None and text.startswith(".numpy()"):
         asked = "the code asks for the values of a tensor (.numpy())"
     if asked is not None:

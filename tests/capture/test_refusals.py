@@ -1,0 +1,165 @@
+"""Models that cannot be captured: the user's own line and the reason, in the user's words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.capture.trace import trace
+from tests.capture.zoo import WIDTH, Chain, mean_square, rows
+
+VALUE = "the code asks for the value of a tensor, and at capture there are none"
+
+INTERNALS = ("aten", "Fake", "Functional", "Proxy", "SymNode", "DataDependent", "functorch")
+"""Words of the exporter's that tell a user nothing."""
+
+
+def item(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def branch(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def boolean_index(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def formatted(x: Tensor) -> Tensor:
+    assert f"{x.detach().mean():.3f}"
+    return x
+
+
+def as_list(x: Tensor) -> Tensor:
+    return x * x[0].tolist()[0]
+
+
+def through_numpy(x: Tensor) -> Tensor:
+    return x * torch.from_numpy(x.detach().numpy()).sum()
+
+
+def nonzero(x: Tensor) -> Tensor:
+    return x + x.nonzero().sum()
+
+
+LOOSE = torch.ones(WIDTH, dtype=torch.float64)
+
+
+def loose_tensor(x: Tensor) -> Tensor:
+    return x * LOOSE
+
+
+def raises(x: Tensor) -> Tensor:
+    raise KeyError("the user's own")
+
+
+def wrong_shapes(x: Tensor) -> Tensor:
+    return x @ torch.ones(3, 3, dtype=x.dtype)
+
+
+REFUSED: list[tuple[Callable[[Tensor], Tensor], str]] = [
+    (item, VALUE),
+    (branch, VALUE),
+    (boolean_index, "a tensor's shape depends on values"),
+    (formatted, "the code writes the value of a tensor into a text, and at capture there are none"),
+    (as_list, VALUE),
+    (through_numpy, "the code asks for the values of a tensor"),
+    (nonzero, "a tensor's shape depends on values"),
+    (loose_tensor, "give it to the module with register_buffer"),
+    (raises, "the user's own"),
+    (wrong_shapes, "must have same reduction dim"),
+]
+
+
+class Acts(Chain):
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+
+@pytest.mark.parametrize(("act", "reason"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
+def test_the_users_line_and_the_reason(act: Callable[[Tensor], Tensor], reason: str) -> None:
+    with pytest.raises(stretto.CaptureError) as caught:
+        trace(Acts(act), rows(), mean_square, microbatches=2)
+    message = str(caught.value)
+    assert reason in message
+    assert f"cannot capture Acts at {__file__}:" in message
+    line = int(message.split(f"{__file__}:")[1].split(":")[0])
+    first = act.__code__.co_firstlineno
+    assert first < line <= first + 2, "a line of the function that the user wrote"
+    assert not [word for word in INTERNALS if word in message]
+
+
+def in_place_batch(model: nn.Module, batch: Tensor) -> Tensor:
+    return mean_square(model, batch.add_(1))
+
+
+def in_place_parameter(model: Chain, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.out.bias.mul_(0.5)
+    return mean_square(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (lambda model, batch: model(batch), "must return a scalar tensor (a mean), not (4, 2)"),
+        (lambda model, batch: 3.0, "must return a scalar tensor (a mean), not float"),
+        (lambda model, batch: batch.sum(), "does not depend on any parameter that requires a gradient"),
+        (lambda model, batch: model(batch).detach().sum(), "does not depend on any parameter"),
+        (in_place_batch, "writes into the batch in place (tensor 1 of it); let it write into a copy"),
+        (in_place_parameter, "writes into its param 'out.bias' in the forward"),
+    ],
+)
+def test_losses_that_cannot_be(loss: Any, reason: str) -> None:
+    with pytest.raises(stretto.CaptureError) as caught:
+        trace(Chain(), rows(), loss, microbatches=2)
+    assert reason in str(caught.value)
+    if "loss" in str(caught.value).partition("\n")[2]:
+        assert f"{__file__}:{loss.__code__.co_firstlineno}" in str(caught.value)
+
+
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(stretto.CaptureError, match="holds a TorchScript module: give the Python module"):
+        trace(torch.jit.script(nn.Sequential(nn.Linear(8, 8))), rows().float(), mean_square)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": 3}, "the batch holds no tensor"),
+        (torch.tensor(1.0), "batch leaf 'batch' has no dims"),
+        (torch.zeros(7, WIDTH), "batch leaf 'batch' has 7 rows, which do not divide into 2 microbatches"),
+        (torch.zeros(0, WIDTH), "batch leaf 'batch' has no rows"),
+        ({"a": torch.zeros(4, 1), "b": torch.zeros(8, 1)}, "'a' has 4, 'b' has 8 rows"),
+    ],
+)
+def test_batches_that_do_not_fit(batch: Any, message: str) -> None:
+    with pytest.raises(stretto.UsageError) as caught:
+        trace(Chain(), batch, mean_square, microbatches=2)
+    assert message in str(caught.value)
+
+
+def test_nothing_of_the_exporters_is_printed(tmp_path: Path) -> None:
+    """A program that catches the error has clean output; PyTorch's log would go to stderr otherwise."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, stretto\n"
+        "model = torch.nn.Linear(8, 3)\n"
+        "try:\n"
+        "    stretto.capture(model, torch.zeros(4, 5), lambda m, b: m(b).mean(), stretto.Parallel())\n"
+        "except stretto.CaptureError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert f"cannot capture Linear at {program}:4: stretto.capture(" in done.stdout
