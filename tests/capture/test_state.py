@@ -62,12 +62,12 @@ def test_a_failed_capture_leaves_it_too() -> None:
 
 def test_the_process_is_left_as_it_was() -> None:
     log = logging.getLogger("torch._functorch")
-    before = (
-        log.level,
-        torch.backends.mkldnn.enabled,
-        torch.compiler.is_compiling(),
-        torch.get_num_threads(),
-    )
+
+    def state() -> tuple[int, bool, bool, int]:
+        compiling = torch.compiler.is_compiling()
+        return log.level, torch.backends.mkldnn.enabled, compiling, torch.get_num_threads()
+
+    before = state()
     with tracing_state():
         assert torch.compiler.is_compiling()
         assert torch.compiler.is_exporting()
