@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.capture import capture
-    from stretto.config import ParallelSettings as Parallel
+    from stretto.config import Parallel
     from stretto.cost import Cluster
     from stretto.errors import CaptureError, PlanError, RunError, StrettoError, UsageError
     from stretto.ir.plan import Plan
@@ -54,7 +54,7 @@ _HOMES = {
     "CaptureError": "stretto.errors",
     "Cluster": "stretto.cost",
     "Job": "stretto.ir.program",
-    "Parallel": "stretto.config:ParallelSettings",
+    "Parallel": "stretto.config",
     "Plan": "stretto.ir.plan",
     "PlanError": "stretto.errors",
     "RunError": "stretto.errors",
@@ -74,8 +74,7 @@ _WITH_SAVERS = ("Runner", "Timeline", "run_threads", "simulate")
 def _load(name: str, home: str) -> Any:
     if name in _WITH_SAVERS:
         import_module("stretto.report")
-    module, _, inside = home.partition(":")
-    return getattr(import_module(module), inside or name)
+    return getattr(import_module(home), name)
 
 
 def __getattr__(name: str) -> Any:

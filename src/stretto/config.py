@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from stretto.settings_file import read_settings
+from stretto.errors import UsageError
+from stretto.settings_file import read_settings, refusal
 
 
 class Settings(BaseModel):
@@ -120,6 +121,32 @@ class ParallelSettings(Settings):
                 f"which must be a multiple of pp = {self.pp}"
             )
         return self
+
+
+TO_COME = {
+    "tp": "tensor parallelism",
+    "dp": "data parallelism",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+}
+"""Axes that users of other systems will ask for, and that this version does not have."""
+
+
+class Parallel(ParallelSettings):
+    """`ParallelSettings` as code writes them: `stretto.Parallel(pp=2, microbatches=8)`.
+
+    Raises UsageError that names the argument and what is allowed.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        for axis in TO_COME.keys() & given.keys():
+            raise UsageError(
+                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp"
+            )
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise refusal("Parallel", list(ParallelSettings.model_fields), error) from None
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]

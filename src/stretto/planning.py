@@ -24,6 +24,7 @@ from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.lower import Message, lower
+from stretto.schedule.timing import peak_live
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
 
@@ -35,16 +36,24 @@ a message that is twice as slow as predicted still does not hold up its sender."
 def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Schedule:
     """Step 1. schedule: a family, the path of a CSV, or a schedule; the job's own wish by default.
 
-    A job of forwards alone (`stretto.ir.forward`) has one possible order, whatever the wish.
+    A job of forwards alone (`stretto.ir.forward`) has one possible order; a given Schedule says only where
+    its stages are.
 
-    Raises UsageError for an unknown family or a CSV whose stages or microbatches are not the job's.
+    Raises UsageError for an unknown family, for a schedule whose stages, microbatches or ranks are not the
+    job's, and for one that keeps more microbatches live than the job allows.
     """
     if not job.trains:
-        return forward_schedule(len(job.stages), job.microbatches)
+        places = schedule.stage_ranks if isinstance(schedule, Schedule) else None
+        return forward_schedule(len(job.stages), job.microbatches, places)
     wish = schedule if schedule is not None else job.schedule
     if isinstance(wish, str):
         if wish.endswith(".csv"):
             wish = read_csv(Path(wish))
+        elif job.pp is not None and job.pp != len(job.stages):
+            raise UsageError(
+                f"the job has {len(job.stages)} stages for pp = {job.pp} ranks, and {wish!r} places one "
+                "stage on each rank: give a schedule of your own (.csv), or as many stages as ranks"
+            )
         else:
             return make_schedule(wish, len(job.stages), job.microbatches, max_live=job.max_live)
     for what, has, wants in (
@@ -56,11 +65,27 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
                 f"the schedule {wish.family!r} has {has} {what}, but the job has {wants}: write a "
                 f"schedule for {wants} {what}, or capture with {has}"
             )
+    if job.pp is not None and wish.ranks != job.pp:
+        raise UsageError(
+            f"the schedule {wish.family!r} is for {wish.ranks} ranks, but pp = {job.pp}: "
+            f"give pp = {wish.ranks}"
+        )
+    live = max(peak_live(wish))
+    if job.max_live is not None and live > job.max_live:
+        raise UsageError(
+            f"the schedule {wish.family!r} keeps {live} microbatches live on a stage, but max_live = "
+            f"{job.max_live}: reorder it, or allow {live}"
+        )
     return wish
 
 
 def make_plan(
-    job: Job, costs: Costs, *, schedule: str | Schedule | None = None, overlap: bool = True
+    job: Job,
+    costs: Costs,
+    *,
+    schedule: str | Schedule | None = None,
+    overlap: bool = True,
+    max_bytes: int | None = None,
 ) -> Plan:
     """Plan the job: order, lower, prove, predict.
 
@@ -75,20 +100,24 @@ def make_plan(
         placed = _sent_before(draft, simulate(draft))
         windows, orders, communicators = lower(job, order, sent_before=placed)
         draft = replace(draft, orders=orders)
-    verify(draft)
+    verify(draft, max_bytes)
     return replace(draft, prediction=predict(draft))
 
 
 def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
     """Step 3: message -> the sender's run before which its send is waited for."""
-    starts: list[list[float]] = [[] for _ in range(plan.ranks)]
-    seen: list[str | None] = [None] * plan.ranks
-    for span in sorted(timeline.spans, key=lambda s: s.start_us):
+    # A run is one or more spans: it may wait inside, and its parts have names of their own.
+    runs = {
+        (rank, str(action)): at
+        for rank, order in enumerate(plan.schedule.orders)
+        for at, slot in enumerate(order)
+        for action in slot.actions
+    }
+    starts = [[float("inf")] * len(order) for order in plan.schedule.orders]
+    for span in timeline.spans:
         if span.kind is SpanKind.COMPUTE:
-            # A run that waits inside is several spans of one name.
-            if span.name != seen[span.rank]:
-                starts[span.rank].append(span.start_us)
-            seen[span.rank] = span.name
+            at = runs[span.rank, span.name]
+            starts[span.rank][at] = min(starts[span.rank][at], span.start_us)
     found: dict[Message, int] = {}
     for span in timeline.spans:
         if span.kind is SpanKind.MESSAGE and span.sender is not None and span.sent_us is not None:
@@ -119,5 +148,8 @@ def plan(
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
     """
+    if not isinstance(job, Job):
+        raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     order = choose_schedule(job, schedule=schedule)
-    return make_plan(job, costs_of(job, order, cluster), schedule=order, overlap=overlap)
+    limit = cluster.memory_bytes if isinstance(cluster, Cluster) else None
+    return make_plan(job, costs_of(job, order, cluster), schedule=order, overlap=overlap, max_bytes=limit)

@@ -104,6 +104,21 @@ def _parse_value(text: str) -> Any:
     return parsed["value"]
 
 
+def refusal(what: str, known: Sequence[str], error: ValidationError) -> UsageError:
+    """A wrong argument of a settings class that code calls by itself: what, which key, what to do."""
+    told: list[str] = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+            told.append(f"unknown argument {key}{hint}")
+        else:
+            said = fault["msg"].removeprefix("Value error, ")
+            told.append(f"{key} = {fault['input']!r}: {said}" if key else said)
+    return UsageError(f"{what}: {'; '.join(told)}")
+
+
 def _within(key: str, name: str) -> bool:
     return key == name or key.startswith(name + ".")
 

@@ -13,10 +13,12 @@ from stretto.capture.split import split
 from stretto.capture.stages import cut
 from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
+from stretto.errors import UsageError
 from stretto.ir.program import Job
 
 DTYPES = {"float32": None, "bf16": torch.bfloat16}
-"""Precision setting -> dtype of the parameters in the computation; None keeps their own."""
+"""Precision setting -> dtype of the parameters in the computation; None keeps their own. float16 is not
+offered: it needs loss scaling, which nothing here does."""
 
 
 def capture(
@@ -47,6 +49,8 @@ def capture(
     Method: joint export of forward and backward by PyTorch's AOTAutograd; programs as in Zero Bubble
     Pipeline Parallelism (arXiv 2401.10241), by reachability in the graph.
     """
+    if precision not in DTYPES:
+        raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     traced = trace(
         model,
         batch,
@@ -59,4 +63,4 @@ def capture(
     count = stages or named or parallel.pp
     placement = split(traced, count, parallel.split)
     job = cut(traced, placement, count, parallel.microbatches)
-    return replace(job, schedule=parallel.schedule, max_live=parallel.max_live)
+    return replace(job, schedule=parallel.schedule, max_live=parallel.max_live, pp=parallel.pp)

@@ -91,6 +91,8 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         batch=traced.batch,
         loss=(homes[traced.loss][0], traced.loss),
         param_dtype=traced.param_dtype,
+        device=traced.device,
+        fixed=traced.fixed,
     )
 
 
@@ -136,17 +138,32 @@ def _gradient_parts(
             return set()
         return {value}.union(*(tree(name, leaves) for name in ops[value].uses))
 
+    holders: dict[str, set[int]] = defaultdict(set)
+    for op in ops.values():
+        for name in op.uses:
+            if name.startswith("param/"):
+                holders[name.removeprefix("param/")].update(homes[op.name])
+
     for name, (_, _, value) in traced.parameters.items():
         if value is None:
             continue
         leaves = terms(value, True)
-        if len({homes[leaf][0] for leaf in leaves}) == 1:
+        if {homes[leaf][0] for leaf in leaves} <= holders[name] and len({homes[x][0] for x in leaves}) == 1:
             grads[name] = ((homes[value][0], value),)
             continue
         gone |= tree(value, set(leaves))
         by_stage: dict[int, str] = {}
         for leaf in leaves:
             stage = homes[leaf][0]
+            if stage not in holders[name]:
+                # The gradient of a term at the end of a stage is the message itself: it goes where the
+                # parameter is, and becomes its gradient there.
+                stage = max((s for s in holders[name] if s < stage), default=min(holders[name]))
+                here = f"{value}_part{len(sums)}"
+                sums.append(
+                    (stage, Op(here, "aten.alias.default", (Ref(leaf),), (), ops[leaf].outputs, leaf))
+                )
+                leaf = here
             if stage not in by_stage:
                 by_stage[stage] = leaf
                 continue

@@ -6,7 +6,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
     torch._functorch._aot_autograd.descriptors                        what each input and output means
     torch._subclasses.fake_tensor.FakeTensorMode                      tensors without storage
     torch.fx.traceback.current_meta                                   marks that reach the backward nodes
-    OpOverload._schema                                                which results are views
+    torch._ops.OpOverload and its _schema                             what is an op, which results are views
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -183,6 +183,7 @@ def export_joint(
     step = _Step(model, loss, rebuild, segments)
     with (
         ExitStack() as stack,
+        torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
         mode,
         tracing_state(),
         fx_traceback.preserve_node_meta(),
@@ -242,6 +243,11 @@ def segment_of(node: torch.fx.Node) -> int | None:
     """The segment whose code made the node, forward or backward; None for sums of gradients."""
     custom = node.meta.get("custom")
     return custom.get(SEGMENT) if custom else None
+
+
+def is_dispatched(target: object) -> TypeGuard[torch._ops.OpOverload]:
+    """Whether a node calls an op of the dispatcher (and not a control flow operator or Python code)."""
+    return isinstance(target, torch._ops.OpOverload)
 
 
 def returns_view(target: torch._ops.OpOverload) -> bool:

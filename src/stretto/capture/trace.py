@@ -51,6 +51,8 @@ class Traced:
     batch: tuple[tuple[str, TensorSpec], ...]
     loss: str
     param_dtype: str | None
+    device: str = "cpu"
+    fixed: tuple[tuple[str, str], ...] = ()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -83,6 +85,11 @@ def trace(
     shapes = tree.microbatch_shapes(batch, microbatches)
     leaves = tree.flatten(batch)
     at = torch.device(device) if device is not None else _device_of(model)
+    if at.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "capture for CUDA needs a PyTorch with CUDA and a device, and there is none here: capture for "
+            "the CPU, or where the devices are"
+        )
     mode = torch_adapter.fake_mode()
 
     def fake_leaf(name: str, leaf: torch.Tensor) -> torch.Tensor:
@@ -150,6 +157,8 @@ def trace(
         batch=tuple((name, spec_of(fake)) for name, fake in zip(leaf_names, fakes, strict=True)),
         loss=loss_value,
         param_dtype=None if param_dtype is None else dtype_name(param_dtype),
+        device=at.type,
+        fixed=tuple(tree.fixed(batch).items()),
     )
 
 
@@ -212,7 +221,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         root = roots[first]
         alias = root if root != first else None
         return Op(node.name, "getitem", args, kwargs, outputs, alias)
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not torch_adapter.is_dispatched(node.target):
         raise CaptureError(
             f"the model calls {node.target}, which is not an op of the dispatcher; "
             "control flow operators and compiled regions cannot be captured: call their body directly"
@@ -265,7 +274,7 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
 
 def _flops(node: torch.fx.Node) -> int:
     """Floating-point operations by PyTorch's formulas; its attention formula serves all attention ops."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert torch_adapter.is_dispatched(node.target)
     packet = node.target.overloadpacket
 
     def shape(value: Any) -> Any:

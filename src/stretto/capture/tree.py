@@ -33,6 +33,24 @@ def flatten(batch: Any) -> dict[str, torch.Tensor]:
     return leaves
 
 
+def fixed(batch: Any) -> dict[str, str]:
+    """Path -> text of the leaves that are no tensors. Capture makes them constants of the step."""
+    leaves: dict[str, str] = {}
+
+    def walk(item: Any, path: str) -> None:
+        if isinstance(item, Mapping):
+            for key, value in item.items():
+                walk(value, f"{path}.{key}" if path else str(key))
+        elif isinstance(item, (list, tuple)):
+            for position, value in enumerate(item):
+                walk(value, f"{path}.{position}" if path else str(position))
+        elif not isinstance(item, torch.Tensor):
+            leaves[path or "batch"] = repr(item)
+
+    walk(batch, "")
+    return leaves
+
+
 def rebuilder(batch: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
     """A function from leaves, in the order of `flatten`, to a tree shaped like `batch`."""
 

@@ -81,6 +81,6 @@ def _print(result: dict[str, object]) -> None:
     noisy = [r["system"] for r in rows if max(r["rounds_s"]) > NOISY * min(r["rounds_s"])]
     if noisy:
         Console(width=110, stderr=True).print(
-            f"The rounds of {', '.join(noisy)} spread by more than {100 * (NOISY - 1):.0f} %: something else was "
-            "running. Quote nothing of this; run again on a quiet machine."
+            f"The rounds of {', '.join(noisy)} spread by more than {100 * (NOISY - 1):.0f} %: something else "
+            "was running. Quote nothing of this; run again on a quiet machine."
         )

@@ -8,9 +8,12 @@ stages are measured one after the other, and messages between two processes star
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stretto.cost.messages import measure_links, measure_local_link
 from stretto.cost.profile import device_name, profile
@@ -18,13 +21,18 @@ from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.plan import Costs, Link
 from stretto.ir.program import Job, Op
+from stretto.settings_file import refusal
 
 ACTION_US = 8.0
 """Time of a window's run beside its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
 
 
 class Cluster(BaseModel):
-    """Equal devices joined by equal links, for plans without the machine at hand."""
+    """Equal devices joined by equal links, for plans without the machine at hand.
+
+    The defaults describe one core of a server processor (AVX-512, 2.6 GHz, measured) and, assumed, its local
+    network; a plan's `costs.source` names the fields that were left at them.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -40,6 +48,14 @@ class Cluster(BaseModel):
     """Payload of a link in a microsecond; 1,000 is 8 Gbit/s, 12.5 is 100 Mbit/s."""
     processor_us_per_mb: float = Field(default=0.0, ge=0)
     """Processor time that each end of a message loses, for each 10**6 bytes."""
+    memory_bytes: int | None = Field(default=None, gt=0)
+    """Memory of a device; a plan that needs more is refused. None sets no limit."""
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise refusal("Cluster", list(Cluster.model_fields), error) from None
 
 
 def costs_of(job: Job, schedule: Schedule, cluster: str | Cluster) -> Costs:
@@ -53,21 +69,23 @@ def costs_of(job: Job, schedule: Schedule, cluster: str | Cluster) -> Costs:
         return _described(job, cluster)
     if cluster != "local":
         raise UsageError(f'unknown cluster {cluster!r}: give "local" or a stretto.Cluster(...) description')
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+    if job.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        device = torch.device(job.device)
     if dist.is_initialized() and dist.get_world_size() == schedule.ranks and schedule.ranks > 1:
         return _measured_together(job, schedule, device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise UsageError(
+            "several ranks were started, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before stretto.plan, so that all ranks agree on the costs"
+        )
     found = profile(job, device)
     if schedule.ranks > 1:
         link = measure_local_link()
     else:
         link = Link(0.0, float("inf"), 0.0, "no messages")
     return Costs(found.op_us, {}, link, ACTION_US, found.source)
-
-
-def _on_gpu() -> bool:
-    if dist.is_initialized():
-        return "nccl" in str(dist.get_backend())
-    return False
 
 
 def _measured_together(job: Job, schedule: Schedule, device: torch.device) -> Costs:
@@ -90,21 +108,30 @@ def _measured_together(job: Job, schedule: Schedule, device: torch.device) -> Co
 
 
 def _described(job: Job, cluster: Cluster) -> Costs:
+    size = {f"param/{p.name}": p.spec.nbytes for p in job.parameters}
+    size |= {f"buffer/{b.name}": b.spec.nbytes for b in job.buffers}
+    size |= {f"batch/{name}": spec.nbytes for name, spec in job.batch}
+    size |= {op.name: _made(op) for stage in job.stages for ops in stage.ops.values() for op in ops}
+
     def op_us(op: Op) -> float:
         if op.target == "getitem":
-            return 0.0
+            return 0.0  # its tuple has paid
         if op.alias is not None:
             return cluster.op_overhead_us
-        traffic = 2.0 * op.nbytes / cluster.memory_bytes_per_us
-        return cluster.op_overhead_us + max(op.flops / cluster.flops_per_us, traffic)
+        traffic = _made(op) + sum(size.get(name, 0) for name in op.uses)
+        return cluster.op_overhead_us + max(
+            op.flops / cluster.flops_per_us, traffic / cluster.memory_bytes_per_us
+        )
 
     times = {
         (stage.index, op.name): op_us(op) for stage in job.stages for ops in stage.ops.values() for op in ops
     }
-    link = Link(
-        cluster.latency_us,
-        cluster.link_bytes_per_us,
-        cluster.processor_us_per_mb,
-        "read from the description",
-    )
-    return Costs(times, {}, link, ACTION_US, "roofline of the description")
+    assumed = sorted(type(cluster).model_fields.keys() - cluster.model_fields_set - {"memory_bytes"})
+    source = "roofline of the description" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
+    link = Link(cluster.latency_us, cluster.link_bytes_per_us, cluster.processor_us_per_mb, source)
+    return Costs(times, {}, link, ACTION_US, source)
+
+
+def _made(op: Op) -> int:
+    """Bytes of all results, views included: what a reader of the value reads."""
+    return sum(spec.nbytes for spec in op.outputs if spec is not None)

@@ -47,27 +47,3 @@ def inputs_of(stage: Stage, phase: Phase) -> tuple[str, ...]:
             if name not in made:
                 names.setdefault(name, None)
     return tuple(names)
-
-
-def last_phase(stage: Stage, name: str) -> Phase | None:
-    """The last phase of the stage that reads the value; None when none does."""
-    found = None
-    for phase in PHASES:
-        if any(name in op.uses for op in stage.ops[phase]):
-            found = phase
-    return found
-
-
-def saved_of(stage: Stage, phase: Phase) -> tuple[str, ...]:
-    """Values alive after `phase` because a later phase of the stage reads them (externals left out)."""
-    at = PHASES.index(phase)
-    earlier: set[str] = set()
-    for before in PHASES[: at + 1]:
-        earlier |= defined(stage.ops[before])
-        earlier |= {n for n in inputs_of(stage, before) if not is_external(n)}
-    names: dict[str, None] = {}
-    for later in PHASES[at + 1 :]:
-        for name in inputs_of(stage, later):
-            if name in earlier:
-                names.setdefault(name, None)
-    return tuple(names)

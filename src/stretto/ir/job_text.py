@@ -32,6 +32,9 @@ def encode_job(job: Job) -> dict[str, Any]:
         "param_dtype": job.param_dtype,
         "schedule": job.schedule,
         "max_live": job.max_live,
+        "pp": job.pp,
+        "device": job.device,
+        "fixed": [Line(list(leaf)) for leaf in job.fixed],
         "loss": Line(list(job.loss)),
         "batch": [Line([name, str(spec)]) for name, spec in job.batch],
         "stages": [
@@ -85,6 +88,9 @@ def decode_job(cursor: Cursor) -> Job:
             "param_dtype",
             "schedule",
             "max_live",
+            "pp",
+            "device",
+            "fixed",
             "loss",
             "batch",
             "stages",
@@ -100,6 +106,10 @@ def decode_job(cursor: Cursor) -> Job:
     for leaf in fields["batch"].elements():
         name, spec = _exactly(leaf, 2, "[name, tensor]")
         batch.append((name.text(), decode_spec(spec)))
+    fixed = []
+    for leaf in fields["fixed"].elements():
+        path, text = _exactly(leaf, 2, "[path, text]")
+        fixed.append((path.text(), text.text()))
     return Job(
         name=fields["name"].text(),
         microbatches=fields["microbatches"].integer(),
@@ -113,6 +123,9 @@ def decode_job(cursor: Cursor) -> Job:
         param_dtype=None if dtype.value is None else dtype.text(),
         schedule=fields["schedule"].text(),
         max_live=None if fields["max_live"].value is None else fields["max_live"].integer(),
+        pp=None if fields["pp"].value is None else fields["pp"].integer(),
+        device=fields["device"].text(),
+        fixed=tuple(fixed),
     )
 
 

@@ -128,14 +128,6 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A cost with its source: `measured`, `read <where>` or `assumed <why>`."""
-
-    us: float
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
 class Link:
     """What a message between two ranks costs.
 

@@ -211,7 +211,10 @@ class Job:
     batch: leaf name -> spec of one microbatch's leaf.
     loss: (stage, value) of the microbatch's mean loss.
     param_dtype: the dtype in which parameters are computed with, when it is not their own.
-    schedule, max_live: what the user asked for (a family or a CSV file; a limit of live microbatches).
+    schedule, max_live, pp: what the user asked for (a family or a CSV file; a limit of live microbatches;
+        pipeline ranks, None for as many as the schedule has).
+    device: the kind of device that the ops were captured for; attention kernels differ between kinds.
+    fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
     """
 
     name: str
@@ -226,6 +229,9 @@ class Job:
     param_dtype: str | None = None
     schedule: str = "1f1b"
     max_live: int | None = None
+    pp: int | None = None
+    device: str = "cpu"
+    fixed: tuple[tuple[str, str], ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -233,8 +239,12 @@ class Job:
         return any(stage.ops[phase] for stage in self.stages for phase in (Phase.I, Phase.W))
 
     def tied_groups(self) -> dict[str, tuple[int, ...]]:
-        """Tied-group name -> the stages that hold a copy, for groups held by more than one stage."""
+        """Tied-group name -> the stages that hold a copy, for groups that are held by more than one stage
+        and have a gradient to sum (a stage may hold a copy and add nothing: it reads the sum)."""
         stages: dict[str, set[int]] = {}
         for parameter in self.parameters:
             stages.setdefault(parameter.tied_to, set()).update(parameter.stages)
-        return {name: tuple(sorted(held)) for name, held in stages.items() if len(held) > 1}
+        summed = {parameter.tied_to for parameter in self.parameters if parameter.grads}
+        return {
+            name: tuple(sorted(held)) for name, held in stages.items() if len(held) > 1 and name in summed
+        }

@@ -58,6 +58,7 @@ class RankState:
         self.marks = Marks()
         self.grads: dict[int, torch.Tensor] = {}
         self._buffers = buffers
+        self._parameters = parameters
         job = plan.job
         fixed = {f"param/{job.parameters[k].name}": t for k, t in parameters.items()}
         fixed |= {f"buffer/{job.buffers[k].name}": t for k, t in buffers.items()}
@@ -77,7 +78,19 @@ class RankState:
         self._tie = {k: p.tied_to for k, p in enumerate(job.parameters)}
         self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
         self._peer_of = {e.index: plan.rank_of(e.target) for e in job.edges}
-        self._source_of = {e.index: plan.rank_of(e.source) for e in job.edges}
+        self._runs = {
+            name: (made.run, tuple(stage for stage, _ in plan.windows[name].parts))
+            for name, made in self.windows.items()
+        }
+        self._receives = {
+            e.index: (
+                e.spec.shape,
+                getattr(torch, e.spec.dtype),
+                plan.lane_of(e.index),
+                plan.rank_of(e.source),
+            )
+            for e in job.edges
+        }
         self._actions: dict[InstructionKind, Callable[[Instruction], None]] = {
             InstructionKind.RECV: self._recv,
             InstructionKind.RUN: self._run,
@@ -135,23 +148,23 @@ class RankState:
     # Instructions.
 
     def _recv(self, instruction: Instruction) -> None:
-        edge = self.plan.job.edges[int(instruction.ref)]
-        dtype = getattr(torch, edge.spec.dtype)
-        buffer = torch.empty(edge.spec.shape, dtype=dtype, device=self.device)
-        key = (edge.index, instruction.microbatches[0])
-        handle = self.transport.recv(self._lane[edge.index], buffer, self._source_of[edge.index])
-        self._received[key] = (handle, buffer)
+        edge = int(instruction.ref)
+        shape, dtype, lane, source = self._receives[edge]
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        self._received[edge, instruction.microbatches[0]] = (
+            self.transport.recv(lane, buffer, source),
+            buffer,
+        )
 
     def _run(self, instruction: Instruction) -> None:
         name = str(instruction.ref)
+        run, stages = self._runs[name]
         arguments: list[object] = []
-        for (stage, _), microbatch in zip(
-            self.plan.windows[name].parts, instruction.microbatches, strict=True
-        ):
+        for stage, microbatch in zip(stages, instruction.microbatches, strict=True):
             store = self._stores.setdefault((stage, microbatch), {})
             arguments += [self._batch[microbatch], store, microbatch]
         start = now()
-        self.windows[name].run(self, *arguments)
+        run(self, *arguments)
         self.marks.runs.append((name, instruction.microbatches, start, now()))
 
     def _sent(self, instruction: Instruction) -> None:
@@ -178,6 +191,12 @@ class RankState:
     def _reduce(self, instruction: Instruction) -> None:
         name = str(instruction.ref)
         members = [k for k, tie in self._tie.items() if tie == name and k in self.grads]
+        if not members:
+            # This rank reads the tied parameter and adds nothing to its gradient; its copy gets the sum.
+            first = next(k for k, tie in self._tie.items() if tie == name and k in self._parameters)
+            like = self._parameters[first]
+            self.grads[first] = torch.zeros_like(like, dtype=self._grad_dtype[first])
+            members = [first]
         total = self.grads[members[0]]
         for other in members[1:]:
             total = total + self.grads[other]

@@ -7,7 +7,6 @@ loss = runner.step(batch)                          # gradients are in .grad, as 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.capture import tree
 from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.program import TensorSpec
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
+from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.memory import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
@@ -45,6 +44,8 @@ class Runner:
     def __init__(
         self, plan: Plan, model: nn.Module, *, transport: Transport | None = None, seed: int = 0
     ) -> None:
+        if not isinstance(plan, Plan):
+            raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
         self.plan = plan
         self.transport = transport if transport is not None else _default_transport(plan)
         self.rank = self.transport.rank
@@ -57,12 +58,18 @@ class Runner:
         self.device = next(
             (t.device for t in (*self._parameters.values(), *self._buffers.values())), torch.device("cpu")
         )
+        if self.device.type != plan.job.device:
+            raise UsageError(
+                f"the plan was captured for {plan.job.device}, but the model is on {self.device}: kernels "
+                f"differ. Capture with device={self.device.type!r}, or move the model"
+            )
         self._compute = self._compute_copies()
-        self._agree()
-        self.transport.open(plan.communicators)
+        self._owned = self._find_owned()
+        agree(plan, self.transport, seed)
+        self.transport.open(plan.communicators, self.device)
         dtypes = {k: parameter.dtype for k, parameter in self._parameters.items()}
         self.state = RankState(plan, self.transport, self.device, self._compute, self._buffers, seed, dtypes)
-        self._offset_us = self.transport.clock_offset_us()
+        self._addresses = {k: parameter.data_ptr() for k, parameter in self._parameters.items()}
         self._last: Marks | None = None
         self._peak_bytes = 0
 
@@ -151,10 +158,19 @@ class Runner:
 
         A tied parameter lives on several ranks; its norm counts once, and one copy is saved.
         """
-        parameters = {p.name: p for p in self.plan.job.parameters}
-        tie = parameters[name].tied_to
-        stages = [s for p in parameters.values() if p.tied_to == tie for s in p.stages]
-        return min(self.plan.rank_of(s) for s in stages) == self.rank
+        return name in self._owned
+
+    def _find_owned(self) -> frozenset[str]:
+        first: dict[str, int] = {}
+        for parameter in self.plan.job.parameters:
+            for stage in parameter.stages:
+                rank = self.plan.rank_of(stage)
+                first[parameter.tied_to] = min(first.get(parameter.tied_to, rank), rank)
+        return frozenset(p.name for p in self.plan.job.parameters if first.get(p.tied_to) == self.rank)
+
+    def close(self) -> None:
+        """Give the communicators back. Every rank calls it; the runner cannot step after it."""
+        self.transport.close()
 
     # Steps.
 
@@ -165,13 +181,16 @@ class Runner:
 
         Raises UsageError for a batch whose leaves do not fit the plan, RunError when a rank is lost.
         """
-        leaves = self._leaves(batch)
+        leaves = fit_batch(self.plan.job, batch, self.device)
+        self._check_bound()
         for copy, parameter in self._copies:
             copy.copy_(parameter.detach())
         with self._metered():
             loss = self.state.step(leaves)
         for k, grad in sorted(self.state.grads.items()):
             parameter = self._parameters[k]
+            if not parameter.requires_grad:
+                continue  # frozen since the capture
             if parameter.grad is not None:
                 parameter.grad.add_(grad)
             elif grad.stride() == parameter.stride():
@@ -183,44 +202,25 @@ class Runner:
         self._last.peak_bytes = self._peak_bytes
         return loss
 
+    def _check_bound(self) -> None:
+        """Ops read the tensors that the parameters had when the runner was made."""
+        for k, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._addresses[k]:
+                raise UsageError(
+                    f"parameter {self.plan.job.parameters[k].name!r} has got another tensor since the Runner "
+                    "was made (load_state_dict(assign=True)?): copy values into it instead, or "
+                    "make a new Runner"
+                )
+
     @contextmanager
     def _metered(self) -> Iterator[None]:
-        """Know the step's peak memory: from the allocator, or by counting during the first step."""
-        held = (*self._compute.values(), *self._buffers.values())
-        if self.device.type == "cuda":
-            others = torch.cuda.memory_allocated(self.device) - sum(t.nbytes for t in held)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        """Know the step's peak memory, by counting tensors during the first step."""
+        if self._last is not None:
             yield
-            self._peak_bytes = torch.cuda.max_memory_allocated(self.device) - others
-        elif self._last is None:
-            with MemoryMeter(held) as meter:
-                yield
-            self._peak_bytes = meter.peak_bytes
-        else:
+            return
+        with MemoryMeter((*self._compute.values(), *self._buffers.values())) as meter:
             yield
-
-    def _leaves(self, batch: Any) -> dict[str, torch.Tensor]:
-        leaves = tree.flatten(batch)
-        job = self.plan.job
-        expected = dict(job.batch)
-        if list(leaves) != list(expected):
-            raise UsageError(
-                f"the batch has leaves {', '.join(leaves) or 'none'}; "
-                f"the plan was made for {', '.join(expected)}"
-            )
-        for name, leaf in leaves.items():
-            spec = expected[name]
-            want = (spec.shape[0] * job.microbatches, *spec.shape[1:])
-            if tuple(leaf.shape) != want:
-                raise UsageError(
-                    f"batch leaf {name!r} has shape {list(leaf.shape)}; the plan was made for {list(want)} "
-                    f"({job.microbatches} microbatches of {spec.shape[0]}): every batch must have that shape"
-                )
-            dtype = getattr(torch, spec.dtype)
-            if leaf.dtype is not dtype and not (leaf.is_floating_point() and dtype.is_floating_point):
-                raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
-            leaves[name] = leaf.to(self.device, dtype)
-        return leaves
+        self._peak_bytes = meter.peak_bytes
 
     # What happened.
 
@@ -228,32 +228,17 @@ class Runner:
         """The last step as measured on all ranks; every rank must call it. Raises RunError before a step."""
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
-        gathered = self.transport.all_gather((self._last, self._offset_us))
+        if self.device.type != "cpu":
+            raise RunError(
+                "measured timelines exist for processors only: on an accelerator the clock of the process "
+                "says when work was queued, not when it ran. Use torch.profiler there"
+            )
+        gathered = self.transport.all_gather((self._last, self.transport.clock_offset_us()))
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
     def report(self) -> Report:
         """Predicted against measured of the last step; every rank must call it. `print` shows a table."""
         return Report(self.plan, self.timeline())
-
-    def _agree(self) -> None:
-        """All ranks must hold the same plan; a plan profiled on each rank alone would differ and hang."""
-        mine = hash_of(self.plan)
-        found = self.transport.all_gather(mine)
-        if len(set(found)) > 1:
-            told = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(found))
-            raise UsageError(
-                f"the ranks hold different plans ({told}): plan on one rank and load the file on all, or "
-                "call stretto.plan on all ranks after init_process_group, which agrees on the costs"
-            )
-
-
-def hash_of(plan: Plan) -> str:
-    """A short digest of what the plan makes ranks do."""
-    lines = [str(plan.schedule.family), plan.job.name, str(plan.job.microbatches)]
-    lines += [" ".join(map(str, order)) for order in plan.orders]
-    lines += [f"{name}: " + " ".join(map(str, w.items)) for name, w in sorted(plan.windows.items())]
-    lines += [str(edge) for edge in plan.job.edges]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 def _default_transport(plan: Plan) -> Transport:

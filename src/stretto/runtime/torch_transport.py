@@ -1,13 +1,14 @@
 """Messages between processes on `torch.distributed`: NCCL on accelerators, Gloo on processors.
 
 Every communicator is a process group of its own, created up front in the plan's order, so that no lane
-waits for another and creation order cannot differ between ranks. A rank that is lost is named: the rank
-whose connection breaks first is written to the job's store, where the others find it.
+waits for another and creation order cannot differ between ranks. A rank whose connection breaks or stays
+silent is named, except in a collective, where it may be any.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.errors import LostRankError, UsageError
+from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.plan import Communicator
 from stretto.runtime.transport import Handle
 
@@ -26,6 +27,10 @@ TIMEOUT_S = 300.0
 
 CLOCK_ROUNDS = 8
 """Round trips for each clock comparison; the fastest counts (Cristian's algorithm, 1989)."""
+
+
+NETWORK_WORDS = ("connection", "socket", "closed", "timed out", "timeout", "broken pipe", "gloo/transport")
+"""What Gloo's errors say when a peer is gone, as seen with PyTorch 2.13; it raises plain RuntimeError."""
 
 
 class TorchTransport:
@@ -44,15 +49,41 @@ class TorchTransport:
         self._members: dict[str, tuple[int, ...]] = {}
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def open(self, communicators: Sequence[Communicator]) -> None:
+    def open(self, communicators: Sequence[Communicator], device: torch.device) -> None:
         for communicator in communicators:
-            if communicator.name in self._groups:
+            # All ranks take part in making every group, so all must skip the same ones.
+            if communicator.name in self._members:
                 continue
             group = dist.new_group(list(communicator.ranks), timeout=timedelta(seconds=self._timeout_s))
             self._members[communicator.name] = communicator.ranks
             if self.rank in communicator.ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups[communicator.name] = group
+                if device.type != "cpu":
+                    self._connect(communicator, device)
+
+    def _connect(self, communicator: Communicator, device: torch.device) -> None:
+        """Use a new communicator once, in the common order: a device backend connects on first use, and the
+        first message that a rank posts would hold its processor until the peer posts the matching one."""
+        group = self._groups[communicator.name]
+        touch = torch.zeros(1, device=device)
+        if communicator.name.startswith("pp "):
+            sender, receiver = communicator.ranks
+            if self.rank == sender:
+                dist.send(touch, receiver, group=group)
+            else:
+                dist.recv(touch, sender, group=group)
+        else:
+            dist.all_reduce(touch, group=group)
+        torch.cuda.synchronize(device)
+
+    def close(self) -> None:
+        """Give all communicators back. Every rank must call it; the transport cannot be used after it."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        dist.destroy_process_group(self._control)
+        self._groups.clear()
+        self._members.clear()
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         return self._start(lane, to, lambda: dist.isend(value, to, group=self._groups[lane]))
@@ -62,7 +93,7 @@ class TorchTransport:
 
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
         return self._start(
-            lane, source, lambda: dist.broadcast(value, source, group=self._groups[lane], async_op=True)
+            lane, None, lambda: dist.broadcast(value, source, group=self._groups[lane], async_op=True)
         )
 
     def all_reduce(self, lane: str, value: torch.Tensor) -> Handle:
@@ -111,10 +142,14 @@ class TorchTransport:
         try:
             return _Work(self, lane, peer, begin())
         except RuntimeError as error:
-            raise self._lost(lane, peer, error) from None
+            raise self._lost(lane, peer, error) from error
 
-    def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> LostRankError:
-        reason = str(error).strip().splitlines()[0][:300]
+    def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
+        # Without the place in the library's source that it begins with, and its advice.
+        reason = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip().splitlines()[0]).split(". ")[0][:300]
+        network = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
+        if not network and not any(word in reason.lower() for word in NETWORK_WORDS):
+            return RunError(f"rank {self.rank}: a message on lane {lane!r} could not be carried: {reason}")
         if "imed out" in reason or "imeout" in reason:
             who = f"rank {peer}" if peer is not None else f"a rank of {self._members.get(lane, 'all')}"
             return LostRankError(

@@ -31,8 +31,11 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def open(self, communicators: Sequence[Communicator]) -> None:
-        """Create all communicators, in this order, on every rank."""
+    def open(self, communicators: Sequence[Communicator], device: torch.device) -> None:
+        """Create all communicators, in this order, on every rank. device: where their tensors will be."""
+
+    def close(self) -> None:
+        """Give all communicators back; every rank calls it."""
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle: ...
 
@@ -87,7 +90,10 @@ class ThreadTransport:
         board = _Board(size)
         return [ThreadTransport(board, rank, timeout_s) for rank in range(size)]
 
-    def open(self, communicators: Sequence[Communicator]) -> None:
+    def close(self) -> None:
+        self._members.clear()
+
+    def open(self, communicators: Sequence[Communicator], device: torch.device) -> None:
         self._members.update((c.name, c.ranks) for c in communicators)
 
     def fail(self, reason: str) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from stretto.ir.action import Phase, Schedule, Slot
 from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Window
 from stretto.ir.program import Job
+from stretto.schedule.transfers import tied_ranks
 
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed. Two keep a saturated link busy (one in transfer, one
@@ -218,7 +219,7 @@ def _last_adds(job: Job, schedule: Schedule) -> list[tuple[str, dict[int, int]]]
     """Tied names with, for each rank that holds a copy, its last run that adds to the gradient; in the one
     order in which all ranks start the sums: by the latest last run, then by name."""
     found: list[tuple[str, dict[int, int]]] = []
-    for name, group in _tied_ranks(job, schedule).items():
+    for name, group in tied_ranks(job, schedule.stage_ranks).items():
         adding = {
             (stage, phase)
             for parameter in job.parameters
@@ -227,24 +228,18 @@ def _last_adds(job: Job, schedule: Schedule) -> list[tuple[str, dict[int, int]]]
         }
         last = {
             rank: max(
-                at
-                for at, slot in enumerate(schedule.orders[rank])
-                for a in slot.actions
-                if any((a.stage, phase) in adding for phase in a.phase.parts)
+                (
+                    at
+                    for at, slot in enumerate(schedule.orders[rank])
+                    for a in slot.actions
+                    if any((a.stage, phase) in adding for phase in a.phase.parts)
+                ),
+                default=0,
             )
             for rank in group
         }
         found.append((name, last))
     return sorted(found, key=lambda item: (max(item[1].values()), item[0]))
-
-
-def _tied_ranks(job: Job, schedule: Schedule) -> dict[str, tuple[int, ...]]:
-    """Tied names whose copies live on more than one rank, with those ranks."""
-    groups = {
-        name: tuple(sorted({schedule.stage_ranks[stage] for stage in stages}))
-        for name, stages in job.tied_groups().items()
-    }
-    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
 
 def _communicators(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
@@ -256,6 +251,7 @@ def _communicators(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
     if schedule.ranks > 1:
         found.append(Communicator("loss", tuple(range(schedule.ranks))))
     found += [
-        Communicator(f"tied {name}", ranks) for name, ranks in sorted(_tied_ranks(job, schedule).items())
+        Communicator(f"tied {name}", ranks)
+        for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
     ]
     return tuple(found)

@@ -38,7 +38,7 @@ class GradientClip:
         self._transport = runner.transport
         if runner.transport.size > 1:
             everyone = Communicator(LANE, tuple(range(runner.transport.size)))
-            runner.transport.open((*runner.plan.communicators, everyone))
+            runner.transport.open((*runner.plan.communicators, everyone), runner.device)
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:

@@ -39,7 +39,7 @@ class HeldOut:
         op_us: dict[tuple[int, str], float] = {}
         for found in runner.transport.all_gather(dict(mine.op_us)):
             op_us |= found
-        plan = make_plan(job, replace(runner.plan.costs, op_us=op_us))
+        plan = make_plan(job, replace(runner.plan.costs, op_us=op_us), schedule=runner.plan.schedule)
         self._runner = Runner(plan, model, transport=runner.transport)
         self._tokens = tokens
         self._batches = batches

@@ -5,10 +5,17 @@ Touches the process's signal handlers, in the main thread only.
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import threading
+from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STUCK_S = 3.0
+"""How long a process has to end by itself after a signal. Python handles signals between two of its own
+instructions, and a rank may be inside a library, waiting for another rank."""
 
 
 class Interrupted(BaseException):
@@ -23,21 +30,47 @@ class Interrupted(BaseException):
 class Interrupts:
     """While it is entered, the first signal raises `Interrupted` and later ones are ignored.
 
-    `received` stays set, because libraries turn exceptions that cross them into others of their own.
+    `received` stays set, because libraries turn exceptions that cross them into others of their own. When
+    the process has not left `STUCK_S` after a signal, `stuck` is called, in a thread; it ends the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
         self.received: Interrupted | None = None
+        self._stuck = stuck
+        self._left = threading.Event()
 
     def __enter__(self) -> Interrupts:
         self._before = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        # The interpreter writes a signal's number here at once, even while the main thread is elsewhere.
+        self._heard, self._told = socket.socketpair()
+        self._told.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left.set()
+        signal.set_wakeup_fd(self._wakeup_before)
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
+        self._told.close()
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if self.received is None:
             self.received = Interrupted(signum)
             raise self.received
+
+    def _watch(self) -> None:
+        with self._heard:
+            while True:
+                numbers = self._heard.recv(16)
+                if not numbers:
+                    return
+                for signum in numbers:
+                    if signum in SIGNALS and not self._left.wait(STUCK_S):
+                        self._stuck(self.received or Interrupted(signum))
+
+
+def end_at_once(interrupted: Interrupted) -> None:
+    """For a process with nothing to say: end it from any thread."""
+    os._exit(interrupted.status)

@@ -29,7 +29,7 @@ from stretto.config import TrainSettings
 from stretto.models.build import build_model
 from stretto.train.checkpoint_files import find, latest_in
 from stretto.train.data import prepare_data
-from stretto.train.interrupt import Interrupted, Interrupts
+from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
 from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
 from stretto.train.worker import work
@@ -47,7 +47,7 @@ def start(settings: TrainSettings, command: Sequence[str]) -> int:
         find(Path(settings.checkpoint.resume))
     if is_worker() or settings.parallel.pp == 1:
         return work(settings)
-    with Interrupts():
+    with Interrupts(end_at_once):
         try:
             _check(settings)
             return _launch(settings, command)

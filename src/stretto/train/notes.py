@@ -1,7 +1,6 @@
 """How a rank failed, told to the launcher: each rank leaves a note, and one message is made of them.
 
-Also tells ranks that no launcher of ours started who was lost first. May touch the job's store and the
-folder of notes that the launcher gives.
+May touch the folder of notes that the launcher gives.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ import os
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 
+import torch.distributed as dist
+
 from stretto.errors import LostRankError, StrettoError
 from stretto.train.interrupt import Interrupted
-from stretto.train.world import World
 
 NOTES_DIR = "STRETTO_NOTES_DIR"
 """Environment variable: where a launched rank leaves its note."""
-STORE_S = 5.0
-"""How long the job's store may take to answer a rank that is about to end."""
 
 
 class Cause(StrEnum):
@@ -73,7 +70,11 @@ def note_of(error: BaseException, rank: int, step: int, interrupted: Interrupted
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a RuntimeError of PyTorch's means that the other end of a connection is gone."""
     words = ("Connection closed by peer", "Connection reset", "Broken pipe", "connection was closed", "gloo/")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    # PyTorch raises these when its store does not answer, or a peer does not come.
+    gone = (dist.DistNetworkError, dist.DistStoreError)
+    return isinstance(error, gone) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def leave_note(note: Note) -> bool:
@@ -94,46 +95,3 @@ def read_notes(folder: Path) -> list[Note]:
         data = json.loads(path.read_text(encoding="utf-8"))
         found.append(Note(**{**data, "cause": Cause(data["cause"])}))
     return sorted(found, key=lambda note: note.at_s)
-
-
-def agree_on_lost(world: World, note: Note) -> Note:
-    """The note with the rank that was lost first, for ranks without a launcher that sees them end.
-
-    The first rank to miss another writes that into the job's store before it ends itself, so those who
-    then miss this one find the first. When the store is gone, the rank that kept it, rank 0, died without
-    a word: had it failed like the others, it would have kept the store up for a while.
-    """
-    if world.store is None or note.cause is not Cause.LOST:
-        return note
-    mine = "" if note.lost is None else str(note.lost)
-    try:
-        world.store.set_timeout(timedelta(seconds=STORE_S))
-        if mine:
-            first = world.store.compare_set("stretto/lost", "", mine).decode()
-        else:
-            first = world.store.get("stretto/lost").decode()
-    except RuntimeError:
-        # The launcher of `torchrun` keeps the store in a process of its own, which outlives its ranks.
-        first = mine if keeps_store_elsewhere() else "0"
-    if first == mine or not first.isdigit():
-        return note
-    message = (
-        f"rank {note.rank}: rank {first} was lost, and this rank with it; resume from the last checkpoint"
-    )
-    return Note(note.rank, note.cause, message, note.status, note.step, note.at_s, int(first))
-
-
-def is_first_to_say(world: World, note: Note) -> bool:
-    """Whether no other rank has said the same; ranks that refuse the same settings speak once."""
-    if world.store is None or note.cause is not Cause.REFUSED:
-        return True
-    try:
-        world.store.set_timeout(timedelta(seconds=STORE_S))
-        return int(world.store.add(f"stretto/said/{note.message}", 1)) == 1
-    except RuntimeError:
-        return True
-
-
-def keeps_store_elsewhere() -> bool:
-    """Whether the job's store is kept by the launcher, not by rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -12,16 +12,9 @@ import threading
 import time
 
 from stretto.config import TrainSettings
-from stretto.train.interrupt import Interrupts
-from stretto.train.notes import (
-    Cause,
-    Note,
-    agree_on_lost,
-    is_first_to_say,
-    keeps_store_elsewhere,
-    leave_note,
-    note_of,
-)
+from stretto.train.interrupt import Interrupted, Interrupts
+from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere
+from stretto.train.notes import Cause, Note, leave_note, note_of
 from stretto.train.trainer import Trainer
 from stretto.train.world import (
     LAUNCHER_PID,
@@ -49,13 +42,18 @@ def work(settings: TrainSettings) -> int:
     _watch_launcher()
     place = environment()
     check_size(place, settings.parallel.pp)
-    with Interrupts() as interrupts:
-        trainer = Trainer(settings, place)
+    trainer = Trainer(settings, place)
+
+    def stuck(interrupted: Interrupted) -> None:
+        # Another thread's view: the main one is inside a library, and the rank must end without it.
+        _end(trainer.world, trainer, note_of(interrupted, place.rank, trainer.step, interrupted))
+
+    with Interrupts(stuck) as interrupts:
         try:
             use_threads(threads(settings.training.threads_per_rank, place.local_size))
-            trainer.world = place = join(place)
+            trainer.world = join(place)
             trainer.run()
-            leave(place)
+            leave(trainer.world)
             return 0
         except BaseException as error:
             trainer.progress.stop()
@@ -63,7 +61,7 @@ def work(settings: TrainSettings) -> int:
             if place.size == 1 and note.cause is not Cause.INTERRUPTED:
                 raise
             if place.size > 1:
-                _end(place, trainer, note)
+                _end(trainer.world, trainer, note)
             print(interrupted_message(trainer, note), file=sys.stderr)
             return note.status
 
@@ -81,7 +79,7 @@ def _end(world: World, trainer: Trainer, note: Note) -> None:
     """End a rank that failed, without waiting for the others."""
     sys.stdout.flush()
     if not leave_note(note):
-        note = agree_on_lost(world, note)
+        note = agree(world, note)
         if note.cause is Cause.INTERRUPTED:
             if world.rank == 0:
                 print(interrupted_message(trainer, note), file=sys.stderr)
