@@ -121,7 +121,7 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
     found: dict[Message, int] = {}
     for span in timeline.spans:
         if span.kind is SpanKind.MESSAGE and span.sender is not None and span.sent_us is not None:
-            edge, _, microbatch = span.name.removeprefix("e").partition(":")
+            edge, _, microbatch = span.name.removeprefix(f"{span.lane} e").partition(":")
             if not edge.isdigit():
                 continue
             safe = span.sent_us + SENT_MARGIN * (span.end_us - span.sent_us)

@@ -80,7 +80,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
                     rank,
                     lane,
                     SpanKind.MESSAGE,
-                    f"e{edge_index}:{mb}",
+                    name,
                     left,
                     max(arrived, left),
                     stage=edge.source,
