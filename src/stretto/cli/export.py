@@ -1,0 +1,27 @@
+"""`stretto export`: write a checkpoint as safetensors. Thin: everything is done in `stretto.train.export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.train.export import export as write
+
+export = typer.Typer(add_completion=False)
+
+
+@export.command()
+def run(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, or a run's folder, whose newest is taken.", show_default=False),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The folder to write; new or empty.", show_default=False)
+    ],
+) -> None:
+    """Write a checkpoint as config.json, model.safetensors and tokenizer.json, for other tools to read."""
+    found = write(checkpoint, output)
+    typer.echo(f"wrote {found} as safetensors into {output}")

@@ -1,0 +1,92 @@
+"""`stretto plan`: plan a training step as a settings file describes it, and save the plan.
+
+Nothing is trained. The model is built without values, so that it may be larger than this machine.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import stretto
+from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
+from stretto.errors import StrettoError, UsageError
+
+plan = typer.Typer(add_completion=False)
+
+
+@plan.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where the plan is saved.", show_default=False)
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as parallel.pp=4."),
+    ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help='"local" measures this machine; a TOML file describes another (keys of stretto.Cluster).'
+        ),
+    ] = "local",
+) -> None:
+    """Plan a training step for this machine, or for one that is described, and save the plan."""
+    settings = load_settings(config, list(changes or []))
+    where = "local" if cluster == "local" else read_cluster(Path(cluster))
+    made = make(settings, where)
+    try:
+        made.save(output)
+    except OSError as error:
+        raise StrettoError(f"cannot write {output}: {error.strerror}") from None
+    typer.echo(str(made))
+    typer.echo(f"wrote {output}")
+
+
+def make(settings: TrainSettings, cluster: str | stretto.Cluster) -> stretto.Plan:
+    """The plan of one training step. Raises UsageError, CaptureError and PlanError as its parts do."""
+    import torch
+
+    from stretto.models.build import build_model, loss_function
+    from stretto.train.world import threads, use_threads
+
+    # As in training: the measured times are those of as many threads.
+    use_threads(threads(settings.training.threads_per_rank, settings.parallel.pp))
+    vocab_size = _vocab_size(settings)
+    with torch.device("meta"):
+        model = build_model(settings.model, vocab_size, settings.training.seed)
+    shape = (settings.training.global_batch, settings.data.sequence_length + 1)
+    batch = torch.empty(shape, dtype=torch.int64, device="meta")
+    loss = loss_function(settings.model)
+    job = stretto.capture(model, batch, loss, settings.parallel, precision=settings.precision)
+    return stretto.plan(job, cluster)
+
+
+def read_cluster(path: Path) -> stretto.Cluster:
+    """The cluster that a TOML file describes. Raises UsageError that names the file and the key."""
+    try:
+        return stretto.Cluster(**tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"--cluster {path}: {error.strerror}; give a TOML file, or local") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--cluster {path}: is not TOML: {error}") from None
+    except UsageError as error:
+        raise UsageError(f"--cluster {path}: {error}") from None
+
+
+def _vocab_size(settings: TrainSettings) -> int:
+    """How many tokens to plan for: the model's own number, or as many as the tokenizer may have.
+
+    The tokenizer itself would need the text; a text with too little for `data.vocab_size` tokens gives
+    fewer, and a training run then plans for those.
+    """
+    given = (
+        settings.model.config.get("vocab_size")
+        if isinstance(settings.model, HuggingFaceSettings)
+        else settings.model.vocab_size
+    )
+    return min(int(given), settings.data.vocab_size) if given else settings.data.vocab_size

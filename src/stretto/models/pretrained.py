@@ -1,0 +1,45 @@
+"""A GPT as a folder that others can read: its shape as config.json, its weights as model.safetensors.
+
+Touches that folder. Models of `transformers` have their own way (`save_pretrained`, `from_pretrained`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+
+from stretto.errors import UsageError
+from stretto.models.gpt import GPT, GPTConfig
+
+MODEL_TYPE = "stretto-gpt"
+"""What config.json calls this kind of model."""
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+def save_gpt(model: GPT, folder: Path) -> None:
+    """Write `model` into an existing folder; a tied weight is written once. Raises OSError."""
+    text = json.dumps({"model_type": MODEL_TYPE, **asdict(model.config)}, indent=2)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    save_model(model, str(folder / WEIGHTS))
+
+
+def load_gpt(folder: str | Path) -> GPT:
+    """The GPT that `save_gpt` wrote, in eval() mode, in float32 on the CPU.
+
+    Raises UsageError that names the file which is absent, or is of another kind of model.
+    """
+    folder = Path(folder)
+    try:
+        data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if data.pop("model_type", None) != MODEL_TYPE:
+            raise UsageError(f"{folder / CONFIG}: is of another kind of model; expected {MODEL_TYPE}")
+        model = GPT(GPTConfig(**data))
+        load_model(model, str(folder / WEIGHTS))
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"{folder}: no GPT can be read from it: {error}") from None
+    return model.eval()

@@ -1,0 +1,55 @@
+"""Export: a checkpoint becomes a folder of weights as safetensors with their tokenizer, for others to read.
+
+Reads a checkpoint and writes one folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from stretto.config import HuggingFaceSettings
+from stretto.errors import StrettoError, UsageError
+from stretto.models.gpt import GPT
+from stretto.models.pretrained import save_gpt
+from stretto.train.checkpoint_files import TOKENIZER, find
+from stretto.train.tokenizer import END_OF_TEXT
+from stretto.train.whole import load_whole
+
+
+def export(source: Path, output: Path) -> Path:
+    """Write the model of a checkpoint into the new folder `output`; returns the checkpoint that was read.
+
+    source: a checkpoint, or the folder of a run, whose newest is taken. A model of `transformers` is written
+    so that `AutoModelForCausalLM.from_pretrained(output)` and `AutoTokenizer` read it; a GPT so that
+    `stretto.models.pretrained.load_gpt(output)` does.
+
+    Raises UsageError when there is no checkpoint or `output` holds something, StrettoError when the
+    checkpoint cannot be read or the folder not written.
+    """
+    checkpoint = find(source)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"{output} exists and is not an empty folder; name another, or remove it")
+    model, settings = load_whole(checkpoint)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if isinstance(model, GPT):
+            save_gpt(model, output)
+            shutil.copyfile(checkpoint / TOKENIZER, output / TOKENIZER)
+        else:
+            assert isinstance(settings.model, HuggingFaceSettings)
+            _save_huggingface(model, checkpoint, output)
+    except OSError as error:
+        raise StrettoError(f"cannot write {output}: {error.strerror or error}") from None
+    return checkpoint
+
+
+def _save_huggingface(model: object, checkpoint: Path, output: Path) -> None:
+    import transformers
+
+    assert isinstance(model, transformers.PreTrainedModel)
+    model.save_pretrained(output)
+    kind: Any = transformers.PreTrainedTokenizerFast  # its constructor carries no types
+    tokenizer = kind(tokenizer_file=str(checkpoint / TOKENIZER), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+    tokenizer.save_pretrained(output)
