@@ -1,0 +1,188 @@
+"""What a Runner refuses: the wrong model, batch, world or plan, each with what to do about it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.capture.trace import trace
+from stretto.ir.plan import Plan
+from stretto.runtime.transport import ThreadTransport
+from tests.capture.zoo import Chain, mean_square, rows
+from tests.runtime.equality import evenly, gather, plan_of
+
+MICROBATCHES = 4
+
+
+def plan_for(model: nn.Module, family: str = "1f1b", stages: int = 2) -> Plan:
+    return plan_of(
+        evenly(trace(model, rows(), mean_square, microbatches=MICROBATCHES), stages, MICROBATCHES), family
+    )
+
+
+def refused(plan: Plan, model: nn.Module, batch: Any) -> str:
+    """What the first rank that refuses says."""
+    with pytest.raises(stretto.UsageError) as caught:
+        stretto.run_threads(plan, lambda _: model, lambda runner: runner.step(batch))
+    return str(caught.value)
+
+
+def without(model: nn.Module, name: str) -> nn.Module:
+    owner, _, last = name.rpartition(".")
+    delattr(model.get_submodule(owner), last)
+    return model
+
+
+def wider(model: nn.Module) -> nn.Module:
+    model.out = nn.Linear(8, 3).double()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: without(m, "out.bias"), "uses 'out.bias', which the model does not have: give the model"),
+        (
+            wider,
+            "'out.weight' is float64[3, 8], but the plan was made for float64[2, 8]: capture this model anew",
+        ),
+        (lambda m: m.float(), "is float32[8, 8], but the plan was made for float64[8, 8]"),
+        (lambda m: m.to("meta"), "is on the meta device and has no values: initialise the model"),
+    ],
+)
+def test_another_model(change: Callable[[nn.Module], nn.Module], message: str) -> None:
+    told = refused(plan_for(Chain()), change(Chain()), rows())
+    assert message in told
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (rows(7), "batch leaf 'batch' has shape [7, 8]; the plan was made for [8, 8] (4 microbatches of 2)"),
+        (rows(16), "has shape [16, 8]; the plan was made for [8, 8]"),
+        (torch.zeros(8, 9, dtype=torch.float64), "has shape [8, 9]; the plan was made for [8, 8]"),
+        (
+            torch.zeros(8, 8, dtype=torch.int64),
+            "is torch.int64; the plan was made for torch.float64",
+        ),
+        ({"x": rows()}, "the batch has leaves x; the plan was made for batch"),
+        ({}, "the batch has leaves none; the plan was made for batch"),
+    ],
+)
+def test_another_batch(batch: Any, message: str) -> None:
+    model = Chain()
+    assert message in refused(plan_for(model), model, batch)
+
+
+def test_the_order_of_leaves_does_not_matter() -> None:
+    model = Chain()
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return mean_square(model, batch["a"] + 2 * batch["b"])
+
+    batch = {"a": rows(seed=1), "b": rows(seed=2)}
+    plan = plan_of(evenly(trace(model, batch, loss, microbatches=2), 2, 2))
+    turned = {"b": batch["b"], "a": batch["a"]}
+
+    def work(runner: stretto.Runner) -> list[torch.Tensor]:
+        return [runner.step(batch), runner.step(turned)]
+
+    for one, other in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
+        assert torch.equal(one, other)
+
+
+def test_another_number_of_ranks() -> None:
+    model = Chain()
+    end = ThreadTransport.group(3)[0]
+    with pytest.raises(stretto.UsageError, match=r"for 2 ranks, but 3 run: .*--nproc-per-node 2"):
+        stretto.Runner(plan_for(model), model, transport=end)
+
+
+def test_no_process_group() -> None:
+    model = Chain()
+    with pytest.raises(stretto.UsageError, match=r"torch.distributed is not initialised: run under torchrun"):
+        stretto.Runner(plan_for(model), model)
+
+
+def test_a_plan_for_one_rank_needs_no_process_group() -> None:
+    model, batch = Chain(), rows()
+    runner = stretto.Runner(plan_for(model, stages=1), model)
+    assert float(runner.step(batch)) == pytest.approx(float(mean_square(model, batch)), rel=1e-12)
+    assert model.out.bias.grad is not None
+
+
+def narrower() -> nn.Module:
+    """Equal in every op's name to the others, and different in one number."""
+    model = Chain()
+    model.act = lambda x: torch.tanh(x * 0.5)
+    return model
+
+
+def test_different_plans_on_different_ranks() -> None:
+    """By schedule, by microbatches, and by no more than one constant of one op."""
+    half, double = narrower(), Chain()
+    double.act = lambda x: torch.tanh(x * 2.0)
+    pairs = [
+        (plan_for(Chain(), "1f1b"), plan_for(Chain(), "gpipe")),
+        (plan_for(Chain()), plan_of(evenly(trace(Chain(), rows(), mean_square, microbatches=2), 2, 2))),
+        (plan_for(half), plan_for(double)),
+    ]
+    for plans in pairs:
+        ends = ThreadTransport.group(2, timeout_s=10)
+        told: list[str] = []
+
+        def start(rank: int, ends=ends, plans=plans, told=told) -> None:
+            try:
+                stretto.Runner(plans[rank], Chain(), transport=ends[rank])
+            except stretto.UsageError as error:
+                told.append(str(error))
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(told) == 2
+        assert all("the ranks hold different plans" in text for text in told)
+
+
+def test_one_rank_that_fails_wakes_the_others() -> None:
+    model, batch = Chain(), rows()
+    plan = plan_for(model, stages=4)
+
+    def work(runner: stretto.Runner) -> torch.Tensor:
+        if runner.rank == 2:
+            raise ValueError("this rank's own error")
+        return runner.step(batch)
+
+    with pytest.raises((ValueError, stretto.RunError), match="this rank's own error"):
+        stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)
+
+
+def test_a_timeline_before_a_step() -> None:
+    model = Chain()
+    with pytest.raises(stretto.RunError, match="there is no measured step yet: call step"):
+        stretto.Runner(plan_for(model, stages=1), model).timeline()
+
+
+def test_parameters_are_the_models_own_and_only_this_ranks() -> None:
+    model, batch = Chain(), rows()
+    plan = plan_for(model)
+    names: list[list[str]] = []
+
+    def work(runner: stretto.Runner) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        names.append([name for name, _ in runner.named_parameters()])
+        assert all(parameter is model.get_parameter(name) for name, parameter in runner.named_parameters())
+        assert all(runner.owns(name) for name, _ in runner.named_parameters())
+        return runner.step(batch), {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+
+    found = gather(model, stretto.run_threads(plan, lambda _: model, work))
+    assert sorted(names[0] + names[1]) == sorted(name for name, _ in model.named_parameters())
+    assert all(grad is not None for grad in found.grads.values())

@@ -1,0 +1,143 @@
+"""The measured timeline: its accounts, its names, its files, and what it costs to measure."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import stretto
+from stretto.capture.trace import trace
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.models.gpt import next_token_loss
+from stretto.runtime.record import Marks, build_timeline, now
+from tests.capture.zoo import Chain, mean_square, rows
+from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, plan_of, tokens
+
+
+def measured(plan: Plan, model: torch.nn.Module, batch: torch.Tensor) -> Timeline:
+    def work(runner: stretto.Runner) -> Timeline:
+        for _ in range(2):
+            runner.step(batch)
+        return runner.timeline()
+
+    found = stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)
+    assert all(timeline == found[0] for timeline in found), "every rank is told the same"
+    return found[0]
+
+
+def gpt_plan(family: str, stages: int = 2) -> Plan:
+    return plan_of(
+        job_of(trace(gpt(True), tokens(4, columns=8), next_token_loss, microbatches=4), stages, 4), family
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_accounts_add_up_on_every_rank(family: str) -> None:
+    plan = gpt_plan(family, 4)
+    timeline = measured(plan, gpt(True), tokens(4, columns=8))
+    for rank in range(plan.ranks):
+        parts = [
+            timeline.total_us(kind, rank) for kind in (SpanKind.COMPUTE, SpanKind.EXPOSED, SpanKind.BUBBLE)
+        ]
+        assert sum(parts) == pytest.approx(timeline.step_us, rel=0.01)
+        assert parts[0] > 0
+        spans = sorted(
+            (s for s in timeline.spans if s.rank == rank and s.lane == COMPUTE_LANE), key=lambda s: s.start_us
+        )
+        assert all(a.end_us <= b.start_us + 1e-3 for a, b in itertools.pairwise(spans))
+        assert spans[0].start_us >= 0
+        assert spans[-1].end_us <= timeline.step_us + 1e-3
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h2"])
+def test_names_are_those_of_the_simulated_timeline(family: str) -> None:
+    plan = gpt_plan(family)
+    timeline = measured(plan, gpt(True), tokens(4, columns=8))
+    simulated = stretto.simulate(plan)
+
+    def names(of: Timeline, kind: SpanKind) -> set[tuple[int, str, str]]:
+        return {(s.rank, s.lane, s.name) for s in of.spans if s.kind is kind}
+
+    # The loss and tied sums are messages in the simulation only: collectives are not marked one by one.
+    lanes = {COMPUTE_LANE, "pp 0>1", "pp 1>0"}
+    for kind in (SpanKind.COMPUTE, SpanKind.MESSAGE):
+        assert {n for n in names(timeline, kind) if n[1] in lanes} == {
+            n for n in names(simulated, kind) if n[1] in lanes
+        }
+    sizes = {s.name: (s.nbytes, s.sender) for s in simulated.spans if s.kind is SpanKind.MESSAGE}
+    for span in timeline.spans:
+        if span.kind is SpanKind.MESSAGE:
+            assert (span.nbytes, span.sender) == sizes[span.name]
+
+
+def test_it_saves_as_the_simulated_one_does(tmp_path: Path) -> None:
+    timeline = measured(gpt_plan("zb-h1"), gpt(True), tokens(4, columns=8))
+    for suffix in ("perfetto-trace", "svg", "json"):
+        path = tmp_path / f"step.{suffix}"
+        timeline.save(path)
+        assert path.stat().st_size > 500
+    assert (tmp_path / "step.svg").read_text().startswith("<svg")
+
+
+def made_up(plan: Plan, start: int, late: int) -> list[Marks]:
+    """Rank 0 runs a forward and sends; rank 1 waits for it from the start. In ns of each rank's clock."""
+    edge = plan.job.edges[0]
+    one = Marks(start, start + 100_000, [("0F", (0,), start + 10_000, start + 60_000)])
+    one.sends.append((edge.index, 0, start + 50_000))
+    other = Marks(late, late + 100_000, [("1F", (0,), late + 5_000, late + 90_000)])
+    other.waits.append((edge.index, 0, late + 10_000, late + 70_000))
+    return [one, other]
+
+
+def test_a_wait_is_a_bubble_until_the_message_exists_and_exposed_after() -> None:
+    plan = gpt_plan("1f1b")
+    # Rank 1's clock is a second ahead of rank 0's.
+    timeline = build_timeline(plan, made_up(plan, 0, 10**9), [0.0, -1e6])
+    assert timeline.step_us == pytest.approx(100.0)
+    # Waited from 10 to 70 us; the message was sent at 50.
+    assert timeline.total_us(SpanKind.EXPOSED, 1) == pytest.approx(20.0)
+    assert timeline.total_us(SpanKind.COMPUTE, 1) == pytest.approx(25.0)
+    assert timeline.total_us(SpanKind.BUBBLE, 1) == pytest.approx(40.0 + 5.0 + 10.0)
+    assert timeline.total_us(SpanKind.EXPOSED, 0) == 0
+    (message,) = (s for s in timeline.spans if s.kind is SpanKind.MESSAGE)
+    assert (message.sent_us, message.end_us) == (pytest.approx(50.0), pytest.approx(70.0))
+
+
+def test_clocks_of_other_machines_are_corrected() -> None:
+    plan = gpt_plan("1f1b")
+    same = build_timeline(plan, made_up(plan, 0, 0), [0.0, 0.0])
+    shifted = build_timeline(plan, made_up(plan, 5_000_000, 77_000_000_000), [0.0, 5_000.0 - 77_000_000.0])
+    for one, other in zip(same.spans, shifted.spans, strict=True):
+        assert one.start_us == pytest.approx(other.start_us, abs=1e-3)
+        assert (one.kind, one.name) == (other.kind, other.name)
+
+
+def test_marks_are_cheap() -> None:
+    """Less than a hundredth of a window of five milliseconds: the readings and the entry in the list."""
+    marks = Marks()
+    begin = time.perf_counter()
+    for _ in range(1000):
+        start = now()
+        marks.runs.append(("0F", (0,), start, now()))
+        marks.waits.append((0, 0, start, now()))
+        marks.sends.append((0, 0, now()))
+    per_window_s = (time.perf_counter() - begin) / 1000
+    assert per_window_s < 0.01 * 5e-3
+
+
+def test_a_window_adds_little_to_its_ops() -> None:
+    """Bookkeeping of a whole step on one rank: under 0.3 ms for each of its runs, of which ops take most."""
+    model, batch = Chain(), rows(64)
+    plan = plan_of(evenly(trace(model, batch, mean_square, microbatches=32), 1, 32), "1f1b")
+    runner = stretto.Runner(plan, model)
+    for _ in range(3):
+        runner.step(batch)
+    timeline = runner.timeline()
+    outside = timeline.step_us - timeline.total_us(SpanKind.COMPUTE, 0)
+    assert outside / 64 < 100, f"{outside / 64:.0f} us a run are spent outside windows"

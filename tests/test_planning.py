@@ -1,0 +1,86 @@
+"""Planning: which schedule, where sends are waited for, and that equal input gives an equal plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import stretto
+from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.program import Job
+from stretto.planning import make_plan
+from stretto.schedule.lower import lower
+from tests.runtime.equality import FAMILIES, job_of, made_up_costs, plan_of, traced
+
+
+def job_for(microbatches: int, stages: int = 2) -> Job:
+    return job_of(traced("gpt", torch.float32), stages, microbatches)
+
+
+def waits_for_sends(plan: Plan, rank: int) -> tuple[int, int]:
+    """(all, those after the rank's last run)."""
+    kinds = [instruction.kind for instruction in plan.orders[rank]]
+    last_run = max(at for at, kind in enumerate(kinds) if kind is InstructionKind.RUN)
+    sent = [at for at, kind in enumerate(kinds) if kind is InstructionKind.SENT]
+    return len(sent), sum(at > last_run for at in sent)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sends_are_waited_for_soon_after_they_have_left(family: str) -> None:
+    """So that their buffers go: what piles up does not grow with the microbatches."""
+    for rank in (0, 1):
+        plan = plan_of(job_for(24), family)
+        every, late = waits_for_sends(plan, rank)
+        assert every == 24
+        assert late <= 3
+
+
+def test_memory_does_not_grow_with_microbatches() -> None:
+    peaks = [plan_of(job_for(m), "1f1b").prediction.peak_bytes for m in (8, 16, 64)]  # type: ignore[union-attr]
+    # What a microbatch more takes is its loss, four bytes; an activation would be 448.
+    assert max(peaks[2]) - max(peaks[0]) <= 8 * 56
+    assert max(peaks[1]) - max(peaks[0]) <= 8 * 56
+
+
+def test_a_wait_for_a_send_never_stands_in_the_way() -> None:
+    """On a slow link the waits come later, and the step is no longer than with all of them at the end."""
+    job = job_for(12)
+    for bytes_per_us in (1000.0, 1.0, 0.1):
+        costs = made_up_costs(job, bytes_per_us=bytes_per_us)
+        plan = make_plan(job, costs, schedule="eager-1f1b")
+        windows, orders, communicators = lower(job, plan.schedule)
+        late = Plan(job, plan.schedule, windows, orders, communicators, costs)
+        assert late.orders != plan.orders
+        assert stretto.simulate(plan).step_us <= stretto.simulate(late).step_us * 1.0001
+
+
+def test_equal_input_gives_equal_files(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        plan_of(job_for(4), "zb-h1").save(tmp_path / f"{name}.json")
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "other.json").read_bytes()
+
+
+def test_what_is_wished_for() -> None:
+    job = job_for(4)
+    assert plan_of(job, "zb-h2").schedule.family == "zb-h2"
+    assert make_plan(job, made_up_costs(job)).schedule.family == "1f1b", "the job's own wish"
+    with pytest.raises(stretto.UsageError, match="unknown schedule family 'zz'; choose one of: gpipe"):
+        plan_of(job, "zz")
+    with pytest.raises(stretto.UsageError, match=r"unknown cluster .here.: give .local. or"):
+        stretto.plan(job, cluster="here")
+
+
+def test_a_plan_carries_its_prediction_and_its_bound() -> None:
+    plan = plan_of(job_for(8), "zb-h1")
+    found = plan.prediction
+    assert found is not None
+    assert found.bound_us <= found.step_us
+    assert found.step_us == pytest.approx(stretto.simulate(plan).step_us)
+    for rank in range(2):
+        parts = found.compute_us[rank] + found.exposed_us[rank] + found.bubble_us[rank]
+        assert parts == pytest.approx(found.step_us, rel=1e-6)
+    text = str(plan)
+    for word in ("predicted step", "exposed by rank", "bubble by rank", "lower bound", "gap"):
+        assert word in text
