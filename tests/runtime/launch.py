@@ -1,4 +1,4 @@
-"""Start a module of these tests on several processes, as `torchrun` does; show what it said if it fails."""
+"""Start a program on several processes, as `torchrun` does; show what it said if it fails."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ TIMEOUT_S = 240.0
 """Longer than any launch of these tests takes on two busy cores."""
 
 
-def launch(ranks: int, module: str, *arguments: str, statuses: tuple[int, ...] = (0,)) -> list[str]:
-    """Run `python -m module arguments` as `ranks` processes; returns what each printed.
+def launch(ranks: int, program: str | Path, *arguments: str, statuses: tuple[int, ...] = (0,)) -> list[str]:
+    """Run a program, a module by name or a file, as `ranks` processes; returns what each printed.
 
     All processes are gone when it returns. Fails unless every exit status is among `statuses`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    named = [str(program)] if isinstance(program, Path) else ["-m", program]
     processes = []
     for rank in range(ranks):
         environment = {
@@ -35,7 +36,7 @@ def launch(ranks: int, module: str, *arguments: str, statuses: tuple[int, ...] =
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, *named, *arguments],
                 cwd=REPOSITORY,
                 env=environment,
                 stdout=subprocess.PIPE,
