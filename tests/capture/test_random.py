@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_a_random_op_that_fails_leaves_the_generator_and_the_lock() -> None:
             hooks.draw(0, 1)
             raise ValueError("an op failed")
 
-        runner.state.windows["0F"] = type(window)(broken, "")
+        runner.state.windows["0F"] = replace(window, run=broken)
         before = torch.get_rng_state()
         with pytest.raises(ValueError, match="an op failed"):
             runner.step(batch)

@@ -59,6 +59,7 @@ class Generated:
 
     run: Callable[..., None]
     source: str
+    stages: tuple[int, ...]
 
 
 def generate(job: Job, window: Window, externals: Externals) -> Generated:
@@ -119,7 +120,7 @@ class _Writer:
         source = f"def run(hooks, {arguments}):\n{body}\n"
         scope: dict[str, Any] = dict(self.bound)
         exec(compile(source, f"<stretto window {self.window.name}>", "exec"), scope)
-        return Generated(scope["run"], source)
+        return Generated(scope["run"], source, tuple(stage for stage, _ in self.window.parts))
 
     # What the window reads and when it reads it last.
 

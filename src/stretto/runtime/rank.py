@@ -78,10 +78,6 @@ class RankState:
         self._tie = {k: p.tied_to for k, p in enumerate(job.parameters)}
         self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
         self._peer_of = {e.index: plan.rank_of(e.target) for e in job.edges}
-        self._runs = {
-            name: (made.run, tuple(stage for stage, _ in plan.windows[name].parts))
-            for name, made in self.windows.items()
-        }
         self._receives = {
             e.index: (
                 e.spec.shape,
@@ -158,13 +154,13 @@ class RankState:
 
     def _run(self, instruction: Instruction) -> None:
         name = str(instruction.ref)
-        run, stages = self._runs[name]
+        window = self.windows[name]
         arguments: list[object] = []
-        for stage, microbatch in zip(stages, instruction.microbatches, strict=True):
+        for stage, microbatch in zip(window.stages, instruction.microbatches, strict=True):
             store = self._stores.setdefault((stage, microbatch), {})
             arguments += [self._batch[microbatch], store, microbatch]
         start = now()
-        run(self, *arguments)
+        window.run(self, *arguments)
         self.marks.runs.append((name, instruction.microbatches, start, now()))
 
     def _sent(self, instruction: Instruction) -> None:
