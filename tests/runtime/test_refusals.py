@@ -14,9 +14,10 @@ from torch import nn
 import stretto
 from stretto.capture.trace import trace
 from stretto.ir.plan import Plan
+from stretto.models.gpt import next_token_loss
 from stretto.runtime.transport import ThreadTransport
 from tests.capture.zoo import Chain, mean_square, rows
-from tests.runtime.equality import evenly, gather, plan_of
+from tests.runtime.equality import evenly, gather, gpt, job_of, plan_of, tokens
 
 MICROBATCHES = 4
 
@@ -60,6 +61,14 @@ def wider(model: nn.Module) -> nn.Module:
 def test_another_model(change: Callable[[nn.Module], nn.Module], message: str) -> None:
     told = refused(plan_for(Chain()), change(Chain()), rows())
     assert message in told
+
+
+def test_a_model_whose_parameters_were_tied_since() -> None:
+    """Each rank would train a copy of its own."""
+    batch = tokens(4, columns=8)
+    plan = plan_of(job_of(trace(gpt(False), batch, next_token_loss, microbatches=4), 2, 4))
+    told = refused(plan, gpt(True), batch)
+    assert "'embedding.weight' and 'head.weight' are one tensor in this model, but two in the model" in told
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ loss = runner.step(batch)                          # gradients are in .grad, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,12 +88,27 @@ class Runner:
                 self._check(parameter.name, found, parameter.spec, self.plan.job.param_dtype)
                 assert isinstance(found, nn.Parameter)
                 self._parameters[k] = found
+        self._check_ties(given)
         for k, buffer in enumerate(self.plan.job.buffers):
             if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
                 found_buffer = held.get(buffer.name)
                 self._check(buffer.name, found_buffer, buffer.spec, None)
                 assert found_buffer is not None
                 self._buffers[k] = found_buffer
+
+    def _check_ties(self, given: Mapping[str, nn.Parameter]) -> None:
+        """One tensor must not stand for two parameters of the plan: their copies would drift apart."""
+        first: dict[int, tuple[str, str]] = {}
+        for parameter in self.plan.job.parameters:
+            found = given.get(parameter.name)
+            if found is None:
+                continue
+            name, tie = first.setdefault(id(found), (parameter.name, parameter.tied_to))
+            if tie != parameter.tied_to:
+                raise UsageError(
+                    f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model that "
+                    "was captured: capture this model anew"
+                )
 
     def _check(
         self, name: str, found: torch.Tensor | None, spec: TensorSpec, compute_dtype: str | None
