@@ -106,8 +106,8 @@ class Runner:
             name, tie = first.setdefault(id(found), (parameter.name, parameter.tied_to))
             if tie != parameter.tied_to:
                 raise UsageError(
-                    f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model that "
-                    "was captured: capture this model anew"
+                    f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model "
+                    "that was captured: capture this model anew"
                 )
 
     def _check(
