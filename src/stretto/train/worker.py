@@ -54,6 +54,12 @@ def work(settings: TrainSettings) -> int:
             trainer.world = join(place)
             trainer.run()
             leave(trainer.world)
+            if place.size > 1:
+                # The interpreter's end would stop threads that are inside the communication library, which
+                # takes that for a crash (SIGABRT). All files are closed and all ranks have come here.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
             return 0
         except BaseException as error:
             trainer.progress.stop()

@@ -1,0 +1,88 @@
+"""Which checkpoint counts, which is removed, and what a failed write leaves."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import StrettoError, UsageError
+from stretto.train import checkpoint_files as files
+
+
+def make(folder: Path, step: int, keep: int = 9) -> Path:
+    partial = files.begin(folder, step)
+    (partial / ".metadata").write_bytes(b"x")
+    return files.commit(partial, files.State(step, step, 300, {"name": "a"}), "{}", keep)
+
+
+def test_the_newest_is_marked_and_the_oldest_go(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        make(tmp_path, step, keep=2)
+    assert [path.name for path in files.checkpoints_in(tmp_path)] == ["step-000010", "step-000015"]
+    assert files.latest_in(tmp_path) == tmp_path / "step-000015"
+    assert files.read_state(tmp_path / "step-000015") == files.State(15, 15, 300, {"name": "a"})
+
+
+def test_a_half_written_one_does_not_count_and_is_removed_by_the_next(tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    left = files.begin(tmp_path, 10)
+    (left / "state.json").write_text("{}")
+    assert files.latest_in(tmp_path) == tmp_path / "step-000005"
+    make(tmp_path, 15)
+    assert not left.exists()
+
+
+def test_the_marker_counts_and_is_not_trusted(tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    make(tmp_path, 10)
+    (tmp_path / "latest").write_text("step-000005\n")
+    assert files.latest_in(tmp_path) == tmp_path / "step-000005"
+    for wrong in (b"step-000099\n", b"\xff\xfe", b""):
+        (tmp_path / "latest").write_bytes(wrong)
+        assert files.latest_in(tmp_path) == tmp_path / "step-000010"
+
+
+def test_a_path_may_be_a_checkpoint_its_folder_or_the_run(tmp_path: Path) -> None:
+    path = make(tmp_path / "run" / "checkpoints", 5)
+    assert [files.find(p) for p in (path, path.parent, path.parent.parent)] == [path] * 3
+    with pytest.raises(UsageError, match="holds no whole checkpoint: name a checkpoint"):
+        files.find(tmp_path)
+    with pytest.raises(UsageError, match="does not exist"):
+        files.find(tmp_path / "nothing")
+
+
+def test_what_is_not_a_checkpoint_of_ours_is_refused_with_its_file(tmp_path: Path) -> None:
+    path = make(tmp_path, 5)
+    (path / "state.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"state\.json cannot be read"):
+        files.read_state(path)
+    (path / "state.json").write_text(json.dumps({"format": files.FORMAT, "version": 99}))
+    with pytest.raises(UsageError, match="version 99"):
+        files.read_state(path)
+
+
+def test_a_run_that_starts_anew_sets_the_old_ones_aside(tmp_path: Path) -> None:
+    assert files.set_aside(tmp_path / "none") is None
+    make(tmp_path, 5)
+    assert files.set_aside(tmp_path) == tmp_path / "earlier-1"
+    assert files.latest_in(tmp_path) is None
+    make(tmp_path, 5)
+    assert files.set_aside(tmp_path) == tmp_path / "earlier-2"
+    assert files.is_whole(tmp_path / "earlier-1" / "step-000005")
+
+
+def test_a_full_disk_says_so_and_names_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = make(tmp_path, 5)
+    partial = files.begin(tmp_path, 10)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "_write_synced", full)
+    with pytest.raises(StrettoError, match=r"step 10 in .* the disk is full; free some space") as caught:
+        files.commit(partial, files.State(10, 10, 300, {}), "{}", 9)
+    assert f"the last whole checkpoint is {good}" in str(caught.value)
+    assert files.latest_in(tmp_path) == good

@@ -1,0 +1,57 @@
+"""Clipping by the global norm gives the very bits that PyTorch gives in a single process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.train.clip import GradientClip
+
+
+def gradients(model: nn.Module, scale: float) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return {
+        n: scale * torch.randn(p.shape, generator=draw, dtype=p.dtype) for n, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize(("scale", "max_norm"), [(1.0, 0.5), (1e-4, 1.0), (1.0, 0.0)])
+def test_norm_and_gradients_are_those_of_one_process(
+    pp: int, tie: bool, dtype: torch.dtype, scale: float, max_norm: float
+) -> None:
+    config = GPTConfig(vocab_size=40, layers=3, hidden=16, heads=2, context=8, tie_embeddings=tie)
+    model = GPT(config).to(dtype)
+    batch = torch.zeros(4, 9, dtype=torch.int64)
+    job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=pp, microbatches=2))
+    plan = stretto.plan(job, stretto.Cluster())
+    given = gradients(model, scale)
+
+    plain = copy.deepcopy(model)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = given[name].clone()
+    limit = max_norm or float("inf")
+    expected_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+
+    copies = [copy.deepcopy(model) for _ in range(pp)]
+    first = {p.name: p.tied_to for p in job.parameters}
+
+    def work(runner: stretto.Runner) -> torch.Tensor:
+        clip = GradientClip(runner, max_norm)
+        for name, parameter in runner.named_parameters():
+            parameter.grad = given[first[name]].clone()
+        norm = clip()
+        for name, parameter in runner.named_parameters():
+            assert torch.equal(parameter.grad, expected[first[name]])  # type: ignore[arg-type]
+        return norm
+
+    norms = stretto.run_threads(plan, lambda rank: copies[rank], work)
+    assert all(torch.equal(norm, expected_norm) for norm in norms)

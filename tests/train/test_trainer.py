@@ -1,0 +1,209 @@
+"""A run in one process: what it leaves, and that stopping and going on changes no bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.tiny import steps_of, write_settings
+
+from stretto.config import TrainSettings, load_settings
+from stretto.errors import RunError, StrettoError, UsageError
+from stretto.models.build import build_model, loss_function
+from stretto.report.rundir import load_run
+from stretto.train import checkpoint, launch
+from stretto.train.data import prepare_data
+from stretto.train.trainer import Trainer
+from stretto.train.world import World
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose text and tokens all runs of this file share."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def train(path: Path, *changes: str) -> tuple[TrainSettings, Trainer]:
+    settings = load_settings(path, changes)
+    trainer = Trainer(settings, World())
+    trainer.run()
+    return settings, trainer
+
+
+def test_a_run_learns_and_leaves_what_a_report_needs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, _ = train(write_settings(folder, steps=60, every=0, run="whole"), "training.eval_every=30")
+    out = capsys.readouterr().out
+    found = load_run(settings.run_dir)
+    assert found.notes == []
+    losses = [line["loss"] for line in found.metrics if "loss" in line]
+    assert len(losses) == 60
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.5
+    held = [line for line in found.metrics if "held_out_loss" in line]
+    assert [line["step"] for line in held] == [30, 60]
+    assert found.summary is not None
+    assert held[-1]["held_out_loss"] == found.summary["held_out_loss"]
+    assert all(
+        set(line) >= {"lr", "grad_norm", "tokens_per_s", "step_s"} for line in found.metrics if "loss" in line
+    )
+    assert (
+        sum("exposed_fraction" in line for line in found.metrics) == 13
+    )  # every fifth, and the one before last
+    for said in (
+        "held-out loss",
+        "a sample, continuing",
+        "Predicted against measured",
+        "report.html",
+        "trace",
+    ):
+        assert said in out
+    assert (settings.run_dir / "trace.perfetto-trace").stat().st_size > 0
+    assert "<html" in (settings.run_dir / "report.html").read_text()
+    assert [p.name for p in settings.checkpoint_dir.iterdir() if p.is_dir()] == ["step-000060"]
+
+
+def test_the_held_out_loss_is_that_of_the_plain_model(folder: Path) -> None:
+    settings, trainer = train(write_settings(folder, steps=3, run="held"))
+    data = prepare_data(settings.data, print)
+    model = build_model(settings.model, data.vocab_size, settings.training.seed)
+    state = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    newest = trainer.last_checkpoint()
+    assert newest is not None
+    checkpoint.read_tensors(newest, state)
+    model.eval()
+    with torch.no_grad():
+        losses = [loss_function(settings.model)(model, data.held_out.batch(k, 4)) for k in range(2)]
+    summary = json.loads((settings.run_dir / "summary.json").read_text())
+    assert summary["held_out_loss"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
+
+
+def test_resuming_gives_the_losses_of_the_undisturbed_run_bit_for_bit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight, _ = train(write_settings(folder, steps=12, run="straight"))
+    path = write_settings(folder, steps=12, run="stopped")
+
+    class Stopped(Exception):
+        pass
+
+    trainer = Trainer(load_settings(path), World())
+    original = trainer._one_step
+
+    def stop_at_8(batch: torch.Tensor) -> tuple[float, float, float]:
+        if trainer.step == 8:
+            raise Stopped
+        return original(batch)
+
+    trainer._one_step = stop_at_8  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        trainer.run()
+    stopped, _ = train(path)
+    assert "resumed from" in capsys.readouterr().out
+    for key in ("loss", "grad_norm", "lr"):
+        expected = {step: line[key] for step, line in steps_of(straight.run_dir).items()}
+        assert {step: line[key] for step, line in steps_of(stopped.run_dir).items()} == expected
+    assert len(expected) == 12
+
+
+def test_settings_that_make_another_model_are_refused_and_others_are_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_settings(folder, steps=3, run="other")
+    train(path)
+    with pytest.raises(UsageError, match=r"model.hidden = 64, but the checkpoint .* model.hidden = 32"):
+        train(path, "model.hidden=64")
+    with pytest.raises(UsageError, match=r"data.vocab_size differs, so that the tokens are others"):
+        train(path, "data.vocab_size=290")
+    capsys.readouterr()
+    train(path, "training.steps=4", "optimizer.lr=1e-4")
+    out = capsys.readouterr().out
+    assert "note: optimizer.lr is now 0.0001; it was 0.003 until step 3" in out
+    assert "training.steps" not in out
+    train(path, "training.steps=4", "optimizer.lr=1e-4")
+    assert "all 4 steps are done" in capsys.readouterr().out
+
+
+def test_starting_anew_keeps_the_old_checkpoints_apart(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_settings(folder, steps=3, run="anew")
+    settings, _ = train(path)
+    train(path, "checkpoint.resume=never", "training.steps=2")
+    assert "started anew; the checkpoints of an earlier run are now in" in capsys.readouterr().out
+    assert (settings.checkpoint_dir / "earlier-1" / "step-000003").is_dir()
+    assert sorted(steps_of(settings.run_dir)) == [1, 2]
+
+
+def test_a_failed_write_is_told_and_the_last_checkpoint_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_settings(folder, steps=10, every=5, run="full")
+    original = checkpoint.dcp_save
+
+    def fill_up(state: dict[str, torch.Tensor], **rest: object) -> object:
+        if (load_settings(path).checkpoint_dir / "latest").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(state, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint, "dcp_save", fill_up)
+    with pytest.raises(StrettoError, match="step 10 .* the disk is full") as caught:
+        train(path)
+    assert caught.value.exit_status == 1
+    left = load_settings(path).checkpoint_dir
+    assert sorted(p.name for p in left.iterdir()) == ["latest", "step-000005"]
+    monkeypatch.setattr(checkpoint, "dcp_save", original)
+    settings, _ = train(path)
+    assert sorted(steps_of(settings.run_dir)) == list(range(1, 11))
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(folder: Path) -> None:
+    path = write_settings(folder, steps=2, run="damaged")
+    settings, trainer = train(path)
+    newest = trainer.last_checkpoint()
+    assert newest is not None
+    (newest / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(StrettoError, match=r"step-000002 cannot be read .*--no-resume"):
+        train(path, "training.steps=3")
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_it_spoils_the_weights(folder: Path) -> None:
+    path = write_settings(folder, steps=40, every=0, run="wild")
+    with pytest.raises(RunError, match=r"step \d+: the loss is .* nothing was updated"):
+        train(path, "optimizer.lr=1e30", "optimizer.grad_clip_norm=0")
+
+
+def test_bf16_computes_in_bfloat16_and_keeps_its_weights_in_float32(folder: Path) -> None:
+    settings, trainer = train(write_settings(folder, steps=8, run="bf16"), "precision=bf16")
+    assert trainer.runner.plan.job.param_dtype == "bfloat16"
+    assert all(p.dtype is torch.float32 for p in trainer.runner.parameters())
+    plain, _ = train(write_settings(folder, steps=8, run="float32"))
+    a, b = ([line["loss"] for line in steps_of(s.run_dir).values()] for s in (settings, plain))
+    assert a != b
+    assert all(math.isclose(x, y, rel_tol=0.02) for x, y in zip(a, b, strict=True))
+
+
+def test_tensorboard_gets_the_scalars(folder: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings, _ = train(write_settings(folder, steps=5, run="board"), "output.tensorboard=true")
+    events = EventAccumulator(str(settings.run_dir / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("loss/train")] == [1, 2, 3, 4, 5]
+    names = {"loss/held_out", "optimizer/lr", "optimizer/grad_norm", "speed/exposed_fraction"}
+    assert names <= set(events.Tags()["scalars"])
+
+
+def test_tensorboard_that_is_not_there_is_refused_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings(write_settings(folder, run="boardless"), ["output.tensorboard=true"])
+    monkeypatch.setattr("stretto.train.metrics.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'stretto\[tensorboard\]'"):
+        launch.start(settings, ["nothing"])
+    assert not settings.run_dir.exists()

@@ -1,0 +1,133 @@
+"""A tiny run for tests: a little text, a settings file, and the command as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+WORDS = (
+    "the quick brown fox jumps over a lazy dog while seven wizards brew potions of amber beneath old stars"
+)
+
+SETTINGS = """
+[model]
+kind = "gpt"
+layers = 2
+hidden = 32
+heads = 2
+context = 16
+dropout = 0.1
+{model}
+
+[data]
+paths = ["{text}"]
+cache_dir = "{cache}"
+sequence_length = 16
+vocab_size = 300
+held_out_fraction = 0.1
+
+[parallel]
+pp = {pp}
+microbatches = 2
+
+[optimizer]
+lr = 3e-3
+
+[training]
+steps = {steps}
+global_batch = 4
+eval_every = 0
+eval_batches = 2
+log_every = 5
+sample_tokens = 8
+threads_per_rank = 1
+
+[checkpoint]
+every_steps = {every}
+keep = 9
+
+[output]
+run_dir = "{run}"
+trace_steps = 2
+"""
+
+
+def write_text(folder: Path) -> Path:
+    """Some documents of a few words, the same each time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    words = WORDS.split()
+    for number in range(20):
+        lines = [" ".join(draw.choice(words) for _ in range(9)) for _ in range(20)]
+        (folder / f"{number}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def write_settings(
+    folder: Path, *, pp: int = 1, steps: int = 10, every: int = 5, run: str = "run", model: str = ""
+) -> Path:
+    """A settings file in `folder`, whose run goes to `folder/run`; the text is made beside it."""
+    text = folder / "text"
+    if not text.exists():
+        write_text(text)
+    path = folder / f"{run}.toml"
+    values = {"text": text, "cache": folder / "cache", "run": folder / run}
+    path.write_text(SETTINGS.format(pp=pp, steps=steps, every=every, model=model, **values), encoding="utf-8")
+    return path
+
+
+def environment(**added: str) -> dict[str, str]:
+    """The environment of a process that is no rank yet, with one thread."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    return {**kept, "OMP_NUM_THREADS": "1", **added}
+
+
+def start(*arguments: str | Path, **added: str) -> subprocess.Popen[str]:
+    """`stretto ...` as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "stretto.cli.main", *map(str, arguments)],
+        env=environment(**added),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: str | Path, **added: str) -> tuple[int, str, str]:
+    """`stretto ...` to its end: status, output, errors."""
+    process = start(*arguments, **added)
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The lines of metrics.jsonl that are of steps."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {line["step"]: line for line in lines if "loss" in line}
+
+
+def ranks_of(config: Path) -> dict[int, int]:
+    """rank -> process id, of the ranks that are training with this settings file."""
+    found: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            if str(config).encode() not in command:
+                continue
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for variable in variables:
+            if variable.startswith(b"RANK="):
+                found[int(variable.removeprefix(b"RANK="))] = int(folder.name)
+    return found
