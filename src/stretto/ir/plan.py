@@ -142,10 +142,6 @@ class Link:
     processor_us_per_mb: float = 0.0
     source: str = "assumed"
 
-    def message_us(self, nbytes: int) -> float:
-        """Time of one message alone on the link, in microseconds."""
-        return self.latency_us + nbytes / self.bytes_per_us
-
 
 @dataclass(frozen=True, slots=True)
 class Costs:
