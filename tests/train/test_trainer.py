@@ -88,7 +88,7 @@ def test_resuming_gives_the_losses_of_the_undisturbed_run_bit_for_bit(
     straight, _ = train(write_settings(folder, steps=12, run="straight"))
     path = write_settings(folder, steps=12, run="stopped")
 
-    class Stopped(Exception):
+    class StoppedError(Exception):
         pass
 
     trainer = Trainer(load_settings(path), World())
@@ -96,11 +96,11 @@ def test_resuming_gives_the_losses_of_the_undisturbed_run_bit_for_bit(
 
     def stop_at_8(batch: torch.Tensor) -> tuple[float, float, float]:
         if trainer.step == 8:
-            raise Stopped
+            raise StoppedError
         return original(batch)
 
     trainer._one_step = stop_at_8  # type: ignore[method-assign]
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         trainer.run()
     stopped, _ = train(path)
     assert "resumed from" in capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_a_failed_write_is_told_and_the_last_checkpoint_stays(
         return original(state, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(checkpoint, "dcp_save", fill_up)
-    with pytest.raises(StrettoError, match="step 10 .* the disk is full") as caught:
+    with pytest.raises(StrettoError, match=r"step 10 .* the disk is full") as caught:
         train(path)
     assert caught.value.exit_status == 1
     left = load_settings(path).checkpoint_dir
@@ -163,7 +163,7 @@ def test_a_failed_write_is_told_and_the_last_checkpoint_stays(
 
 def test_a_damaged_checkpoint_is_refused_by_name(folder: Path) -> None:
     path = write_settings(folder, steps=2, run="damaged")
-    settings, trainer = train(path)
+    _, trainer = train(path)
     newest = trainer.last_checkpoint()
     assert newest is not None
     (newest / ".metadata").write_bytes(b"no pickle")

@@ -15,8 +15,7 @@ from stretto.ir.program import Edge, Job, Op, Stage
 def forward_only(job: Job) -> Job:
     """The job's forward up to its loss; ops and messages that only its backward needs are left out.
 
-    Evaluating does not change a model: updates of buffers are left out too. A parameter that is tied has
-    no gradient to sum here, so every name stands for itself.
+    Evaluating does not change a model: updates of buffers are left out too.
     """
     needed = {job.loss}
     kept: list[tuple[Op, ...]] = [()] * len(job.stages)
@@ -52,9 +51,7 @@ def forward_only(job: Job) -> Job:
             for stage, stage_ops in enumerate(kept)
         ),
         edges=tuple(edges),
-        parameters=tuple(
-            replace(p, stages=holders(f"param/{p.name}"), grads=(), tied_to=p.name) for p in job.parameters
-        ),
+        parameters=tuple(replace(p, stages=holders(f"param/{p.name}"), grads=()) for p in job.parameters),
         buffers=tuple(replace(b, stages=holders(f"buffer/{b.name}"), updates=()) for b in job.buffers),
         constants=tuple(c for c in job.constants if f"const/{c.name}" in used_constants),
     )

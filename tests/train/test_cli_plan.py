@@ -1,0 +1,66 @@
+"""`stretto plan`: from settings to a plan file, for this machine or a described one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.train.tiny import write_settings
+from typer.testing import CliRunner
+
+import stretto
+from stretto.cli.main import app
+from stretto.errors import UsageError
+
+
+def test_a_described_cluster_gives_the_same_file_each_time(tmp_path: Path) -> None:
+    config = write_settings(tmp_path)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("link_bytes_per_us = 12.5\nlatency_us = 50.0\n")
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        command = ["plan", str(config), "-o", str(file), "--cluster", str(cluster), "--set", "parallel.pp=2"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        assert "predicted step" in result.output
+    assert files[0].read_bytes() == files[1].read_bytes()
+    plan = stretto.load_plan(files[0])
+    stretto.verify(plan)
+    assert plan.ranks == 2
+    assert plan.costs.default_link.bytes_per_us == 12.5
+
+
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    config = write_settings(tmp_path)
+    result = CliRunner().invoke(app, ["plan", str(config), "-o", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert "measured on this processor, 1 thread" in result.output
+
+
+def test_a_wrong_cluster_is_refused_with_its_file(tmp_path: Path) -> None:
+    config, cluster = write_settings(tmp_path), tmp_path / "cluster.toml"
+
+    def refusal() -> str:
+        command = ["plan", str(config), "-o", str(tmp_path / "p.json"), "--cluster", str(cluster)]
+        error = CliRunner().invoke(app, command).exception
+        assert isinstance(error, UsageError)
+        return str(error)
+
+    assert "give a TOML file, or local" in refusal()
+    cluster.write_text("latency_us = [")
+    assert "is not TOML" in refusal()
+    cluster.write_text("latencyus = 3\n")
+    text = refusal()
+    assert str(cluster) in text
+    assert "latencyus" in text
+    assert "latency_us" in text
+
+
+@pytest.mark.parametrize("pp", ["1", "2"])
+def test_a_tokenizer_that_does_not_exist_yet_is_not_needed(tmp_path: Path, pp: str) -> None:
+    config = write_settings(tmp_path)
+    command = ["plan", str(config), "-o", str(tmp_path / "p.json"), "--set", f"parallel.pp={pp}"]
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("")
+    assert CliRunner().invoke(app, [*command, "--cluster", str(cluster)]).exit_code == 0
+    assert not (tmp_path / "cache").exists()

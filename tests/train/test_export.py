@@ -1,0 +1,106 @@
+"""Exported models are read by others and say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.train.tiny import write_settings
+from tokenizers import Tokenizer
+
+from stretto.cli.main import app
+from stretto.config import load_settings
+from stretto.errors import UsageError
+from stretto.models.gpt import GPT
+from stretto.models.pretrained import load_gpt
+from stretto.train.export import export
+from stretto.train.trainer import Trainer
+from stretto.train.whole import load_whole
+from stretto.train.world import World
+
+LLAMA = """
+kind = "huggingface"
+architecture = "LlamaForCausalLM"
+
+[model.config]
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+tie_word_embeddings = true
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("export")
+
+
+def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
+    path = write_settings(folder, steps=3, run="gpt", model="tie_embeddings = true")
+    Trainer(load_settings(path), World()).run()
+    output = folder / "gpt-out"
+    found = export(folder / "gpt", output)
+    assert found.name == "step-000003"
+    model = load_gpt(output)
+    assert isinstance(model, GPT)
+    assert model.head.weight is model.embedding.weight
+    tokens = torch.arange(16)[None]
+    assert torch.equal(model(tokens), load_whole(found)[0](tokens))
+    assert len([n for n in load_file(output / "model.safetensors") if "head" in n or "embedding" in n]) == 1
+    assert Tokenizer.from_file(str(output / "tokenizer.json")).get_vocab_size() == model.config.vocab_size
+
+
+def test_a_llama_is_read_by_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = write_settings(folder, steps=3, run="llama")
+    text = path.read_text()
+    begin, end = text.index("kind ="), text.index("[data]")
+    path.write_text(text[:begin] + LLAMA.lstrip() + "\n" + text[end:])
+    Trainer(load_settings(path), World()).run()
+    output = folder / "llama-out"
+    trained = load_whole(export(folder / "llama", output))[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(output)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tokens = torch.arange(16)[None]
+    assert torch.equal(model(tokens).logits, trained(tokens).logits)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer.decode(tokenizer("seven wizards")["input_ids"]) == "seven wizards"
+
+
+def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no whole checkpoint"):
+        export(tmp_path, tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    path = write_settings(folder, steps=2, run="again")
+    Trainer(load_settings(path), World()).run()
+    with pytest.raises(UsageError, match="exists and is not an empty folder"):
+        export(folder / "again", tmp_path / "full")
+
+
+def test_a_folder_that_holds_no_gpt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no GPT can be read from it"):
+        load_gpt(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UsageError, match="is of another kind of model"):
+        load_gpt(tmp_path)
+
+
+def test_the_command_says_what_it_wrote(folder: Path) -> None:
+    from typer.testing import CliRunner
+
+    path = write_settings(folder, steps=2, run="told")
+    Trainer(load_settings(path), World()).run()
+    result = CliRunner().invoke(app, ["export", str(folder / "told"), "-o", str(folder / "told-out")])
+    assert result.exit_code == 0, result.output
+    assert "step-000002" in result.output
+    assert sorted(p.name for p in (folder / "told-out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]

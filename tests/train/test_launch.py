@@ -1,0 +1,117 @@
+"""The launcher's one message, whatever the ranks did; and what is refused before any rank is started."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from tests.train.tiny import run, write_settings
+
+from stretto.config import TrainSettings, load_settings
+from stretto.errors import LostRankError, StrettoError, UsageError
+from stretto.train import launch, world
+from stretto.train.interrupt import Interrupted
+from stretto.train.launch import explain
+from stretto.train.notes import Cause, Note, leave_note, note_of, read_notes
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> TrainSettings:
+    return TrainSettings.model_validate({"parallel": {"pp": 2}, "output": {"run_dir": str(tmp_path)}})
+
+
+def note(rank: int, cause: Cause, at_s: float, message: str = "it", status: int = 1) -> Note:
+    return Note(rank, cause, message, status, 7, at_s)
+
+
+def test_a_rank_that_died_without_a_word_is_named_before_those_who_missed_it(settings: TrainSettings) -> None:
+    status, text = explain(settings, [note(0, Cause.LOST, 1.0, "rank 0: rank 1 was lost")], {0: 1, 1: -9})
+    assert status == 1
+    assert text.startswith("stretto: rank 1 was lost after step 7: SIGKILL ended it; if nobody did that")
+    assert text.endswith("there is no checkpoint yet")
+
+
+def test_the_first_cause_is_told_and_not_its_effects(settings: TrainSettings) -> None:
+    notes = [
+        note(1, Cause.LOST, 1.0),
+        note(2, Cause.REFUSED, 2.0, "no such thing", 2),
+        note(0, Cause.REFUSED, 3.0),
+    ]
+    assert explain(settings, notes, {0: 1, 1: 1, 2: 2}) == (2, "stretto: no such thing")
+
+
+def test_a_crash_shows_its_traceback(settings: TrainSettings) -> None:
+    try:
+        raise KeyError("who")
+    except KeyError as error:
+        found = note_of(error, 0, 3, None)
+    status, text = explain(settings, [found], {0: 1})
+    assert status == 1
+    assert text.startswith("Traceback")
+    assert text.endswith("KeyError: 'who'")
+
+
+def test_what_ends_a_rank_is_told_apart() -> None:
+    assert note_of(LostRankError("gone", 3), 0, 1, None).lost == 3
+    closed = RuntimeError("[pair.cc:1] Connection closed by peer [127.0.0.1]:1")
+    assert note_of(closed, 0, 1, None).cause is Cause.LOST
+    assert note_of(RuntimeError("shapes differ"), 0, 1, None).cause is Cause.CRASHED
+    assert note_of(UsageError("wrong"), 0, 1, None).status == 2
+    # A library may have turned the signal's exception into one of its own.
+    assert note_of(closed, 0, 1, Interrupted(15)) == Note(
+        0, Cause.INTERRUPTED, "SIGTERM", 143, 1, pytest.approx(time.time(), abs=60)
+    )
+
+
+def test_notes_come_back_in_the_order_of_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not leave_note(note(0, Cause.LOST, 1.0))
+    monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path))
+    late, early = note(0, Cause.LOST, 2.0), note(1, Cause.REFUSED, 1.0)
+    assert leave_note(late)
+    assert leave_note(early)
+    assert read_notes(tmp_path) == [early, late]
+
+
+def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
+    config = write_settings(tmp_path, pp=2)
+    status, out, err = run("train", config, RANK="0", WORLD_SIZE="3")
+    assert (status, out) == (2, "")
+    assert err.startswith("stretto: parallel.pp = 2 needs 2 ranks, but WORLD_SIZE is 3: start 2 (torchrun")
+
+
+def test_the_environment_must_hold_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "one")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="RANK = 'one' in the environment is no number"):
+        world.environment()
+
+
+def test_threads_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert [world.threads(None, n) for n in (1, 3, 16)] == [8, 2, 1]
+    assert world.threads(5, 2) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert world.threads(None, 1) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.hidden=33", "must be a multiple of heads"),
+        ("data.paths=['/nowhere']", "data.paths: /nowhere does not exist"),
+        ("checkpoint.resume=nowhere", "nowhere does not exist: name a checkpoint"),
+        ("model.vocab_size=20", "model.vocab_size = 20 is too small"),
+    ],
+)
+def test_wrong_settings_are_found_before_a_rank_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, message: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "_launch", fail)
+    with pytest.raises(StrettoError, match=message) as caught:
+        launch.start(load_settings(write_settings(tmp_path, pp=2), [change]), ["stretto"])
+    assert caught.value.exit_status == 2
