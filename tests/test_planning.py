@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import stretto
+from stretto.capture.trace import trace
+from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import Job
 from stretto.planning import make_plan
 from stretto.schedule.lower import lower
-from tests.runtime.equality import FAMILIES, job_of, made_up_costs, plan_of, traced
+from tests.runtime.equality import (
+    FAMILIES,
+    assert_equal,
+    evenly,
+    job_of,
+    made_up_costs,
+    plain,
+    plan_of,
+    run,
+    traced,
+)
 
 
 def job_for(microbatches: int, stages: int = 2) -> Job:
@@ -54,6 +67,26 @@ def test_a_wait_for_a_send_never_stands_in_the_way() -> None:
         late = Plan(job, plan.schedule, windows, orders, communicators, costs)
         assert late.orders != plan.orders
         assert stretto.simulate(plan).step_us <= stretto.simulate(late).step_us * 1.0001
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("op_us", [0.0, 10.0])
+def test_runs_that_take_no_time_are_planned(family: str, op_us: float) -> None:
+    """Stages without weight gradients have W runs without ops; costs of one's own may be zero."""
+    model = torch.nn.Sequential(*[torch.nn.Tanh() for _ in range(4)], torch.nn.Linear(8, 2))
+    batch = torch.zeros(6, 8)
+    shift = torch.nn.Sequential(torch.nn.Linear(8, 8), model)
+    found = trace(shift, batch, lambda m, b: m(b).square().mean(), microbatches=6)
+    job = evenly(found, 4, 6)
+    assert any(not stage.ops[Phase.W] for stage in job.stages)
+    costs = made_up_costs(job)
+    costs = replace(costs, op_us=dict.fromkeys(costs.op_us, op_us), action_us=0.0)
+    plan = make_plan(job, costs, schedule=family)
+    assert_equal(
+        run(plan, shift, torch.ones(6, 8)),
+        plain(shift, torch.ones(6, 8), lambda m, b: m(b).square().mean()),
+        1e-5,
+    )
 
 
 def test_equal_input_gives_equal_files(tmp_path: Path) -> None:

@@ -118,6 +118,17 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
         if span.kind is SpanKind.COMPUTE:
             at = runs[span.rank, span.name]
             starts[span.rank][at] = min(starts[span.rank][at], span.start_us)
+    for times in starts:
+        # A run without ops takes no time and has no span: it begins when the one after it does.
+        for at in reversed(range(len(times) - 1)):
+            times[at] = min(times[at], times[at + 1])
+    makes = {
+        (action.stage, phase, action.microbatch): at
+        for order in plan.schedule.orders
+        for at, slot in enumerate(order)
+        for action in slot.actions
+        for phase in action.phase.parts
+    }
     found: dict[Message, int] = {}
     for span in timeline.spans:
         if span.kind is SpanKind.MESSAGE and span.sender is not None and span.sent_us is not None:
@@ -125,9 +136,12 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
             if not edge.isdigit():
                 continue
             safe = span.sent_us + SENT_MARGIN * (span.end_us - span.sent_us)
-            later = [k for k, start in enumerate(starts[span.sender]) if start > safe]
-            if later:
-                found[int(edge), int(microbatch)] = later[0]
+            sends = plan.job.edges[int(edge)]
+            first = makes[sends.source, sends.phase, int(microbatch)] + 1
+            later = (k for k in range(first, len(starts[span.sender])) if starts[span.sender][k] > safe)
+            at_run = next(later, None)
+            if at_run is not None:
+                found[int(edge), int(microbatch)] = at_run
     return found
 
 
