@@ -17,6 +17,7 @@ from stretto.ir.flow import PHASES
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.schedule.families import make_schedule
+from stretto.schedule.transfers import message_us
 from tests.capture.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
 from tests.runtime.equality import evenly, job_of, tokens, traced
 
@@ -155,7 +156,7 @@ def test_a_described_cluster_is_a_roofline() -> None:
                 seen["arithmetic" if arithmetic > memory else "memory"] += 1
     assert min(seen["arithmetic"], seen["memory"]) >= 5
     link = costs.link(0, 1)
-    assert link.message_us(5000) == pytest.approx(7.0 + 100.0)
+    assert message_us(link, 5000) == pytest.approx(7.0 + 100.0)
     assert link.processor_us_per_mb == 3.0
     assert costs.action_us == ACTION_US
 
