@@ -1,7 +1,7 @@
 """What messages cost between running ranks: latency, rate, and the processor time that they take away.
 
     1. A pair's messages of several sizes, one at a time, timed by round trips that return an empty
-       answer; latency and rate are the best straight line through the medians (least squares on the
+       answer; latency and rate are the best straight line through the fastest (least squares on the
        relative error).
     2. Both ends compute (matrix products) alone, then while messages stream between them; what the
        computation loses for each megabyte is the processor time of a message.
@@ -30,7 +30,7 @@ SIZES = (4, 65_536, 262_144, 1_048_576)
 """Bytes of the probes: an empty message, and around an activation's size."""
 
 ROUNDS = 5
-"""Messages of each size; medians are taken. Assumed, as for op times."""
+"""Messages of each size; the fastest counts, as what slows the others is not the link. Assumed."""
 
 SLOW_US = 400_000.0
 """A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
@@ -82,7 +82,7 @@ def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, f
                 dist.recv(payload, sender)
                 dist.send(answer, sender)
         if rank == sender:
-            points.append((payload.nbytes, statistics.median(times[1:])))
+            points.append((payload.nbytes, min(times[1:])))
             dist.send(go_on, receiver)
         else:
             go_on = torch.zeros(1, device=device)
@@ -103,7 +103,11 @@ def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     mean_y = sum(w * y for w, (_, y) in zip(weights, one_way, strict=True)) / total
     above = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, one_way, strict=True))
     below = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, one_way, strict=True))
-    slope = max(above / below, 1e-7)
+    slope = above / below if below else 0.0
+    if slope <= 0.0:
+        # Noise beyond the link's own time: the largest message tells at least what it took.
+        nbytes, us = one_way[-1]
+        slope = us / nbytes
     return max(mean_y - slope * mean_x, 0.0), 1.0 / slope
 
 
