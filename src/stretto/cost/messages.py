@@ -108,7 +108,8 @@ def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
         # Noise beyond the link's own time: the largest message tells at least what it took.
         nbytes, us = one_way[-1]
         slope = us / nbytes
-    return max(mean_y - slope * mean_x, 0.0), 1.0 / slope
+    # An empty message cannot be much faster than half of its round trip, whatever the line says.
+    return max(mean_y - slope * mean_x, half / 2.0), 1.0 / slope
 
 
 def _processor_loss(a: int, b: int, device: torch.device) -> float:
