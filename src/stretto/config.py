@@ -223,7 +223,8 @@ class OutputSettings(Settings):
     tensorboard: bool = False
     """Whether to write TensorBoard events too (needs `pip install 'stretto[tensorboard]'`)."""
     trace_steps: int = Field(default=3, ge=0)
-    """Steps recorded op by op, for the timeline and for predicted against measured; 0 records none."""
+    """Of how many of the last steps a timeline is gathered from all ranks; the one of median length is saved,
+    and compared with the prediction. 0 gathers none."""
 
 
 class TrainSettings(Settings):

@@ -92,7 +92,10 @@ def test_another_split_goes_on_from_the_same_checkpoint(folder: Path, undisturbe
         assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_an_interrupted_run_ends_at_once_with_one_line(folder: Path, signum: int, status: int) -> None:
     name = signal.Signals(signum).name.lower()
     config = write_settings(folder, pp=2, steps=100_000, every=10, run=name)
@@ -106,6 +109,7 @@ def test_an_interrupted_run_ends_at_once_with_one_line(folder: Path, signum: int
     assert err.rstrip().endswith("; go on with --resume")
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(folder: Path) -> None:
     config = write_settings(folder, pp=2, steps=100_000, every=10, run="orphans")
     process = start("train", config)
