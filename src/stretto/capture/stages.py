@@ -67,6 +67,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
             tuple(sorted(users[f"param/{name}"])),
             tuple((stage, phase_of[stage, value], value) for stage, value in grads.get(name, ())),
             tied_to,
+            None if traced.own_dtypes.get(name) == spec.dtype else traced.own_dtypes.get(name),
         )
         for name, (spec, tied_to, _) in traced.parameters.items()
     )

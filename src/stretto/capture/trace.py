@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Traced:
     batch: tuple[tuple[str, TensorSpec], ...]
     loss: str
     param_dtype: str | None
+    own_dtypes: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     fixed: tuple[tuple[str, str], ...] = ()
 
@@ -107,6 +108,7 @@ def trace(
         )
     ties = _ties(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     with torch_adapter.fake_state(model, mode, at, param_dtype):
         state = {
             **{n: spec_of(p) for n, p in model.named_parameters(remove_duplicate=False)},
@@ -157,6 +159,7 @@ def trace(
         batch=tuple((name, spec_of(fake)) for name, fake in zip(leaf_names, fakes, strict=True)),
         loss=loss_value,
         param_dtype=None if param_dtype is None else dtype_name(param_dtype),
+        own_dtypes=own_dtypes,
         device=at.type,
         fixed=tuple(tree.fixed(batch).items()),
     )

@@ -57,6 +57,7 @@ def encode_job(job: Job) -> dict[str, Any]:
                     "stages": list(p.stages),
                     "grads": [list(made) for made in p.grads],
                     "tied_to": p.tied_to,
+                    "own_dtype": p.own_dtype,
                 }
             )
             for p in job.parameters
@@ -181,13 +182,14 @@ def _decode_made(cursor: Cursor) -> Made:
 
 
 def _decode_parameter(cursor: Cursor) -> Parameter:
-    fields = cursor.fields(("name", "spec", "stages", "grads", "tied_to"))
+    fields = cursor.fields(("name", "spec", "stages", "grads", "tied_to", "own_dtype"))
     return Parameter(
         name=fields["name"].text(),
         spec=decode_spec(fields["spec"]),
         stages=fields["stages"].sequence(Cursor.integer),
         grads=fields["grads"].sequence(_decode_made),
         tied_to=fields["tied_to"].text(),
+        own_dtype=None if fields["own_dtype"].value is None else fields["own_dtype"].text(),
     )
 
 

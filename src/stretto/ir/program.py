@@ -176,6 +176,7 @@ class Parameter:
     grads: for each stage that holds it, (stage, phase, value name) of its part of the gradient; the
         gradient is the sum of the parts over stages and microbatches.
     tied_to: the first name of a group of names for one tensor (its own name when it has only one).
+    own_dtype: the dtype of the model's parameter where ops read a copy of `spec`'s dtype, else None.
     """
 
     name: str
@@ -183,6 +184,17 @@ class Parameter:
     stages: tuple[int, ...]
     grads: tuple[tuple[int, Phase, str], ...]
     tied_to: str
+    own_dtype: str | None = None
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the parameter, and of the copy that ops read where there is one."""
+        return self.spec.nbytes + (self.grad_nbytes if self.own_dtype is not None else 0)
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the accumulated gradient, which has the parameter's own dtype."""
+        return TensorSpec(self.spec.shape, self.own_dtype or self.spec.dtype).nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,8 @@ class Runner:
         if self._last is not None:
             yield
             return
-        with MemoryMeter((*self._compute.values(), *self._buffers.values())) as meter:
+        held = (*self._compute.values(), *self._parameters.values(), *self._buffers.values())
+        with MemoryMeter(held) as meter:
             yield
         self._peak_bytes = meter.peak_bytes
 

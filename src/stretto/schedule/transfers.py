@@ -62,7 +62,7 @@ def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...
 
 def tied_bytes(job: Job) -> Mapping[str, int]:
     """Tied group -> bytes of one copy of its gradient."""
-    return {parameter.tied_to: parameter.spec.nbytes for parameter in job.parameters}
+    return {parameter.tied_to: parameter.grad_nbytes for parameter in job.parameters}
 
 
 def op_time_us(costs: Costs, stage: int, name: str, free: bool) -> float | None:

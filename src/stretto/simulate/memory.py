@@ -89,11 +89,11 @@ class RankMemory:
         held: dict[str, int] = {}
         for parameter in plan.job.parameters:
             if any(stage in self._stages for stage in parameter.stages):
-                held[parameter.tied_to] = parameter.spec.nbytes
+                held[parameter.tied_to] = parameter.held_nbytes
             for stage, phase, value in parameter.grads:
                 if stage in self._stages:
                     self._grad_names[stage, phase].append(parameter.tied_to)
-                    self._grads[stage, value].append((parameter.tied_to, parameter.spec.nbytes))
+                    self._grads[stage, value].append((parameter.tied_to, parameter.grad_nbytes))
         buffers = (b for b in plan.job.buffers if any(stage in self._stages for stage in b.stages))
         self.bytes_held = sum(held.values()) + sum(b.spec.nbytes for b in buffers)
         self._remaining: dict[tuple[int, int], int] = {}

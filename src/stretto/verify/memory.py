@@ -67,7 +67,7 @@ class _RankWalk:
         self.grads: dict[Storage, list[tuple[str, int]]] = defaultdict(list)
         for parameter in plan.job.parameters:
             for stage, _, value in parameter.grads:
-                self.grads[stage, value].append((parameter.tied_to, parameter.spec.nbytes))
+                self.grads[stage, value].append((parameter.tied_to, parameter.grad_nbytes))
         self.known: dict[tuple[int, str], list[Storage]] = {}
         # Who must be done with a storage before it goes: programs that use it, and sends of it.
         self.users: dict[Storage, set[Program]] = defaultdict(set)
@@ -108,7 +108,7 @@ class _RankWalk:
     def peak(self) -> tuple[int, str]:
         """(bytes, the instruction at which they are held)."""
         held = {
-            p.tied_to: p.spec.nbytes for p in self.plan.job.parameters if self.stages.intersection(p.stages)
+            p.tied_to: p.held_nbytes for p in self.plan.job.parameters if self.stages.intersection(p.stages)
         }
         buffers = [b.spec.nbytes for b in self.plan.job.buffers if self.stages.intersection(b.stages)]
         self.level = sum(held.values()) + sum(buffers)
