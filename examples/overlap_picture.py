@@ -1,6 +1,6 @@
 """Draw one training step without and with overlap: the picture of the README. Needs no device.
 
-    python examples/overlap_picture.py docs/overlap.svg
+python examples/overlap_picture.py docs/overlap.svg
 """
 
 import sys

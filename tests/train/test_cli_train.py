@@ -20,6 +20,8 @@ from stretto.train.progress import Progress, StepReport, duration
 
 def test_options_change_settings(tmp_path: Path) -> None:
     config = write_settings(tmp_path, steps=50)
+    with pytest.raises(UsageError, match="--resume: there is no whole checkpoint in"):
+        CliRunner().invoke(app, ["train", str(config), "--resume"], catch_exceptions=False)
     command = ["train", str(config), "--steps", "4", "--set", "training.log_every=2"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
@@ -101,6 +103,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_ends_the_run_with_the_last_checkpoint_whole(
     tmp_path: Path, small_disk: Path
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from stretto.config import load_settings
+from stretto.errors import UsageError
+from stretto.train.checkpoint_files import latest_in
 
 train = typer.Typer(add_completion=False)
 
@@ -23,7 +26,8 @@ def run(
         bool | None,
         typer.Option(
             "--resume/--no-resume",
-            help="Go on from the newest checkpoint, or start anew; by default checkpoint.resume decides.",
+            help="Go on from the newest checkpoint, which must be there, or start anew; by default "
+            "checkpoint.resume decides.",
             show_default=False,
         ),
     ] = None,
@@ -32,14 +36,18 @@ def run(
     ] = None,
 ) -> None:
     """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
-    from stretto.config import load_settings
-
     overrides = list(changes or [])
     if resume is not None:
         overrides.append(f"checkpoint.resume={'auto' if resume else 'never'}")
     if steps is not None:
         overrides.append(f"training.steps={steps}")
     settings = load_settings(config, overrides)
+
+    if resume and latest_in(settings.checkpoint_dir) is None:
+        raise UsageError(
+            f"--resume: there is no whole checkpoint in {settings.checkpoint_dir}; without --resume the run "
+            "starts at its first step"
+        )
 
     from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
 
@@ -50,5 +58,3 @@ def run(
     sys.stdout.flush()
     if status:
         raise typer.Exit(status)
-    if "RANK" in os.environ:
-        sys.stderr.flush()

@@ -49,8 +49,8 @@ def _save_huggingface(model: object, checkpoint: Path, output: Path) -> None:
     import transformers
 
     assert isinstance(model, transformers.PreTrainedModel)
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(output)
-    kind: Any = transformers.PreTrainedTokenizerFast  # its constructor carries no types
+    kind: Any = transformers.PreTrainedTokenizerFast  # carries no types
     tokenizer = kind(tokenizer_file=str(checkpoint / TOKENIZER), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
     tokenizer.save_pretrained(output)

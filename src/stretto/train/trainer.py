@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from stretto.capture import capture
 from stretto.config import TrainSettings
@@ -107,7 +106,9 @@ class Trainer:
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")
-        _drop(model, self.runner)
+        # The Runners keep what their stages use; the rest of the model goes.
+        del model
+        gc.collect()
         self.optimizer = make_optimizer(self.runner, settings.optimizer)
         self.clip = GradientClip(self.runner, settings.optimizer.grad_clip_norm)
         self._tokenizer = data.tokenizer.to_str()
@@ -230,13 +231,3 @@ class Trainer:
 
 def _say_nothing(line: str) -> None:
     """For lines that the launcher has said."""
-
-
-def _drop(model: nn.Module, runner: Runner) -> None:
-    """Free the parameters that other ranks hold; the Runners keep their own."""
-    kept = {id(p) for p in runner.parameters()}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) not in kept:
-                module._parameters[name] = None
-    gc.collect()
