@@ -26,8 +26,8 @@ from stretto.ir.flow import PHASES, inputs_of, is_external, results_of
 from stretto.ir.program import Arg, Const, Job, Op, Ref, Stage, TensorSpec
 
 ROUNDS = 5
-"""Counted rounds after one warm-up; the mean of the faster half is taken. Measured: on a machine of 2 cores it
-repeats within 3 %, also when other programs come and go."""
+"""Counted rounds after one warm-up; the mean of the faster half is taken. Measured: on a machine of 2 cores
+it repeats within 3 %."""
 
 LEAST_ROUND_US = 20_000.0
 """Shorter rounds are repeated more often, up to `MOST_ROUNDS`, so that noise averages out."""
