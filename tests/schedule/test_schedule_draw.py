@@ -7,7 +7,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stretto.schedule.csv import read_csv
@@ -51,6 +51,7 @@ def test_ranks_with_several_stages_say_which():
 
 
 @given(st.sampled_from(list(FAMILIES)), st.integers(1, 4), st.integers(1, 12), st.floats(0.3, 3))
+@example("eager-1f1b", 2, 5, 1.0)  # boxes that begin and end on half columns
 @settings(max_examples=40, deadline=None)
 def test_text_shows_every_action_in_its_columns(family, stages, microbatches, f):
     schedule = make_schedule(family, stages, microbatches)

@@ -7,6 +7,7 @@ this folder's timing; reads and writes no file.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from stretto.ir.action import Schedule
@@ -129,18 +130,24 @@ def _timed_rows(schedule: Schedule, timing: ScheduleTiming) -> list[str]:
         return ["0", *("" for _ in schedule.orders)]
     average = sum(length for length, _ in sized) / len(sized)
     columns_per_unit = min(max(need / length for length, need in sized), MAX_COLUMNS_PER_ACTION / average)
-    total = round(timing.makespan * columns_per_unit)
+    total = _column(timing.makespan * columns_per_unit)
 
     rows = [_axis(timing.makespan, columns_per_unit, total)]
     for row_ in boxes:
         canvas = ["."] * total
         for start, end, text in row_:
-            left, right = round(start * columns_per_unit), round(end * columns_per_unit)
+            left, right = _column(start * columns_per_unit), _column(end * columns_per_unit)
             room = right - left - 1  # the last column stays blank, so that neighbours can be told apart
             drawn = text.ljust(room, "-") if len(text) <= room else "-" * room
             canvas[left:right] = (drawn + " ")[: right - left]
         rows.append("".join(canvas))
     return rows
+
+
+def _column(place: float) -> int:
+    """The nearest column, halves always up: with Python's `round`, halves to even, a box that begins and ends
+    on halves could lose a column and with it its label."""
+    return math.floor(place + 0.5 + 1e-9)
 
 
 def _axis(makespan: float, columns_per_unit: float, total: int) -> str:
