@@ -20,7 +20,7 @@ from stretto.ir.program import TensorSpec
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
 from stretto.runtime.fit import agree, fit_batch
-from stretto.runtime.memory import MemoryMeter
+from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.torch_transport import TorchTransport
