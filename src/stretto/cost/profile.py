@@ -118,7 +118,9 @@ def _make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torc
             if name in made or name in made_here:
                 continue
             if name == "tangent":
-                made[name] = torch.tensor(1.0 / job.microbatches, dtype=_loss_dtype(job), device=device)
+                made[name] = torch.tensor(
+                    1.0 / job.microbatches, dtype=getattr(torch, job.loss_spec.dtype), device=device
+                )
             elif name in constants:
                 found = constants[name]
                 dtype = getattr(torch, found.spec.dtype)
@@ -126,15 +128,6 @@ def _make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torc
             else:
                 made[name] = _random(specs[name], generator, device)
     return made
-
-
-def _loss_dtype(job: Job) -> torch.dtype:
-    stage, name = job.loss
-    (op,) = (op for op in job.stages[stage].ops[Phase.F] if op.name == name)
-    assert op.outputs[0] is not None
-    dtype = getattr(torch, op.outputs[0].dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _random(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:

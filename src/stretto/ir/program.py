@@ -250,6 +250,15 @@ class Job:
         """Whether there is a backward; a job of forwards alone evaluates (`stretto.ir.forward`)."""
         return any(stage.ops[phase] for stage in self.stages for phase in (Phase.I, Phase.W))
 
+    @property
+    def loss_spec(self) -> TensorSpec:
+        """Shape and dtype of the microbatch's loss; the tangent and the step's loss have the same."""
+        stage, name = self.loss
+        for op in self.stages[stage].ops[Phase.F]:
+            if op.name == name and op.outputs[0] is not None:
+                return op.outputs[0]
+        raise AssertionError(f"stage {stage} makes no loss {name!r}")
+
     def tied_groups(self) -> dict[str, tuple[int, ...]]:
         """Tied-group name -> the stages that hold a copy, for groups that are held by more than one stage
         and have a gradient to sum (a stage may hold a copy and add nothing: it reads the sum)."""

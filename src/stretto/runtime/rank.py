@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from stretto.ir.flow import is_external
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.runtime.generate import Externals, Generated, Store, generate
 from stretto.runtime.record import Marks, now
@@ -66,7 +65,7 @@ class RankState:
             dtype = getattr(torch, constant.spec.dtype)
             made = torch.tensor(constant.data, dtype=dtype, device=device)
             fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
-        self._loss_dtype = _loss_dtype(plan)
+        self._loss_dtype: torch.dtype = getattr(torch, job.loss_spec.dtype)
         fixed["tangent"] = torch.tensor(1.0 / job.microbatches, dtype=self._loss_dtype, device=device)
         externals = Externals(fixed, device, frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates))
         order = plan.orders[transport.rank]
@@ -265,18 +264,6 @@ class RankState:
         _set_generator_state(self.device, self._kept)
         self._kept = None
         _DRAWING.release()
-
-
-def _loss_dtype(plan: Plan) -> torch.dtype:
-    stage, name = plan.job.loss
-    for ops in plan.job.stages[stage].ops.values():
-        for op in ops:
-            if op.name == name:
-                assert op.outputs[0] is not None
-                found = getattr(torch, op.outputs[0].dtype)
-                assert isinstance(found, torch.dtype)
-                return found
-    raise AssertionError(f"stage {stage} makes no loss {name}; is external: {is_external(name)}")
 
 
 def _with_stride(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
