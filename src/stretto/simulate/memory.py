@@ -63,7 +63,6 @@ class RankMemory:
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
         self._stages = plan.schedule.stages_of(rank)
-        self._rank = rank
         self._ops: dict[tuple[int, str], tuple[Op, Phase]] = {
             (stage, op.name): (op, phase)
             for stage in self._stages

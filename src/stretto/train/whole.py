@@ -15,9 +15,8 @@ from stretto.config import TrainSettings
 from stretto.errors import UsageError
 from stretto.models.build import build_model
 from stretto.models.gpt import generate
-from stretto.train import tokenizer as bpe
 from stretto.train.checkpoint import names_in, read_tensors
-from stretto.train.checkpoint_files import STATE, TOKENIZER, State, read_state
+from stretto.train.checkpoint_files import STATE, State, read_state
 
 SAMPLE_PROMPT_TOKENS = 16
 """How much held-out text a sample continues: a line or two of code, enough to see whether it goes on well."""
@@ -48,15 +47,6 @@ def load_whole(checkpoint: Path) -> tuple[nn.Module, TrainSettings]:
     tensors |= {f"buffer.{name}": b for name, b in model.named_buffers()}
     read_tensors(checkpoint, {name: tensor for name, tensor in tensors.items() if name in known})
     return model.eval(), settings
-
-
-def load_tokenizer(checkpoint: Path) -> Tokenizer:
-    """The tokenizer that the checkpoint was trained with. Raises UsageError when it cannot be read."""
-    path = checkpoint / TOKENIZER
-    try:
-        return bpe.parse(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
 
 
 def write_sample(
