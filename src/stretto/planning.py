@@ -24,6 +24,7 @@ from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.lower import Message, lower
+from stretto.schedule.sums import make_sums
 from stretto.schedule.timing import peak_live
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
@@ -95,7 +96,7 @@ def make_plan(
     if job.trains:
         verify(order)  # on its own, so that a schedule's faults are told in a schedule's words
     windows, orders, communicators = lower(job, order, overlap=overlap)
-    draft = Plan(job, order, windows, orders, communicators, costs)
+    draft = Plan(job, order, windows, orders, communicators, costs, buckets=make_sums(job, order).buckets)
     if overlap and any(i.kind is InstructionKind.SENT for instructions in orders for i in instructions):
         placed = _sent_before(draft, simulate(draft))
         windows, orders, communicators = lower(job, order, sent_before=placed)

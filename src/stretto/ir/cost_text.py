@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stretto.ir.curve import Curve
 from stretto.ir.job_text import Line
 from stretto.ir.op_text import encode_float
-from stretto.ir.plan import Costs, Link, Prediction
+from stretto.ir.plan import CollectiveCost, Costs, Link, Prediction
 from stretto.ir.reading import Cursor
 
 LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
@@ -28,12 +29,17 @@ def encode_costs(costs: Costs) -> dict[str, Any]:
             Line({"from": sender, "to": receiver, **_encode_link(costs.links[sender, receiver])})
             for sender, receiver in sorted(costs.links)
         ],
+        "collectives": [
+            Line({"communicator": name, "kind": kind, **_encode_collective(costs.collectives[name, kind])})
+            for name, kind in sorted(costs.collectives)
+        ],
+        "shared": Line(list(costs.shared)),
         "op_us": op_us,
     }
 
 
 def decode_costs(cursor: Cursor) -> Costs:
-    fields = cursor.fields(("source", "action_us", "default_link", "links", "op_us"))
+    fields = cursor.fields(("source", "action_us", "default_link", "links", "collectives", "shared", "op_us"))
     links: dict[tuple[int, int], Link] = {}
     for entry in fields["links"].elements():
         parts = entry.fields(("from", "to", *LINK_KEYS))
@@ -55,7 +61,47 @@ def decode_costs(cursor: Cursor) -> Costs:
         default_link=_decode_link(fields["default_link"].fields(LINK_KEYS)),
         action_us=fields["action_us"].number(),
         source=fields["source"].text(),
+        collectives=_decode_collectives(fields["collectives"]),
+        shared=fields["shared"].sequence(Cursor.text),
     )
+
+
+def _encode_collective(cost: CollectiveCost) -> dict[str, Any]:
+    return {
+        "curve": [[encode_float(nbytes), encode_float(us)] for nbytes, us in cost.curve.points],
+        "processor_us_per_mb": encode_float(cost.processor_us_per_mb),
+        "slowdown": encode_float(cost.slowdown),
+        "source": cost.source,
+    }
+
+
+def _decode_collectives(cursor: Cursor) -> dict[tuple[str, str], CollectiveCost]:
+    found: dict[tuple[str, str], CollectiveCost] = {}
+    for entry in cursor.elements():
+        parts = entry.fields(("communicator", "kind", "curve", "processor_us_per_mb", "slowdown", "source"))
+        key = (parts["communicator"].text(), parts["kind"].text())
+        if key in found:
+            raise entry.error(f"the cost of {key[1]} on {key[0]} is there twice; keep one of them")
+        found[key] = CollectiveCost(
+            curve=_decode_curve(parts["curve"]),
+            processor_us_per_mb=parts["processor_us_per_mb"].number(),
+            slowdown=parts["slowdown"].number(),
+            source=parts["source"].text(),
+        )
+    return found
+
+
+def _decode_curve(cursor: Cursor) -> Curve:
+    points = []
+    for entry in cursor.elements():
+        pair = entry.sequence(Cursor.number)
+        if len(pair) != 2:
+            raise entry.error(f"a point of a curve is [bytes, us]; this has {len(pair)} numbers")
+        points.append((float(pair[0]), float(pair[1])))
+    try:
+        return Curve(tuple(points))
+    except ValueError as error:
+        raise cursor.error(str(error)) from None
 
 
 def _encode_link(link: Link) -> dict[str, Any]:
@@ -85,12 +131,23 @@ def encode_prediction(prediction: Prediction) -> dict[str, Any]:
         "peak_bytes": Line(list(prediction.peak_bytes)),
         "bound_us": encode_float(prediction.bound_us),
         "binds": prediction.binds,
+        "exposed_axis_us": _encode_axes(prediction.exposed_axis_us),
+        "comm_axis_us": _encode_axes(prediction.comm_axis_us),
     }
+
+
+def _encode_axes(by_axis: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+    return {axis: Line([encode_float(us) for us in by_axis[axis]]) for axis in sorted(by_axis)}
 
 
 def decode_prediction(cursor: Cursor) -> Prediction:
     by_rank = ("compute_us", "exposed_us", "bubble_us")
-    fields = cursor.fields(("step_us", *by_rank, "peak_bytes", "bound_us", "binds"))
+    by_axis = ("exposed_axis_us", "comm_axis_us")
+    fields = cursor.fields(("step_us", *by_rank, "peak_bytes", "bound_us", "binds", *by_axis))
+    exposed_axis, comm_axis = (
+        {axis: part.sequence(Cursor.number) for axis, part in fields[key].members().items()}
+        for key in by_axis
+    )
     compute, exposed, bubble = (fields[key].sequence(Cursor.number) for key in by_rank)
     return Prediction(
         step_us=fields["step_us"].number(),
@@ -100,4 +157,6 @@ def decode_prediction(cursor: Cursor) -> Prediction:
         peak_bytes=fields["peak_bytes"].sequence(Cursor.integer),
         bound_us=fields["bound_us"].number(),
         binds=fields["binds"].text(),
+        exposed_axis_us=exposed_axis,
+        comm_axis_us=comm_axis,
     )

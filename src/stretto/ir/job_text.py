@@ -10,8 +10,9 @@ from typing import Any
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
+from stretto.ir.mesh import AXES
 from stretto.ir.op_text import decode_op, decode_spec, encode_float, encode_op
-from stretto.ir.program import Buffer, Constant, Edge, Job, Parameter, Stage
+from stretto.ir.program import Buffer, Constant, Edge, Job, Parameter, Shard, Stage
 from stretto.ir.reading import Cursor
 
 Made = tuple[int, Phase, str]
@@ -34,6 +35,7 @@ def encode_job(job: Job) -> dict[str, Any]:
         "max_live": job.max_live,
         "pp": job.pp,
         "device": job.device,
+        "axes": Line([list(axis) for axis in job.axes]),
         "fixed": [Line(list(leaf)) for leaf in job.fixed],
         "loss": Line(list(job.loss)),
         "batch": [Line([name, str(spec)]) for name, spec in job.batch],
@@ -58,6 +60,8 @@ def encode_job(job: Job) -> dict[str, Any]:
                     "grads": [list(made) for made in p.grads],
                     "tied_to": p.tied_to,
                     "own_dtype": p.own_dtype,
+                    "shards": [[s.axis, s.dim, s.blocks] for s in p.shards],
+                    "partial": list(p.partial),
                 }
             )
             for p in job.parameters
@@ -91,6 +95,7 @@ def decode_job(cursor: Cursor) -> Job:
             "max_live",
             "pp",
             "device",
+            "axes",
             "fixed",
             "loss",
             "batch",
@@ -127,6 +132,7 @@ def decode_job(cursor: Cursor) -> Job:
         pp=None if fields["pp"].value is None else fields["pp"].integer(),
         device=fields["device"].text(),
         fixed=tuple(fixed),
+        axes=fields["axes"].sequence(_decode_axis),
     )
 
 
@@ -181,8 +187,22 @@ def _decode_made(cursor: Cursor) -> Made:
     return stage.integer(), decode_phase(phase), value.text()
 
 
+def _decode_axis(cursor: Cursor) -> tuple[str, int]:
+    axis, size = _exactly(cursor, 2, "[axis, size]")
+    if axis.text() not in AXES[1:]:
+        raise axis.error(f"there is no axis {axis.text()!r}; known: {', '.join(AXES[1:])}")
+    if size.integer() < 1:
+        raise size.error(f"axis {axis.text()} has at least one rank, found {size.integer()}")
+    return axis.text(), size.integer()
+
+
+def _decode_shard(cursor: Cursor) -> Shard:
+    axis, dim, blocks = _exactly(cursor, 3, "[axis, dim, blocks]")
+    return Shard(axis.text(), dim.integer(), blocks.integer())
+
+
 def _decode_parameter(cursor: Cursor) -> Parameter:
-    fields = cursor.fields(("name", "spec", "stages", "grads", "tied_to", "own_dtype"))
+    fields = cursor.fields(("name", "spec", "stages", "grads", "tied_to", "own_dtype", "shards", "partial"))
     return Parameter(
         name=fields["name"].text(),
         spec=decode_spec(fields["spec"]),
@@ -190,6 +210,8 @@ def _decode_parameter(cursor: Cursor) -> Parameter:
         grads=fields["grads"].sequence(_decode_made),
         tied_to=fields["tied_to"].text(),
         own_dtype=None if fields["own_dtype"].value is None else fields["own_dtype"].text(),
+        shards=fields["shards"].sequence(_decode_shard),
+        partial=fields["partial"].sequence(Cursor.text),
     )
 
 

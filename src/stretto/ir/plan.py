@@ -10,11 +10,14 @@ repeats is written once and planning does not grow with microbatches.
     sent e4:0        wait until the message has left; its buffer may go
     loss             the rank that has the loss starts to tell it to all, the others start to hear it
     heard            wait for the loss
-    reduce <name>    start to sum a tied parameter's gradient of this step over the ranks that hold it
+    reduce <name>    start to sum a bucket of this step's gradients over the ranks of its communicator
     reduced <name>   wait for that sum
 
 Ranks start messages on a communicator in the order in which the peer posts its receives; each
 communicator joins two ranks and carries one direction, so no direction can block the other.
+
+A "rank" of a plan is a place of the pipeline, a coordinate on pp. Ranks of the run that differ in other
+coordinates (`Plan.mesh`) walk the same orders on other shards or other data, each with peers of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.curve import Curve
+from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job
 
-VERSION = 1
+VERSION = 2
+"""Of the plan file. 2 has axes beside pp: collectives, shards, buckets."""
 
 
 class ItemKind(StrEnum):
@@ -89,7 +95,7 @@ class InstructionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction of a rank. ref: edge (recv, sent), window (run), tied name (reduce, reduced)."""
+    """One instruction of a rank. ref: edge (recv, sent), window (run), bucket (reduce, reduced)."""
 
     kind: InstructionKind
     ref: str | int = ""
@@ -120,11 +126,27 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A process group with one lane. `name` is free of any process: `pp 0>1` carries rank 0's messages
-    to rank 1, `loss` the step's loss, `tied <name>` a tied gradient."""
+    """A lane, and a process group for each set of ranks that use it together.
+
+    `name` is free of any process: `pp 0>1` carries rank 0's messages to rank 1, `loss` the step's loss,
+    `tied <name>` a tied gradient, `tp` the collectives of that axis.
+    ranks: coordinates of the members on the first of `axes`; on the other axes all are members, and on axes
+        that are not named members share theirs (`Mesh.group`).
+    """
 
     name: str
     ranks: tuple[int, ...]
+    axes: tuple[str, ...] = ("pp",)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are summed together once a step, over the ranks of a communicator. A parameter that a
+    rank does not hold adds nothing there. A tied parameter's bucket holds the names that are tied."""
+
+    name: str
+    communicator: str
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +166,40 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """What a collective of one kind takes on one communicator, when nothing else uses its links.
+
+    curve: time by bytes of the whole tensor (see `ir.program.Collective`).
+    processor_us_per_mb: processor time that every member loses, per 10**6 bytes of the whole tensor (a CPU
+        transport copies and adds on the cores that compute).
+    slowdown: share of the compute lane's speed that is lost while it is in flight, whatever its size (an
+        accelerator gives multiprocessors to it).
+    """
+
+    curve: Curve
+    processor_us_per_mb: float = 0.0
+    slowdown: float = 0.0
+    source: str = "assumed"
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
-    """Predicted times. op_us[(stage, op name)]; links[(sender rank, receiver rank)]; `default_link`
-    serves pairs that are not named. action_us is what a window costs beside its ops (launch, loop)."""
+    """Predicted times. op_us[(stage, op name)] on the compute lane: for the start of a communication that is
+    what starting costs. links[(sender rank, receiver rank)]; `default_link` serves pairs that are not named.
+    action_us is what a window costs beside its ops (launch, loop).
+
+    collectives[(communicator, kind)]; a communicator that is not named goes by links.
+    shared: axes whose collectives use the same network cards as pipeline messages, and so slow each other
+        down (tensor-parallel peers on different hosts); others have links of their own.
+    """
 
     op_us: Mapping[tuple[int, str], float] = field(repr=False)
     links: Mapping[tuple[int, int], Link]
     default_link: Link
     action_us: float
     source: str
+    collectives: Mapping[tuple[str, str], CollectiveCost] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
 
     def link(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.default_link)
@@ -162,7 +209,9 @@ class Costs:
 class Prediction:
     """What the simulation says of the plan, in microseconds and bytes; lists are by rank.
 
-    exposed_us: compute-lane time spent waiting for messages; bubble_us: idle for want of work.
+    exposed_us: compute-lane time spent waiting for communication; bubble_us: idle for want of work.
+    exposed_axis_us, comm_axis_us: axis -> by rank, exposed time and total time of its communications; their
+        quotient tells what was hidden.
     bound_us: no order of this job's actions on these ranks can be faster; `binds` says why in words.
     """
 
@@ -173,6 +222,15 @@ class Prediction:
     peak_bytes: tuple[int, ...]
     bound_us: float
     binds: str
+    exposed_axis_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    comm_axis_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def hidden(self, axis: str) -> float | None:
+        """Share of an axis's communication that is hidden, over all ranks; None when there is none."""
+        total = sum(self.comm_axis_us.get(axis, ()))
+        if not total:
+            return None
+        return 1.0 - sum(self.exposed_axis_us.get(axis, ())) / total
 
     @property
     def gap(self) -> float:
@@ -191,10 +249,36 @@ class Plan:
     communicators: tuple[Communicator, ...]
     costs: Costs
     prediction: Prediction | None = None
+    buckets: tuple[Bucket, ...] = ()
 
     @property
     def ranks(self) -> int:
+        """Places of the pipeline; `world` counts the ranks of a run."""
         return len(self.orders)
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the ranks of a run are laid out."""
+        return Mesh((("pp", self.ranks), *self.job.axes))
+
+    @property
+    def world(self) -> int:
+        """Ranks of a run of this plan."""
+        return self.mesh.world
+
+    def bucket(self, name: str) -> Bucket:
+        """The bucket of that name. Raises KeyError."""
+        for bucket in self.buckets:
+            if bucket.name == name:
+                return bucket
+        raise KeyError(name)
+
+    def communicator(self, name: str) -> Communicator:
+        """The communicator of that name. Raises KeyError."""
+        for communicator in self.communicators:
+            if communicator.name == name:
+                return communicator
+        raise KeyError(name)
 
     def rank_of(self, stage: int) -> int:
         return self.schedule.stage_ranks[stage]

@@ -7,9 +7,20 @@ value in every stage. Names of things that no op defines carry a prefix:
     buffer/<name>    a buffer of the model, as it stands when the microbatch begins
     batch/<leaf>     a leaf of the microbatch
     const/<name>     a small constant tensor found in the model's code
-    tangent          d(total loss) / d(this microbatch's loss) = 1 / microbatches
+    tangent          d(step's loss) / d(this microbatch's loss) = 1 / (microbatches * dp)
 
-An op is one call of the framework's dispatcher. Text forms are short and readable, because plans are
+An op is one call of the framework's dispatcher, or one of these, which stand for communication and for the
+rank's place on an axis of the mesh (`axis` and its `size` are the last arguments of each):
+
+    comm.all_reduce(x, "sum" | "max", axis, size)        start; of the shape of x
+    comm.all_gather(x, axis, size)                       start; gathered along dim 0
+    comm.reduce_scatter(x, "sum", axis, size)            start; scattered along dim 0
+    comm.wait(started)                                   the result, when it is there
+    axis.index(axis, size)                               this rank's coordinate, a 0-d int64 tensor
+    axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view
+
+A communication is always a start and a wait, so that an order of ops can put work between them; it runs
+on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are
 read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[16,32]"]`.
 """
 
@@ -89,6 +100,25 @@ class Const:
     text: str
 
 
+STARTS = ("comm.all_reduce", "comm.all_gather", "comm.reduce_scatter")
+"""Targets that start a communication."""
+
+WAIT = "comm.wait"
+INDEX = "axis.index"
+CHUNK = "axis.chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a starting op asks for. kind: `all_reduce`, `all_gather` or `reduce_scatter`; nbytes: of the whole
+    tensor (the reduced tensor, the gathered result, the input that is scattered); size: of the group."""
+
+    kind: str
+    axis: str
+    size: int
+    nbytes: int
+
+
 Arg = Any
 """Ref | Const | None | bool | int | float | str | tuple of Arg."""
 
@@ -132,6 +162,22 @@ class Op:
         return tuple(names)
 
     @property
+    def collective(self) -> Collective | None:
+        """The communication that the op starts, or None."""
+        if self.target not in STARTS:
+            return None
+        axis, size = str(self.args[-2]), int(self.args[-1])
+        made = self.outputs[0]
+        assert made is not None
+        whole = made.nbytes * size if self.target == "comm.reduce_scatter" else made.nbytes
+        return Collective(self.target.removeprefix("comm."), axis, size, whole)
+
+    @property
+    def lane(self) -> str:
+        """Where the op takes time: a start on the lane of its axis, all else on the compute lane."""
+        return str(self.args[-2]) if self.target in STARTS else "compute"
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the result owns: 0 for a view, and for a tuple, whose `getitem` parts own theirs."""
         if self.alias is not None or len(self.outputs) != 1 or self.outputs[0] is None:
@@ -170,13 +216,27 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """A parameter's rows or columns are spread over an axis. Along `dim` the whole tensor is `blocks` equal
+    blocks (the query, key and value of a fused matrix); a rank holds its equal part of each, in order."""
+
+    axis: str
+    dim: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter: where it is used, its gradient's value name on each stage, and its tie.
+    """A parameter: where it is used, its gradient's value name on each stage, and its tie. `spec` is what
+    one rank holds.
 
     grads: for each stage that holds it, (stage, phase, value name) of its part of the gradient; the
         gradient is the sum of the parts over stages and microbatches.
     tied_to: the first name of a group of names for one tensor (its own name when it has only one).
     own_dtype: the dtype of the model's parameter where ops read a copy of `spec`'s dtype, else None.
+    shards: how it is spread over axes; a rank along any other axis holds the same values.
+    partial: axes along which every rank's gradient is a part of the sum (a norm that sees a slice of the
+        sequence); the parts are summed once a step.
     """
 
     name: str
@@ -185,6 +245,8 @@ class Parameter:
     grads: tuple[tuple[int, Phase, str], ...]
     tied_to: str
     own_dtype: str | None = None
+    shards: tuple[Shard, ...] = ()
+    partial: tuple[str, ...] = ()
 
     @property
     def held_nbytes(self) -> int:
@@ -227,6 +289,8 @@ class Job:
         pipeline ranks, None for as many as the schedule has).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
+    axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
+        `batch` are those of one rank. The step's loss is the mean over microbatches and over dp.
     """
 
     name: str
@@ -244,6 +308,16 @@ class Job:
     pp: int | None = None
     device: str = "cpu"
     fixed: tuple[tuple[str, str], ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def size(self, axis: str) -> int:
+        """The size of an axis beside pp."""
+        return dict(self.axes).get(axis, 1)
+
+    @property
+    def tangent(self) -> float:
+        """d(step's loss) / d(one microbatch's loss)."""
+        return 1.0 / (self.microbatches * self.size("dp"))
 
     @property
     def trains(self) -> bool:

@@ -36,10 +36,11 @@ def broken_references(plan: Plan) -> list[BrokenReference]:
     found += _in_schedule(plan)
     for name, window in plan.windows.items():
         found += _in_window(plan.job, name, window)
-    tied = {parameter.tied_to for parameter in plan.job.parameters}
+    found += _in_buckets(plan)
+    buckets = {bucket.name for bucket in plan.buckets}
     for rank, order in enumerate(plan.orders):
         for at, instruction in enumerate(order):
-            what = _in_instruction(plan, instruction, tied)
+            what = _in_instruction(plan, instruction, buckets)
             if what:
                 found.append(BrokenReference(f"orders[{rank}][{at}]", what, rank))
     found += _in_communicators_and_costs(plan)
@@ -225,7 +226,7 @@ def _in_window(job: Job, name: str, window: Window) -> Iterator[BrokenReference]
             yield BrokenReference(f"{path}.items[{at}]", what)
 
 
-def _in_instruction(plan: Plan, instruction: Instruction, tied: set[str]) -> str | None:
+def _in_instruction(plan: Plan, instruction: Instruction, buckets: set[str]) -> str | None:
     kind, ref = instruction.kind, instruction.ref
     if kind is InstructionKind.RUN:
         window = plan.windows.get(str(ref))
@@ -240,18 +241,43 @@ def _in_instruction(plan: Plan, instruction: Instruction, tied: set[str]) -> str
             return f"there is no edge e{ref}; the job has {len(plan.job.edges)}"
         if len(instruction.microbatches) != 1:
             return f"{kind} takes one microbatch, found {len(instruction.microbatches)}"
-    elif kind in (InstructionKind.REDUCE, InstructionKind.REDUCED) and ref not in tied:
-        return f"there is no tied parameter {ref!r}"
+    elif kind in (InstructionKind.REDUCE, InstructionKind.REDUCED) and ref not in buckets:
+        return f"there is no bucket {ref!r}"
     return None
+
+
+def _in_buckets(plan: Plan) -> Iterator[BrokenReference]:
+    groups = {parameter.tied_to for parameter in plan.job.parameters}
+    lanes = {communicator.name for communicator in plan.communicators}
+    seen: set[str] = set()
+    for at, bucket in enumerate(plan.buckets):
+        path = f"buckets[{at}]"
+        if bucket.name in seen:
+            yield BrokenReference(path, f"bucket {bucket.name!r} is there twice")
+        seen.add(bucket.name)
+        if bucket.communicator not in lanes:
+            yield BrokenReference(f"{path}.communicator", f"there is no communicator {bucket.communicator!r}")
+        for k, name in enumerate(bucket.parameters):
+            if name not in groups:
+                yield BrokenReference(f"{path}.parameters[{k}]", f"there is no tied group {name!r}")
 
 
 def _in_communicators_and_costs(plan: Plan) -> Iterator[BrokenReference]:
     ranks = len(plan.orders)
     for at, communicator in enumerate(plan.communicators):
+        path = f"communicators[{at}]"
+        unknown = [axis for axis in communicator.axes if axis != "pp" and axis not in dict(plan.job.axes)]
+        if unknown or not communicator.axes:
+            yield BrokenReference(
+                f"{path}.axes", f"there is no axis {', '.join(unknown)}" if unknown else "name an axis"
+            )
+            continue
+        size = plan.mesh.size(communicator.axes[0])
         for k, rank in enumerate(communicator.ranks):
-            if not 0 <= rank < ranks:
+            if not 0 <= rank < size:
                 yield BrokenReference(
-                    f"communicators[{at}].ranks[{k}]", f"there is no rank {rank}; the plan has {ranks}"
+                    f"{path}.ranks[{k}]",
+                    f"there is no rank {rank} on {communicator.axes[0]}, which has {size}",
                 )
     names = [{op.name for phase in PHASES for op in stage.ops[phase]} for stage in plan.job.stages]
     for stage, name in plan.costs.op_us:

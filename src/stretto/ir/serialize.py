@@ -17,7 +17,7 @@ from stretto.ir.action import Phase, Schedule, parse_slot
 from stretto.ir.cost_text import decode_costs, decode_prediction, encode_costs, encode_prediction
 from stretto.ir.job_text import Line, decode_job, encode_job
 from stretto.ir.op_text import one_line
-from stretto.ir.plan import VERSION, Communicator, Instruction, Item, Plan, Window
+from stretto.ir.plan import VERSION, Bucket, Communicator, Instruction, Item, Plan, Window
 from stretto.ir.reading import Cursor, read_json
 from stretto.ir.references import broken_references
 
@@ -33,7 +33,13 @@ def plan_to_text(plan: Plan) -> str:
         "schedule": _encode_schedule(plan.schedule),
         "windows": {name: _encode_window(plan.windows[name]) for name in sorted(plan.windows)},
         "orders": [[_written(i, Instruction.parse) for i in order] for order in plan.orders],
-        "communicators": [Line({"name": c.name, "ranks": list(c.ranks)}) for c in plan.communicators],
+        "communicators": [
+            Line({"name": c.name, "ranks": list(c.ranks), "axes": list(c.axes)}) for c in plan.communicators
+        ],
+        "buckets": [
+            Line({"name": b.name, "communicator": b.communicator, "parameters": list(b.parameters)})
+            for b in plan.buckets
+        ],
         "costs": encode_costs(plan.costs),
         "prediction": None if plan.prediction is None else encode_prediction(plan.prediction),
     }
@@ -65,6 +71,7 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
             "windows",
             "orders",
             "communicators",
+            "buckets",
             "costs",
             "prediction",
         )
@@ -78,6 +85,7 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
         communicators=fields["communicators"].sequence(_decode_communicator),
         costs=decode_costs(fields["costs"]),
         prediction=None if prediction.value is None else decode_prediction(prediction),
+        buckets=fields["buckets"].sequence(_decode_bucket),
     )
     for broken in broken_references(plan):
         raise UsageError(f"{where}: {broken}")
@@ -187,8 +195,17 @@ def _decode_instruction(cursor: Cursor) -> Instruction:
 
 
 def _decode_communicator(cursor: Cursor) -> Communicator:
-    fields = cursor.fields(("name", "ranks"))
-    return Communicator(fields["name"].text(), fields["ranks"].sequence(Cursor.integer))
+    fields = cursor.fields(("name", "ranks", "axes"))
+    return Communicator(
+        fields["name"].text(), fields["ranks"].sequence(Cursor.integer), fields["axes"].sequence(Cursor.text)
+    )
+
+
+def _decode_bucket(cursor: Cursor) -> Bucket:
+    fields = cursor.fields(("name", "communicator", "parameters"))
+    return Bucket(
+        fields["name"].text(), fields["communicator"].text(), fields["parameters"].sequence(Cursor.text)
+    )
 
 
 def _layout(value: Any, indent: str) -> str:

@@ -10,19 +10,19 @@ The contract: the schedule is legal (`stretto.verify` checks), stages match the 
        its sends. A receive is posted `lookahead` messages before it is needed, so that the transfer
        never waits for the receiver, and no more buffers are held than that.
     4. Sends are waited for at the end, or where `sent_before` says that they have left long ago.
-    5. The loss is told and tied gradients are summed as soon as their last part exists.
+    5. The loss is told and gradients are summed (`stretto.schedule.sums`) as soon as their last part exists.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Phase, Schedule, Slot
 from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Window
 from stretto.ir.program import Job
-from stretto.schedule.transfers import tied_ranks
+from stretto.schedule.sums import Sums, communicators_of, make_sums, tells_loss
 
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed. Two keep a saturated link busy (one in transfer, one
@@ -46,6 +46,7 @@ def lower(
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
     """
+    sums = make_sums(job, schedule)
     windows: dict[str, Window] = {}
     for order in schedule.orders:
         for slot in order:
@@ -54,10 +55,10 @@ def lower(
     traffic = {name: _Traffic.of(window) for name, window in windows.items()}
     sends = {rank: _sends(job, schedule, traffic, rank) for rank in range(schedule.ranks)}
     orders = tuple(
-        _order(job, schedule, traffic, sends, rank, overlap, sent_before or {})
+        _order(job, schedule, traffic, sends, rank, overlap, sent_before or {}, sums)
         for rank in range(schedule.ranks)
     )
-    return windows, orders, _communicators(job, schedule)
+    return windows, orders, communicators_of(job, schedule)
 
 
 def window_name(slot: Slot) -> str:
@@ -132,6 +133,7 @@ def _order(
     rank: int,
     overlap: bool,
     sent_before: Mapping[Message, int],
+    sums: Sums,
 ) -> tuple[Instruction, ...]:
     """Steps 2 to 5 for one rank."""
     order = schedule.orders[rank]
@@ -164,19 +166,11 @@ def _order(
             instruction = Instruction(InstructionKind.SENT, message[0], (message[1],))
             (end if earliest >= len(order) else before[earliest]).append(instruction)
 
-    # 5. The loss and tied gradients leave after the last run that adds to them.
+    # 5. The loss and gradients leave after the last run that adds to them.
     loss_stage, _ = job.loss
-    last_forward = max(
-        (
-            at
-            for at, slot in enumerate(order)
-            for a in slot.actions
-            if a.stage == loss_stage and a.phase is Phase.F
-        ),
-        default=None,
-    )
     finish: list[Instruction] = []
-    if schedule.ranks > 1:
+    if tells_loss(job, schedule.ranks):
+        last_forward = _last_run(order, {(loss_stage, Phase.F)})
         tell = Instruction(InstructionKind.LOSS)
         if last_forward is None:
             # One run before the end, so that the loss travels under that run.
@@ -185,12 +179,15 @@ def _order(
             after[last_forward].append(tell)
         finish.append(Instruction(InstructionKind.HEARD))
     earliest = 0
-    for name, last in _last_adds(job, schedule):
+    for name, last in _start_order(sums, schedule):
         # One order on all ranks, so a sum never starts before those that stand before it.
-        if rank in last:
+        if name in sums.early[rank]:
             earliest = max(earliest, last[rank])
             after[earliest].append(Instruction(InstructionKind.REDUCE, name))
             finish.append(Instruction(InstructionKind.REDUCED, name))
+    for names in sums.late[rank]:
+        finish += [Instruction(InstructionKind.REDUCE, name) for name in names]
+        finish += [Instruction(InstructionKind.REDUCED, name) for name in names]
 
     instructions: list[Instruction] = []
     for at, slot in enumerate(order):
@@ -215,43 +212,27 @@ def _post_positions(
     return list(zip(messages, positions, strict=True))
 
 
-def _last_adds(job: Job, schedule: Schedule) -> list[tuple[str, dict[int, int]]]:
-    """Tied names with, for each rank that holds a copy, its last run that adds to the gradient; in the one
-    order in which all ranks start the sums: by the latest last run, then by name."""
-    found: list[tuple[str, dict[int, int]]] = []
-    for name, group in tied_ranks(job, schedule.stage_ranks).items():
-        adding = {
-            (stage, phase)
-            for parameter in job.parameters
-            if parameter.tied_to == name
-            for stage, phase, _ in parameter.grads
-        }
-        last = {
-            rank: max(
-                (
-                    at
-                    for at, slot in enumerate(schedule.orders[rank])
-                    for a in slot.actions
-                    if any((a.stage, phase) in adding for phase in a.phase.parts)
-                ),
-                default=0,
-            )
-            for rank in group
-        }
-        found.append((name, last))
-    return sorted(found, key=lambda item: (max(item[1].values()), item[0]))
-
-
-def _communicators(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
-    """All communicators, in the one order in which every rank creates them."""
-    pairs = sorted(
-        {(schedule.stage_ranks[edge.source], schedule.stage_ranks[edge.target]) for edge in job.edges}
+def _last_run(order: Sequence[Slot], programs: Collection[tuple[int, Phase]]) -> int | None:
+    """The last run of any of these programs in a rank's order."""
+    found = (
+        at
+        for at, slot in enumerate(order)
+        for action in slot.actions
+        if any((action.stage, phase) in programs for phase in action.phase.parts)
     )
-    found = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
-    if schedule.ranks > 1:
-        found.append(Communicator("loss", tuple(range(schedule.ranks))))
-    found += [
-        Communicator(f"tied {name}", ranks)
-        for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
-    ]
-    return tuple(found)
+    return max(found, default=None)
+
+
+def _start_order(sums: Sums, schedule: Schedule) -> list[tuple[str, dict[int, int]]]:
+    """Buckets that start early with, for each rank that holds one, its last run that adds to the gradient;
+    in the one order in which all ranks start the sums: by the latest last run, then as in the plan."""
+    found: list[tuple[str, dict[int, int]]] = []
+    for bucket in sums.buckets:
+        last = {
+            rank: _last_run(schedule.orders[rank], starts[bucket.name]) or 0
+            for rank, starts in enumerate(sums.early)
+            if bucket.name in starts
+        }
+        if last:
+            found.append((bucket.name, last))
+    return sorted(found, key=lambda item: max(item[1].values()))

@@ -1,0 +1,63 @@
+"""The mesh: how the ranks of a run are laid out over axes, and which ranks talk on a communicator.
+
+Axes stand outermost first: `pp`, then `dp cp ep tp` as far as there are any; ranks are numbered with the last
+axis fastest, so that tensor-parallel peers are neighbours. A plan names a *place* by its pp coordinate
+alone: ranks that differ in other coordinates do equal work on other data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+AXES = ("pp", "dp", "cp", "ep", "tp")
+"""All axes, outermost first (Megatron-LM's order, arXiv 2104.04473: tensor-parallel peers share a node)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """sizes: (axis, size) outermost first; an axis that is not named has size 1."""
+
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return math.prod(size for _, size in self.sizes)
+
+    def size(self, axis: str) -> int:
+        return dict(self.sizes).get(axis, 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis -> coordinate of a rank."""
+        found: dict[str, int] = {}
+        for axis, size in reversed(self.sizes):
+            found[axis] = rank % size
+            rank //= size
+        return found
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at coordinates; axes that are not named are at 0."""
+        number = 0
+        for axis, size in self.sizes:
+            number = number * size + coordinates.get(axis, 0)
+        return number
+
+    def group(self, rank: int, axes: Sequence[str], first: Sequence[int]) -> tuple[int, ...] | None:
+        """The ranks that share a communicator with `rank`: they have its coordinates on all axes but `axes`;
+        on the first of these they are at one of `first`, in that order, on the others anywhere.
+
+        None when `rank` itself is not among them.
+        """
+        here = self.coordinates(rank)
+        if here.get(axes[0], 0) not in first:
+            return None
+        ranges = [tuple(first), *(range(self.size(axis)) for axis in axes[1:])]
+        return tuple(self.rank({**here, **dict(zip(axes, at, strict=True))}) for at in product(*ranges))
+
+    def groups(self, axes: Sequence[str], first: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """All groups of a communicator, each once, in the one order in which every rank makes them."""
+        found = (self.group(rank, axes, first) for rank in range(self.world))
+        return tuple(dict.fromkeys(group for group in found if group is not None))

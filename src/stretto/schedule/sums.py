@@ -1,0 +1,142 @@
+"""Which gradients are summed once a step, over which ranks, and how they are grouped.
+
+The contract: a gradient may have to be summed for three reasons, in this order: its parts along an axis
+(`Parameter.partial`), its copies on several places of the pipeline (ties), the data-parallel copies. Ties
+are summed one by one. For the other two, large gradients have a bucket of their own, which is summed where
+it is; small ones share one, so that they do not pay a latency each.
+
+Buckets name parameters by their tied group, and belong to one place; the tied ones to all that hold a copy.
+May touch `stretto.ir` and `stretto.schedule.transfers`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from stretto.ir.action import Phase, Schedule
+from stretto.ir.plan import Bucket, Communicator
+from stretto.ir.program import Job
+from stretto.schedule.transfers import tied_ranks
+
+LARGE_BYTES = 4 * 2**20
+"""Gradients of at least this size are summed alone. Assumed: their transfer takes far longer than a
+collective's latency on any link, and a copy into a shared buffer would cost memory and time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """All buckets, and how each place sums them.
+
+    early[place]: bucket name -> programs after whose last run on the place the sum can start.
+    late[place]: rounds of buckets that start after all early ones have ended, one round after the other.
+    """
+
+    buckets: tuple[Bucket, ...]
+    early: tuple[Mapping[str, frozenset[tuple[int, Phase]]], ...]
+    late: tuple[tuple[tuple[str, ...], ...], ...]
+
+
+@dataclass(slots=True)
+class _Group:
+    """A tied group on one place."""
+
+    nbytes: int = 0
+    home: int = 0
+    partial: tuple[str, ...] = ()
+    adds: set[tuple[int, Phase]] = field(default_factory=set)
+
+
+def make_sums(job: Job, schedule: Schedule) -> Sums:
+    """The buckets of a job whose stages are placed as in `schedule`."""
+    tied = tied_ranks(job, schedule.stage_ranks)
+    buckets: dict[str, Bucket] = {name: Bucket(name, f"tied {name}", (name,)) for name in sorted(tied)}
+    early: list[dict[str, frozenset[tuple[int, Phase]]]] = []
+    late: list[tuple[tuple[str, ...], ...]] = []
+    for place in range(schedule.ranks):
+        groups = _groups(job, schedule, place)
+        starts: dict[str, frozenset[tuple[int, Phase]]] = {}
+        rounds: list[tuple[str, ...]] = []
+
+        def put(axis: str, names: Iterable[str], place: int = place) -> list[str]:
+            made = _bucketed(axis, place, {name: groups[name] for name in names}, buckets)
+            return [bucket.name for bucket in made]
+
+        partial = {axis for group in groups.values() for axis in group.partial}
+        for axis in sorted(partial):
+            for name in put(axis, (n for n, g in groups.items() if axis in g.partial)):
+                starts[name] = _adding(groups, buckets[name])
+        for name in tied:
+            if name in groups and not groups[name].partial:
+                starts[name] = frozenset(groups[name].adds)
+        rounds.append(tuple(name for name in tied if name in groups and groups[name].partial))
+        if job.size("dp") > 1:
+            waiting = [n for n, g in groups.items() if n in tied or g.partial]
+            for name in put("dp", (n for n in groups if n not in waiting)):
+                starts[name] = _adding(groups, buckets[name])
+            rounds.append(tuple(put("dp", waiting)))
+        early.append(starts)
+        late.append(tuple(r for r in rounds if r))
+    return Sums(tuple(buckets.values()), tuple(early), tuple(late))
+
+
+def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
+    """All communicators, in the one order in which every rank creates them."""
+    pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
+    found = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
+    if tells_loss(job, schedule.ranks):
+        axes = ("pp", "dp") if job.size("dp") > 1 else ("pp",)
+        found.append(Communicator("loss", tuple(range(schedule.ranks)), axes))
+    found += [
+        Communicator(f"tied {name}", ranks)
+        for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
+    ]
+    found += [Communicator(axis, tuple(range(size)), (axis,)) for axis, size in job.axes if size > 1]
+    return tuple(found)
+
+
+def tells_loss(job: Job, places: int) -> bool:
+    """Whether ranks have to be told the step's loss by others."""
+    return places > 1 or job.size("dp") > 1
+
+
+def _groups(job: Job, schedule: Schedule, place: int) -> dict[str, _Group]:
+    """Tied groups with a gradient that the place holds, in the order of the job's parameters."""
+    trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
+    found: dict[str, _Group] = {}
+    for parameter in job.parameters:
+        here = [stage for stage in parameter.stages if schedule.stage_ranks[stage] == place]
+        if not here or parameter.tied_to not in trained:
+            continue
+        group = found.setdefault(parameter.tied_to, _Group(home=min(here)))
+        group.nbytes = parameter.grad_nbytes
+        group.home = max(group.home, *here)
+        group.partial = tuple(dict.fromkeys((*group.partial, *parameter.partial)))
+        group.adds.update((s, phase) for s, phase, _ in parameter.grads if schedule.stage_ranks[s] == place)
+    return found
+
+
+def _bucketed(
+    axis: str, place: int, groups: Mapping[str, _Group], buckets: dict[str, Bucket]
+) -> list[Bucket]:
+    """Buckets of one place on an axis; adds them to `buckets`."""
+    small: dict[int, list[str]] = defaultdict(list)
+    members: list[tuple[str, ...]] = []
+    for name, group in groups.items():
+        if group.nbytes >= LARGE_BYTES:
+            members.append((name,))
+        else:
+            small[group.home].append(name)
+    members += [tuple(names) for names in small.values()]
+    made = []
+    for names in members:
+        number = sum(name.startswith(f"{axis} {place}.") for name in buckets)
+        bucket = Bucket(f"{axis} {place}.{number}", axis, names)
+        buckets[bucket.name] = bucket
+        made.append(bucket)
+    return made
+
+
+def _adding(groups: Mapping[str, _Group], bucket: Bucket) -> frozenset[tuple[int, Phase]]:
+    return frozenset(made for name in bucket.parameters for made in groups[name].adds)
