@@ -1,0 +1,131 @@
+"""A time that grows with bytes, as straight pieces between points: what a plan carries of a collective.
+
+Knows nothing of collectives or devices; numbers and their text form only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Microseconds over bytes, never decreasing.
+
+    points: (bytes, us), bytes strictly ascending. Between two points the time lies on their line; below the
+    first it is the first's time (a latency); beyond the last it goes on with the last piece's slope, or stays
+    when there is one point only.
+
+    Raises ValueError that names the point when one is negative, not finite, or out of order.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ValueError("a curve needs at least one point (bytes, us)")
+        for index, (nbytes, us) in enumerate(self.points):
+            if not (math.isfinite(nbytes) and math.isfinite(us)) or nbytes < 0 or us < 0:
+                raise ValueError(
+                    f"point {index} of a curve, ({nbytes}, {us}): expected finite numbers from 0"
+                )
+            if index and nbytes <= self.points[index - 1][0]:
+                raise ValueError(
+                    f"point {index} of a curve: {nbytes} bytes do not come after those before it"
+                )
+            if index and us < self.points[index - 1][1]:
+                raise ValueError(f"point {index} of a curve: {us} us is faster than fewer bytes are")
+
+    def us(self, nbytes: float) -> float:
+        """The time of `nbytes` bytes, in microseconds. Raises ValueError for negative bytes."""
+        if not nbytes >= 0:
+            raise ValueError(f"a message of {nbytes} bytes: expected 0 or more")
+        points = self.points
+        if nbytes <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        low, high = 0, len(points) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if points[middle][0] <= nbytes:
+                low = middle
+            else:
+                high = middle
+        (x0, y0), (x1, y1) = points[low], points[high]
+        if nbytes == x1:
+            return y1  # exactly, where the line's arithmetic may be a rounding off
+        us = y0 + (nbytes - x0) * ((y1 - y0) / (x1 - x0))
+        return us if nbytes > x1 else min(us, y1)
+
+    def to_list(self) -> list[list[float]]:
+        """The text form: a list of [bytes, us] pairs."""
+        return [[nbytes, us] for nbytes, us in self.points]
+
+    @staticmethod
+    def of(pairs: Iterable[Sequence[float]]) -> Curve:
+        """Read the text form. Raises ValueError that names the pair that is wrong."""
+        points: list[tuple[float, float]] = []
+        for index, pair in enumerate(pairs):
+            try:
+                nbytes, us = pair
+                points.append((float(nbytes), float(us)))
+            except (TypeError, ValueError):
+                raise ValueError(f"point {index} of a curve, {pair!r}: expected [bytes, us]") from None
+        return Curve(tuple(points))
+
+    @staticmethod
+    def fitted(samples: Iterable[tuple[float, float]]) -> Curve:
+        """A curve through measured (bytes, us), in any order, repeated sizes allowed.
+
+        What disturbs a measurement makes it slower, never faster: of equal sizes the fastest counts, and a
+        size that took longer than a larger one takes the larger one's time. The first piece is drawn on to
+        zero bytes, which tells the latency of a sweep that begins with large messages.
+
+        Raises ValueError when there is no sample.
+        """
+        fastest: dict[float, float] = {}
+        for nbytes, us in samples:
+            fastest[nbytes] = min(us, fastest.get(nbytes, math.inf))
+        points: list[tuple[float, float]] = []
+        for nbytes in sorted(fastest, reverse=True):
+            us = min(fastest[nbytes], points[-1][1]) if points else fastest[nbytes]
+            points.append((nbytes, us))
+        points.reverse()
+        if len(points) > 1 and points[0][0] > 0:
+            (x0, y0), (x1, y1) = points[0], points[1]
+            points.insert(0, (0.0, max(0.0, y0 - x0 * (y1 - y0) / (x1 - x0))))
+        return Curve(tuple(points))
+
+    @staticmethod
+    def lowest(lines: Iterable[tuple[float, float]]) -> Curve:
+        """The fastest of several straight lines (latency us, us per byte) at every size, exactly.
+
+        Raises ValueError when there is no line.
+        """
+        # By latency; a line that starts later and rises no slower is never the fastest.
+        best: list[tuple[float, float]] = []
+        for latency, slope in sorted(lines):
+            if best and slope >= best[-1][1]:
+                continue
+            # The last line is passed over where the new one crosses below its own start.
+            while len(best) > 1 and _meet(best[-1], (latency, slope)) <= _meet(best[-2], best[-1]):
+                best.pop()
+            best.append((latency, slope))
+        if not best:
+            raise ValueError("the fastest of no lines")
+        points = [(0.0, best[0][0])]
+        for line, following in zip(best, best[1:]):
+            at = _meet(line, following)
+            if at > points[-1][0]:
+                points.append((at, line[0] + line[1] * at))
+        latency, slope = best[-1]
+        if slope > 0:
+            beyond = 2.0 * max(points[-1][0], 1.0)
+            points.append((beyond, max(points[-1][1], latency + slope * beyond)))
+        return Curve(tuple(points))
+
+
+def _meet(flatter_start: tuple[float, float], steeper_start: tuple[float, float]) -> float:
+    """Bytes at which a line of smaller latency and larger slope meets one of larger latency."""
+    return (steeper_start[0] - flatter_start[0]) / (flatter_start[1] - steeper_start[1])
