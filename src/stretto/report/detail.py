@@ -1,0 +1,173 @@
+"""What is inside an action: the ops of each window, and which spans of a timeline are one run of it.
+
+A window is written once, however often it runs: a drawing lays its ops over the compute spans of a run, each
+op's share of the run's compute time being its share of the window's. May touch `stretto.ir` and
+`stretto.schedule.transfers`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.ir.action import Phase
+from stretto.ir.plan import ItemKind, Plan
+from stretto.ir.program import WAIT, Job, Op, TensorSpec
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.schedule.lower import window_name
+from stretto.schedule.transfers import op_time_us
+
+RECOMPUTATION = "R"
+"""Category of a forward op that the backward repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """One op of a window. us: predicted time on the compute lane."""
+
+    op: Op
+    stage: int
+    phase: Phase
+    part: int
+    us: float
+
+    @property
+    def category(self) -> str:
+        """The phase's letter; `R` for recomputation."""
+        return op_category(self.op, self.phase)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOps:
+    """The ops of a window in order, without its waits and sends."""
+
+    name: str
+    rows: tuple[OpRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a window on a rank: its compute spans in order."""
+
+    window: str
+    microbatches: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+def op_category(op: Op, phase: Phase) -> str:
+    """The phase's letter; `R` for an op that says of itself that it is recomputed."""
+    return RECOMPUTATION if getattr(op, "recomputed", False) else phase.value
+
+
+def op_us(plan: Plan, stage: int, op: Op) -> float:
+    """Predicted time of an op on the compute lane; 0 for a view, and for an op that the costs do not name."""
+    free = op.alias is not None or op.target in ("getitem", WAIT)
+    return op_time_us(plan.costs, stage, op.name, free) or 0.0
+
+
+def window_ops(plan: Plan) -> dict[str, WindowOps]:
+    """Every window's ops with their predicted times. An item that names no op is passed over: whether a plan
+    is sound is for `stretto.verify`."""
+    found: dict[str, WindowOps] = {}
+    for name, window in plan.windows.items():
+        programs = {
+            (part, op.name): (op, sub)
+            for part, (stage, phase) in enumerate(window.parts)
+            for sub in phase.parts
+            for op in plan.job.stages[stage].ops[sub]
+        }
+        rows = []
+        for item in window.items:
+            known = programs.get((item.part, str(item.ref))) if item.kind is ItemKind.OP else None
+            if known is not None:
+                op, sub = known
+                stage = window.parts[item.part][0]
+                rows.append(OpRow(op, stage, sub, item.part, op_us(plan, stage, op)))
+        found[name] = WindowOps(name, tuple(rows))
+    return found
+
+
+def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
+    """By rank, the runs of windows in a timeline of `plan`; spans that no run of the plan explains are left
+    out."""
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    slots = {
+        (rank, str(action)): at
+        for rank, order in enumerate(plan.schedule.orders)
+        for at, slot in enumerate(order)
+        for action in slot.actions
+    }
+    for span in sorted(timeline.spans, key=lambda s: s.start_us):
+        if span.lane == COMPUTE_LANE and span.kind is SpanKind.COMPUTE:
+            # A measured run of overlapped actions is one span, named for all of them.
+            at = slots.get((span.rank, span.name.partition("+")[0]))
+            if at is not None:
+                spans[span.rank, at].append(span)
+    return tuple(
+        tuple(
+            Run(window_name(slot), tuple(a.microbatch for a in slot.actions), tuple(spans[rank, at]))
+            for at, slot in enumerate(order)
+            if (rank, at) in spans
+        )
+        for rank, order in enumerate(plan.schedule.orders)
+    )
+
+
+def measured_op_us(timeline: Timeline | None) -> Mapping[tuple[int, str], float]:
+    """(stage, op name) -> measured mean time of the ops that the timeline knows; empty where it knows none."""
+    return getattr(timeline, "op_us", None) or {}
+
+
+def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
+    """Lay ops, one after another, over a run's compute spans: (index of the op, start, end) in microseconds.
+
+    The run takes what it took, so all ops are stretched or shrunk alike; one that does not fit before a wait
+    goes on after it, as a second piece. Ops without time are left out.
+    """
+    total_us = sum(times_us)
+    compute_us = sum(span.duration_us for span in spans)
+    if not total_us or not compute_us:
+        return
+    scale = compute_us / total_us
+    least_us = 1e-9 * compute_us
+    pieces = iter(spans)
+    span = next(pieces)
+    at_us = span.start_us
+    for index, time_us in enumerate(times_us):
+        left_us = time_us * scale
+        while left_us > least_us:
+            room_us = span.end_us - at_us
+            if room_us <= least_us:
+                following = next(pieces, None)
+                if following is None:
+                    return
+                span, at_us = following, following.start_us
+                continue
+            took_us = min(left_us, room_us)
+            yield index, at_us, at_us + took_us
+            at_us += took_us
+            left_us -= took_us
+
+
+def specs_of(job: Job) -> Mapping[str, TensorSpec | None]:
+    """Every value's description by name; None for values of several tensors."""
+    found: dict[str, TensorSpec | None] = {f"batch/{name}": spec for name, spec in job.batch}
+    found.update({f"param/{p.name}": p.spec for p in job.parameters})
+    found.update({f"buffer/{b.name}": b.spec for b in job.buffers})
+    found.update({f"const/{c.name}": c.spec for c in job.constants})
+    found["tangent"] = job.loss_spec
+    for stage in job.stages:
+        for ops in stage.ops.values():
+            found.update({op.name: op.outputs[0] if len(op.outputs) == 1 else None for op in ops})
+    return found
+
+
+def shapes_in(op: Op, specs: Mapping[str, TensorSpec | None]) -> str:
+    """What the op reads, as text: `float32[16,32] float32[32]`."""
+    return " ".join(str(specs.get(name) or "(several)") for name in op.uses)
+
+
+def shapes_out(op: Op) -> str:
+    """What the op makes, as text; parts that are no tensors are left out."""
+    return " ".join(str(spec) for spec in op.outputs if spec is not None)

@@ -1,0 +1,187 @@
+"""What the page's drawing needs, packed small: columns of numbers, texts once, compressed.
+
+1. Times are whole ticks of `TICK_US`, and a span's start is told from the end of the one before it, so that
+   what repeats from microbatch to microbatch is equal text, which compression finds.
+2. The ops of a window are written once; spans say which run of which window they belong to.
+3. Everything is one JSON object, gzip, base64: browsers unpack it themselves (`DecompressionStream`).
+
+`page/data.js` reads this. May touch `stretto.ir` and this room.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.report.detail import (
+    Run,
+    measured_op_us,
+    runs_of,
+    shapes_in,
+    shapes_out,
+    specs_of,
+    window_ops,
+)
+
+TICK_US = 0.01
+"""Finer than any clock that measures ops, and small enough that whole numbers are exact."""
+
+CATEGORIES = ("F", "I", "W", "B", "R", "exposed", "bubble", "message")
+
+
+class _Texts:
+    """Texts by number, each once."""
+
+    def __init__(self) -> None:
+        self.number: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.number.setdefault(text, len(self.number))
+
+
+def packed(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | None) -> str:
+    """The drawing's data as base64 text. Without a plan there are no ops; equal input gives equal text."""
+    raw = json.dumps(drawing_data(timelines, titles, plan), separators=(",", ":")).encode()
+    return base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode()
+
+
+def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | None) -> dict[str, Any]:
+    """The data itself, before it is compressed."""
+    texts = _Texts()
+    measured = next((measured_op_us(t) for t in timelines if measured_op_us(t)), {})
+    data: dict[str, Any] = {
+        "tick_us": TICK_US,
+        "categories": CATEGORIES,
+        "ops": {} if plan is None else _ops(plan, texts, measured),
+        "edges": [] if plan is None else [texts(f"{e.value} {e.spec}") for e in plan.job.edges],
+        "stages": [] if plan is None else list(plan.schedule.stage_ranks),
+        "source": "" if plan is None else plan.costs.source,
+        "timelines": [
+            _timeline(timeline, title, plan, texts) for timeline, title in zip(timelines, titles, strict=True)
+        ],
+    }
+    data["texts"] = list(texts.number)
+    return data
+
+
+# --- step 2: ops, once a window ----------------------------------------------------------------------
+
+
+def _ops(plan: Plan, texts: _Texts, measured: Mapping[tuple[int, str], float]) -> dict[str, Any]:
+    """Columns of all ops, and for every window its first op's number and how many there are."""
+    specs = specs_of(plan.job)
+    rows = []
+    windows: dict[str, list[int]] = {}
+    for name, window in window_ops(plan).items():
+        windows[name] = [len(rows), len(window.rows)]
+        for row in window.rows:
+            op = row.op
+            took_us = measured.get((row.stage, op.name))
+            rows.append(
+                (
+                    texts(op.name),
+                    texts(op.target),
+                    texts(op.module),
+                    texts(shapes_in(op, specs)),
+                    texts(shapes_out(op)),
+                    op.nbytes,
+                    op.flops,
+                    CATEGORIES.index(row.category),
+                    row.part,
+                    _ticks(row.us),
+                    -1 if took_us is None else _ticks(took_us),
+                )
+            )
+    names = ("name", "target", "module", "in", "out", "bytes", "flops", "category", "part", "us", "took")
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    return {"windows": windows, **{n: list(c) for n, c in zip(names, columns, strict=True)}}
+
+
+# --- step 1: spans -----------------------------------------------------------------------------------
+
+
+def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: _Texts) -> dict[str, Any]:
+    lanes: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    for rank in range(timeline.ranks):
+        lanes[rank, COMPUTE_LANE] = []
+    for span in timeline.spans:
+        lanes[span.rank, row_of(span.lane)].append(span)
+    runs = runs_of(plan, timeline) if plan is not None else ((),) * timeline.ranks
+    ordered = sorted(lanes, key=lambda key: (key[0], key[1] != COMPUTE_LANE, key[1]))
+    return {
+        "title": title,
+        "source": timeline.source,
+        "ranks": timeline.ranks,
+        "step": _ticks(timeline.step_us),
+        "peak": list(timeline.peak_bytes),
+        "memory": [_steps(steps) for steps in timeline.memory],
+        "runs": [[[run.window, *run.microbatches] for run in of_rank] for of_rank in runs],
+        "lanes": [
+            _lane(rank, row, lanes[rank, row], texts, runs[rank] if row == COMPUTE_LANE else ())
+            for rank, row in ordered
+        ],
+    }
+
+
+def row_of(lane: str) -> str:
+    """The row on which a lane is drawn: small sums, once a step each, share one."""
+    return "sums" if lane == "loss" or lane.startswith("tied ") else lane
+
+
+def _lane(rank: int, row: str, spans: Iterable[Span], texts: _Texts, runs: Sequence[Run]) -> dict[str, Any]:
+    run_of = {id(span): number for number, run in enumerate(runs) for span in run.spans}
+    ordered = sorted(spans, key=lambda s: (s.start_us, s.end_us))
+    columns: dict[str, list[int]] = {
+        name: []
+        for name in ("start", "took", "category", "name", "microbatch", "run", "bytes", "sender", "sent")
+    }
+    before = 0
+    for span in ordered:
+        start, end = _ticks(span.start_us), _ticks(span.end_us)
+        sent = start if span.sent_us is None else _ticks(span.sent_us)
+        for name, value in (
+            ("start", start - before),
+            ("took", end - start),
+            ("category", CATEGORIES.index(span_category(span))),
+            ("name", texts(span.name)),
+            ("microbatch", -1 if span.microbatch is None else span.microbatch),
+            ("run", run_of.get(id(span), -1)),
+            ("bytes", span.nbytes),
+            ("sender", -1 if span.sender is None else span.sender),
+            ("sent", start - sent),
+        ):
+            columns[name].append(value)
+        before = end
+    # A column that says nothing is not written.
+    kept = {name: values for name, values in columns.items() if any(value != _EMPTY[name] for value in values)}
+    return {"rank": rank, "row": row, "count": len(ordered), **kept}
+
+
+_EMPTY = defaultdict(int, {"microbatch": -1, "run": -1, "sender": -1})
+
+
+def span_category(span: Span) -> str:
+    """F, I, W or B for compute; exposed, bubble or message for the rest."""
+    if span.kind is SpanKind.COMPUTE:
+        return span.phase.value if span.phase is not None else "F"
+    return span.kind.value
+
+
+def _steps(steps: Sequence[tuple[float, int]]) -> list[list[int]]:
+    """Memory as two columns of differences: ticks, bytes."""
+    times = [_ticks(at) for at, _ in steps]
+    held = [nbytes for _, nbytes in steps]
+    return [
+        [b - a for a, b in zip([0, *times], times)],
+        [b - a for a, b in zip([0, *held], held)],
+    ]
+
+
+def _ticks(us: float) -> int:
+    return round(us / TICK_US)
