@@ -98,14 +98,43 @@ class ParallelSettings(Settings):
 
     pp: int = Field(default=1, ge=1)
     """Pipeline ranks."""
+    dp: int = Field(default=1, ge=1)
+    """Data-parallel copies, each of which takes an equal part of the global batch."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks, which share the matrices of every layer."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks also share the sequence between matrices (norms, dropout, residuals)."""
+    tp_plan: dict[str, str] | None = None
+    """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
+    part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
+    "packed_colwise:3" or "replicated". Without it, the model's own plan."""
     microbatches: int = Field(default=1, ge=1)
-    """Slices of the global batch that go through the pipeline one by one."""
+    """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: str = Field(default="eager-1f1b", min_length=1)
     """A family of schedules, or the path of a .csv in PyTorch's format."""
     split: Literal["auto"] | list[str] = "auto"
     """Where the model is cut: "auto", or the modules that begin a new stage, such as ["blocks.4"]."""
     max_live: int | None = Field(default=None, ge=1)
     """The most microbatches whose activations a rank keeps at once; without it, the family's own limit."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of a run."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """(axis, size) beside pp of the axes that are used, outermost first."""
+        return tuple((axis, size) for axis, size in (("dp", self.dp), ("tp", self.tp)) if size > 1)
+
+    @model_validator(mode="after")
+    def _axes_fit(self) -> ParallelSettings:
+        if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
+            what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
+            raise ValueError(
+                f"{what} shares the work of tensor-parallel ranks; give tp = 2 or more, or drop it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _stages_fit(self) -> ParallelSettings:
@@ -124,8 +153,6 @@ class ParallelSettings(Settings):
 
 
 TO_COME = {
-    "tp": "tensor parallelism",
-    "dp": "data parallelism",
     "cp": "context parallelism",
     "ep": "expert parallelism",
 }
@@ -141,7 +168,7 @@ class Parallel(ParallelSettings):
     def __init__(self, **given: Any) -> None:
         for axis in TO_COME.keys() & given.keys():
             raise UsageError(
-                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp"
+                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp and tp"
             )
         try:
             super().__init__(**given)
@@ -279,6 +306,8 @@ def _faults_between_parts(settings: TrainSettings) -> Sequence[str]:
             faults.append(
                 f"data.sequence_length = {length} must not be above model.context = {model.context}"
             )
+        if model.heads % parallel.tp:
+            faults.append(f"model.heads = {model.heads} must be a multiple of parallel.tp = {parallel.tp}")
         if parallel.pp > model.layers:
             faults.append(
                 f"parallel.pp = {parallel.pp} must not be above model.layers = {model.layers}: "
@@ -291,10 +320,17 @@ def _faults_between_parts(settings: TrainSettings) -> Sequence[str]:
                 f"data.sequence_length = {length} must not be above "
                 f"model.config.max_position_embeddings = {longest}"
             )
-    if training.global_batch % parallel.microbatches:
+    pieces = parallel.microbatches * parallel.dp
+    if training.global_batch % pieces:
+        by = f" times parallel.dp = {parallel.dp}" if parallel.dp > 1 else ""
         faults.append(
             f"training.global_batch = {training.global_batch} must be a multiple of "
-            f"parallel.microbatches = {parallel.microbatches}"
+            f"parallel.microbatches = {parallel.microbatches}{by}"
+        )
+    if parallel.sequence_parallel and length % parallel.tp:
+        faults.append(
+            f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "
+            "sequence_parallel gives each rank an equal part"
         )
     if settings.lr_schedule.warmup_steps > training.steps:
         faults.append(

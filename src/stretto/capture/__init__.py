@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
+from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 DTYPES = {"float32": None, "bf16": torch.bfloat16}
 """Precision setting -> dtype of the parameters in the computation; None keeps their own. float16 is not
@@ -30,6 +31,7 @@ def capture(
     precision: str = "float32",
     device: torch.device | str | None = None,
     stages: int | None = None,
+    tp_plan: Mapping[str, Any] | None = None,
 ) -> Job:
     """Capture one training step of `model` without running it, and cut it into pipeline stages.
 
@@ -39,6 +41,9 @@ def capture(
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
     precision: "float32" computes with the parameters as they are; "bf16" with bfloat16 copies of them.
     device: where the step will run; the model's own device by default, "cpu" for a model on "meta".
+    tp_plan: which modules are spread over tensor-parallel ranks, pattern of module names -> style (a word, or
+        PyTorch's `ColwiseParallel()` and its like; `stretto.parallelize.styles`); `parallel.tp_plan`, or the
+        model's own, by default.
     stages: number of stages when it is not one a rank (a schedule of one's own with virtual stages).
 
     Returns a Job of plain data. The step's loss is the mean of the microbatches' losses.
@@ -51,16 +56,30 @@ def capture(
     """
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
+    tensor = tensor_of(model, parallel, tp_plan)
     traced = trace(
         model,
         batch,
         loss,
-        microbatches=parallel.microbatches,
+        microbatches=parallel.microbatches * parallel.dp,
         param_dtype=DTYPES[precision],
         device=device,
+        tensor=tensor,
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     count = stages or named or parallel.pp
     placement = split(traced, count, parallel.split)
     job = cut(traced, placement, count, parallel.microbatches)
-    return replace(job, schedule=parallel.schedule, max_live=parallel.max_live, pp=parallel.pp)
+    return replace(
+        job, schedule=parallel.schedule, max_live=parallel.max_live, pp=parallel.pp, axes=parallel.axes
+    )
+
+
+def tensor_of(
+    model: nn.Module, parallel: ParallelSettings, tp_plan: Mapping[str, Any] | None = None
+) -> TensorParallel | None:
+    """How the model is spread over tensor-parallel ranks; None when there is one."""
+    if parallel.tp == 1:
+        return None
+    plan = tp_plan if tp_plan is not None else parallel.tp_plan
+    return tensor_parallel(model, parallel.tp, sequence=parallel.sequence_parallel, plan=plan)

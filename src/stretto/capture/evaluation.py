@@ -11,6 +11,7 @@ So every rank evaluates with the parameters that it trains.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.forward import forward_only
 from stretto.ir.program import Job, Op
+from stretto.parallelize.tensor import TensorParallel
 
 Reading = tuple[str, str]
 """(module, parameter) of an op that reads a parameter."""
@@ -35,10 +37,12 @@ def capture_evaluation(
     training: Job,
     *,
     device: torch.device | str | None = None,
+    tensor: TensorParallel | None = None,
 ) -> Job:
     """The forward of `model.eval()` with the stages, microbatches and precision of the job `training`.
 
-    model, batch, loss: as `stretto.capture` takes them. The model's mode is left as it was.
+    model, batch, loss: as `stretto.capture` takes them; tensor: how the training is spread over
+    tensor-parallel ranks (`stretto.capture.tensor_of`). The model's mode is left as it was.
 
     Raises CaptureError when the model reads its parameters in another order than while training.
     """
@@ -49,16 +53,16 @@ def capture_evaluation(
             model,
             batch,
             loss,
-            microbatches=training.microbatches,
+            microbatches=training.microbatches * training.size("dp"),
             param_dtype=None if training.param_dtype is None else getattr(torch, training.param_dtype),
             device=device,
+            tensor=tensor,
         )
     finally:
         model.train(was_training)
     stages = len(training.stages)
-    return forward_only(
-        cut(traced, place(traced, stages, _cuts(traced, training)), stages, training.microbatches)
-    )
+    job = cut(traced, place(traced, stages, _cuts(traced, training)), stages, training.microbatches)
+    return forward_only(replace(job, axes=training.axes))
 
 
 def _cuts(traced: Traced, training: Job) -> list[int]:

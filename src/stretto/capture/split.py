@@ -187,7 +187,12 @@ def _free(traced: Traced) -> frozenset[str]:
     for item in traced.ops:
         op = item.op
         inputs = [n for n in op.uses if not n.startswith(("batch/", "const/")) and n not in given]
-        if item.backward or op.random or any(name not in free for name in inputs):
+        if (
+            item.backward
+            or op.random
+            or op.target.startswith("comm.")
+            or any(name not in free for name in inputs)
+        ):
             continue
         flops = float(op.flops) + sum(spent[name] for name in inputs)
         if flops <= FREE_FLOPS_PER_BYTE * sum(s.nbytes for s in op.outputs if s is not None):

@@ -68,6 +68,8 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
             tuple((stage, phase_of[stage, value], value) for stage, value in grads.get(name, ())),
             tied_to,
             None if traced.own_dtypes.get(name) == spec.dtype else traced.own_dtypes.get(name),
+            (traced.shards[name],) if name in traced.shards else (),
+            traced.partial.get(name, ()),
         )
         for name, (spec, tied_to, _) in traced.parameters.items()
     )

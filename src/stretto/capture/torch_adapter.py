@@ -11,7 +11,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -51,13 +51,19 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fake_state(
-    module: nn.Module, mode: FakeTensorMode, device: torch.device, param_dtype: torch.dtype | None
+    module: nn.Module,
+    mode: FakeTensorMode,
+    device: torch.device,
+    param_dtype: torch.dtype | None,
+    parts: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Iterator[None]:
     """Put fake tensors on `device` in the place of all parameters and buffers while the context lasts.
 
     Ties stay ties. The originals, of whatever device ("meta" too), are put back untouched.
     param_dtype: dtype of the fake floating-point parameters; None keeps theirs.
+    parts: id of a parameter -> the shape of the part of it that a rank holds.
     """
+    shapes = parts or {}
     fakes: dict[int, torch.Tensor] = {}
     restore: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     tables: list[tuple[dict[str, Any], bool]] = []
@@ -70,7 +76,10 @@ def fake_state(
             if is_parameter and param_dtype is not None and dtype.is_floating_point:
                 dtype = param_dtype
             with mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+                if id(tensor) in shapes:
+                    made = torch.empty(shapes[id(tensor)], dtype=dtype, device=device)
+                else:
+                    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
                 fakes[id(tensor)] = (
                     nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
                 )

@@ -3,7 +3,7 @@
     1. The model's parameters and buffers, and one microbatch, become fake tensors (no storage, no device).
     2. Forward, loss and backward are exported as one functional graph of dispatcher calls.
     3. Every node becomes an `Op`; what it means (parameter, gradient, buffer update, loss) goes beside it.
-    4. Ops that nothing needs are dropped.
+    4. Passes improve the graph; ops that nothing needs are dropped.
 
 The result knows no stages: `stretto.capture.split` chooses them, `stretto.capture.stages` cuts.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from stretto.capture import torch_adapter, tree
 from stretto.capture.explain import explain
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.program import Arg, Const, Constant, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, INDEX, WAIT, Arg, Const, Constant, Op, Ref, Shard, TensorSpec
+from stretto.ir.varying import varying
+from stretto.parallelize.ops import NAMESPACE
+from stretto.parallelize.tensor import AXIS as TENSOR_AXIS
+from stretto.parallelize.tensor import TensorParallel, local_shape, spread
+from stretto.passes import Graph, run_passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,7 @@ class Traced:
 
     parameters: name -> (spec, first name of its tie, value name of its gradient or None).
     buffers: name -> (spec, value name of its update or None).
+    shards, partial: of parameters, as in `ir.program.Parameter`.
     """
 
     name: str
@@ -54,6 +61,8 @@ class Traced:
     own_dtypes: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     fixed: tuple[tuple[str, str], ...] = ()
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -74,12 +83,14 @@ def trace(
     microbatches: int = 1,
     param_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    tensor: TensorParallel | None = None,
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
     batch: the whole batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta".
+    tensor: trace one rank's part of a model that is spread so; None traces the whole.
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
@@ -109,7 +120,10 @@ def trace(
     ties = _ties(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
-    with torch_adapter.fake_state(model, mode, at, param_dtype):
+    with (
+        torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
+        nullcontext() if tensor is None else spread(model, tensor),
+    ):
         state = {
             **{n: spec_of(p) for n, p in model.named_parameters(remove_duplicate=False)},
             **{n: spec_of(b) for n, b in model.named_buffers(remove_duplicate=False)},
@@ -147,7 +161,9 @@ def trace(
         else:
             continue
         roots.add(value)
-    ops = _live(ops, roots)
+    ops = _live(_passed(_live(ops, roots), roots), roots)
+    shards = {} if tensor is None else dict(tensor.shards)
+    partial = _partial(ops, parameters, shards, loss_value) if tensor is not None else {}
     used = {name for traced in ops for name in traced.op.uses}
     return Traced(
         name=type(model).__name__,
@@ -162,7 +178,71 @@ def trace(
         own_dtypes=own_dtypes,
         device=at.type,
         fixed=tuple(tree.fixed(batch).items()),
+        shards=shards,
+        partial=partial,
     )
+
+
+def _parts(model: nn.Module, tensor: TensorParallel | None) -> dict[int, tuple[int, ...]]:
+    """id of a parameter -> the shape of a rank's part."""
+    if tensor is None:
+        return {}
+    return {
+        id(p): local_shape(p.shape, tensor.shards[name], tensor.size)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if name in tensor.shards
+    }
+
+
+def _passed(ops: list[TracedOp], roots: set[str]) -> list[TracedOp]:
+    """Step 4: after all passes; what a pass made stands where the op stood that it replaces."""
+    known = {traced.op.name: traced for traced in ops}
+    graph = run_passes(Graph(tuple(traced.op for traced in ops), frozenset(roots)))
+    return [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
+
+
+def _partial(
+    ops: list[TracedOp],
+    parameters: Mapping[str, tuple[TensorSpec, str, str | None]],
+    shards: Mapping[str, Shard],
+    loss: str,
+) -> dict[str, tuple[str, ...]]:
+    """Parameter -> axes along which its gradient is a part of the sum (`ir.varying` says why).
+
+    Raises CaptureError where a gradient is partly a part and partly the whole, or where the loss differs.
+    """
+    axis = TENSOR_AXIS
+    differs = varying((t.op for t in ops), {f"param/{name}" for name in shards}, axis)
+    if loss in differs:
+        raise CaptureError(
+            f"the loss differs between {axis} ranks: the loss function uses what only a part of the model "
+            "made. Name the module whose output it takes 'colwise_gather_output', or leave it out of tp_plan"
+        )
+    by_name = {traced.op.name: traced.op for traced in ops}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, (_, _, value) in parameters.items():
+        if value is None or name in shards or value not in differs:
+            continue
+        whole = [leaf for leaf in _addends(value, by_name) if leaf not in differs]
+        if whole:
+            raise CaptureError(
+                f"parameter {name!r} is used in parts by {axis} ranks in one place, and wholly in another: its "
+                "gradient cannot be summed. Give all modules that use it one style in tp_plan"
+            )
+        found[name] = (axis,)
+    return found
+
+
+def _addends(value: str, ops: Mapping[str, Op]) -> list[str]:
+    """The values whose sum `value` is, through additions and views."""
+    op = ops.get(value)
+    if op is None:
+        return [value]
+    if op.target == "aten.add.Tensor" and not op.kwargs:
+        return [leaf for name in op.uses for leaf in _addends(name, ops)]
+    if op.alias is not None and len(op.uses) == 1 and op.target != "getitem":
+        return _addends(op.uses[0], ops)
+    return [value]
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -224,6 +304,8 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         root = roots[first]
         alias = root if root != first else None
         return Op(node.name, "getitem", args, kwargs, outputs, alias)
+    if str(node.target).startswith(f"{NAMESPACE}."):
+        return _communication(node, args, outputs, roots)
     if not torch_adapter.is_dispatched(node.target):
         raise CaptureError(
             f"the model calls {node.target}, which is not an op of the dispatcher; "
@@ -242,6 +324,23 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         random=torch_adapter.draws_random(node.target, node.args, node.kwargs),
         flops=_flops(node),
     )
+
+
+def _communication(
+    node: torch.fx.Node,
+    args: tuple[Arg, ...],
+    outputs: tuple[TensorSpec | None, ...],
+    roots: Mapping[str, str],
+) -> Op:
+    """An op of `stretto.parallelize.ops` in the words of programs."""
+    word = str(node.target).split(".")[1]
+    if word == "axis_index":
+        return Op(node.name, INDEX, args[1:], (), outputs)
+    if word == "axis_chunk":
+        return Op(node.name, CHUNK, args, (), outputs, roots.get(args[0].name, args[0].name))
+    if word == "wait":
+        return Op(node.name, WAIT, args, (), outputs, args[0].name)
+    return Op(node.name, f"comm.{word}", args, (), outputs)
 
 
 def _arg(value: Any, names: Mapping[torch.fx.Node, str], node: torch.fx.Node) -> Arg:

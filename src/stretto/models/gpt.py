@@ -125,12 +125,28 @@ class Block(nn.Module):
         return y_BSD
 
 
+TP_PLAN = {
+    "embedding": "vocabulary",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.attention.qkv": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+    "norm": "sequence",
+    "head": "vocabulary",
+}
+"""How tensor-parallel ranks share a GPT (`stretto.parallelize.styles`): Megatron-LM's way, arXiv 1909.08053."""
+
+
 class GPT(nn.Module):
     """Token ids (B, S) to logits (B, S, V).
 
     The same `seed` gives the same weights on every machine, device and rank. A model built under
     `torch.device("meta")` has shapes only; after `to_empty`, `init_weights(seed)` gives it its values.
     """
+
+    tp_plan = TP_PLAN
 
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()

@@ -38,11 +38,12 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in expected.items():
         leaf = given[name]
-        want = (spec.shape[0] * job.microbatches, *spec.shape[1:])
+        pieces = job.microbatches * job.size("dp")
+        want = (spec.shape[0] * pieces, *spec.shape[1:])
         if tuple(leaf.shape) != want:
             raise UsageError(
                 f"batch leaf {name!r} has shape {list(leaf.shape)}; the plan was made for {list(want)} "
-                f"({job.microbatches} microbatches of {spec.shape[0]}): every batch must have that shape"
+                f"({pieces} microbatches of {spec.shape[0]}): every batch must have that shape"
             )
         dtype = getattr(torch, spec.dtype)
         if leaf.dtype is not dtype and not (leaf.is_floating_point() and dtype.is_floating_point):

@@ -6,7 +6,8 @@ The function's text is what it does, op by op; nothing is looked up while it run
     1. Values that other windows made are taken from the microbatch's store, for good when no later
        window reads them. Parameters, buffers and constants are bound once.
     2. Every op is one call. A value is deleted after its last use.
-    3. `wait` returns a received tensor; `send` starts a message right after its op.
+    3. `wait` returns a received tensor; `send` starts a message right after its op. A communication of the
+       program is started and waited for where its ops stand.
     4. Gradients, the loss and buffer updates go to the rank's state where they arise; updates of buffers
        come last, so that every op of the window reads the microbatch's own version.
     5. Values that later windows read go into the store.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +26,11 @@ from stretto.dispatch import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import ItemKind, Window
-from stretto.ir.program import Arg, Const, Job, Op, Ref
+from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
+from stretto.runtime.transport import Handle
 
-Store = dict[str, torch.Tensor]
-"""Values of one (stage, microbatch) that live between windows."""
+Store = dict[str, Any]
+"""Values of one (stage, microbatch) that live between windows: tensors, and communications under way."""
 
 
 class Hooks(Protocol):
@@ -41,6 +43,19 @@ class Hooks(Protocol):
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None: ...
     def draw(self, microbatch: int, op: int) -> None: ...
     def drawn(self) -> None: ...
+    def start(self, name: str, kind: str, op: str, lane: str, value: torch.Tensor, size: int) -> Started: ...
+    def finish(self, started: Started) -> torch.Tensor: ...
+
+
+@dataclass(slots=True)
+class Started:
+    """A communication under way. name: for the record; result: complete once `handle` is done; source: kept
+    alive until then."""
+
+    name: str
+    handle: Handle
+    result: torch.Tensor
+    source: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +66,10 @@ class Externals:
     device: torch.device
     written: frozenset[str] = frozenset()
     """Names of buffers that the model writes: their value is kept for the microbatch's later windows."""
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    """Axis -> this rank's coordinate; 0 for axes that are not named."""
+    differing: frozenset[str] = frozenset()
+    """Names of values that differ between tensor-parallel ranks: random ops on them draw for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +223,11 @@ class _Writer:
         for name in op.uses:
             self._read(part, name)
         if op.random:
-            self._line(f"hooks.draw(m{part}, {op_key(op.name)})")
+            self._line(f"hooks.draw(m{part}, {self._key(op)})")
         result = self._name(part, op.name)
+        if op.target in STARTS or op.target in (WAIT, INDEX, CHUNK):
+            self._line(f"{result} = {self._communication(part, op)}")
+            return
         if op.target == "getitem":
             self._line(f"{result} = {self._text(part, op.args[0])}[{op.args[1]}]")
             return
@@ -215,6 +237,32 @@ class _Writer:
         self._line(f"{result} = {function}({', '.join(arguments)})")
         if op.random:
             self._line("hooks.drawn()")
+
+    def _key(self, op: Op) -> int:
+        """What the op's draws depend on beside step and microbatch."""
+        if op.name in self.externals.differing:
+            return op_key(f"{op.name} tp {self.externals.coordinates.get('tp', 0)}")
+        return op_key(op.name)
+
+    def _communication(self, part: int, op: Op) -> str:
+        """The expression for an op that is not the framework's."""
+        at, size = self.externals.coordinates, int(op.args[-1]) if op.target != WAIT else 0
+        if op.target == INDEX:
+            number = torch.tensor(at.get(str(op.args[0]), 0), device=self.externals.device)
+            return self._bind("index", str(op.args[0]), number)
+        value = self._read(part, op.args[0].name)
+        if op.target == WAIT:
+            return f"hooks.finish({value})"
+        if op.target == CHUNK:
+            spec = op.outputs[0]
+            assert spec is not None
+            dim = int(op.args[1])
+            length = spec.shape[dim]
+            return f"{value}.narrow({dim}, {at.get(str(op.args[2]), 0) * length}, {length})"
+        kind = op.target.removeprefix("comm.")
+        how = str(op.args[1]) if kind != "all_gather" else ""
+        name = f"{op.args[-2]} {kind} {op.name}"
+        return f"hooks.start({name!r}, {kind!r}, {how!r}, {op.args[-2]!r}, {value}, {size})"
 
     def _text(self, part: int, arg: Arg) -> str:
         if isinstance(arg, Ref):

@@ -22,11 +22,12 @@ def run_threads(
     """Call `work(runner)` on one thread for each rank and return the results by rank.
 
     model_of: rank -> the model whose parameters that rank uses; one model for all ranks is right as long
-    as no parameter is tied across ranks (each rank must then have its own copy).
+    as no two ranks hold the same parameter whole (tied across stages, or copied along dp or tp): each rank
+    must then have its own copy.
 
     Raises the first error of any rank; the other ranks are woken and end.
     """
-    ends = ThreadTransport.group(plan.ranks)
+    ends = ThreadTransport.group(plan.world)
     processors = torch.get_num_threads()
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -48,4 +49,4 @@ def run_threads(
         thread.join()
     if errors:
         raise errors[0]
-    return [results[rank] for rank in range(plan.ranks)]
+    return [results[rank] for rank in range(plan.world)]

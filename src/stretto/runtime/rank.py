@@ -6,12 +6,14 @@ Knows nothing of optimizers or files; `stretto.runtime.runner` is the public fac
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.runtime.generate import Externals, Generated, Store, generate
+from stretto.ir.varying import varying_in_job
+from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.record import Marks, now
 from stretto.runtime.transport import Handle, Transport
 
@@ -66,23 +68,36 @@ class RankState:
             made = torch.tensor(constant.data, dtype=dtype, device=device)
             fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
         self._loss_dtype: torch.dtype = getattr(torch, job.loss_spec.dtype)
-        fixed["tangent"] = torch.tensor(1.0 / job.microbatches, dtype=self._loss_dtype, device=device)
-        externals = Externals(fixed, device, frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates))
-        order = plan.orders[transport.rank]
+        fixed["tangent"] = torch.tensor(job.tangent, dtype=self._loss_dtype, device=device)
+        self.coordinates = plan.mesh.coordinates(transport.rank)
+        self.place = self.coordinates["pp"]
+        externals = Externals(
+            fixed,
+            device,
+            frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates),
+            self.coordinates,
+            frozenset(varying_in_job(job, "tp") if job.size("tp") > 1 else ()),
+        )
+        order = plan.orders[self.place]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
         self.windows: dict[str, Generated] = {
             name: generate(job, plan.windows[name], externals) for name in sorted(used)
         }
         self._grad_dtype = grad_dtypes
-        self._tie = {k: p.tied_to for k, p in enumerate(job.parameters)}
+        self._members: dict[str, list[int]] = defaultdict(list)
+        for k in parameters:
+            self._members[job.parameters[k].tied_to].append(k)
+        self._buckets = {bucket.name: bucket for bucket in plan.buckets}
+        # Draws of data-parallel copies differ as those of microbatches do.
+        self._first_microbatch = self.coordinates.get("dp", 0) * job.microbatches
         self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
-        self._peer_of = {e.index: plan.rank_of(e.target) for e in job.edges}
+        self._peer_of = {e.index: self._peer(plan.rank_of(e.target)) for e in job.edges}
         self._receives = {
             e.index: (
                 e.spec.shape,
                 getattr(torch, e.spec.dtype),
                 plan.lane_of(e.index),
-                plan.rank_of(e.source),
+                self._peer(plan.rank_of(e.source)),
             )
             for e in job.edges
         }
@@ -97,6 +112,10 @@ class RankState:
         }
         self._clear()
 
+    def _peer(self, place: int) -> int:
+        """The rank at another place of the pipeline that this one exchanges messages with."""
+        return self.plan.mesh.rank({**self.coordinates, "pp": place})
+
     def _clear(self) -> None:
         self.grads = {}
         self._stores: dict[tuple[int, int], Store] = {}
@@ -105,7 +124,7 @@ class RankState:
         self._leaving: dict[tuple[int, int], tuple[Handle, torch.Tensor]] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._told: tuple[Handle, torch.Tensor] | None = None
-        self._summing: dict[str, tuple[Handle, torch.Tensor, list[int]]] = {}
+        self._summing: dict[str, tuple[Handle, torch.Tensor, list[torch.Tensor]]] = {}
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Walk all instructions once. batch: leaves of the whole batch. Returns the mean loss.
@@ -113,14 +132,15 @@ class RankState:
         Afterwards `grads[index]` holds this step's gradient of each parameter that has one.
         """
         self._clear()
-        count = self.plan.job.microbatches
-        pieces = {name: leaf.chunk(count) for name, leaf in batch.items()}
+        count, first = self.plan.job.microbatches, self._first_microbatch
+        copies = self.plan.job.size("dp")
+        pieces = {name: leaf.chunk(count * copies)[first : first + count] for name, leaf in batch.items()}
         self._batch = [{name: chunks[m] for name, chunks in pieces.items()} for m in range(count)]
         self.marks = Marks()
         try:
             with torch.no_grad():
                 self.marks.start = now()
-                for instruction in self.plan.orders[self.transport.rank]:
+                for instruction in self.plan.orders[self.place]:
                     self._actions[instruction.kind](instruction)
                 self.marks.end = now()
         finally:
@@ -170,12 +190,17 @@ class RankState:
         self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, now()))
 
     def _tell(self, _: Instruction) -> None:
+        copies = self.plan.job.size("dp")
         if self._losses:
-            value = self._mean_loss()
+            value = self._mean_loss() / copies if copies > 1 else self._mean_loss()
         else:
             value = torch.zeros((), dtype=self._loss_dtype, device=self.device)
-        source = self.plan.rank_of(self.plan.job.loss[0])
-        self._told = (self.transport.broadcast("loss", value, source), value)
+        if copies > 1:
+            # One of each copy's ranks adds its mean, the others nothing.
+            self._told = (self.transport.all_reduce("loss", value), value)
+        else:
+            source = self._peer(self.plan.rank_of(self.plan.job.loss[0]))
+            self._told = (self.transport.broadcast("loss", value, source), value)
 
     def _heard(self, _: Instruction) -> None:
         assert self._told is not None
@@ -184,28 +209,38 @@ class RankState:
         self.marks.others.append(("pp loss", start, now()))
 
     def _reduce(self, instruction: Instruction) -> None:
-        name = str(instruction.ref)
-        members = [k for k, tie in self._tie.items() if tie == name and k in self.grads]
-        if not members:
+        bucket = self._buckets[str(instruction.ref)]
+        grads = [self._grad_of(name) for name in bucket.parameters]
+        total = grads[0] if len(grads) == 1 else torch.cat([grad.reshape(-1) for grad in grads])
+        self._summing[bucket.name] = (self.transport.all_reduce(bucket.communicator, total), total, grads)
+
+    def _grad_of(self, name: str) -> torch.Tensor:
+        """The gradient of a tied group as this rank has it, in one piece, and kept under one parameter."""
+        members = self._members[name]
+        adding = [k for k in members if k in self.grads]
+        if not adding:
             # This rank reads the tied parameter and adds nothing to its gradient; its copy gets the sum.
-            first = next(k for k, tie in self._tie.items() if tie == name and k in self._parameters)
-            like = self._parameters[first]
-            self.grads[first] = torch.zeros_like(like, dtype=self._grad_dtype[first])
-            members = [first]
-        total = self.grads[members[0]]
-        for other in members[1:]:
-            total = total + self.grads[other]
-        total = total.contiguous()
-        self._summing[name] = (self.transport.all_reduce(f"tied {name}", total), total, members)
+            first = members[0]
+            self.grads[first] = torch.zeros_like(self._parameters[first], dtype=self._grad_dtype[first])
+            return self.grads[first]
+        total = self.grads[adding[0]]
+        for other in adding[1:]:
+            total = total + self.grads.pop(other)
+        self.grads[adding[0]] = total = total.contiguous()
+        return total
 
     def _reduced(self, instruction: Instruction) -> None:
-        handle, total, members = self._summing.pop(str(instruction.ref))
+        name = str(instruction.ref)
+        handle, total, grads = self._summing.pop(name)
         start = now()
         handle.wait()
-        self.marks.others.append((f"pp tied {instruction.ref}", start, now()))
-        for k in members:
-            del self.grads[k]
-        self.grads[members[0]] = total
+        axis = self._buckets[name].communicator
+        axis = "pp" if axis.startswith("tied ") else axis
+        label = f"{axis} tied {name}" if axis == "pp" else f"{axis} sum {name}"
+        self.marks.others.append((label, start, now()))
+        if len(grads) > 1:
+            for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
 
     def _mean_loss(self) -> torch.Tensor:
         return torch.stack([self._losses[m] for m in sorted(self._losses)]).mean()
@@ -232,6 +267,29 @@ class RankState:
         self.marks.sends.append((edge, microbatch, now()))
         self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
 
+    def start(self, name: str, kind: str, op: str, lane: str, value: torch.Tensor, size: int) -> Started:
+        if kind == "all_reduce":
+            # Of its own, as others may read the value that is summed.
+            result = value.clone(memory_format=torch.contiguous_format)
+            handle = self.transport.all_reduce(lane, result, op)
+            source = result
+        else:
+            source = value.contiguous()
+            rows = source.shape[0] * size if kind == "all_gather" else source.shape[0] // size
+            result = source.new_empty((rows, *source.shape[1:]))
+            if kind == "all_gather":
+                handle = self.transport.gather(lane, result, source)
+            else:
+                handle = self.transport.reduce_scatter(lane, result, source)
+        self.marks.starts.append((name, result.nbytes, now()))
+        return Started(name, handle, result, source)
+
+    def finish(self, started: Started) -> torch.Tensor:
+        start = now()
+        started.handle.wait()
+        self.marks.finishes.append((started.name, start, now()))
+        return started.result
+
     def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None:
         held = self.grads.get(parameter)
         if held is not None:
@@ -253,7 +311,7 @@ class RankState:
     def draw(self, microbatch: int, op: int) -> None:
         _DRAWING.acquire()
         self._kept = _generator_state(self.device)
-        seed = mix(self.seed, self.steps, microbatch, op)
+        seed = mix(self.seed, self.steps, microbatch + self._first_microbatch, op)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
         else:

@@ -40,8 +40,12 @@ class Marks:
     """(edge, microbatch, start, end) of waits for received values."""
     sends: list[tuple[int, int, int]] = field(default_factory=list)
     """(edge, microbatch, start)."""
+    starts: list[tuple[str, int, int]] = field(default_factory=list)
+    """(name, bytes, start) of the program's communications; names begin with the lane."""
+    finishes: list[tuple[str, int, int]] = field(default_factory=list)
+    """(name, start, end) of waits for them."""
     others: list[tuple[str, int, int]] = field(default_factory=list)
-    """(lane and name, start, end) of waits for sends, the loss and tied gradients."""
+    """(axis and name, start, end) of waits for sends, the loss and sums of gradients."""
     peak_bytes: int = 0
 
 

@@ -16,13 +16,14 @@ from torch import nn
 
 from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
-from stretto.ir.program import TensorSpec
+from stretto.ir.program import Parameter, TensorSpec
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
+from stretto.runtime.shards import part_of, whole_spec
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 
@@ -30,8 +31,9 @@ from stretto.runtime.transport import ThreadTransport, Transport
 class Runner:
     """Walks a plan's orders for this rank, step after step.
 
-    Holds the parameters and buffers of `model` that this rank's stages use (the model's own tensors, not
-    copies), so that the rest of the model may be dropped. Gradients are added to `.grad`.
+    Holds the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
+    a parameter is spread over ranks, a copy of this rank's part. The rest of the model may be dropped.
+    Gradients are added to `.grad`.
 
     plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values;
     it must not be on "meta". transport: how messages travel; `torch.distributed` by default. seed: random
@@ -49,11 +51,12 @@ class Runner:
         self.plan = plan
         self.transport = transport if transport is not None else _default_transport(plan)
         self.rank = self.transport.rank
-        if self.transport.size != plan.ranks:
+        if self.transport.size != plan.world:
             raise UsageError(
-                f"the plan is for {plan.ranks} ranks, but {self.transport.size} run: start as many processes "
-                f"as the plan has ranks (torchrun --nproc-per-node {plan.ranks}), or plan anew"
+                f"the plan is for {plan.world} ranks, but {self.transport.size} run: start as many processes "
+                f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan anew"
             )
+        self.coordinates = plan.mesh.coordinates(self.rank)
         self._adopt(model)
         self.device = next(
             (t.device for t in (*self._parameters.values(), *self._buffers.values())), torch.device("cpu")
@@ -66,7 +69,7 @@ class Runner:
         self._compute = self._compute_copies()
         self._owned = self._find_owned()
         agree(plan, self.transport, seed)
-        self.transport.open(plan.communicators, self.device)
+        self.transport.open(plan.communicators, self.device, plan.mesh)
         dtypes = {k: parameter.dtype for k, parameter in self._parameters.items()}
         self.state = RankState(plan, self.transport, self.device, self._compute, self._buffers, seed, dtypes)
         self._addresses = {k: parameter.data_ptr() for k, parameter in self._parameters.items()}
@@ -77,17 +80,19 @@ class Runner:
 
     def _adopt(self, model: nn.Module) -> None:
         """Take this rank's parameters and buffers from the model, by name, and check that they fit."""
-        stages = set(self.plan.schedule.stages_of(self.rank))
+        stages = set(self.plan.schedule.stages_of(self.coordinates["pp"]))
         given = dict(model.named_parameters(remove_duplicate=False))
         held = dict(model.named_buffers(remove_duplicate=False))
+        self._parts: dict[int, nn.Parameter] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         for k, parameter in enumerate(self.plan.job.parameters):
             if stages & set(parameter.stages):
                 found = given.get(parameter.name)
-                self._check(parameter.name, found, parameter.spec, self.plan.job.param_dtype)
+                whole = whole_spec(self.plan.job, parameter)
+                self._check(parameter.name, found, whole, self.plan.job.param_dtype)
                 assert isinstance(found, nn.Parameter)
-                self._parameters[k] = found
+                self._parameters[k] = self._part(parameter, found)
         self._check_ties(given)
         for k, buffer in enumerate(self.plan.job.buffers):
             if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
@@ -95,6 +100,15 @@ class Runner:
                 self._check(buffer.name, found_buffer, buffer.spec, None)
                 assert found_buffer is not None
                 self._buffers[k] = found_buffer
+
+    def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
+        """What this rank holds of a parameter: the model's own tensor, or a copy of its part, one for a tie."""
+        if not parameter.shards:
+            return whole
+        if id(whole) not in self._parts:
+            part = part_of(whole.detach(), parameter, self.plan.job, self.coordinates)
+            self._parts[id(whole)] = nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
+        return self._parts[id(whole)]
 
     def _check_ties(self, given: Mapping[str, nn.Parameter]) -> None:
         """One tensor must not stand for two parameters of the plan: their copies would drift apart."""
@@ -169,9 +183,11 @@ class Runner:
             yield self.plan.job.buffers[k].name, buffer
 
     def owns(self, name: str) -> bool:
-        """Whether this rank is the one to count and save the parameter: the first of those that hold it.
+        """Whether this rank is the one to count and save what it holds of the parameter: the first of those
+        that hold the same.
 
-        A tied parameter lives on several ranks; its norm counts once, and one copy is saved.
+        A tied parameter lives on several ranks, and data-parallel copies hold all; a norm counts it once, and
+        one copy is saved. Of a parameter that is spread, each rank owns its part.
         """
         return name in self._owned
 
@@ -179,9 +195,15 @@ class Runner:
         first: dict[str, int] = {}
         for parameter in self.plan.job.parameters:
             for stage in parameter.stages:
-                rank = self.plan.rank_of(stage)
-                first[parameter.tied_to] = min(first.get(parameter.tied_to, rank), rank)
-        return frozenset(p.name for p in self.plan.job.parameters if first.get(p.tied_to) == self.rank)
+                place = self.plan.rank_of(stage)
+                first[parameter.tied_to] = min(first.get(parameter.tied_to, place), place)
+        owned = set()
+        for parameter in self.plan.job.parameters:
+            spread = {shard.axis for shard in parameter.shards}
+            copy = any(at for axis, at in self.coordinates.items() if axis != "pp" and axis not in spread)
+            if first.get(parameter.tied_to) == self.coordinates["pp"] and not copy:
+                owned.add(parameter.name)
+        return frozenset(owned)
 
     def close(self) -> None:
         """Give the communicators back. Every rank calls it; the runner cannot step after it."""
@@ -258,6 +280,6 @@ class Runner:
 
 
 def _default_transport(plan: Plan) -> Transport:
-    if plan.ranks == 1 and not torch.distributed.is_initialized():
+    if plan.world == 1 and not torch.distributed.is_initialized():
         return ThreadTransport.group(1)[0]
     return TorchTransport()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import LostRankError, RunError, UsageError
+from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.transport import Handle
 
@@ -47,28 +48,32 @@ class TorchTransport:
         self._timeout_s = timeout_s
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._members: dict[str, tuple[int, ...]] = {}
+        self._opened: set[str] = set()
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def open(self, communicators: Sequence[Communicator], device: torch.device) -> None:
+    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         for communicator in communicators:
             # All ranks take part in making every group, so all must skip the same ones.
-            if communicator.name in self._members:
+            if communicator.name in self._opened:
                 continue
-            group = dist.new_group(list(communicator.ranks), timeout=timedelta(seconds=self._timeout_s))
-            self._members[communicator.name] = communicator.ranks
-            if self.rank in communicator.ranks:
+            self._opened.add(communicator.name)
+            for members in mesh.groups(communicator.axes, communicator.ranks):
+                group = dist.new_group(list(members), timeout=timedelta(seconds=self._timeout_s))
+                if self.rank not in members:
+                    continue
                 assert isinstance(group, dist.ProcessGroup)
+                self._members[communicator.name] = members
                 self._groups[communicator.name] = group
                 if device.type != "cpu":
-                    self._connect(communicator, device)
+                    self._connect(communicator.name, device)
 
-    def _connect(self, communicator: Communicator, device: torch.device) -> None:
+    def _connect(self, lane: str, device: torch.device) -> None:
         """Use a new communicator once, in the common order: a device backend connects on first use, and the
         first message that a rank posts would hold its processor until the peer posts the matching one."""
-        group = self._groups[communicator.name]
+        group = self._groups[lane]
         touch = torch.zeros(1, device=device)
-        if communicator.name.startswith("pp "):
-            sender, receiver = communicator.ranks
+        if lane.startswith("pp "):
+            sender, receiver = self._members[lane]
             if self.rank == sender:
                 dist.send(touch, receiver, group=group)
             else:
@@ -84,6 +89,7 @@ class TorchTransport:
         dist.destroy_process_group(self._control)
         self._groups.clear()
         self._members.clear()
+        self._opened.clear()
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         return self._start(lane, to, lambda: dist.isend(value, to, group=self._groups[lane]))
@@ -96,9 +102,24 @@ class TorchTransport:
             lane, None, lambda: dist.broadcast(value, source, group=self._groups[lane], async_op=True)
         )
 
-    def all_reduce(self, lane: str, value: torch.Tensor) -> Handle:
+    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
+        how = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         return self._start(
-            lane, None, lambda: dist.all_reduce(value, group=self._groups[lane], async_op=True)
+            lane, None, lambda: dist.all_reduce(value, how, group=self._groups[lane], async_op=True)
+        )
+
+    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
+        return self._start(
+            lane,
+            None,
+            lambda: dist.all_gather_into_tensor(result, value, group=self._groups[lane], async_op=True),
+        )
+
+    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
+        return self._start(
+            lane,
+            None,
+            lambda: dist.reduce_scatter_tensor(result, value, group=self._groups[lane], async_op=True),
         )
 
     def all_gather(self, item: Any) -> list[Any]:

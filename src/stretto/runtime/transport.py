@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from stretto.errors import RunError
+from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 
 
@@ -31,8 +32,9 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def open(self, communicators: Sequence[Communicator], device: torch.device) -> None:
-        """Create all communicators, in this order, on every rank. device: where their tensors will be."""
+    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
+        """Create all communicators, in this order, on every rank; mesh: who is a member (`Mesh.group`).
+        device: where their tensors will be."""
 
     def close(self) -> None:
         """Give all communicators back; every rank calls it."""
@@ -43,7 +45,14 @@ class Transport(Protocol):
 
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle: ...
 
-    def all_reduce(self, lane: str, value: torch.Tensor) -> Handle: ...
+    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
+        """In place. op: "sum" or "max"."""
+
+    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
+        """All members' values, in the order of the lane, along dim 0 of `result`."""
+
+    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
+        """This rank's rows of the sum of all members' values."""
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's item, by rank, on all ranks. For small data outside the step."""
@@ -83,6 +92,7 @@ class ThreadTransport:
         self._round: dict[str, int] = defaultdict(int)
         self._posted: dict[str, deque[_Receive]] = defaultdict(deque)
         self._members: dict[str, tuple[int, ...]] = {}
+        self._board_of: dict[str, str] = {}
 
     @staticmethod
     def group(size: int, timeout_s: float = 60.0) -> list[ThreadTransport]:
@@ -93,8 +103,13 @@ class ThreadTransport:
     def close(self) -> None:
         self._members.clear()
 
-    def open(self, communicators: Sequence[Communicator], device: torch.device) -> None:
-        self._members.update((c.name, c.ranks) for c in communicators)
+    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
+        for communicator in communicators:
+            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
+            if group is not None:
+                self._members[communicator.name] = group
+                # Groups of one lane have a board of their own.
+                self._board_of[communicator.name] = f"{communicator.name} of {group}"
 
     def fail(self, reason: str) -> None:
         """Wake all ranks that wait, with an error."""
@@ -105,7 +120,7 @@ class ThreadTransport:
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         with self._board.changed:
             # A copy, so that a plan that frees or reuses the buffer too early is not excused here.
-            self._board.mail[lane].append(value.clone())
+            self._board.mail[self._board_of[lane]].append(value.clone())
             self._board.changed.notify_all()
         return Done()
 
@@ -117,11 +132,27 @@ class ThreadTransport:
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
         return _Collective(self, lane, value, lambda parts: value.copy_(parts[source]), {source})
 
-    def all_reduce(self, lane: str, value: torch.Tensor) -> Handle:
+    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
         members = self._members[lane]
 
         def add(parts: dict[int, torch.Tensor]) -> None:
-            value.copy_(sum((parts[m] for m in members[1:]), parts[members[0]]))
+            value.copy_(_reduced(parts, members, op))
+
+        return _Collective(self, lane, value, add, set(members))
+
+    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
+        members = self._members[lane]
+        return _Collective(
+            self, lane, value, lambda parts: torch.cat([parts[m] for m in members], out=result), set(members)
+        )
+
+    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
+        members = self._members[lane]
+        mine = members.index(self.rank)
+
+        def add(parts: dict[int, torch.Tensor]) -> None:
+            rows = {m: part.chunk(len(members))[mine] for m, part in parts.items()}
+            result.copy_(_reduced(rows, members, "sum"))
 
         return _Collective(self, lane, value, add, set(members))
 
@@ -153,7 +184,7 @@ class _Receive:
     def wait(self) -> None:
         # Receives posted before this one take their messages first, as on a communicator.
         posted = self._end._posted[self._lane]
-        mail = self._end._board.mail[self._lane]
+        mail = self._end._board.mail[self._end._board_of[self._lane]]
         while not self._done:
             first = posted[0]
             self._end.wait_for(lambda: bool(mail), f"a message on lane {self._lane!r}")
@@ -169,11 +200,13 @@ class _Collective:
         number = end._round[lane]
         end._round[lane] += 1
         self._name = f"collective {number} on lane {lane!r}"
+        members = len(end._members.get(lane, range(end.size)))
         board = end._board
+        lane = end._board_of.get(lane, lane)
         with board.changed:
             self._parts = board.rounds[lane][number]
             self._parts[end.rank] = value.clone() if isinstance(value, torch.Tensor) else value
-            if len(self._parts) == len(end._members.get(lane, range(end.size))):
+            if len(self._parts) == members:
                 # All have given; each keeps its own reference, so the board can forget the round.
                 del board.rounds[lane][number]
             board.changed.notify_all()
@@ -182,3 +215,11 @@ class _Collective:
         self._end.wait_for(lambda: self._needed <= self._parts.keys(), self._name)
         with torch.no_grad():
             self._finish(self._parts)
+
+
+def _reduced(parts: dict[int, torch.Tensor], members: Sequence[int], op: str) -> torch.Tensor:
+    """In the order of the lane, so that all members get the same bits."""
+    found = parts[members[0]]
+    for member in members[1:]:
+        found = torch.maximum(found, parts[member]) if op == "max" else found + parts[member]
+    return found

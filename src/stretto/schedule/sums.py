@@ -59,13 +59,11 @@ def make_sums(job: Job, schedule: Schedule) -> Sums:
         starts: dict[str, frozenset[tuple[int, Phase]]] = {}
         rounds: list[tuple[str, ...]] = []
 
-        def put(axis: str, names: Iterable[str], place: int = place) -> list[str]:
-            made = _bucketed(axis, place, {name: groups[name] for name in names}, buckets)
-            return [bucket.name for bucket in made]
-
         partial = {axis for group in groups.values() for axis in group.partial}
         for axis in sorted(partial):
-            for name in put(axis, (n for n, g in groups.items() if axis in g.partial)):
+            for name in _put(
+                axis, place, groups, (n for n, g in groups.items() if axis in g.partial), buckets
+            ):
                 starts[name] = _adding(groups, buckets[name])
         for name in tied:
             if name in groups and not groups[name].partial:
@@ -73,9 +71,9 @@ def make_sums(job: Job, schedule: Schedule) -> Sums:
         rounds.append(tuple(name for name in tied if name in groups and groups[name].partial))
         if job.size("dp") > 1:
             waiting = [n for n, g in groups.items() if n in tied or g.partial]
-            for name in put("dp", (n for n in groups if n not in waiting)):
+            for name in _put("dp", place, groups, (n for n in groups if n not in waiting), buckets):
                 starts[name] = _adding(groups, buckets[name])
-            rounds.append(tuple(put("dp", waiting)))
+            rounds.append(_put("dp", place, groups, waiting, buckets))
         early.append(starts)
         late.append(tuple(r for r in rounds if r))
     return Sums(tuple(buckets.values()), tuple(early), tuple(late))
@@ -117,25 +115,22 @@ def _groups(job: Job, schedule: Schedule, place: int) -> dict[str, _Group]:
     return found
 
 
-def _bucketed(
-    axis: str, place: int, groups: Mapping[str, _Group], buckets: dict[str, Bucket]
-) -> list[Bucket]:
-    """Buckets of one place on an axis; adds them to `buckets`."""
+def _put(
+    axis: str, place: int, groups: Mapping[str, _Group], names: Iterable[str], buckets: dict[str, Bucket]
+) -> tuple[str, ...]:
+    """Names of new buckets for some of a place's groups on an axis; adds them to `buckets`."""
     small: dict[int, list[str]] = defaultdict(list)
     members: list[tuple[str, ...]] = []
-    for name, group in groups.items():
-        if group.nbytes >= LARGE_BYTES:
+    for name in names:
+        if groups[name].nbytes >= LARGE_BYTES:
             members.append((name,))
         else:
-            small[group.home].append(name)
-    members += [tuple(names) for names in small.values()]
-    made = []
-    for names in members:
-        number = sum(name.startswith(f"{axis} {place}.") for name in buckets)
-        bucket = Bucket(f"{axis} {place}.{number}", axis, names)
-        buckets[bucket.name] = bucket
-        made.append(bucket)
-    return made
+            small[groups[name].home].append(name)
+    members += [tuple(together) for together in small.values()]
+    first = sum(name.startswith(f"{axis} {place}.") for name in buckets)
+    made = [Bucket(f"{axis} {place}.{first + k}", axis, parameters) for k, parameters in enumerate(members)]
+    buckets.update((bucket.name, bucket) for bucket in made)
+    return tuple(bucket.name for bucket in made)
 
 
 def _adding(groups: Mapping[str, _Group], bucket: Bucket) -> frozenset[tuple[int, Phase]]:

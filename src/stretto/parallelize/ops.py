@@ -1,0 +1,221 @@
+"""The communication ops as a model's code calls them while it is captured, each with its gradient.
+
+They exist for capture alone: they have shapes and no kernels, and need no process group. In the captured
+graph each is a start and a wait (`stretto.ir.program` lists them), which the runtime carries out.
+
+Every function below is one half of a conjugate pair, as in Megatron-LM (arXiv 1909.08053 and 2205.05198):
+what is communicated in the forward decides what is in the backward. Two words say what tensor-parallel ranks
+hold: *equal* values, and *parts* (a slice, or an addend of a sum).
+
+    function          forward                    backward                     from         to
+    copy              -                          all-reduce                   equal        used in parts
+    reduce            all-reduce                 -                            addends      equal
+    gather            all-gather along dim       reduce-scatter along dim     slices       used in parts
+    scatter           reduce-scatter along dim   all-gather along dim         addends      slices
+    chunk             own slice along dim        all-gather along dim         equal        slices
+    collect           all-gather along dim       own slice along dim          slices       equal
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "stretto"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define("all_reduce(Tensor x, str op, str axis, int size) -> Tensor")
+_library.define("all_gather(Tensor x, str axis, int size) -> Tensor")
+_library.define("reduce_scatter(Tensor x, str op, str axis, int size) -> Tensor")
+_library.define("wait(Tensor started) -> Tensor")
+_library.define("axis_index(Tensor like, str axis, int size) -> Tensor")
+_library.define("axis_chunk(Tensor x, int dim, str axis, int size) -> Tensor")
+
+
+@torch.library.register_fake(f"{NAMESPACE}::all_reduce", lib=_library)
+def _(x: Tensor, op: str, axis: str, size: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::all_gather", lib=_library)
+def _(x: Tensor, axis: str, size: int) -> Tensor:
+    return x.new_empty((x.shape[0] * size, *x.shape[1:]))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reduce_scatter", lib=_library)
+def _(x: Tensor, op: str, axis: str, size: int) -> Tensor:
+    return x.new_empty((x.shape[0] // size, *x.shape[1:]))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::wait", lib=_library)
+def _(started: Tensor) -> Tensor:
+    return torch.empty_like(started)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::axis_index", lib=_library)
+def _(like: Tensor, axis: str, size: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::axis_chunk", lib=_library)
+def _(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+    # Strides of the slice, though the op returns a tensor of its own here: a functional graph has no views of
+    # ops that it does not know. The runtime makes it the view that it is.
+    shape = [n // size if d == dim else n for d, n in enumerate(x.shape)]
+    return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+_calls = getattr(torch.ops, NAMESPACE)
+
+
+def index(like: Tensor, axis: str, size: int) -> Tensor:
+    """This rank's coordinate on the axis: a 0-d int64 tensor on the device of `like`."""
+    made: Tensor = _calls.axis_index(like, axis, size)
+    return made
+
+
+def all_reduce(x: Tensor, axis: str, size: int, op: str = "sum") -> Tensor:
+    """The sum (or "max") over the axis, start and wait; no gradient."""
+    made: Tensor = _calls.wait(_calls.all_reduce(x.contiguous(), op, axis, size))
+    return made
+
+
+def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+    """Slices along `dim` put together, in the order of ranks; no gradient.
+
+    Collectives work along the first dim. With nothing before `dim` the result is there as it arrives; else
+    its parts are put into their places by a copy.
+    """
+    dim %= x.dim()
+    made: Tensor = _calls.wait(_calls.all_gather(x.contiguous(), axis, size))
+    if dim == 0:
+        return made
+    whole = [n * size if d == dim else n for d, n in enumerate(x.shape)]
+    if math.prod(x.shape[:dim]) == 1:
+        return made.view(whole)
+    return made.view(size, *x.shape).movedim(0, dim).reshape(whole)
+
+
+def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+    """The sum over the axis, of which each rank keeps its slice along `dim`; no gradient."""
+    dim %= x.dim()
+    check_divides(x.shape[dim], size, axis, f"dim {dim} of a tensor of shape {list(x.shape)}")
+    part = x.shape[dim] // size
+    shape = [part if d == dim else n for d, n in enumerate(x.shape)]
+    if dim and math.prod(x.shape[:dim]) > 1:
+        x = x.view(*x.shape[:dim], size, part, *x.shape[dim + 1 :]).movedim(dim, 0)
+    first = (size * shape[0], *shape[1:])
+    made: Tensor = _calls.wait(_calls.reduce_scatter(x.reshape(first).contiguous(), "sum", axis, size))
+    return made
+
+
+def own_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+    """This rank's slice along `dim`; no gradient."""
+    dim %= x.dim()
+    check_divides(x.shape[dim], size, axis, f"dim {dim} of a tensor of shape {list(x.shape)}")
+    made: Tensor = _calls.axis_chunk(x, dim, axis, size)
+    return made
+
+
+def check_divides(n: int, size: int, axis: str, what: str) -> None:
+    """Raises ValueError, in a user's words, when `size` ranks cannot have equal parts of `n`."""
+    if n % size:
+        raise ValueError(f"{what} cannot be spread equally over {axis} = {size}: {n} is not a multiple of it")
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, size: int) -> Tensor:
+        ctx.axis, ctx.size = axis, size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_reduce(grad, ctx.axis, ctx.size), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, size: int) -> Tensor:
+        return all_reduce(x, axis, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+        ctx.dim, ctx.axis, ctx.size = dim, axis, size
+        return all_gather(x, dim, axis, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return reduce_scatter(grad.contiguous(), ctx.dim, ctx.axis, ctx.size), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+        ctx.dim, ctx.axis, ctx.size = dim, axis, size
+        return reduce_scatter(x.contiguous(), dim, axis, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, ctx.dim, ctx.axis, ctx.size), None, None, None
+
+
+class _Chunk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+        ctx.dim, ctx.axis, ctx.size = dim, axis, size
+        return own_chunk(x, dim, axis, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, ctx.dim, ctx.axis, ctx.size), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+        ctx.dim, ctx.axis, ctx.size = dim, axis, size
+        return all_gather(x, dim, axis, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return own_chunk(grad, ctx.dim, ctx.axis, ctx.size), None, None, None
+
+
+def copy(x: Tensor, axis: str, size: int) -> Tensor:
+    """Equal values, from here on used in parts."""
+    return _Copy.apply(x, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce(x: Tensor, axis: str, size: int) -> Tensor:
+    """Addends become their sum, equal on all ranks."""
+    return _Reduce.apply(x, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+    """Slices along `dim` become the whole, from here on used in parts."""
+    return _Gather.apply(x, dim, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+    """Addends become slices of their sum along `dim`."""
+    return _Scatter.apply(x, dim, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+    """Equal values become slices along `dim`."""
+    return _Chunk.apply(x, dim, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def collect(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+    """Slices along `dim` become the whole, equal on all ranks, and used equally."""
+    return _Collect.apply(x, dim, axis, size)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,152 @@
+"""Styles: the words that say how a module is spread over tensor-parallel ranks, and plans made of them.
+
+    colwise                 output features are spread; the input is equal on all ranks
+    colwise_gather_output   the same, and the output is put together again
+    packed_colwise:K        colwise, for a matrix that is K equal ones side by side (query, key, value)
+    rowwise                 input features are spread, as a colwise module before it left them; the output is
+                            the sum over ranks
+    vocabulary              an embedding's rows, or an output head's columns, are spread (`vocabulary`)
+    sequence                a norm that sees a slice of the sequence, with `sequence_parallel`
+    attributes:A,B          integers of the module that count what is spread, divided by the number of ranks
+    replicated              nothing is spread
+
+A plan maps patterns of module names to styles; `*` stands for one part of a name (a layer's number). These
+are the words of `transformers`; PyTorch's `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel` objects
+(`torch.distributed.tensor.parallel`) are understood as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+from stretto.errors import UsageError
+
+KNOWN = (
+    "colwise",
+    "colwise_gather_output",
+    "packed_colwise",
+    "rowwise",
+    "vocabulary",
+    "sequence",
+    "attributes",
+    "replicated",
+)
+
+SYNONYMS = {
+    "colwise_rep": "colwise_gather_output",
+    "embedding_rowwise": "vocabulary",
+    "sequence_parallel": "sequence",
+    # The gradient of what tensor-parallel ranks use in parts is summed wherever the graph shows it.
+    "replicated_with_grad_allreduce": "replicated",
+}
+"""Other names for the same, as `transformers` has or had them."""
+
+GPT2_PLAN = {
+    "transformer.wte": "vocabulary",
+    "transformer.h.*.ln_1": "sequence",
+    "transformer.h.*.attn": "attributes:split_size",
+    "transformer.h.*.attn.c_attn": "packed_colwise:3",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.ln_2": "sequence",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "transformer.ln_f": "sequence",
+    "lm_head": "vocabulary",
+}
+"""`transformers` has no plan of its own for GPT-2. Its attention splits the fused query, key and value by an
+attribute, which has to count a rank's part."""
+
+BUILT_IN = {"gpt2": GPT2_PLAN}
+"""Model type of a `transformers` config -> plan, where the model brings none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """One style. blocks: K of packed_colwise; attributes: names of `attributes`."""
+
+    kind: str
+    blocks: int = 1
+    attributes: tuple[str, ...] = ()
+
+
+def parse_style(given: Any, where: str) -> Style:
+    """A style from its word, or from PyTorch's object for it. Raises UsageError that lists the words."""
+    if isinstance(given, ColwiseParallel):
+        _plain(given.input_layouts, Replicate(), where)
+        gathers = Replicate() in given.output_layouts
+        return Style("colwise_gather_output" if gathers else "colwise")
+    if isinstance(given, RowwiseParallel):
+        _plain(given.input_layouts, Shard(-1), where)
+        return Style("rowwise")
+    if isinstance(given, SequenceParallel):
+        return Style("sequence")
+    word, _, rest = str(given).partition(":")
+    kind = SYNONYMS.get(word, word)
+    known = (
+        f"known styles: {', '.join(KNOWN)}; or PyTorch's ColwiseParallel, RowwiseParallel, SequenceParallel"
+    )
+    if not isinstance(given, str) or kind not in KNOWN:
+        shown = given if isinstance(given, str) else type(given).__name__
+        raise UsageError(f"{where}: unknown style {shown!r}; {known}")
+    if kind == "packed_colwise":
+        if rest and not (rest.isdigit() and int(rest) > 0):
+            raise UsageError(f"{where}: {given!r} must name how many matrices are packed: packed_colwise:3")
+        return Style(kind, blocks=int(rest or 2))
+    if kind == "attributes":
+        names = tuple(name for name in rest.split(",") if name)
+        if not names:
+            raise UsageError(f"{where}: {given!r} must name attributes: attributes:split_size")
+        return Style(kind, attributes=names)
+    if rest:
+        raise UsageError(f"{where}: the style {kind!r} takes nothing after a colon, found {given!r}")
+    return Style(kind)
+
+
+def _plain(layouts: Any, expected: Any, where: str) -> None:
+    if tuple(layouts) != (expected,):
+        raise UsageError(
+            f"{where}: input layouts {tuple(layouts)} are not supported; leave them out "
+            "(sequence_parallel=True places gathers and scatters itself)"
+        )
+
+
+def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
+    """Module name -> style, for the modules that have one.
+
+    given: the user's plan, or None for the model's own: its attribute `tp_plan` (own models; `transformers`),
+    or a built-in one for its type.
+
+    Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
+    """
+    plan: Mapping[str, Any] | None = given
+    if plan is None:
+        plan = getattr(model, "tp_plan", None)
+    if not plan and given is None:
+        plan = BUILT_IN.get(str(getattr(getattr(model, "config", None), "model_type", "")))
+    if not plan:
+        raise UsageError(
+            f"{type(model).__name__} has no plan for tensor parallelism: give one, "
+            'tp_plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}'
+        )
+    found: dict[str, Style] = {}
+    modules = [name for name, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        parsed = parse_style(style, f"tp_plan[{pattern!r}]")
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        matched = [name for name in modules if expression.fullmatch(name)]
+        if not matched and given is not None:
+            raise UsageError(f"tp_plan[{pattern!r}]: the model has no module of that name")
+        found.update(dict.fromkeys(matched, parsed))
+    if not found:
+        raise UsageError(
+            f"no module of {type(model).__name__} has a name of its tensor-parallel plan "
+            f"({', '.join(plan)}): give a plan with tp_plan={{pattern: style}}"
+        )
+    return found
