@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.synthetic import ACTIVATION, make_costs, make_job
+from tests.synthetic_comm import plan_with
 
 from stretto.errors import PlanError
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
@@ -164,7 +165,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
     links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
     costs = Costs(op_us, links, Link(0, 1e9), draw(st.sampled_from([0.0, 15.0])), "drawn")
-    return Plan(job, order, *lower(job, order, overlap=draw(st.booleans())), costs)
+    return plan_with(job, order, costs, overlap=draw(st.booleans()))
 
 
 @settings(max_examples=150, deadline=None)

@@ -14,6 +14,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.schedule.lower import lower
 from stretto.simulate import simulate
 from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
+from tests.synthetic_comm import plan_with
 
 NBYTES = ACTIVATION.nbytes
 RATE = NBYTES / 20  # A message keeps its link for 20 us.
@@ -185,7 +186,7 @@ def test_tied_gradients_are_summed_over_the_slowest_link() -> None:
     order = schedule("0F0 0B0", "1F0 1B0")
     links = {(1, 0): Link(3.0, 2**20 / 50)}
     costs = replace(make_costs(job), links=links)
-    timeline = simulate(Plan(job, order, *lower(job, order), costs))
+    timeline = simulate(plan_with(job, order, costs))
     (span,) = [s for s in timeline.spans if s.lane == "tied w0" and s.rank == 0]
     # 2 (n - 1) / n of 1 MiB at 1 MiB in 50 us, and 3 us.
     assert span.duration_us == pytest.approx(53)

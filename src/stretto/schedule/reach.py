@@ -30,10 +30,10 @@ from stretto.ir.plan import Costs
 from stretto.ir.program import Edge, Job, Stage
 from stretto.schedule.transfers import (
     all_reduce_us,
+    grad_bytes,
     message_us,
     op_time_us,
     slowest_link,
-    tied_bytes,
     tied_ranks,
 )
 
@@ -197,7 +197,7 @@ def _ends(
 ) -> list[dict[int, float]]:
     """What follows the last ops: for each stage, op index -> microseconds of the collective after it."""
     ends: list[dict[int, float]] = [{} for _ in graphs]
-    sizes = tied_bytes(job)
+    sizes = grad_bytes(job)
     for name, ranks in tied_ranks(job, stage_ranks).items():
         us = all_reduce_us(slowest_link(costs, ranks), len(ranks), sizes[name])
         for parameter in job.parameters:

@@ -1,17 +1,58 @@
-"""What a message and a small collective cost: the formulas that bounds and the simulation share.
+"""What messages and collectives cost: the formulas that bounds and the simulation share.
 
 May touch `stretto.ir` only. Both sides must use the same formulas, or a bound could exceed a simulated step.
+Where costs name no curve for a communicator, only what joins places can be derived from links;
+a link between places says nothing of the ranks that share one, so those are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from stretto.ir.plan import Costs, Link
-from stretto.ir.program import Job
+from stretto.errors import PlanError
+from stretto.ir.plan import CollectiveCost, Communicator, Costs, Link
+from stretto.ir.program import WAIT, Job, Op
 
 BYTES_PER_MB = 10**6
 """The megabyte of `Link.processor_us_per_mb`, as that field defines it."""
+
+ALL_REDUCE = "all_reduce"
+"""The kind of every sum of gradients, and of the loss where data-parallel ranks share it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """What one collective takes when it has its links for itself.
+
+    us: from its begin to its end; latency_us: the part of it that keeps no network card busy.
+    processor: share of every member's processor that it takes; slowdown: share of the compute lane's speed
+        that is lost beside that, however long it takes. Both are 0 or more.
+    """
+
+    us: float
+    latency_us: float = 0.0
+    processor: float = 0.0
+    slowdown: float = 0.0
+
+    @property
+    def load(self) -> float:
+        """Share of the compute lane's speed that is lost while it goes at its full rate."""
+        return self.processor + self.slowdown
+
+    def __add__(self, after: CollectiveTime) -> CollectiveTime:
+        """One collective after the other, as one: processor time is spread over both."""
+        us = self.us + after.us
+        if not us:
+            return self
+
+        def mean(one: float, other: float) -> float:
+            return (one * self.us + other * after.us) / us
+
+        latency_us = self.latency_us + after.latency_us
+        return CollectiveTime(
+            us, latency_us, mean(self.processor, after.processor), mean(self.slowdown, after.slowdown)
+        )
 
 
 def processor_us(link: Link, nbytes: int) -> float:
@@ -51,6 +92,60 @@ def all_reduce_us(link: Link, members: int, nbytes: int) -> float:
     return link.latency_us + 2 * (members - 1) / members * occupancy_us(link, nbytes)
 
 
+def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime:
+    """A collective of an axis beside pp: all_reduce, all_gather or reduce_scatter of `nbytes` (of the whole
+    tensor). Raises PlanError when the costs have none."""
+    found = costs.collectives.get((axis, kind))
+    if found is None:
+        fault = f"{kind} on {axis!r} has no cost: links join places of the pipeline and say nothing of {axis}"
+        raise PlanError("collectives without a cost; cost the job for this mesh again", [fault])
+    return _time(found, nbytes)
+
+
+def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int) -> CollectiveTime:
+    """The sum of a gradient of `nbytes` over places of the pipeline: by its curve when costs name one, else
+    a ring over the slowest link between the places."""
+    found = costs.collectives.get((communicator, ALL_REDUCE))
+    if found is not None:
+        return _time(found, nbytes)
+    link = slowest_link(costs, places)
+    us = all_reduce_us(link, len(places), nbytes) if nbytes else link.latency_us
+    lost_us = 2 * (len(places) - 1) / len(places) * processor_us(link, nbytes)
+    return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0)
+
+
+def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
+    """Telling the loss to all ranks: by its own curve when costs name one, else over the data-parallel ranks
+    (a sum of one number) and then, at the slowest latency, over the places.
+
+    Raises PlanError when there are data-parallel ranks and no cost of their collectives.
+    """
+    nbytes = job.loss_spec.nbytes
+    found = costs.collectives.get(("loss", ALL_REDUCE))
+    if found is not None:
+        return _time(found, nbytes)
+    total = CollectiveTime(0.0)
+    if job.size("dp") > 1:
+        total += axis_time(costs, "dp", ALL_REDUCE, nbytes)
+    if len(places) > 1:
+        total += sum_time(costs, "loss", places, 0)
+    return total
+
+
+def bucket_time(costs: Costs, communicator: Communicator, nbytes: int) -> CollectiveTime:
+    """The sum of a bucket of gradients. Raises PlanError as `axis_time` does."""
+    if communicator.axes[0] == "pp":
+        return sum_time(costs, communicator.name, communicator.ranks, nbytes)
+    return axis_time(costs, communicator.name, ALL_REDUCE, nbytes)
+
+
+def _time(cost: CollectiveCost, nbytes: int) -> CollectiveTime:
+    lost_us = cost.processor_us_per_mb * nbytes / BYTES_PER_MB
+    # As with messages: it moves no faster than the processor does.
+    us = max(cost.curve.us(nbytes), lost_us)
+    return CollectiveTime(us, min(us, cost.curve.us(0)), lost_us / us if lost_us else 0.0, cost.slowdown)
+
+
 def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Tied group -> the ranks that sum its gradient, for groups whose copies live on several ranks."""
     groups = {
@@ -60,12 +155,27 @@ def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...
     return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
 
-def tied_bytes(job: Job) -> Mapping[str, int]:
+def grad_bytes(job: Job) -> Mapping[str, int]:
     """Tied group -> bytes of one copy of its gradient."""
     return {parameter.tied_to: parameter.grad_nbytes for parameter in job.parameters}
 
 
+def is_free(op: Op) -> bool:
+    """Whether an op may be without a cost: views, waits and parts of tuples take no time of their own."""
+    return op.alias is not None or op.target in ("getitem", WAIT)
+
+
 def op_time_us(costs: Costs, stage: int, name: str, free: bool) -> float | None:
-    """The op's time; 0 for a view (`free`) that the costs do not name; None when a cost is missing."""
+    """The op's time on the compute lane; 0 for one that the costs do not name and that is `free`; None when
+    a cost is missing."""
     found = costs.op_us.get((stage, name))
     return 0.0 if found is None and free else found
+
+
+def missing_times(costs: Costs, stage: int, ops: Iterable[Op]) -> list[str]:
+    """A fault for each op that has no time."""
+    return [
+        f"stage {stage}'s op {op.name} has no time; cost the job again"
+        for op in ops
+        if op_time_us(costs, stage, op.name, is_free(op)) is None
+    ]

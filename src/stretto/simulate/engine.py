@@ -2,19 +2,21 @@
 
 May touch `stretto.ir`, `stretto.schedule.transfers` and this room. The contract:
 
-1. Every rank has one compute lane, which walks the rank's instructions in order.
+1. A rank of the plan is a place of the pipeline; ranks of the run that share it walk one order at one time,
+   and are simulated once. It has one compute lane, which walks the rank's instructions in order.
 2. `recv` posts a buffer, and takes no time. `run` walks a window: `action_us`, then its ops, each for its
    cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
-   value for a stage of the same rank is there as soon as it is made.
+   value for a stage of the same rank is there as soon as it is made. An op that starts a collective takes
+   its cost, and then the collective goes to its lane; its `comm.wait` stands until it is done.
 3. `sent` stands until the message has left. `loss` and `reduce` start a collective; `heard` and
    `reduced` stand until it is done.
-4. How messages and collectives move is the contract of `simulate.network`; what is held in memory that of
-   `simulate.memory`.
+4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
+   what is shared of `simulate.cards`; what is held in memory is that of `simulate.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares (at least 0 is
    left). A lane that stands loses nothing.
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
    under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
-   step.
+   step (`simulate.accounts`).
 7. When nothing can happen any more and a rank has instructions left, the plan is refused; the message says
    what every such rank waits for.
 """
@@ -25,12 +27,15 @@ from collections.abc import Generator
 
 from stretto.errors import PlanError
 from stretto.ir.action import Action
-from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
+from stretto.simulate.accounts import Accounts
+from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
-from stretto.simulate.memory import Change, RankMemory
-from stretto.simulate.network import Collective, Message, Network
-from stretto.simulate.windows import ReadyWindow, Segment, make_ready
+from stretto.simulate.collectives import Collective, Collectives
+from stretto.simulate.memory import RankMemory
+from stretto.simulate.network import Message, Network
+from stretto.simulate.windows import Call, Control, ReadyWindow, Segment, make_ready
 
 Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stand still for."""
@@ -53,7 +58,9 @@ class _Walk:
         self.plan = plan
         self.clock = Clock()
         self.spans: list[Span] = []
-        self.network = Network(plan, self.clock, self._change_load, self.spans)
+        cards = Cards(self.clock, self._change_load, alone=not plan.costs.shared)
+        self.network = Network(plan, self.clock, cards, self.spans)
+        self.collectives = Collectives(plan, self.clock, cards, self.spans)
         self.made: set[tuple[int, int]] = set()
         self._windows: dict[str, ReadyWindow] = {}
         self.ranks = [_Rank(self, rank) for rank in range(plan.ranks)]
@@ -67,15 +74,15 @@ class _Walk:
             raise PlanError("the plan stops: its ranks wait for each other for ever", stuck)
         step_us = max((rank.end_us for rank in self.ranks), default=0.0)
         for rank in self.ranks:
-            rank.stand(rank.end_us, step_us, step_us, "end of the step")
+            rank.accounts.stand(rank.end_us, step_us, step_us, "end of the step")
         self.spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
         return Timeline(
             "simulated",
             len(self.ranks),
             step_us,
             tuple(self.spans),
-            tuple(rank.peak_bytes for rank in self.ranks),
-            tuple(tuple(rank.steps) for rank in self.ranks),
+            tuple(rank.accounts.peak_bytes for rank in self.ranks),
+            tuple(tuple(rank.accounts.steps) for rank in self.ranks),
         )
 
     def window(self, name: str) -> ReadyWindow:
@@ -84,8 +91,8 @@ class _Walk:
             self._windows[name] = make_ready(self.plan, name)
         return self._windows[name]
 
-    def _change_load(self, rank: int, share: float) -> None:
-        self.ranks[rank].change_load(share)
+    def _change_load(self, rank: int, was: float, share: float) -> None:
+        self.ranks[rank].change_load(was, share)
 
 
 class _Rank:
@@ -96,8 +103,8 @@ class _Rank:
         self._clock = walk.clock
         self._index = index
         self._memory = RankMemory(walk.plan, index)
-        self.peak_bytes = self._memory.bytes_held
-        self.steps: list[tuple[float, int]] = [(0.0, self.peak_bytes)]
+        self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
+        self._started: dict[tuple[object, int], Collective] = {}
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
@@ -110,10 +117,6 @@ class _Rank:
         self._shares: list[float] = []
         self._working = False
         self._version = 0
-        # The compute span that is being extended: its action and its start.
-        self._action: Action | None = None
-        self._action_start_us = 0.0
-        self._action_end_us = 0.0
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
@@ -127,28 +130,25 @@ class _Rank:
             elif kind is InstructionKind.RECV:
                 network.post(int(instruction.ref), instruction.microbatches[0])
                 memory.post(int(instruction.ref))
-                self._note_memory(self._clock.now_us, memory.bytes_held)
+                self.accounts.hold(self._clock.now_us, memory.bytes_held)
             elif kind is InstructionKind.SENT:
                 edge, microbatch = int(instruction.ref), instruction.microbatches[0]
                 message = network.message(edge, microbatch)
                 yield from self._wait(message.left, message.name, message)
                 memory.sent(edge, microbatch)
-                self._note_memory(self._clock.now_us, memory.bytes_held)
+                self.accounts.hold(self._clock.now_us, memory.bytes_held)
             else:
-                collective = self._collective(instruction)
+                collectives = self._walk.collectives
+                of_loss = kind in (InstructionKind.LOSS, InstructionKind.HEARD)
+                collective = (
+                    collectives.loss(self._index)
+                    if of_loss
+                    else collectives.bucket(str(instruction.ref), self._index)
+                )
                 if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-                    network.join(collective, self._index)
+                    collectives.join(collective, self._index)
                 else:
-                    yield from self._wait(collective.done, f"pp {collective.lane}", collective)
-
-    def _collective(self, instruction: Instruction) -> Collective:
-        of_loss = instruction.kind in (InstructionKind.LOSS, InstructionKind.HEARD)
-        name = "loss" if of_loss else f"tied {instruction.ref}"
-        found = self._walk.network.collective(name)
-        if found is None or self._index not in found.ranks:
-            fault = f"rank {self._index}: `{instruction}` needs a communicator {name!r} that holds the rank"
-            raise PlanError("cannot simulate the plan", [fault])
-        return found
+                    yield from self._wait(collective.done, collective.name, collective)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
         ready = self._walk.window(name)
@@ -157,29 +157,55 @@ class _Rank:
             Action(stage, phase, microbatch)
             for (stage, phase), microbatch in zip(ready.window.parts, microbatches, strict=True)
         ]
+        accounts, memory, clock = self.accounts, self._memory, self._clock
         extra_us = self._walk.plan.costs.action_us
         for segment, change in zip(ready.segments, changes, strict=True):
             work_us = segment.work_us + extra_us
-            start_us = self._clock.now_us
+            start_us = clock.now_us
             if work_us:
-                self._extend(actions[segment.part], start_us)
+                accounts.extend(actions[segment.part], start_us)
                 yield work_us
-                self._action_end_us = self._clock.now_us
-            self._apply(change, start_us)
+                accounts.action_end_us = clock.now_us
+            if change is not None:
+                held = memory.bytes_held
+                if change.peak:
+                    accounts.hold(start_us + change.at * (clock.now_us - start_us), held + change.peak)
+                memory.bytes_held = held + change.end
+                accounts.hold(clock.now_us, memory.bytes_held)
             extra_us = 0.0
-            if segment.control is not None:
-                yield from self._control(segment, microbatches[segment.control_part])
+            call = segment.call
+            if call is not None:
+                microbatch = microbatches[segment.control_part]
+                key = (call.key, microbatch)
+                if segment.control is Control.START:
+                    self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
+                    continue
+                started = self._started.get(key)
+                if started is None or not started.done.happened:
+                    yield from self._finish(started, call)
+            elif segment.control is not Control.NONE:
+                yield from self._message(segment, microbatches[segment.control_part])
 
-    def _control(self, segment: Segment, microbatch: int) -> Lane:
+    def _finish(self, started: Collective | None, call: Call) -> Lane:
+        """A `comm.wait` whose collective is not done."""
+        if started is None:
+            # Only this lane could start it, so the wait can never end.
+            name = f"collective {call.name}"
+            yield from self._wait(Moment(), call.name, f"{name}, which this rank itself starts later")
+        else:
+            yield from self._wait(started.done, started.name, started)
+
+    def _message(self, segment: Segment, microbatch: int) -> Lane:
+        """A window's send, or its wait for a message."""
         key = (segment.edge, microbatch)
         if segment.local:
-            if segment.control is ItemKind.SEND:
+            if segment.control is Control.SEND:
                 self._walk.made.add(key)
             elif key not in self._walk.made:
                 name = f"e{segment.edge}:{microbatch}"
                 # Only this lane could make the value, so the wait can never end.
                 yield from self._wait(Moment(), name, f"{name}, which this rank itself makes later")
-        elif segment.control is ItemKind.SEND:
+        elif segment.control is Control.SEND:
             self._walk.network.send(*key)
         else:
             message = self._walk.network.message(*key)
@@ -192,8 +218,8 @@ class _Rank:
         self._waits_for = what
         yield moment
         begun_us = moment.begun_us
-        self._flush()
-        self.stand(start_us, self._clock.now_us, start_us if begun_us is None else begun_us, name)
+        self.accounts.flush()
+        self.accounts.stand(start_us, self._clock.now_us, start_us if begun_us is None else begun_us, name)
 
     # --- step 5: work at the speed that transfers leave ---------------------------------------------
 
@@ -203,7 +229,7 @@ class _Rank:
         if request is None:
             self.finished = True
             self.end_us = self._clock.now_us
-            self._flush()
+            self.accounts.flush()
         elif isinstance(request, Moment):
             request.then(self.resume)
         else:
@@ -212,12 +238,12 @@ class _Rank:
             self._working = True
             self._aim()
 
-    def change_load(self, share: float) -> None:
-        """A transfer takes `share` of the processor from now on, or (negative) gives it back."""
-        if share > 0:
+    def change_load(self, was: float, share: float) -> None:
+        """A transfer that took the share `was` of the processor takes `share` from now on."""
+        if was:
+            self._shares.remove(was)
+        if share:
             self._shares.append(share)
-        else:
-            self._shares.remove(-share)
         now_us = self._clock.now_us
         self._left_us -= (now_us - self._since_us) * self._speed
         self._since_us = now_us
@@ -237,54 +263,6 @@ class _Rank:
         if version == self._version and self._working:
             self._working = False
             self.resume()
-
-    # --- step 6: accounts ---------------------------------------------------------------------------
-
-    def _extend(self, action: Action, start_us: float) -> None:
-        if self._action is not action:
-            self._flush()
-            self._action, self._action_start_us = action, start_us
-
-    def _flush(self) -> None:
-        """Write the compute span that was being extended."""
-        action, self._action = self._action, None
-        if action is not None:
-            self._walk.spans.append(
-                Span(
-                    self._index,
-                    COMPUTE_LANE,
-                    SpanKind.COMPUTE,
-                    str(action),
-                    self._action_start_us,
-                    self._action_end_us,
-                    action.stage,
-                    action.phase,
-                    action.microbatch,
-                )
-            )
-
-    def stand(self, start_us: float, end_us: float, begun_us: float, name: str) -> None:
-        """The lane stood still; what it waited for was under way from `begun_us` on."""
-        begun_us = min(max(begun_us, start_us), end_us)
-        for kind, first, last in (
-            (SpanKind.BUBBLE, start_us, begun_us),
-            (SpanKind.EXPOSED, begun_us, end_us),
-        ):
-            if last > first:
-                self._walk.spans.append(Span(self._index, COMPUTE_LANE, kind, name, first, last))
-
-    def _apply(self, change: Change, start_us: float) -> None:
-        now_us = self._clock.now_us
-        held = self._memory.bytes_held
-        if change.peak:
-            self._note_memory(start_us + change.at * (now_us - start_us), held + change.peak)
-        self._memory.bytes_held = held + change.end
-        self._note_memory(now_us, held + change.end)
-
-    def _note_memory(self, time_us: float, held: int) -> None:
-        self.peak_bytes = max(self.peak_bytes, held)
-        if self.steps[-1][1] != held:
-            self.steps.append((time_us, held))
 
     # --- step 7: nothing can happen any more --------------------------------------------------------
 

@@ -5,7 +5,8 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
 1. Parameters, one copy a rank, and buffers are held throughout. Batch leaves, constants and the
    tangent are not counted.
 2. An op's result exists from the op's start to the end of its last use by any program of the rank for
-   that microbatch. A view keeps the result that it belongs to.
+   that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
+   result is that of the op that starts it.
 3. A receive's buffer exists from the post to its last use. What is sent exists until `sent` as well.
 4. A parameter's gradient exists from the end of the first op that adds to it to the end of the step; the
    first contribution becomes the gradient, later ones go as soon as they are added.
@@ -97,7 +98,7 @@ class RankMemory:
         self.bytes_held = sum(held.values()) + sum(b.spec.nbytes for b in buffers)
         self._remaining: dict[tuple[int, int], int] = {}
         self._begun_grads: set[str] = set()
-        self._cache: dict[tuple[object, ...], tuple[Change, ...]] = {}
+        self._cache: dict[tuple[object, ...], tuple[Change | None, ...]] = {}
 
     # --- what exists, and who uses it (once a rank) ------------------------------------------------
 
@@ -160,8 +161,9 @@ class RankMemory:
             if self._use(group, microbatch):
                 self.bytes_held -= self._groups[group].nbytes
 
-    def run(self, ready: ReadyWindow, microbatches: tuple[int, ...]) -> tuple[Change, ...]:
-        """What the run's segments do to the bytes held, in order; the caller applies each when it runs."""
+    def run(self, ready: ReadyWindow, microbatches: tuple[int, ...]) -> tuple[Change | None, ...]:
+        """What the run's segments do to the bytes held, in order (None: nothing); the caller applies each
+        when it runs."""
         window = ready.window
         programs: dict[Program, int] = {}
         ending: set[tuple[int, int]] = set()
@@ -204,7 +206,7 @@ class RankMemory:
         shape: tuple[int, ...],
         ends: frozenset[tuple[int, int]],
         first: set[str],
-    ) -> tuple[Change, ...]:
+    ) -> tuple[Change | None, ...]:
         """Steps 2 and 4 for one case of a window."""
         parts = ready.window.parts
         last_use: dict[tuple[int, int], tuple[int, int]] = {}
@@ -219,7 +221,7 @@ class RankMemory:
         for at, nbytes in last_use.values():
             freed[at] += nbytes
 
-        changes: list[Change] = []
+        changes: list[Change | None] = []
         for segment in ready.segments:
             level = peak = 0
             at_us = peak_us = 0.0
@@ -237,5 +239,6 @@ class RankMemory:
                         level += nbytes
                 if level > peak:
                     peak, peak_us = level, at_us
-            changes.append(Change(peak, peak_us / at_us if at_us else 0.0, level))
+            change = Change(peak, peak_us / at_us if at_us else 0.0, level)
+            changes.append(change if peak or level else None)
         return tuple(changes)

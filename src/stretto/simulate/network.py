@@ -1,38 +1,28 @@
-"""The network of the simulation: messages in order, links shared, processor time lost to transfers.
+"""The messages of the simulation: in order on their communicator, cards shared.
 
 Knows ranks, edges and links; nothing of windows or memory. The contract:
 
 1. A message may transfer once its send has started, its receive is posted, and the message before it on its
    communicator has left.
-2. A rank sends one message at a time and receives one at a time: its network card serves each direction in
-   turn. Of the messages that may transfer, the one whose send started first goes first; one whose receiver
-   is busy lets the next go.
+2. A rank sends one message at a time and receives one at a time: of messages, its network card serves each
+   direction in turn. Of the messages that may transfer, the one whose send started first goes first; one
+   whose receiver is busy lets the next go.
 3. A transfer keeps both cards for `occupancy_us`; then the message has left. It can be used `latency_us`
-   later; the latency keeps nothing busy.
+   later; the latency keeps nothing busy. Collectives that use the same cards slow it down, and it them
+   (`simulate.cards`).
 4. While it transfers, a message takes an even share of both ends' processors, processor time over
    transfer time. What the shares leave is the speed of the compute lane, at least 0.
-5. A collective begins when its last member has started it and is done for all at one time. It does not
-   queue for network cards: it is small, and comes once a step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 
 from stretto.ir.plan import Costs, Plan
 from stretto.ir.timeline import Span, SpanKind
-from stretto.schedule.transfers import (
-    all_reduce_us,
-    occupancy_us,
-    processor_us,
-    slowest_link,
-    tied_bytes,
-)
+from stretto.schedule.transfers import occupancy_us, processor_us
+from stretto.simulate.cards import Cards, Transfer
 from stretto.simulate.clock import Clock, Moment
-
-LoadChange = Callable[[int, float], None]
-"""(rank, share of its processor, negative when it is given back)."""
 
 
 class Message:
@@ -80,32 +70,14 @@ class Channel:
         self.busy = False
 
 
-class Collective:
-    """The loss, or a tied gradient's sum, of one step."""
-
-    __slots__ = ("done", "lane", "missing", "nbytes", "ranks")
-
-    def __init__(self, lane: str, ranks: Sequence[int], nbytes: int) -> None:
-        self.lane = lane
-        self.ranks = ranks
-        self.nbytes = nbytes
-        self.missing = set(ranks)
-        self.done = Moment()
-
-    def why_missing(self) -> str:
-        """Which ranks have not started it, in words."""
-        ranks = ", ".join(f"rank {rank}" for rank in sorted(self.missing))
-        return f"collective {self.lane}, which {ranks} has not started"
-
-
 class Network:
-    """All messages and collectives of one step."""
+    """All messages of one step."""
 
-    def __init__(self, plan: Plan, clock: Clock, change_load: LoadChange, spans: list[Span]) -> None:
+    def __init__(self, plan: Plan, clock: Clock, cards: Cards, spans: list[Span]) -> None:
         self._plan = plan
         self._costs: Costs = plan.costs
         self._clock = clock
-        self._change_load = change_load
+        self._cards = cards
         self._spans = spans
         self._messages: dict[tuple[int, int], Message] = {}
         self._channels: dict[tuple[int, int], Channel] = {}
@@ -114,12 +86,6 @@ class Network:
         self._sending: set[int] = set()
         self._receiving: set[int] = set()
         self._sent = 0
-        sizes = tied_bytes(plan.job)
-        self._collectives = {
-            c.name: Collective(c.name, c.ranks, sizes.get(c.name.removeprefix("tied "), 0))
-            for c in plan.communicators
-            if not c.name.startswith("pp ")
-        }
 
     def message(self, edge: int, microbatch: int) -> Message:
         """The message of an edge for a microbatch, whether or not anything has happened to it."""
@@ -171,25 +137,26 @@ class Network:
         channel.busy = True
         self._sending.add(channel.sender)
         self._receiving.add(channel.receiver)
-        if share:
-            for rank in ends:
-                self._change_load(rank, share)
 
         def leave() -> None:
             channel.busy = False
             self._sending.discard(channel.sender)
             self._receiving.discard(channel.receiver)
-            if share:
-                for rank in ends:
-                    self._change_load(rank, -share)
+            self._draw(message, start_us, self._clock.now_us + link.latency_us)
             message.left.happen(self._clock)
             into = [c for c in self._to[channel.receiver] if c.sender != channel.sender]
             self._start([*self._from[channel.sender], *into])
 
-        arrival_us = start_us + busy_us + link.latency_us
-        self._clock.at(start_us + busy_us, leave)
-        self._clock.at(arrival_us, lambda: message.arrived.happen(self._clock))
-        edge = self._plan.job.edges[message.edge]
+        def arrive() -> None:
+            message.arrived.happen(self._clock)
+
+        cards = ((channel.sender, True), (channel.receiver, False))
+        self._cards.begin(
+            Transfer(busy_us, link.latency_us, cards, ends, share, 0.0, leave, arrive, until_arrival=False)
+        )
+
+    def _draw(self, message: Message, start_us: float, arrival_us: float) -> None:
+        edge, channel = self._plan.job.edges[message.edge], message.channel
         self._spans.append(
             Span(
                 channel.receiver,
@@ -206,43 +173,3 @@ class Network:
                 message.sent_us,
             )
         )
-
-    def collective(self, lane: str) -> Collective | None:
-        """The collective of a communicator; None when the plan has no such communicator."""
-        return self._collectives.get(lane)
-
-    def join(self, collective: Collective, rank: int) -> None:
-        """Step 5: a member starts its part now."""
-        collective.missing.discard(rank)
-        if collective.missing:
-            return
-        link = slowest_link(self._costs, collective.ranks)
-        start_us = self._clock.now_us
-        members = len(collective.ranks)
-        took_us = all_reduce_us(link, members, collective.nbytes) if collective.nbytes else link.latency_us
-        lost_us = 2 * (members - 1) / members * processor_us(link, collective.nbytes)
-        share = lost_us / took_us if lost_us else 0.0
-        collective.done.begun_us = start_us
-        if share:
-            for member in collective.ranks:
-                self._change_load(member, share)
-
-        def finish() -> None:
-            if share:
-                for member in collective.ranks:
-                    self._change_load(member, -share)
-            collective.done.happen(self._clock)
-
-        self._clock.at(start_us + took_us, finish)
-        for member in collective.ranks:
-            self._spans.append(
-                Span(
-                    member,
-                    collective.lane,
-                    SpanKind.MESSAGE,
-                    collective.lane,
-                    start_us,
-                    start_us + took_us,
-                    nbytes=collective.nbytes,
-                )
-            )

@@ -1,52 +1,84 @@
-"""Windows made ready to walk: stretches of ops between messages, each with its summed time.
+"""Windows made ready to walk: stretches of ops between communications, each with its summed time.
 
 Knows ops, items and costs; nothing of events. A window of hundreds of ops becomes a few segments, once, so
-that the walk's cost is in messages and not in ops.
+that the walk's cost is in communications and not in ops.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from enum import IntEnum
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import ItemKind, Plan, Window
-from stretto.ir.program import Op
-from stretto.schedule.transfers import op_time_us
+from stretto.ir.program import WAIT, Collective, Op
+from stretto.schedule.transfers import CollectiveTime, axis_time, is_free, op_time_us
+
+
+class Control(IntEnum):
+    """What follows a segment's ops: a message or a collective is waited for, or started."""
+
+    NONE = 0
+    RECEIVE = 1
+    SEND = 2
+    FINISH = 3
+    START = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline."""
+
+    key: tuple[int, Phase, str]
+    axis: str
+    name: str
+    nbytes: int
+    time: CollectiveTime
+    stage: int
+    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ops of one part that run one after another, and then perhaps a wait or a send.
+    """Ops of one part that run one after another, and then perhaps a control.
 
     first, last: the range of the window's items whose ops these are (`last` is one past the end).
-    edge: of the `control` that follows the ops; -1 when none does. local: the edge stays on the rank.
+    edge: of the message that the control is about, else -1. local: the edge stays on the rank.
+    call: of the collective that the control is about, else None; an op that starts one is the segment's last,
+    one that waits for one the next segment's first.
     """
 
     part: int
     first: int
     last: int
     work_us: float
-    control: ItemKind | None = None
+    control: Control = Control.NONE
     edge: int = -1
     control_part: int = 0
     local: bool = False
+    call: Call | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyWindow:
-    """A window cut into segments. op_us[item]: the item's time, 0 for waits and sends."""
+    """A window cut into segments. op_us[item]: the item's time on the compute lane, 0 for what is no op.
+
+    calls[item]: the collective that the item starts or waits for.
+    """
 
     window: Window
     segments: tuple[Segment, ...]
     op_us: tuple[float, ...]
     ops: tuple[Op | None, ...]
-    phases: tuple[Phase | None, ...]
+    calls: tuple[Call | None, ...]
 
 
 def make_ready(plan: Plan, name: str) -> ReadyWindow:
-    """Cut the window `name` into segments. Raises PlanError for an unknown window, op or cost."""
+    """Cut the window `name` into segments.
+
+    Raises PlanError for an unknown window, op, cost or communicator, and for a wait for what no op starts.
+    """
     window = plan.windows.get(name)
     if window is None:
         known = ", ".join(plan.windows)
@@ -56,56 +88,104 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
     faults: list[str] = []
     op_us: list[float] = []
     ops: list[Op | None] = []
-    phases: list[Phase | None] = []
-    programs = {
-        (stage, op.name): (op, sub)
-        for stage, phase in window.parts
-        for sub in phase.parts
-        for op in plan.job.stages[stage].ops[sub]
-    }
+    calls: list[Call | None] = []
+    programs = [_programs(plan, stage, phase) for stage, phase in window.parts]
     for item in window.items:
-        found: tuple[Op | None, Phase | None] = (None, None)
+        op: Op | None = None
+        call: Call | None = None
         time_us: float | None = 0.0
         if item.kind is ItemKind.OP:
-            stage = window.parts[item.part][0]
-            found = programs.get((stage, str(item.ref)), found)
-            op = found[0]
-            if op is None:
+            stage, phase = window.parts[item.part]
+            op, sub = programs[item.part].get(str(item.ref), (None, phase))
+            if op is None or sub not in phase.parts:
                 faults.append(f"window {name}: op {item.ref} is not in stage {stage}'s programs")
+                op = None
             else:
-                free = op.alias is not None or op.target == "getitem"
-                time_us = op_time_us(plan.costs, stage, op.name, free)
+                time_us = op_time_us(plan.costs, stage, op.name, is_free(op))
                 if time_us is None:
                     faults.append(
                         f"window {name}: stage {stage}'s op {op.name} has no time; cost the job again"
                     )
+                try:
+                    call = _call(plan, stage, programs[item.part], op)
+                except ValueError as error:
+                    faults.append(f"window {name}: {error}")
+                except PlanError as error:
+                    faults += [str(fault) for fault in error.faults]
         op_us.append(time_us or 0.0)
-        ops.append(found[0])
-        phases.append(found[1])
+        ops.append(op)
+        calls.append(call)
     if faults:
-        raise PlanError("cannot simulate the plan", faults)
-    return ReadyWindow(window, _segments(plan, window, op_us), tuple(op_us), tuple(ops), tuple(phases))
+        raise PlanError("cannot simulate the plan", list(dict.fromkeys(faults)))
+    segments = _segments(plan, window, op_us, ops, calls)
+    return ReadyWindow(window, segments, tuple(op_us), tuple(ops), tuple(calls))
 
 
-def _segments(plan: Plan, window: Window, op_us: list[float]) -> tuple[Segment, ...]:
-    """Cut after every wait and send, and where the ops of another part begin."""
+def _programs(plan: Plan, stage: int, phase: Phase) -> dict[str, tuple[Op, Phase]]:
+    """All ops of a stage by name, for a window of `phase`: a wait may stand in another phase than what it
+    waits for. Where phases use one name, that of the window counts."""
+    order = sorted(plan.job.stages[stage].ops, key=lambda made: made in phase.parts)
+    return {op.name: (op, made) for made in order for op in plan.job.stages[stage].ops[made]}
+
+
+def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op) -> Call | None:
+    """The collective that an op starts or waits for. Raises ValueError when it cannot be found."""
+    started = op
+    if op.target == WAIT:
+        found = programs.get(op.uses[0]) if op.uses else None
+        if found is None or found[0].collective is None:
+            raise ValueError(f"stage {stage}'s op {op.name} waits for what no op of the stage starts")
+        started = found[0]
+    collective: Collective | None = started.collective
+    if collective is None:
+        return None
+    if all(communicator.name != collective.axis for communicator in plan.communicators):
+        raise ValueError(f"stage {stage}'s op {op.name} needs a communicator {collective.axis!r}")
+    time = axis_time(plan.costs, collective.axis, collective.kind, collective.nbytes)
+    label = f"{collective.axis} {collective.kind} {started.name}"
+    phase = programs[started.name][1]
+    key = (stage, phase, started.name)
+    return Call(key, collective.axis, label, collective.nbytes, time, stage, phase)
+
+
+def _segments(
+    plan: Plan, window: Window, op_us: list[float], ops: list[Op | None], calls: list[Call | None]
+) -> tuple[Segment, ...]:
+    """Cut after every message's wait and send, after the start and before the wait of every collective, and
+    where the ops of another part begin."""
     items = window.items
-    cuts = {0, len(items)}
-    for at, item in enumerate(items):
-        if item.kind is not ItemKind.OP:
-            cuts.add(at + 1)
-        elif at and items[at - 1].part != item.part:
-            cuts.add(at)
     segments: list[Segment] = []
-    for first, end in pairwise(sorted(cuts)):
-        last_item = items[end - 1]
-        part = items[first].part
-        control: ItemKind | None = None
-        edge, last, local = -1, end, False
-        if last_item.kind is not ItemKind.OP:
-            control, edge, last = last_item.kind, int(last_item.ref), end - 1
-            of = plan.job.edges[edge]
-            local = plan.rank_of(of.source) == plan.rank_of(of.target)
+    first = 0
+
+    def close(
+        last: int,
+        control: Control = Control.NONE,
+        edge: int = -1,
+        control_part: int = 0,
+        local: bool = False,
+        call: Call | None = None,
+    ) -> None:
         work_us = sum(op_us[first:last])
-        segments.append(Segment(part, first, last, work_us, control, edge, last_item.part, local))
+        part = items[first].part
+        segments.append(Segment(part, first, last, work_us, control, edge, control_part, local, call))
+
+    for at, item in enumerate(items):
+        op = ops[at]
+        if op is None:
+            edge = plan.job.edges[int(item.ref)]
+            local = plan.rank_of(edge.source) == plan.rank_of(edge.target)
+            control = Control.SEND if item.kind is ItemKind.SEND else Control.RECEIVE
+            close(at, control, edge.index, item.part, local)
+            first = at + 1
+        elif op.target == WAIT:
+            close(at, Control.FINISH, control_part=item.part, call=calls[at])
+            first = at
+        elif at > first and items[at - 1].part != item.part:
+            close(at)
+            first = at
+        if calls[at] is not None and op is not None and op.target != WAIT:
+            close(at + 1, Control.START, control_part=item.part, call=calls[at])
+            first = at + 1
+    if first < len(items):
+        close(len(items))
     return tuple(segments)
