@@ -1,4 +1,4 @@
-"""`stretto bench NAME`: race Stretto against other systems on an emulated network. Thin."""
+"""`stretto bench NAME`: Stretto against other systems, the cost model against published figures. Thin."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ NOISY = 1.15
 """Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
 machine of 2 cores: 1.03 to 1.08."""
 
-bench = typer.Typer(add_completion=False, no_args_is_help=True, help="Race Stretto against other systems.")
+bench = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Race other systems; check the cost model."
+)
 
 
 @bench.callback()
 def _bench() -> None:
-    """Race Stretto against other systems."""
+    """Race Stretto against other systems, and its cost model against published figures."""
 
 
 @bench.command()
@@ -54,6 +56,39 @@ def pipeline(
     if json_out is not None:
         json_out.write_text(json.dumps(result, indent=1) + "\n")
         Console(stderr=True).print(f"wrote {json_out}")
+
+
+@bench.command()
+def published(
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """The cost model against published figures: collectives, training steps, printed rates."""
+    from stretto.bench.published import published as compare
+
+    if json_out is not None and not json_out.parent.is_dir():
+        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    result = compare()
+    table = Table()
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for part, figures in result.items():
+        for name, value in figures.items():
+            table.add_row(f"{part}: {name.replace('_', ' ')}", _value(value))
+        table.add_section()
+    Console(width=110).print(table)
+    if json_out is not None:
+        json_out.write_text(json.dumps(result, indent=1) + "\n")
+        Console(stderr=True).print(f"wrote {json_out}")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_value, value)) or "none"
+    return str(value)
 
 
 def _print(result: dict[str, object]) -> None:

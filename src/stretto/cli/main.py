@@ -22,6 +22,7 @@ COMMANDS = {
     "verify": ("stretto.cli.verify", "verify", "Prove a plan or a schedule free of faults."),
     "simulate": ("stretto.cli.simulate", "simulate", "Walk a plan with no device and say how long it takes."),
     "schedule": ("stretto.cli.schedule", "schedule", "Print, draw or time a schedule."),
+    "cluster": ("stretto.cli.cluster", "cluster", "List and show clusters that can be planned for."),
     "lab": ("stretto.cli.lab", "lab", "Emulate a slow cluster on this machine."),
     "bench": ("stretto.cli.bench", "bench", "Race Stretto against other systems."),
     "report": ("stretto.cli.report", "report", "Show a finished run: predicted against measured."),

@@ -17,12 +17,12 @@ sum of its parts, op by op (`stretto.cost.efficiency`), collective by collective
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from stretto.cost.collectives import Collective, CollectiveModel
-from stretto.cost.efficiency import Matmul, Roof, op_us
-from stretto.cost.fabric import axis_group
+from stretto.cost.efficiency import Matmul, Roof, op_us, run_us
+from stretto.cost.fabric import Group, axis_group
 from stretto.errors import UsageError
 
 HALF = 2
@@ -31,6 +31,9 @@ HALF = 2
 ADAM_BYTES = 28
 """Bytes that Adam moves for a parameter: reads a half-precision gradient, the master and two moments in fp32,
 writes these three and the half-precision parameter."""
+
+LAYER_VECTORS = 13
+"""Biases and norms of a layer, in multiples of hidden: 3 + 1 + 4 + 1 biases, two norms of two."""
 
 LOSS_BYTES = 28
 """Bytes moved for each logit by softmax and loss in fp32 from half precision: cast (2 + 4), maximum and
@@ -80,12 +83,12 @@ def megatron_flops(model: Transformer, batch: int, *, recompute: bool = True) ->
     """Arithmetic of a step over `batch` sequences as Megatron counts it.
 
     96 B s l h^2 (1 + s/6h + V/16lh), with the forward counted twice where activations are recomputed, which
-    is how the paper prints its rates (Narayanan et al. 2021, SC21, section 5.1); 72 without.
+    is how the paper prints its rates (Narayanan et al. 2021, SC21, section 5.1); else 72 and V/12lh.
     """
-    s, l, h, v = model.seq, model.layers, model.hidden, model.vocab
-    if recompute:
-        return 96.0 * batch * s * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
-    return 72.0 * batch * s * l * h * h * (1 + s / (6 * h) + v / (12 * l * h))
+    s, h, v = model.seq, model.hidden, model.vocab
+    passes = 4 if recompute else 3  # a backward is two forwards; the logits are not computed again
+    attention, logits = 1 + s / (6 * h), v / (4 * passes * model.layers * h)
+    return 24.0 * passes * batch * s * model.layers * h * h * (attention + logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,25 +148,31 @@ def padded_vocab(vocab: int, tp: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Costs of a step that its shapes do not tell.
+class Software:
+    """What the framework that trains adds to the shapes' own time.
 
     forward_launches, backward_launches: ops that the host launches for a layer; collective_launches: ops
-    beside each tensor-parallel all-reduce; step_us: once a step; grad_bytes: bytes of a gradient when it is
-    summed; message_us: what a hop of the pipeline costs beside its message.
+    beside each tensor-parallel all-reduce; message_us: what a hop of the pipeline costs beside its message;
+    step_us: what a step costs once; gradient_bytes: of a gradient while it is summed over dp.
     """
 
-    forward_launches: float = 30.0
-    backward_launches: float = 45.0
-    collective_launches: float = 2.0
-    step_us: float = 5000.0
-    grad_bytes: float = 2.0
-    message_us: float = 50.0
+    forward_launches: float
+    backward_launches: float
+    collective_launches: float
+    message_us: float
+    step_us: float
+    gradient_bytes: float = 2.0
+
+
+MEGATRON_DEEPSPEED = Software(30.0, 98.6, 3.2, 366.0, 3400.0)
+"""Fitted together with `launch_us`, `kernel_us` and `unaligned` of the A100 on every second of the 693 steps
+of vTrain's ground_truth_single; 30 launches forward and half-precision gradients are assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step's time and its parts, microseconds."""
+    """A step's time and its parts, microseconds. bubble_us: of the pipeline's time, what its slowest stage
+    does not work; tp_us: all-reduces within layers, a part of the pipeline's time."""
 
     total_us: float
     pipeline_us: float
@@ -174,51 +183,77 @@ class StepTime:
 
 
 def step_time(
-    model: Transformer, layout: Layout, roof: Roof, links: CollectiveModel, costs: Step
+    model: Transformer,
+    layout: Layout,
+    roof: Roof,
+    links: CollectiveModel,
+    software: Software = MEGATRON_DEEPSPEED,
 ) -> StepTime:
     """Predict a training step. Ranks fill nodes with tp innermost, then dp, then pp (Megatron's order).
 
     Raises UsageError when layers or microbatches do not come out even.
     """
-    tp, pp, mb = layout.tp, layout.pp, layout.micro_batch
+    tp, pp = layout.tp, layout.pp
     if model.layers % pp:
         raise UsageError(f"{model.layers} layers do not come out even on {pp} stages")
-    mesh: Mapping[str, int] = {"pp": pp, "dp": layout.dp, "tp": tp}
+    mesh = {"pp": pp, "dp": layout.dp, "tp": tp}
     where = {axis: axis_group(mesh, axis, links.fabric.node_devices) for axis in mesh}
-    t, h = mb * model.seq, model.hidden
-    layers = model.layers // pp
-    forward = layer_forward(model, tp, mb)
-    reduce_us = links.us(Collective.ALL_REDUCE, HALF * t * h, where["tp"])
-    launch = roof.efficiency.launch_us
+    layers, microbatches = model.layers // pp, layout.microbatches
+    stream_bytes = HALF * layout.micro_batch * model.seq * model.hidden
+    words = padded_vocab(model.vocab, tp)
 
-    def device(ops: list[Work]) -> float:
-        return sum(op_us(0.0, work.nbytes, work.dims, roof) for work in ops)
+    # Step 2: stages[k] = F + B of one microbatch.
+    shape = replace(model, layers=1)
+    layer_f, layer_b = _layer_us(shape, tp, layout.micro_batch, roof)
+    embed_us, head_us = _ends_us(shape, words, layout.micro_batch, roof)
+    reduce_us = 2 * links.us(Collective.ALL_REDUCE, stream_bytes, where["tp"])
+    around = 2 * software.collective_launches if tp > 1 else 0.0
+    f = run_us((layer_f, reduce_us), software.forward_launches + around, roof)
+    b = run_us((layer_b, reduce_us), software.backward_launches + around, roof)
+    passes = 2 if layout.recompute else 1
+    stages = [layers * (passes * f + b)] * pp
+    stages[0] += embed_us
+    stages[-1] += head_us
 
-    def phase(ops: list[Work], launches: float) -> float:
-        host = launches + (2 * costs.collective_launches if tp > 1 else 0.0)
-        return layers * max(device(ops) + 2 * reduce_us, host * launch)
-
-    f = phase(forward, costs.forward_launches)
-    b = phase(backward_of(forward), costs.backward_launches)
-    if layout.recompute:
-        b += f
-    vocab = padded_vocab(model.vocab, tp)
-    head = [_matmul(t, vocab, h), Work(LOSS_BYTES * t * vocab)]
-    stages = [[f, b] for _ in range(pp)]
-    stages[0][0] += device([Work(3 * HALF * t * h)])
-    stages[0][1] += device([Work(3 * HALF * t * h)])
-    stages[-1][0] += device(head)
-    stages[-1][1] += device(backward_of(head)[1:])
-    m = layout.microbatches
-    slowest = max(sum(stage) for stage in stages)
+    # Step 3.
     hop = 0.0
     if pp > 1:
-        hop = links.us(Collective.P2P, HALF * t * h, where["pp"]) + costs.message_us
-    pipeline = (m - 1) * (slowest + (2 * hop if pp > 1 else 0.0)) + sum(map(sum, stages)) + 2 * (pp - 1) * hop
-    busy = m * slowest
-    parameters = layers * (12 * h * h / tp + 9 * h) + vocab * h + (model.seq * h)
-    dp_us = links.us(Collective.ALL_REDUCE, costs.grad_bytes * parameters, where["dp"])
-    tied = links.us(Collective.ALL_REDUCE, costs.grad_bytes * vocab * h, where["pp"]) if pp > 1 else 0.0
+        hop = links.us(Collective.P2P, stream_bytes, where["pp"]) + software.message_us
+    pipeline = (microbatches - 1) * (max(stages) + 2 * hop) + sum(stages) + 2 * (pp - 1) * hop
+
+    # Step 4.
+    h = model.hidden
+    parameters = layers * (12 * h * h / tp + LAYER_VECTORS * h) + (words + model.seq) * h
+    dp_us = links.us(Collective.ALL_REDUCE, software.gradient_bytes * parameters, where["dp"])
+    if pp > 1:
+        ends = Group(2, 1) if where["pp"].nodes == 1 else Group(1, 2)
+        dp_us += links.us(Collective.ALL_REDUCE, software.gradient_bytes * words * h, ends)
     adam = ADAM_BYTES * parameters / (roof.memory_bytes_per_us * roof.efficiency.memory)
-    total = pipeline + dp_us + tied + adam + costs.step_us
-    return StepTime(total, pipeline, pipeline - busy, 6 * layers * m * reduce_us, dp_us + tied, adam)
+    return StepTime(
+        total_us=pipeline + dp_us + adam + software.step_us,
+        pipeline_us=pipeline,
+        bubble_us=pipeline - microbatches * max(stages),
+        tp_us=(passes + 1) * layers * microbatches * reduce_us,
+        dp_us=dp_us,
+        optimizer_us=adam,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _layer_us(model: Transformer, tp: int, micro_batch: int, roof: Roof) -> tuple[float, float]:
+    """A layer's forward and backward on the device alone."""
+    forward = layer_forward(model, tp, micro_batch)
+    return _sum_us(forward, roof), _sum_us(backward_of(forward), roof)
+
+
+@lru_cache(maxsize=1024)
+def _ends_us(model: Transformer, words: int, micro_batch: int, roof: Roof) -> tuple[float, float]:
+    """F + B of the embedding, and of the logits with their loss; `words` are those of one rank."""
+    t, h = micro_batch * model.seq, model.hidden
+    logits = [_matmul(t, words, h)]
+    head = [*logits, *backward_of(logits), Work(LOSS_BYTES * t * words)]
+    return _sum_us([Work(3 * HALF * t * h)] * 2, roof), _sum_us(head, roof)
+
+
+def _sum_us(ops: list[Work], roof: Roof) -> float:
+    return sum(op_us(0.0, work.nbytes, work.dims, roof) for work in ops)

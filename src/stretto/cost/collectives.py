@@ -57,8 +57,8 @@ PROTOCOLS = (
     Protocol(4.9, 1.87, 0.4, 12.5, 0.06),
     Protocol(44.0, 1.5, 0.1, 16.0, 1.0),
 )
-"""Few bytes, many bytes. Fitted on the all_reduce sweeps of 2 to 128 A100 that NetX-lab/Echo publishes
-(nccl-test-log; the form has NCCL's own steps of 0.6 to 14 us to compare with). Assumed of other devices."""
+"""Few bytes, many bytes. Fitted on the all-reduce sweeps of 2 to 128 A100 that NetX-lab/Echo and vTrain
+publish (NCCL's own tables have steps of 0.6 to 20 us for the same). Assumed of other devices."""
 
 
 SWITCH_MEMBERS = 4

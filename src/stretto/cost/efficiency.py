@@ -99,5 +99,5 @@ def op_us(flops: float, bytes_moved: float, dims: Matmul | None, roof: Roof) -> 
 
 
 def run_us(device_us: Iterable[float], launches: float, roof: Roof) -> float:
-    """Microseconds of ops one after the other: the device's sum, or the host's launches if they take longer."""
+    """Microseconds of ops one after the other: the device's sum, or the host's launches if that is longer."""
     return max(sum(device_us), launches * roof.efficiency.launch_us)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,12 @@ class Curve:
         if not best:
             raise ValueError("the fastest of no lines")
         points = [(0.0, best[0][0])]
-        for line, following in zip(best, best[1:]):
+        for line, following in pairwise(best):
             at = _meet(line, following)
             if at > points[-1][0]:
                 points.append((at, line[0] + line[1] * at))
         latency, slope = best[-1]
-        if slope > 0:
+        if slope > 0 or len(points) > 1:  # a flat end is a piece too
             beyond = 2.0 * max(points[-1][0], 1.0)
             points.append((beyond, max(points[-1][1], latency + slope * beyond)))
         return Curve(tuple(points))

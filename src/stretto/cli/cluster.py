@@ -1,0 +1,96 @@
+"""`stretto cluster list|show`: the clusters that can be planned for, and what is known of each. Thin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stretto.cost.cluster_file import Hardware, find_cluster, save_cluster
+from stretto.cost.devices import GB_PER_S, Device, Figure, devices
+
+WIDTH = 120
+"""Columns of the tables, wherever they are printed."""
+
+UNITS = {
+    "peak_tflops": "TFLOP/s",
+    "fp8_tflops": "TFLOP/s, fp8",
+    "memory_gb": "GB",
+    "memory_tbps": "TB/s",
+    "link_gbps": "GB/s",
+    "peer_gbps": "GB/s",
+    "ring_gbps": "GB/s, 2 devices and more",
+    "nic_gbit": "Gbit/s",
+    "kernel_us": "us",
+    "launch_us": "us",
+}
+
+cluster = typer.Typer(add_completion=False, no_args_is_help=True, help="Clusters that can be planned for.")
+
+
+@cluster.callback()
+def _cluster() -> None:
+    """Clusters that can be planned for."""
+
+
+@cluster.command("list")
+def list_devices() -> None:
+    """List the devices of the catalogue; <device>x<count> names a cluster of them."""
+    table = Table(title="devices; a cluster is <device>x<count>, for example h100x1024")
+    for column in ("device", "what", "TFLOP/s", "GB", "TB/s", "node", "links", "GB/s", "NIC Gbit/s"):
+        table.add_column(column, justify="left" if column in ("device", "what", "links") else "right")
+    for device in devices().values():
+        row = ("peak_tflops", "memory_gb", "memory_tbps", "node_devices", "topology", "link_gbps", "nic_gbit")
+        table.add_row(device.key, device.name, *(_cell(device, field) for field in row))
+    table.caption = "~ inferred or recalled, ? assumed; `stretto cluster show NAME` prints every source"
+    Console(width=WIDTH).print(table)
+
+
+@cluster.command()
+def show(
+    name: Annotated[str, typer.Argument(help="<device>x<count>, or a cluster file (.toml).")],
+    save: Annotated[Path | None, typer.Option(help="Write it as a cluster file to start from.")] = None,
+) -> None:
+    """Show a cluster: nodes, devices, links, and where every figure is from."""
+    found = find_cluster(name)
+    console = Console(width=WIDTH)
+    console.print(_headline(found))
+    table = Table()
+    for column in ("figure", "value", "known", "source"):
+        table.add_column(column, justify="right" if column == "value" else "left", overflow="fold")
+    for field, figure in found.device.figures.items():
+        unit = UNITS.get(field, "")
+        table.add_row(field, f"{_text(figure)} {unit}".strip(), figure.status, figure.source)
+    for (kind, size), curve in sorted(found.measured.items()):
+        table.add_row(f"{kind} of {size}", f"{len(curve.points)} points", "measured", "nccl-tests")
+    console.print(table)
+    if save is not None:
+        save_cluster(found, save)
+        Console(stderr=True).print(f"wrote {save}")
+
+
+def _headline(found: Hardware) -> str:
+    device, nodes = found.device, found.nodes
+    each = min(found.count, device.node_devices)
+    within = found.fabric.bus_bytes_per_us(max(each, 2)) / GB_PER_S
+    between = found.fabric.nic_bytes_per_us * found.fabric.nic_efficiency / GB_PER_S
+    return (
+        f"{found.name}: {found.count} x {device.name}, {nodes} node{'s' if nodes > 1 else ''} of {each}, "
+        f"{within:.0f} GB/s bus rate in a node, {between:.1f} GB/s a device between nodes"
+    )
+
+
+def _cell(device: Device, field: str) -> str:
+    figure = device.figures[field]
+    mark = {"inferred": "~", "recalled": "~", "assumed": "?"}.get(figure.status, "")
+    return f"{_text(figure)}{mark}"
+
+
+def _text(figure: Figure) -> str:
+    value = figure.value
+    if isinstance(value, list):
+        return ", ".join(f"{item:g}" for item in value)
+    return value if isinstance(value, str) else f"{value:g}"

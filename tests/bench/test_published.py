@@ -1,0 +1,92 @@
+"""The bars of the cost model: errors against published measurements, and rates to the printed digits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.bench import published_steps
+from stretto.bench.published import collectives_report, rates, table1_errors
+from stretto.bench.published_steps import (
+    MULTI_NIC_GBIT,
+    START,
+    Factors,
+    fit,
+    mean_error,
+    shipped,
+    step_rows,
+)
+from stretto.cli.bench import bench
+
+
+def test_curves_fitted_on_half_of_a_sweep_predict_the_other_half() -> None:
+    found = collectives_report()
+    assert found["sweeps"] == 21
+    assert found["fitted_held_out_percent"] <= 8.0
+    assert found["fitted_held_out_swapped_percent"] <= 8.0
+
+
+def test_the_topology_model_is_near_the_sweeps() -> None:
+    found = collectives_report()
+    assert found["topology_percent"] <= 10.0
+    assert found["topology_a100_percent"] <= 10.0
+
+
+def test_single_node_steps_beat_the_bar() -> None:
+    rows = step_rows("single")
+    assert len(rows) == 693
+    assert mean_error(rows[1::2], shipped()) < 0.084
+
+
+def test_multi_node_steps_beat_the_bar() -> None:
+    rows = step_rows("multi")
+    assert len(rows) == 47
+    assert mean_error(rows, shipped(), MULTI_NIC_GBIT) < 0.147
+
+
+def test_steps_of_another_paper_are_predicted_with_nothing_fitted() -> None:
+    found = table1_errors(shipped())
+    assert len(found) == 6
+    assert max(map(abs, found.values())) < 10.0
+
+
+def test_shipped_factors_are_where_the_fit_ends() -> None:
+    train = step_rows("single")[::2]
+    again = mean_error(train, fit(train[::4], shipped().values))
+    assert mean_error(train, shipped()) < again + 0.002
+
+
+def test_a_fit_gets_better_than_where_it_began() -> None:
+    train = step_rows("single")[::16]
+    assert mean_error(train, fit(train)) < 0.6 * mean_error(train, Factors(START))
+
+
+def test_every_printed_rate_follows_from_megatrons_count() -> None:
+    found = rates()
+    assert len(found) == 25
+    assert [str(rate) for rate in found if not rate.agrees] == []
+    (mtnlg,) = (rate for rate in found if "on 3360" in rate.what)
+    assert mtnlg.printed == 113
+    assert (mtnlg.low + mtnlg.high) / 2 == pytest.approx(113, abs=0.5)
+
+
+def test_a_wrong_count_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stretto.bench import published
+
+    right = published.megatron_flops
+    monkeypatch.setattr(published, "megatron_flops", lambda model, batch: 1.01 * right(model, batch))
+    assert not all(rate.agrees for rate in rates())
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published_steps, "fit", lambda rows: shipped())  # the fit has its own tests
+    out = tmp_path / "published.json"
+    ran = CliRunner().invoke(bench, ["published", "--json", str(out)])
+    assert ran.exit_code == 0, ran.output
+    whole = json.loads(out.read_text())
+    assert whole["rates"] == {"checked": 25, "agree": 25, "disagree": []}
+    assert whole["steps"]["single_held_out_percent"] < 8.4
+    assert f"{whole['steps']['multi_percent']:.2f}" in ran.output
