@@ -226,8 +226,8 @@ def _partial(
         whole = [leaf for leaf in _addends(value, by_name) if leaf not in differs]
         if whole:
             raise CaptureError(
-                f"parameter {name!r} is used in parts by {axis} ranks in one place, and wholly in another: its "
-                "gradient cannot be summed. Give all modules that use it one style in tp_plan"
+                f"parameter {name!r} is used in parts by {axis} ranks in one place, and wholly in another: "
+                "its gradient cannot be summed. Give all modules that use it one style in tp_plan"
             )
         found[name] = (axis,)
     return found

@@ -26,7 +26,7 @@ from torch import Tensor
 
 NAMESPACE = "stretto"
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _library.define("all_reduce(Tensor x, str op, str axis, int size) -> Tensor")
 _library.define("all_gather(Tensor x, str axis, int size) -> Tensor")
 _library.define("reduce_scatter(Tensor x, str op, str axis, int size) -> Tensor")
@@ -35,38 +35,42 @@ _library.define("axis_index(Tensor like, str axis, int size) -> Tensor")
 _library.define("axis_chunk(Tensor x, int dim, str axis, int size) -> Tensor")
 
 
-@torch.library.register_fake(f"{NAMESPACE}::all_reduce", lib=_library)
-def _(x: Tensor, op: str, axis: str, size: int) -> Tensor:
+def _all_reduce(x: Tensor, op: str, axis: str, size: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::all_gather", lib=_library)
-def _(x: Tensor, axis: str, size: int) -> Tensor:
+def _all_gather(x: Tensor, axis: str, size: int) -> Tensor:
     return x.new_empty((x.shape[0] * size, *x.shape[1:]))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::reduce_scatter", lib=_library)
-def _(x: Tensor, op: str, axis: str, size: int) -> Tensor:
+def _reduce_scatter(x: Tensor, op: str, axis: str, size: int) -> Tensor:
     return x.new_empty((x.shape[0] // size, *x.shape[1:]))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::wait", lib=_library)
-def _(started: Tensor) -> Tensor:
+def _wait(started: Tensor) -> Tensor:
     return torch.empty_like(started)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::axis_index", lib=_library)
-def _(like: Tensor, axis: str, size: int) -> Tensor:
+def _axis_index(like: Tensor, axis: str, size: int) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=like.device)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::axis_chunk", lib=_library)
-def _(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
+def _axis_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     # Strides of the slice, though the op returns a tensor of its own here: a functional graph has no views of
     # ops that it does not know. The runtime makes it the view that it is.
     shape = [n // size if d == dim else n for d, n in enumerate(x.shape)]
     return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
 
+
+for _name, _shapes in (
+    ("all_reduce", _all_reduce),
+    ("all_gather", _all_gather),
+    ("reduce_scatter", _reduce_scatter),
+    ("wait", _wait),
+    ("axis_index", _axis_index),
+    ("axis_chunk", _axis_chunk),
+):
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
 
 _calls = getattr(torch.ops, NAMESPACE)
 

@@ -81,7 +81,7 @@ def tensor_parallel(
 def _vocabulary_fits(
     model: nn.Module, styles: dict[str, Style], modules: Mapping[str, nn.Module], size: int
 ) -> dict[str, Style]:
-    """An output head that is gathered anyway is split along the vocabulary; one that cannot be stays whole."""
+    """An output head that is gathered anyway is split along the vocabulary; what cannot be stays whole."""
     result = dict(styles)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     for name, style in styles.items():
@@ -149,10 +149,10 @@ def _sequence_region(
             if not _is_norm(module):
                 raise UsageError(
                     f"sequence_parallel: {part} ({type(module).__name__}) has no style, and would see a slice "
-                    f"of the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it works on "
+                    "of the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it works on "
                     "every token alone)"
                 )
-            # A norm beside a rowwise module is inside attention (of queries, of keys) and sees whole sequences.
+            # A norm beside a rowwise module is in attention (of queries, of keys) and sees whole sequences.
             beside = any(part.rpartition(".")[0] == r.rpartition(".")[0] for r in rowwise)
             styles[part] = Style("replicated" if beside else "sequence")
     parent = name.rpartition(".")[0]
@@ -208,8 +208,8 @@ def _check_ties(model: nn.Module, shards: Mapping[str, Shard]) -> None:
         other = first.setdefault(id(parameter), name)
         if shards.get(other) != shards.get(name):
             raise UsageError(
-                f"{other!r} and {name!r} are one tensor, but the tensor-parallel plan spreads them differently: "
-                "give both modules the same style"
+                f"{other!r} and {name!r} are one tensor, but the tensor-parallel plan spreads them "
+                "differently: give both modules the same style"
             )
 
 
@@ -379,7 +379,7 @@ def _rowwise(module: nn.Module, how: TensorParallel) -> Callable[..., Any]:
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         bias = module._parameters.get("bias")
         if bias is not None and type(module).__name__ == "Conv1D":
-            y = x @ module.weight  # its forward always adds its bias
+            y = x @ module.get_parameter("weight")  # its forward always adds its bias
         elif bias is not None:
             module._parameters["bias"] = None  # added once, after the sum
             try:

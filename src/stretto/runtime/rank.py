@@ -239,7 +239,7 @@ class RankState:
         label = f"{axis} tied {name}" if axis == "pp" else f"{axis} sum {name}"
         self.marks.others.append((label, start, now()))
         if len(grads) > 1:
-            for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+            for grad, part in zip(grads, torch.split(total, [grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
 
     def _mean_loss(self) -> torch.Tensor:
@@ -268,6 +268,7 @@ class RankState:
         self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
 
     def start(self, name: str, kind: str, op: str, lane: str, value: torch.Tensor, size: int) -> Started:
+        began = now()
         if kind == "all_reduce":
             # Of its own, as others may read the value that is summed.
             result = value.clone(memory_format=torch.contiguous_format)
@@ -281,7 +282,8 @@ class RankState:
                 handle = self.transport.gather(lane, result, source)
             else:
                 handle = self.transport.reduce_scatter(lane, result, source)
-        self.marks.starts.append((name, result.nbytes, now()))
+        whole = max(result.nbytes, source.nbytes)
+        self.marks.starts.append((name, whole, began))
         return Started(name, handle, result, source)
 
     def finish(self, started: Started) -> torch.Tensor:

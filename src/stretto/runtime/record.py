@@ -7,7 +7,8 @@ step runs. The timeline has the same tracks and accounts as the simulated one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -50,65 +51,128 @@ class Marks:
 
 
 def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[float]) -> Timeline:
-    """The measured timeline. marks[rank], offsets_us[rank] = rank 0's clock minus that rank's."""
+    """The measured timeline of the plan's places.
 
-    def time_us(rank: int, ns: int) -> float:
-        return ns / 1000.0 + offsets_us[rank]
-
-    begin = min(time_us(rank, m.start) for rank, m in enumerate(marks))
-    end = max(time_us(rank, m.end) for rank, m in enumerate(marks))
-
-    def from_begin(rank: int, ns: int) -> float:
-        return time_us(rank, ns) - begin
-
-    sent: dict[Message, float] = {
-        (edge, mb): time_us(rank, at) - begin for rank, m in enumerate(marks) for edge, mb, at in m.sends
+    marks[rank], offsets_us[rank] = rank 0's clock minus that rank's, for every rank of the run. Ranks that
+    differ in other coordinates than pp do equal work: a place shows the first of them; the step lasts until
+    the last of all ends, and the peak is the highest of a place's ranks.
+    """
+    clock = _Clock(marks, offsets_us)
+    mesh = plan.mesh
+    sent: dict[tuple[int, Message], float] = {
+        (rank, (edge, mb)): clock.us(rank, at) for rank, m in enumerate(marks) for edge, mb, at in m.sends
     }
+    started = [_starts(clock, rank, m) for rank, m in enumerate(marks)]
     spans: list[Span] = []
-    for rank, m in enumerate(marks):
+    for place in range(plan.ranks):
+        rank = mesh.rank({"pp": place})
         idle: list[Span] = []
-        for edge_index, mb, start_ns, end_ns in m.waits:
-            start, stop = from_begin(rank, start_ns), from_begin(rank, end_ns)
-            edge = plan.job.edges[edge_index]
-            lane = plan.lane_of(edge_index)
-            left = sent.get((edge_index, mb), start)
+        for edge_index, mb, start_ns, end_ns in marks[rank].waits:
+            sender = mesh.rank({"pp": plan.rank_of(plan.job.edges[edge_index].source)})
+            left = sent.get((sender, (edge_index, mb)), clock.us(rank, start_ns))
+            waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
+            spans.append(_message(plan, place, edge_index, mb, left, waited))
             # Until the sender had made the value there was nothing to transfer: that is a bubble.
-            middle = min(max(left, start), stop)
-            name = f"{lane} e{edge_index}:{mb}"
-            if stop - start >= LEAST_SPAN_US:
-                idle += _idle(rank, name, start, middle, stop)
-            sender = plan.rank_of(edge.source)
-            arrived = stop
-            if stop - start < THERE_US:
-                arrived = min(stop, left + message_us(plan.costs.link(sender, rank), edge.spec.nbytes))
-            spans.append(
-                Span(
-                    rank,
-                    lane,
-                    SpanKind.MESSAGE,
-                    name,
-                    left,
-                    max(arrived, left),
-                    stage=edge.source,
-                    phase=edge.phase,
-                    microbatch=mb,
-                    nbytes=edge.spec.nbytes,
-                    sender=sender,
-                    sent_us=left,
-                )
-            )
-        for name, start_ns, end_ns in m.others:
-            start, stop = from_begin(rank, start_ns), from_begin(rank, end_ns)
-            if stop - start >= LEAST_SPAN_US:
-                idle += _idle(rank, name, start, start, stop)
+            idle += _idle(place, spans[-1].name, waited[0], left, waited[1])
+        for at, (name, start_ns, end_ns) in _numbered(marks[rank].finishes):
+            waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
+            axis, kind, _ = name.split(" ", 2)
+            group = mesh.group(rank, (axis,), range(mesh.size(axis))) or (rank,)
+            # It is under way once its last member has started it.
+            begun = max(started[member].get((name, at), (waited[0], 0))[0] for member in group)
+            nbytes = started[rank].get((name, at), (0.0, 0))[1]
+            spans.append(_collective(plan, place, axis, kind, name, begun, waited, nbytes))
+            idle += _idle(place, name, waited[0], begun, waited[1])
+        for name, start_ns, end_ns in marks[rank].others:
+            waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
+            idle += _idle(place, name, waited[0], waited[0], waited[1])
         idle.sort(key=lambda span: span.start_us)
-        spans += _compute(plan, rank, m, partial(from_begin, rank), idle)
+        spans += _compute(plan, place, marks[rank], partial(clock.us, rank), idle)
         spans += idle
-        spans += _gaps(rank, [s for s in spans if s.rank == rank and s.lane == COMPUTE_LANE], end - begin)
-    return Timeline("measured", len(marks), end - begin, tuple(spans), tuple(m.peak_bytes for m in marks))
+        spans += _gaps(place, [s for s in spans if s.rank == place and s.lane == COMPUTE_LANE], clock.step_us)
+    peaks = [0] * plan.ranks
+    for rank, m in enumerate(marks):
+        place = mesh.coordinates(rank)["pp"]
+        peaks[place] = max(peaks[place], m.peak_bytes)
+    return Timeline("measured", plan.ranks, clock.step_us, tuple(spans), tuple(peaks))
 
 
-def _idle(rank: int, name: str, start: float, middle: float, stop: float) -> list[Span]:
+class _Clock:
+    """Times of all ranks on one clock that starts with the step."""
+
+    def __init__(self, marks: Sequence[Marks], offsets_us: Sequence[float]) -> None:
+        self._offsets_us = offsets_us
+        self._begin = 0.0
+        self._begin = min(self.us(rank, m.start) for rank, m in enumerate(marks))
+        self.step_us = max(self.us(rank, m.end) for rank, m in enumerate(marks))
+
+    def us(self, rank: int, ns: int) -> float:
+        return ns / 1000.0 + self._offsets_us[rank] - self._begin
+
+
+def _numbered(
+    marks: Sequence[tuple[str, int, int]],
+) -> Iterator[tuple[int, tuple[str, int, int]]]:
+    """Each mark with how many of its name came before: an op runs once for each microbatch, in one order."""
+    seen: dict[str, int] = defaultdict(int)
+    for mark in marks:
+        yield seen[mark[0]], mark
+        seen[mark[0]] += 1
+
+
+def _starts(clock: _Clock, rank: int, marks: Marks) -> dict[tuple[str, int], tuple[float, int]]:
+    """(name, number) of a communication -> (start, bytes)."""
+    return {
+        (name, at): (clock.us(rank, start), nbytes) for at, (name, nbytes, start) in _numbered(marks.starts)
+    }
+
+
+def _message(
+    plan: Plan, place: int, edge_index: int, mb: int, left: float, waited: tuple[float, float]
+) -> Span:
+    edge = plan.job.edges[edge_index]
+    sender = plan.rank_of(edge.source)
+    arrived = waited[1]
+    if waited[1] - waited[0] < THERE_US:
+        arrived = min(arrived, left + message_us(plan.costs.link(sender, place), edge.spec.nbytes))
+    return Span(
+        place,
+        plan.lane_of(edge_index),
+        SpanKind.MESSAGE,
+        f"{plan.lane_of(edge_index)} e{edge_index}:{mb}",
+        left,
+        max(arrived, left),
+        stage=edge.source,
+        phase=edge.phase,
+        microbatch=mb,
+        nbytes=edge.spec.nbytes,
+        sender=sender,
+        sent_us=left,
+    )
+
+
+def _collective(
+    plan: Plan,
+    place: int,
+    axis: str,
+    kind: str,
+    name: str,
+    begun: float,
+    waited: tuple[float, float],
+    nbytes: int,
+) -> Span:
+    done = waited[1]
+    cost = plan.costs.collectives.get((axis, kind))
+    if waited[1] - waited[0] < THERE_US and cost is not None:
+        done = min(done, begun + cost.curve.us(nbytes))
+    return Span(place, axis, SpanKind.MESSAGE, name, begun, max(done, begun), nbytes=nbytes)
+
+
+def _idle(rank: int, name: str, start: float, begun: float, stop: float) -> list[Span]:
+    """The lane stood from `start` to `stop`; what it waited for was under way from `begun` on."""
+    if stop - start < LEAST_SPAN_US:
+        return []
+    middle = min(max(begun, start), stop)
     found = []
     if middle > start:
         found.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, name, start, middle))

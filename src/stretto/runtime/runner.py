@@ -102,7 +102,7 @@ class Runner:
                 self._buffers[k] = found_buffer
 
     def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
-        """What this rank holds of a parameter: the model's own tensor, or a copy of its part, one for a tie."""
+        """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie)."""
         if not parameter.shards:
             return whole
         if id(whole) not in self._parts:
