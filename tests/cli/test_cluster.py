@@ -1,0 +1,46 @@
+"""`stretto cluster`: the tables name every device and every source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli.cluster import cluster
+from stretto.cost.cluster_file import load_cluster
+from stretto.cost.devices import devices
+from stretto.errors import UsageError
+
+
+def run(*arguments: str) -> str:
+    ran = CliRunner().invoke(cluster, list(arguments), catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    return ran.output
+
+
+def test_the_list_names_every_device_and_marks_what_is_not_read() -> None:
+    printed = run("list")
+    for key, found in devices().items():
+        assert key in printed
+        assert found.name in printed
+    assert "400~" in printed  # recalled
+    assert "989?" in printed  # assumed
+
+
+def test_show_says_nodes_links_and_sources() -> None:
+    printed = run("show", "h100x1024")
+    assert "1024 x NVIDIA H100 SXM 80 GB, 128 nodes of 8" in printed
+    for word in ("989 TFLOP/s", "400 Gbit/s", "recalled", "assumed", "ml-engineering"):
+        assert word in printed
+
+
+def test_show_saves_a_file_to_start_from(tmp_path: Path) -> None:
+    run("show", "mi300xx16", "--save", str(tmp_path / "ours.toml"))
+    assert load_cluster(tmp_path / "ours.toml").count == 16
+    assert "2 nodes of 8" in run("show", str(tmp_path / "ours.toml"))
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown cluster 'h10x8'"):
+        run("show", "h10x8")
