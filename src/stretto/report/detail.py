@@ -115,7 +115,7 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
 
 
 def measured_op_us(timeline: Timeline | None) -> Mapping[tuple[int, str], float]:
-    """(stage, op name) -> measured mean time of the ops that the timeline knows; empty where it knows none."""
+    """(stage, op name) -> measured mean time of an op, microseconds; empty where ops were not measured."""
     return getattr(timeline, "op_us", None) or {}
 
 

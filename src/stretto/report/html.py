@@ -1,87 +1,84 @@
-"""The report as one page that needs no network: summary, tables, timelines, loss curve and settings."""
+"""The report as one page that needs no network: findings, timelines to look into, tables, loss and settings.
+
+Tables and words are plain HTML; the timelines are drawn by the scripts under `page/`, which are written into
+the page, from data that is packed into it (`stretto.report.pack`). May touch everything in this room.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from importlib.resources import files
 from typing import Any
 
+from stretto.ir.timeline import Timeline
 from stretto.report.curve import draw_loss
+from stretto.report.dearest import dearest_ops
+from stretto.report.findings import findings
+from stretto.report.pack import packed
 from stretto.report.rundir import Run
-from stretto.report.svg import draw
-from stretto.report.tables import Grid, comparison_grid, ranks_grid, summary_grid
-from stretto.report.words import format_share, format_us
+from stretto.report.tables import (
+    Grid,
+    comparison_grid,
+    dearest_grid,
+    ranks_grid,
+    summary_grid,
+    traffic_grid,
+)
+from stretto.report.traffic import by_axis, traffic_of
+from stretto.report.words import KINDS, format_bytes, format_share, format_us
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b2330; --quiet: #5d6878; --line: #d8dde4; --ground: #f6f7f9;
-  --card: #ffffff; --bad: #c1121f; }
-@media (prefers-color-scheme: dark) { :root { --ink: #eef2f7; --quiet: #9aa6b5; --line: #2c3440;
-  --ground: #0e1116; --card: #14181f; --bad: #ff7b72; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--ink);
-  font: 15px/1.5 ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1248px; margin: 0 auto; padding: 28px 24px 60px; }
-h1 { font-size: 25px; margin: 0; } h2 { font-size: 18px; margin: 38px 0 12px; }
-.where { color: var(--quiet); margin: 2px 0 20px; overflow-wrap: anywhere; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
-.figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
-.figure b { display: block; font-size: 23px; font-weight: 650; line-height: 1.25; overflow-wrap: anywhere; }
-.figure span { color: var(--quiet); font-size: 13px; }
-.figure.bad b { color: var(--bad); }
-.binds { margin: 14px 0 0; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; background: var(--card); border: 1px solid var(--line); min-width: 60%; }
-th, td { padding: 6px 16px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
-th:first-child, td:first-child { text-align: left; }
-th { font-weight: 600; color: var(--quiet); font-size: 13px; }
-td.words { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-svg { display: block; max-width: 100%; height: auto; }
-ul.notes { color: var(--quiet); padding-left: 20px; }
-"""
+SCRIPTS = ("data.js", "paint.js", "tip.js", "view.js", "main.js")
+"""In the order in which they need each other."""
+
+HINT = (
+    "Drag over a stretch to zoom in, Shift and drag to move, double click for all; Ctrl and wheel zooms, "
+    "after a click the wheel alone. Keys: + - ← → 0, and , . ↑ ↓ Enter to walk the spans."
+)
 
 
 def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
-    body = [f"<h1>{escape(run.plan.job.name if run.plan else run.path.name)}</h1>"]
-    body.append(f'<p class="where">{escape(_subtitle(run))}</p>')
-    body.append(_figures(run))
-    prediction = run.prediction
-    if prediction is not None:
-        body.append(
-            f'<p class="binds">No order of this work can be faster than '
-            f"<b>{escape(format_us(prediction.bound_us))}</b>. What binds: {escape(prediction.binds)}.</p>"
-        )
-    if prediction is not None and run.measured is not None:
-        body.append(_section(comparison_grid(prediction, run.measured)))
-    elif prediction is not None and run.simulated is not None:
-        body.append(_section(summary_grid(run.simulated, prediction)))
+    name = run.plan.job.name if run.plan else run.path.name
+    body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(_subtitle(run))}</p>', _figures(run)]
+    said = "".join(f"<li>{escape(words)}</li>" for words in _findings(run))
+    body.append(f'<ul class="findings">{said}</ul>')
     timelines = [t for t in (run.simulated, run.measured) if t is not None]
+    script = ""
     if timelines:
-        body.append("<h2>Timelines</h2>")
-        titles = [
-            {"simulated": "Predicted", "measured": "Measured"}.get(t.source, t.source) for t in timelines
-        ]
-        body.append(f'<div class="scroll">{draw(timelines, titles)}</div>')
-        body += [_section(ranks_grid(timeline)) for timeline in timelines]
+        titles = [KINDS.get(t.source, t.source).capitalize() for t in timelines]
+        body.append(f"<h2>Timelines</h2>\n{_stage(timelines, titles)}")
+        data = packed(timelines, titles, run.plan)
+        code = "\n".join(_page_file(script) for script in SCRIPTS)
+        script = (
+            f'<script type="text/plain" id="data">{data}</script>\n<script>(() => {{\n{code}}})();</script>\n'
+        )
+    body += _tables(run, timelines)
     curve = draw_loss(run.metrics)
     if curve is not None:
         body.append(f'<h2>Loss</h2><div class="scroll">{curve}</div>')
-    for title, data in (("Summary", run.summary), ("Settings", run.settings)):
-        if data:
-            grid = Grid(title, ("", ""), tuple(_flat(data)))
-            body.append(_section(grid, words=True))
+    for title, settings in (("Summary", run.summary), ("Settings", run.settings)):
+        if settings:
+            body.append(_section(Grid(title, ("", ""), tuple(_flat(settings))), words=(1,)))
     if run.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
         body.append(f'<h2>Left out</h2><ul class="notes">{notes}</ul>')
-    title = escape(f"Stretto: {run.path.name}")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        f"<title>{escape(f'Stretto: {run.path.name}')}</title>"
+        f"<style>{_page_file('page.css')}</style></head>\n<body><main>\n"
         + "\n".join(body)
-        + "\n</main></body></html>\n"
+        + f"\n</main>\n{script}</body></html>\n"
     )
+
+
+def _page_file(name: str) -> str:
+    return files("stretto.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _findings(run: Run) -> tuple[str, ...]:
+    return findings(run.prediction, run.simulated, run.measured)
 
 
 def _subtitle(run: Run) -> str:
@@ -89,26 +86,97 @@ def _subtitle(run: Run) -> str:
     if run.plan is not None:
         schedule = run.plan.schedule
         words.append(f"{schedule.family}, {schedule.stages} stages on {run.plan.ranks} ranks")
+        if run.plan.job.axes:
+            axes = ", ".join(f"{axis}={size}" for axis, size in run.plan.job.axes)
+            words.append(f"each of them {axes}: {run.plan.world} ranks in all")
         words.append(f"{run.plan.job.microbatches} microbatches")
         words.append(f"costs: {run.plan.costs.source}")
     return " · ".join(words)
+
+
+# --- the timelines' place, which the scripts fill ------------------------------------------------------
+
+
+def _stage(timelines: list[Timeline], titles: list[str]) -> str:
+    buttons = (
+        ("in", "+", "Zoom in"),
+        ("out", "-", "Zoom out"),
+        ("fit", "All", "Show the whole step"),
+        ("left", "◀", "Earlier"),
+        ("right", "▶", "Later"),
+    )
+    tools = "".join(
+        f'<button type="button" data-do="{do}" title="{words}" aria-label="{words}">{sign}</button>'
+        for do, sign, words in buttons
+    )
+    tools += "".join(
+        f'<label><input type="checkbox" data-show="{what}" checked> {words}</label>'
+        for what, words in (("messages", "communication"), ("memory", "memory"))
+    )
+    panels = "".join(
+        f"<h3>{escape(title)} <small>{escape(_line(timeline))}</small></h3>"
+        f'<div class="lanes"><canvas tabindex="0" role="application" aria-label="'
+        f"{escape(f'{title} timeline: {_line(timeline)}', quote=True)}. Keys: plus and minus zoom, "
+        f'arrows move, comma and full stop go from span to span." aria-describedby="status"></canvas>'
+        f'<div class="pad"></div></div>'
+        for timeline, title in zip(timelines, titles, strict=True)
+    )
+    return (
+        f'<div id="timelines"><div class="tools">{tools}<span class="hint">{escape(HINT)}</span></div>'
+        f'<div id="legend"></div>{panels}<p id="status" role="status">Unpacking the timelines…</p>'
+        "<noscript>The timelines are drawn by a script, which is switched off here; the tables are "
+        'complete.</noscript><div id="range"></div><div id="tip" role="status"></div></div>'
+    )
+
+
+def _line(timeline: Timeline) -> str:
+    exposed = ", ".join(
+        f"{axis} {format_us(us)}" for axis, us in sorted(timeline.exposed_us.items()) if us > 0.0
+    )
+    return f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the ranks)"
+
+
+# --- tables ------------------------------------------------------------------------------------------
+
+
+def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
+    body: list[str] = []
+    pair: list[str] = []
+    if run.prediction is not None and run.measured is not None:
+        pair.append(_section(comparison_grid(run.prediction, run.measured)))
+    elif run.prediction is not None and run.simulated is not None:
+        pair.append(_section(summary_grid(run.simulated, run.prediction)))
+    pair += [_section(ranks_grid(timeline)) for timeline in timelines]
+    body.append(f'<div class="pair">{"".join(f"<div>{part}</div>" for part in pair)}</div>')
+    if timelines:
+        body.append(_section(traffic_grid(timelines)))
+    if run.plan is not None:
+        dearest = dearest_ops(run.plan, run.measured)
+        if dearest:
+            grid = dearest_grid(dearest, reads=True)
+            body.append(_section(grid, words=(len(grid.head) - 1,)))
+    return body
 
 
 def _figures(run: Run) -> str:
     found: list[tuple[str, str, str]] = []
     shown = run.measured or run.simulated
     if shown is not None:
-        word = "measured" if run.measured is not None else "predicted"
+        word = KINDS.get(shown.source, shown.source)
         exposed_us = sum(shown.exposed_us.values())
         found.append((format_us(shown.step_us), f"step, {word}", ""))
         share = exposed_us / shown.step_us if shown.step_us else 0.0
-        bad = "bad" if share >= 0.01 else ""
-        found.append((format_share(share), f"of the step is exposed communication, {word}", bad))
+        found.append((format_share(share), f"of the step is exposed communication, {word}", _bad(share)))
+        for axis in by_axis(traffic_of(shown)):
+            if axis.hidden is not None:
+                found.append((format_share(axis.hidden), f"of {axis.axis} communication is hidden", ""))
     if run.prediction is not None:
         if run.measured is not None:
             found.append((format_us(run.prediction.step_us), "step, predicted", ""))
         found.append((format_us(run.prediction.bound_us), "lower bound of the step", ""))
         found.append((format_share(run.prediction.gap), "predicted gap to the bound", ""))
+    if shown is not None and any(shown.peak_bytes):
+        found.append((format_bytes(max(shown.peak_bytes)), "peak memory, highest rank", ""))
     losses = [line["loss"] for line in run.metrics if isinstance(line.get("loss"), int | float)]
     if losses:
         found.append((f"{losses[-1]:.4g}", f"loss, from {losses[0]:.4g}", ""))
@@ -124,14 +192,22 @@ def _figures(run: Run) -> str:
     return f'<div class="figures">{cells}</div>'
 
 
-def _section(grid: Grid, words: bool = False) -> str:
-    style = ' class="words"' if words else ""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in grid.head)
+def _bad(share: float) -> str:
+    return "bad" if share >= 0.01 else ""
+
+
+def _section(grid: Grid, words: tuple[int, ...] = ()) -> str:
+    """A table; columns in `words` hold text, which may break."""
+
+    def cell(tag: str, at: int, text: str) -> str:
+        style = ' class="words"' if at in words else ""
+        # Leading spaces set a row in.
+        lead = "&emsp;" * ((len(text) - len(text.lstrip(" "))) // 2)
+        return f"<{tag}{style}>{lead}{escape(text.strip())}</{tag}>"
+
+    head = "".join(cell("th", at, text) for at, text in enumerate(grid.head))
     rows = "".join(
-        f"<tr><td>{escape(first)}</td>"
-        + "".join(f"<td{style}>{escape(cell)}</td>" for cell in rest)
-        + "</tr>"
-        for first, *rest in grid.rows
+        "<tr>" + "".join(cell("td", at, text) for at, text in enumerate(row)) + "</tr>" for row in grid.rows
     )
     top = f"<thead><tr>{head}</tr></thead>" if any(grid.head) else ""
     return f'<h2>{escape(grid.title)}</h2><div class="scroll"><table>{top}<tbody>{rows}</tbody></table></div>'

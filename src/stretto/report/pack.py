@@ -159,7 +159,9 @@ def _lane(rank: int, row: str, spans: Iterable[Span], texts: _Texts, runs: Seque
             columns[name].append(value)
         before = end
     # A column that says nothing is not written.
-    kept = {name: values for name, values in columns.items() if any(value != _EMPTY[name] for value in values)}
+    kept = {
+        name: values for name, values in columns.items() if any(value != _EMPTY[name] for value in values)
+    }
     return {"rank": rank, "row": row, "count": len(ordered), **kept}
 
 

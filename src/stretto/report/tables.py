@@ -5,13 +5,16 @@ Rows are plain text made once, so that terminal and page cannot differ. May touc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from stretto.ir.plan import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
-from stretto.report.words import format_bytes, format_change, format_share, format_us
+from stretto.report.dearest import Dear
+from stretto.report.traffic import by_axis, traffic_of
+from stretto.report.words import KINDS, format_bytes, format_change, format_flops, format_share, format_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,11 @@ def ranks_grid(timeline: Timeline) -> Grid:
         )
         for rank in range(timeline.ranks)
     )
-    return Grid(f"By rank, {timeline.source}", ("", "compute", "exposed", "bubble", "peak memory"), rows)
+    return Grid(
+        f"By rank, {KINDS.get(timeline.source, timeline.source)}",
+        ("", "compute", "exposed", "bubble", "peak memory"),
+        rows,
+    )
 
 
 def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
@@ -86,6 +93,10 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
         ("bubble", prediction.bubble_us, SpanKind.BUBBLE),
     ):
         rows.append(_times(f"{name} (mean of the ranks)", _mean(predicted), _mean(tuple(totals[kind]))))
+        axes = prediction.exposed_axis_us if kind is SpanKind.EXPOSED else {}
+        for axis in axes if len(axes) > 1 else ():
+            # By axis only where there are several: for one it is the row above again.
+            rows.append(_times(f"  of it {axis}", _mean(axes[axis]), measured.exposed_us.get(axis, 0.0)))
     for rank, held in enumerate(measured.peak_bytes):
         expected = prediction.peak_bytes[rank] if rank < len(prediction.peak_bytes) else 0
         change = format_change(expected, held)
@@ -95,6 +106,63 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
     rows.append(("lower bound", format_us(bound_us), format_us(bound_us), ""))
     rows.append(("gap to the bound", format_share(prediction.gap), format_share(gap), ""))
     return Grid("Predicted against measured", ("", "predicted", "measured", "difference"), tuple(rows))
+
+
+def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
+    """Communication by axis, and by kind within each: number and bytes in the step over all ranks; for every
+    timeline its time and exposed time (means over ranks), and the hidden fraction."""
+    found = []
+    for timeline in timelines:
+        kinds = traffic_of(timeline)
+        found.append({(t.axis, t.kind): t for t in (*by_axis(kinds), *kinds)})
+    keys = dict.fromkeys(key for one in found for key in one)
+    axes = dict.fromkeys(axis for axis, _ in keys)
+    rows = []
+    for axis in axes:
+        for key in [(axis, "all"), *(k for k in keys if k[0] == axis and k[1] != "all")]:
+            known = next(one[key] for one in found if key in one)
+            row = [axis if key[1] == "all" else f"  {key[1]}"]
+            row += [f"{known.count:,}", format_bytes(known.nbytes)]
+            for one in found:
+                if key in one:
+                    hidden = one[key].hidden
+                    row += [format_us(one[key].total_us), format_us(one[key].exposed_us)]
+                    row.append("-" if hidden is None else format_share(hidden))
+                else:
+                    row += ["-", "-", "-"]
+            rows.append(tuple(row))
+    if len(timelines) == 1:
+        head: tuple[str, ...] = ("", "number", "bytes", "time", "exposed", "hidden")
+        title = (
+            f"Communication, {KINDS.get(timelines[0].source, timelines[0].source)} (times: mean of the ranks)"
+        )
+    else:
+        names = [KINDS.get(t.source, t.source) for t in timelines]
+        each = (f"{what}, {name}" for name in names for what in ("time", "exposed", "hidden"))
+        head = ("", "number", "bytes", *each)
+        title = "Communication (times: mean of the ranks)"
+    return Grid(title, head, tuple(rows))
+
+
+def dearest_grid(found: Sequence[Dear], *, reads: bool = False) -> Grid:
+    """The dearest ops: what they cost over all stages and microbatches, and how fast they work.
+
+    reads: say what they read as well, which takes room."""
+    measured = any(dear.measured_us is not None for dear in found)
+    rows = []
+    for dear in found:
+        rate = format_flops(dear.flops / dear.total_us * 1e6) + "/s" if dear.flops else "-"
+        row = [dear.target.removeprefix("aten."), dear.phases, f"{dear.calls:,}"]
+        row += [format_us(dear.total_us / dear.calls), format_us(dear.total_us), format_share(dear.share)]
+        if measured:
+            row.append("-" if dear.measured_us is None else format_us(dear.measured_us))
+        rows.append((*row, rate, f"{dear.shapes} → {dear.made}" if reads else dear.made))
+    head = ["", "phase", "calls", "each", "total", "of all ops", *(["measured"] if measured else [])]
+    return Grid(
+        "Dearest ops (all stages and microbatches)",
+        (*head, "rate", "reads → makes" if reads else "makes"),
+        tuple(rows),
+    )
 
 
 def _times(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:

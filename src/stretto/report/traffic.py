@@ -37,7 +37,7 @@ class Traffic:
 
 
 def communication_of(name: str) -> tuple[str, str]:
-    """(axis, kind) of what a span is named for: `pp 0>1 e3:0` is a message, `tp all_reduce mm_3` an all_reduce.
+    """(axis, kind) of what a span is named for: `pp 0>1 e3:0` is a message, `tp all_reduce mm_3` all_reduce.
 
     A communication whose name begins with no axis belongs to pp, whose messages are the oldest names.
     """

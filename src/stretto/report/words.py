@@ -6,7 +6,10 @@ from stretto.schedule.bounds import format_us
 
 KIB = 1024
 
-__all__ = ["format_bytes", "format_change", "format_share", "format_us"]
+KINDS = {"simulated": "predicted", "measured": "measured"}
+"""A timeline's source -> the word for what it shows."""
+
+__all__ = ["KINDS", "format_bytes", "format_change", "format_flops", "format_share", "format_us"]
 
 
 def format_bytes(nbytes: float) -> str:
@@ -18,6 +21,14 @@ def format_bytes(nbytes: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 999.5 else f"{size:.3g} {unit}"
         size /= KIB
     raise AssertionError("unreachable")
+
+
+def format_flops(flops: float) -> str:
+    """Floating-point operations: `3.1 GFLOP`."""
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if flops >= 0.9995 * size:
+            return f"{flops / size:.3g} {unit}"
+    return f"{flops:.0f} FLOP"
 
 
 def format_share(share: float) -> str:

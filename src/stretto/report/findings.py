@@ -1,0 +1,86 @@
+"""What a step's figures say, in sentences: how long, how far from the best and why, what is hidden.
+
+May touch `stretto.ir` and this room's tables of communication.
+"""
+
+from __future__ import annotations
+
+from stretto.ir.plan import Prediction
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.report.traffic import by_axis, communication_of, traffic_of
+from stretto.report.words import KINDS, format_change, format_share, format_us
+
+LEAST_SHARE = 0.005
+"""Exposed time below this share of the step is not worth a reader's time."""
+
+
+def findings(
+    prediction: Prediction | None, simulated: Timeline | None, measured: Timeline | None
+) -> tuple[str, ...]:
+    """Sentences, the most important first; what is measured goes before what is predicted."""
+    said: list[str] = []
+    shown = measured or simulated
+    if prediction is not None:
+        step_us = prediction.step_us if measured is None else measured.step_us
+        bound_us = prediction.bound_us
+        gap = step_us / bound_us - 1.0 if bound_us else 0.0
+        said.append(
+            f"No order of this work can be faster than {format_us(bound_us)}; "
+            f"the step is {format_share(gap)} above that ({format_us(step_us)}"
+            + (")." if measured is None else ", measured).")
+        )
+        said.append(f"What binds the bound: {prediction.binds}.")
+        if measured is not None:
+            change = format_change(prediction.step_us, measured.step_us)
+            said.append(f"Predicted were {format_us(prediction.step_us)}; measured is {change} from that.")
+    if shown is not None:
+        said += _communication(shown)
+        said += _idle(shown)
+    return tuple(said)
+
+
+def _communication(timeline: Timeline) -> list[str]:
+    said = []
+    for axis in by_axis(traffic_of(timeline)):
+        if not axis.total_us:
+            continue
+        share = axis.exposed_us / timeline.step_us if timeline.step_us else 0.0
+        words = f"{axis.axis}: {format_share(axis.hidden or 0.0)} of {format_us(axis.total_us)} is hidden"
+        if share < LEAST_SHARE:
+            said.append(f"{words}; nothing worth mention is exposed.")
+            continue
+        rank, kind, most_us = _worst(timeline, axis.axis)
+        said.append(
+            f"{words}; {format_us(axis.exposed_us)} is exposed, {format_share(share)} of the step "
+            f"(mean of the ranks). Most of it: {format_us(most_us)} of {kind} on rank {rank}."
+        )
+    kind = KINDS.get(timeline.source, timeline.source)
+    return said or [f"Communication, {kind}: none."]
+
+
+def _worst(timeline: Timeline, axis: str) -> tuple[int, str, float]:
+    """(rank, kind, microseconds) of an axis's largest exposed time."""
+    found: dict[tuple[int, str], float] = {}
+    for span in timeline.spans:
+        if span.kind is SpanKind.EXPOSED:
+            of, kind = communication_of(span.name)
+            if of == axis:
+                found[span.rank, kind] = found.get((span.rank, kind), 0.0) + span.duration_us
+    (rank, kind), most_us = max(found.items(), key=lambda item: item[1])
+    return rank, kind, most_us
+
+
+def _idle(timeline: Timeline) -> list[str]:
+    bubble = [0.0] * timeline.ranks
+    for span in timeline.spans:
+        if span.lane == COMPUTE_LANE and span.kind is SpanKind.BUBBLE:
+            bubble[span.rank] += span.duration_us
+    total_us = sum(bubble)
+    if not total_us or not timeline.step_us:
+        return []
+    share = total_us / timeline.ranks / timeline.step_us
+    rank = max(range(timeline.ranks), key=lambda r: bubble[r])
+    return [
+        f"Bubbles take {format_share(share)} of the ranks' time, "
+        f"most on rank {rank} ({format_us(bubble[rank])})."
+    ]
