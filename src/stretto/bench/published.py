@@ -127,7 +127,7 @@ def table1_errors(factors: Factors) -> dict[str, float]:
 def published() -> dict[str, Mapping[str, object]]:
     """All comparisons, as `benchmarks/published.json` holds them."""
     checked = rates()
-    return {
+    whole: dict[str, Mapping[str, object]] = {
         "collectives": collectives_report(),
         "steps": steps_report(),
         "rates": {
@@ -136,4 +136,8 @@ def published() -> dict[str, Mapping[str, object]]:
             "disagree": [rate.what for rate in checked if not rate.agrees],
         },
         "sc21_table1_error_percent": table1_errors(shipped()),
+    }
+    return {
+        part: {name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()}
+        for part, figures in whole.items()
     }

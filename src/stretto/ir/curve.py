@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+MOST_BYTES = 1e18
+"""Where lines that cross only further out count as never crossing: more than any memory holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -116,11 +119,14 @@ class Curve:
         if not best:
             raise ValueError("the fastest of no lines")
         points = [(0.0, best[0][0])]
+        latency, slope = best[0]
         for line, following in pairwise(best):
             at = _meet(line, following)
+            if at > MOST_BYTES:
+                break
+            latency, slope = following
             if at > points[-1][0]:
-                points.append((at, line[0] + line[1] * at))
-        latency, slope = best[-1]
+                points.append((at, max(points[-1][1], line[0] + line[1] * at)))
         if slope > 0 or len(points) > 1:  # a flat end is a piece too
             beyond = 2.0 * max(points[-1][0], 1.0)
             points.append((beyond, max(points[-1][1], latency + slope * beyond)))
