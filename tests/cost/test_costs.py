@@ -11,7 +11,8 @@ import torch
 import stretto
 from stretto.capture.trace import trace
 from stretto.cost import messages, profile
-from stretto.cost.cluster import ACTION_US, costs_of
+from stretto.cost.cluster import costs_of
+from stretto.cost.roofline import ACTION_US
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.program import Job

@@ -11,19 +11,14 @@ Uses `torch.distributed` as it is: the transport that will carry the plan's mess
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from stretto.errors import StrettoError
+from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Link
 
 SIZES = (4, 65_536, 262_144, 1_048_576)
@@ -39,23 +34,31 @@ COMPUTE_S = 0.25
 """Length of the computation whose loss is measured."""
 
 
-def measure_links(pairs: Sequence[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], Link]:
-    """Links of (sender, receiver) pairs of ranks. Every rank must call it with the same pairs.
+def measure_links(
+    pairs: Sequence[tuple[int, int]], device: torch.device, mesh: Mesh | None = None
+) -> dict[tuple[int, int], Link]:
+    """Links of (sender, receiver) pairs of places; every rank must call it with the same pairs.
 
-    Both directions of a pair are assumed equal in what they take from the processor.
+    mesh: how ranks are laid out, when there are axes beside pp; a pair of places is then measured between
+    all pairs of ranks that stand there at once, as a step uses it. Returns what this rank found as a
+    sender, by places. Both directions of a pair are assumed equal in what they take from the processor.
     """
     rank = dist.get_rank()
+    mesh = mesh or Mesh((("pp", dist.get_world_size()),))
+    here = mesh.coordinates(rank)
     found: dict[tuple[int, int], Link] = {}
     stolen: dict[frozenset[int], float] = {}
-    for sender, receiver in pairs:
+    for pair in pairs:
+        # This rank's own pair: its coordinates on all other axes.
+        sender, receiver = (mesh.rank({**here, "pp": place}) for place in pair)
         fit = _one_way(sender, receiver, device)
-        both = frozenset((sender, receiver))
+        both = frozenset(pair)
         if both not in stolen:
             stolen[both] = _processor_loss(sender, receiver, device) if device.type == "cpu" else 0.0
         if rank == sender:
             assert fit is not None
             latency_us, bytes_per_us = fit
-            found[sender, receiver] = Link(latency_us, bytes_per_us, stolen[both], "measured")
+            found[pair] = Link(latency_us, bytes_per_us, stolen[both], "measured")
         dist.barrier()
     return found
 
@@ -172,69 +175,3 @@ def _swap(mine: torch.Tensor, theirs: torch.Tensor, a: int, b: int) -> None:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def measure_local_link(timeout_s: float = 120.0) -> Link:
-    """Messages between two processes of this machine, started for the purpose (Gloo over loopback).
-
-    Raises StrettoError when the processes cannot be started.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "GROUP_"))}
-        environment = {
-            **inherited,
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "stretto.cost.messages"],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=timeout_s) for process in processes]
-    except subprocess.TimeoutExpired:
-        raise StrettoError(
-            f"measuring messages between two local processes took over {timeout_s:.0f} s; give the "
-            "cluster as a description (stretto.Cluster) instead"
-        ) from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        last = (outputs[0][1] or outputs[1][1]).strip().splitlines()
-        raise StrettoError(
-            f"measuring messages between two local processes failed: {last[-1] if last else ''}"
-        )
-    told = json.loads(outputs[0][0].strip().splitlines()[-1])
-    return Link(told["latency_us"], told["bytes_per_us"], told["processor_us_per_mb"], "measured, loopback")
-
-
-def _probe() -> None:
-    """One of the two processes of `measure_local_link`."""
-    dist.init_process_group("gloo")
-    link = measure_links([(0, 1)], torch.device("cpu")).get((0, 1))
-    if link is not None:
-        told = {
-            "latency_us": link.latency_us,
-            "bytes_per_us": link.bytes_per_us,
-            "processor_us_per_mb": link.processor_us_per_mb,
-        }
-        print(json.dumps(told))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _probe()

@@ -6,6 +6,7 @@
     3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
        that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
     4. Stages whose ops are equal (target, arguments' specs) are measured once.
+    5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
 
 Touches no file and no network. Ops run under `no_grad`, as in the runtime.
 """
@@ -20,10 +21,10 @@ from typing import Any
 
 import torch
 
-from stretto.dispatch import resolve
+from stretto.cost.stand_ins import function_of
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external, results_of
-from stretto.ir.program import Arg, Const, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 
 ROUNDS = 5
 """Counted rounds after one warm-up; the mean of the faster half is taken. Measured: on a machine of 2 cores
@@ -94,6 +95,7 @@ def _measure(job: Job, stage: Stage, device: torch.device) -> dict[str, float]:
         total = sum(typical.values())
         scale = _typical(totals[phase]) / total if total else 0.0
         result |= {name: us * scale for name, us in typical.items()}
+        result |= {op.name: 0.0 for op in stage.ops[phase] if op.target == WAIT}
     return result
 
 
@@ -118,9 +120,8 @@ def _make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torc
             if name in made or name in made_here:
                 continue
             if name == "tangent":
-                made[name] = torch.tensor(
-                    1.0 / job.microbatches, dtype=getattr(torch, job.loss_spec.dtype), device=device
-                )
+                dtype = getattr(torch, job.loss_spec.dtype)
+                made[name] = torch.tensor(job.tangent, dtype=dtype, device=device)
             elif name in constants:
                 found = constants[name]
                 dtype = getattr(torch, found.spec.dtype)
@@ -196,7 +197,7 @@ def _calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list[_Ca
         result[phase] = [
             _Call(
                 op,
-                (lambda parts, index: parts[index]) if op.target == "getitem" else resolve(op.target),
+                function_of(op.target, device),
                 tuple(_fixed(a, device) for a in op.args),
                 tuple((key, _fixed(a, device)) for key, a in op.kwargs),
                 tuple(dying.get(op.name, ())),

@@ -1,0 +1,145 @@
+"""What compute loses while communication is in flight, measured by doing both.
+
+    processor    The rank multiplies small matrices for as long as a given number of collectives, one after
+                 the other, are in flight. The time that it took, less what as many products take alone, was
+                 lost to the transport's own threads: microseconds for each 10**6 bytes.
+    accelerator  As many products as last about as long as the collectives, with them and without; the
+                 difference is the part of the device's speed that the collectives take.
+
+What is counted is compute that did not get done, so shared cores and quotas need no case of their own. Every
+rank of a group must call these together. Touches no file.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BYTES_PER_MB = 10**6
+"""The megabyte of `CollectiveCost.processor_us_per_mb`, as that field defines it."""
+
+ALONE_S = 0.1
+"""Length of the compute that is timed alone, before and after. Assumed: ten periods of a control group."""
+
+FLIGHT_S = 0.3
+"""How long collectives are kept in flight, if that takes no more than `MOST_COLLECTIVES`. Assumed."""
+
+MOST_COLLECTIVES = 64
+
+REPEATS = 3
+"""The median of as many measurements is taken."""
+
+SIDE = {"cpu": 192, "cuda": 4096}
+"""Rows and columns of the products: short on a processor, so that the end of a collective is seen soon;
+large enough to fill an accelerator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """processor_us_per_mb and slowdown as in `stretto.ir.plan.CollectiveCost`."""
+
+    processor_us_per_mb: float
+    slowdown: float
+
+
+def compute_loss(
+    start: Callable[[], Any], nbytes: int, alone_us: float, meet: Callable[[], None], device: torch.device
+) -> Loss:
+    """What this rank's compute loses to a collective.
+
+    start: begins the collective and returns its handle, which has `wait()`; nbytes: of its whole
+    tensor; alone_us: how long it takes when nothing else runs, the same number on all ranks; meet: brings
+    the ranks together.
+    """
+    count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
+    side = SIDE.get(device.type, SIDE["cuda"])
+    factor = torch.full((side, side), 0.01, device=device)
+    product = torch.empty_like(factor)
+
+    def compute() -> None:
+        torch.mm(factor, factor, out=product)
+
+    with torch.no_grad():
+        if device.type == "cpu":
+            losses = [_processor_us(start, count, compute, meet) for _ in range(REPEATS)]
+            lost_us = max(0.0, statistics.median(losses))
+            return Loss(lost_us * BYTES_PER_MB / max(nbytes, 1), 0.0)
+        slowdowns = [_slowdown(start, count, alone_us, compute, meet, device) for _ in range(REPEATS)]
+        return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))))
+
+
+def _processor_us(
+    start: Callable[[], Any], count: int, compute: Callable[[], None], meet: Callable[[], None]
+) -> float:
+    """Microseconds of compute that one of `count` collectives takes away, its own call not counted."""
+    before_us = _alone_us(compute, meet)
+    # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
+    with ThreadPoolExecutor(max_workers=1) as waiter:
+        waiter.submit(int).result()  # its start is no loss to the collective
+        meet()
+        begin = time.perf_counter_ns()
+        calling = products = 0
+        for _ in range(count):
+            called = time.perf_counter_ns()
+            work = start()
+            calling += time.perf_counter_ns() - called
+            done = waiter.submit(work.wait)
+            while not done.done():
+                compute()
+                products += 1
+            done.result()
+        end = time.perf_counter_ns()
+    took_us = (end - begin - calling) / 1000.0
+    after_us = _alone_us(compute, meet)
+    return (took_us - products * (before_us + after_us) / 2.0) / count
+
+
+def _alone_us(compute: Callable[[], None], meet: Callable[[], None]) -> float:
+    """A product's time while all ranks do nothing but compute."""
+    compute()
+    meet()
+    begin = time.perf_counter_ns()
+    products = 0
+    while time.perf_counter_ns() - begin < ALONE_S * 1e9:
+        compute()
+        products += 1
+    return (time.perf_counter_ns() - begin) / 1000.0 / products
+
+
+def _slowdown(
+    start: Callable[[], Any],
+    count: int,
+    alone_us: float,
+    compute: Callable[[], None],
+    meet: Callable[[], None],
+    device: torch.device,
+) -> float:
+    """Share of compute speed lost while collectives are in flight on an accelerator."""
+
+    def timed(products: int, collectives: int) -> float:
+        meet()
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter_ns()
+        works = [start() for _ in range(collectives)]
+        for _ in range(products):
+            compute()
+        torch.cuda.current_stream(device).synchronize()
+        took_us = (time.perf_counter_ns() - begin) / 1000.0
+        for work in works:
+            work.wait()
+        torch.cuda.synchronize(device)
+        return took_us
+
+    timed(4, 0)
+    one_us = timed(16, 0) / 16
+    # Two thirds of the flight, so that collectives are under way until the last product.
+    products = max(4, int(count * alone_us * 2 / 3 / one_us))
+    alone, together = timed(products, 0), timed(products, count)
+    return 1.0 - alone / together if together > alone else 0.0

@@ -1,0 +1,247 @@
+"""What collectives cost between running ranks: time by bytes alone, and what compute loses meanwhile.
+
+    1. A process group for every group of an axis. All groups work at once, as they do in a step, so links and
+       processors that they share are shared here.
+    2. Each size several times: the ranks meet, start and wait. A collective begins when its last member has
+       come, so a round's time is that of the member that waited least; of the rounds, the mean of the
+       faster half (as for ops), which gives a `Curve`.
+    3. What compute loses to it (`cost.contention`), at a size that stays in flight for a while.
+    4. All ranks take the median over groups, so they hold equal costs.
+
+`torch.distributed` is used as it is: the transport that will carry the plan's collectives. On Gloo the start
+returns at once and a thread of its own does the work.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.cost.contention import compute_loss
+from stretto.cost.wanted import Wanted, elements
+from stretto.errors import UsageError
+from stretto.ir.curve import Curve
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import CollectiveCost
+
+ROUNDS = 7
+"""Counted rounds of a size after one warm-up, when they take long."""
+
+MOST_ROUNDS = 25
+"""Of a size whose rounds are short."""
+
+ROUNDS_US = 100_000.0
+"""Rounds of a size go on for this long, within the limits above."""
+
+BUDGET_US = 4_000_000.0
+"""Time for one kind on one axis; when it is gone, no further size is begun (the asked ones come first)."""
+
+CONTENTION_US = 200_000.0
+"""The loss of compute is measured at the largest size that takes no longer than this, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One kind of collective on one axis.
+
+    start_us: what the call that starts it takes on the compute lane; spread: of rounds at the worst size, the
+    faster half's range over its mean.
+    """
+
+    cost: CollectiveCost
+    start_us: float
+    spread: float
+
+
+def measure_collectives(
+    mesh: Mesh, wanted: Sequence[Wanted], device: torch.device
+) -> dict[tuple[str, str], Measured]:
+    """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
+
+    Returns (axis, kind) -> cost, equal on all ranks. Takes about a second and a half for each, up to about
+    six on slow links.
+    """
+    found: dict[tuple[str, str], Measured] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
+    try:
+        for item in wanted:
+            if item.axis not in groups:
+                groups[item.axis] = _group(mesh, item.axis)
+            group = groups[item.axis]
+            found[item.axis, item.kind] = _measure(item, mesh.size(item.axis), group, device)
+    finally:
+        for group in groups.values():
+            dist.destroy_process_group(group)
+    return found
+
+
+def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
+    """Axes whose collectives use the same network cards as pipeline messages; all ranks must call it.
+
+    Both leave the host: a host is told by its boot and its network namespace, so that processes of one
+    machine share none, and hosts emulated on it are told apart.
+    """
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, _host())
+
+    def leaves(axis: str) -> bool:
+        size = mesh.size(axis)
+        return any(len({hosts[r] for r in g}) > 1 for g in mesh.groups((axis,), range(size)))
+
+    if mesh.size("pp") == 1 or not leaves("pp"):
+        return ()
+    return tuple(axis for axis in axes if mesh.size(axis) > 1 and leaves(axis))
+
+
+def collective_call(
+    kind: str, nbytes: int, dtype: str, members: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[int, Callable[[], Any]]:
+    """(bytes of the whole tensor, a function that starts the collective and returns its handle).
+
+    Raises UsageError for a kind that cannot be measured.
+    """
+    count = elements(nbytes, dtype, members)
+    of: torch.dtype = getattr(torch, dtype)
+    whole = torch.zeros(count, dtype=of, device=device)
+    part = torch.zeros(count // members, dtype=of, device=device)
+
+    def start() -> Any:
+        if kind == "all_reduce":
+            return dist.all_reduce(whole, group=group, async_op=True)
+        # PyTorch 2.13 renamed these; the old names warn.
+        if kind == "all_gather":
+            gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            return gather(whole, part, group=group, async_op=True)
+        scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return scatter(part, whole, group=group, async_op=True)
+
+    if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
+        raise UsageError(f"cannot measure a collective {kind!r}: all_reduce, all_gather, reduce_scatter")
+    return whole.nbytes, start
+
+
+def _group(mesh: Mesh, axis: str) -> dist.ProcessGroup:
+    """Step 1: this rank's group; all ranks make all groups in one order."""
+    mine: dist.ProcessGroup | None = None
+    for ranks in mesh.groups((axis,), range(mesh.size(axis))):
+        made = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            assert isinstance(made, dist.ProcessGroup)
+            mine = made
+    assert mine is not None, f"rank {dist.get_rank()} is in no group of {axis}"
+    return mine
+
+
+def _measure(item: Wanted, members: int, group: dist.ProcessGroup, device: torch.device) -> Measured:
+    samples: list[tuple[int, float]] = []
+    starts: list[float] = []
+    spread = 0.0
+    begin = time.perf_counter_ns()
+    for size in item.sizes:
+        nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
+        us, start_us, range_of = _time(start, group, device)
+        samples.append((nbytes, us))
+        starts.append(start_us)
+        spread = max(spread, range_of)
+        if _agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
+            break
+    fits = [sample for sample in samples if sample[1] <= CONTENTION_US] or [min(samples)]
+    size, alone_us = max(fits)
+    nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
+    loss = compute_loss(start, nbytes, alone_us, lambda: _meet(device), device)
+    cost = CollectiveCost(
+        Curve.fitted(samples),
+        _agree_median(loss.processor_us_per_mb),
+        _agree_median(loss.slowdown),
+        f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
+    )
+    return Measured(cost, _agree_median(statistics.median(starts)), spread)
+
+
+def _time(
+    start: Callable[[], Any], group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, float, float]:
+    """Step 2: (microseconds of one collective, of its start, spread), equal on all ranks."""
+    took: list[float] = []
+    starts: list[float] = []
+
+    def one() -> float:
+        _meet(device)
+        begin = time.perf_counter_ns()
+        work = start()
+        started = time.perf_counter_ns()
+        work.wait()
+        _synchronise(device)
+        end = time.perf_counter_ns()
+        took.append((end - begin) / 1000.0)
+        starts.append((started - begin) / 1000.0)
+        return took[-1]
+
+    one()
+    warm_us = _agree_max(one(), device)
+    took.clear()
+    starts.clear()
+    for _ in range(int(min(MOST_ROUNDS, max(ROUNDS, ROUNDS_US / max(warm_us, 1.0))))):
+        one()
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (dist.get_process_group_ranks(group), took, starts))
+    rounds: dict[tuple[int, ...], list[list[float]]] = {}
+    for ranks, times, _ in told:
+        rounds.setdefault(tuple(ranks), []).append(times)
+    of_groups = [faster_half([min(each) for each in zip(*times)]) for times in rounds.values()]
+    start_us = statistics.median(us for _, _, calls in told for us in calls)
+    return (
+        statistics.median(statistics.fmean(half) for half in of_groups),
+        start_us,
+        max((half[-1] - half[0]) / statistics.fmean(half) for half in of_groups),
+    )
+
+
+def faster_half(times_us: Sequence[float]) -> list[float]:
+    """Other work on the machine makes rounds slower, never faster; ascending."""
+    return sorted(times_us)[: (len(times_us) + 1) // 2]
+
+
+def _meet(device: torch.device) -> None:
+    """Bring all ranks together."""
+    if device.type == "cuda":
+        # A barrier of its own would pick a device by rank; the sum of one number keeps to this one.
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
+    else:
+        dist.barrier()
+
+
+def _agree_max(value: float, device: torch.device) -> float:
+    told = torch.tensor([value], dtype=torch.float32, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return float(told.item())
+
+
+def _agree_median(value: float) -> float:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return float(statistics.median(told))
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _host() -> tuple[str, str]:
+    """Names the host of this process: the machine since it booted, and its network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/net")
+    except OSError:
+        return (os.uname().nodename, "")
+    return (boot, space)

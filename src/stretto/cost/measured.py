@@ -1,0 +1,146 @@
+"""Costs of a job measured where it will run, in "local" planning.
+
+When the ranks of the plan are running (`torch.distributed` has as many), each measures its place's stages
+while all others measure theirs, as they will compute; then messages of every pair of places, at all other
+coordinates at once; then the collectives of every axis, all groups at once. What ranks that do equal work
+found is merged by the median, so all hold equal costs. In a single process all stages are measured one
+after the other, and communication between processes started for it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.cost.local_processes import measure_between
+from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
+from stretto.cost.messages import measure_links
+from stretto.cost.profile import device_name, profile
+from stretto.cost.roofline import ACTION_US
+from stretto.cost.wanted import wanted_collectives
+from stretto.errors import UsageError
+from stretto.ir.action import Schedule
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import CollectiveCost, Costs, Link
+from stretto.ir.program import Job
+
+NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
+
+
+def measured_costs(job: Job, schedule: Schedule) -> Costs:
+    """Measure the job's ops, messages and collectives.
+
+    Raises UsageError when ranks were started but cannot talk, or there is no device of the job's kind.
+    """
+    device = device_of(job)
+    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    if dist.is_initialized() and dist.get_world_size() == mesh.world and mesh.world > 1:
+        return _together(job, schedule, mesh, device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise UsageError(
+            "several ranks were started, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before stretto.plan, so that all ranks agree on the costs"
+        )
+    found = profile(job, device)
+    wanted = wanted_collectives(job)
+    link: Link = NO_LINK
+    collectives: dict[tuple[str, str], Measured] = {}
+    if schedule.ranks > 1 or wanted:
+        measured, collectives = measure_between(Mesh(job.axes), wanted, link=schedule.ranks > 1)
+        link = measured or NO_LINK
+    return Costs(
+        with_starts(job, found.op_us, collectives),
+        {},
+        link,
+        ACTION_US,
+        found.source,
+        costs_by_lane(collectives),
+    )
+
+
+def device_of(job: Job) -> torch.device:
+    """The device that the job's ops are measured on. Raises UsageError when this machine has none."""
+    if job.device != "cuda":
+        return torch.device(job.device)
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "the job was captured for cuda, and this machine has no such device to measure: describe the "
+            'cluster (cluster="h100x8", a file, stretto.Cluster(...)), or capture for the cpu'
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) -> Costs:
+    place = mesh.coordinates(dist.get_rank())["pp"]
+    dist.barrier()  # so that all ranks load the machine at the same time, as in a step
+    mine = profile(job, device, schedule.stages_of(place))
+    pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
+    links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh)
+    collectives = measure_collectives(mesh, wanted_collectives(job), device)
+    shared = shared_axes(mesh, [axis for axis, _ in job.axes])
+    told: list[Any] = [None] * mesh.world
+    dist.all_gather_object(told, (dict(mine.op_us), links))
+    op_us = _merged(times for times, _ in told)
+    found: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    for _, some in told:
+        for pair, link in some.items():
+            found[pair].append(link)
+    merged = {pair: typical_link(found[pair]) for pair in sorted(found)}
+    return Costs(
+        with_starts(job, op_us, collectives),
+        merged,
+        next(iter(merged.values()), NO_LINK),
+        ACTION_US,
+        f"measured on {device_name(device)}, {mesh.world} ranks at once",
+        costs_by_lane(collectives),
+        shared,
+    )
+
+
+def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
+    """The median of what ranks of one place found for each op."""
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for table in tables:
+        for key, us in table.items():
+            found[key].append(us)
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def typical_link(links: list[Link]) -> Link:
+    """The median of each figure of links that do equal work."""
+    return Link(
+        statistics.median(link.latency_us for link in links),
+        statistics.median(link.bytes_per_us for link in links),
+        statistics.median(link.processor_us_per_mb for link in links),
+        links[0].source,
+    )
+
+
+def with_starts(
+    job: Job, op_us: Mapping[tuple[int, str], float], collectives: Mapping[tuple[str, str], Measured]
+) -> dict[tuple[int, str], float]:
+    """Op times with the call of the transport added to every op that starts a collective."""
+    found = dict(op_us)
+    for stage in job.stages:
+        for op in (op for ops in stage.ops.values() for op in ops):
+            asked = op.collective
+            if (
+                asked is not None
+                and (asked.axis, asked.kind) in collectives
+                and (stage.index, op.name) in found
+            ):
+                found[stage.index, op.name] += collectives[asked.axis, asked.kind].start_us
+    return found
+
+
+def costs_by_lane(
+    collectives: Mapping[tuple[str, str], Measured],
+) -> dict[tuple[str, str], CollectiveCost]:
+    """As a plan's costs hold them: an axis' communicator has the axis' name."""
+    return {key: measured.cost for key, measured in collectives.items()}

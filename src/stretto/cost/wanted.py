@@ -1,0 +1,80 @@
+"""Which collectives a job's step has, by axis and kind: what is worth measuring, and at which sizes.
+
+Reads programs and parameters only. Once-a-step sums are grouped into buckets when the plan is lowered; here
+they count as a gradient alone and as all gradients of a stage together, between which every bucket lies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stretto.ir.program import DTYPE_BYTES, Job
+
+SMALL_BYTES = 4096
+"""A size that shows the latency. Assumed: a page."""
+
+MOST_SIZES = 6
+"""Sizes that the ops themselves ask for, before neighbours; more are thinned out evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Collectives of one kind on one axis. sizes: bytes of the whole tensor, most important first; dtype: of
+    most of their bytes."""
+
+    axis: str
+    kind: str
+    sizes: tuple[int, ...]
+    dtype: str
+
+
+def wanted_collectives(job: Job) -> tuple[Wanted, ...]:
+    """All (axis, kind) of the job's axes larger than 1, in an order that is equal on all ranks."""
+    sizes: dict[tuple[str, str], set[int]] = defaultdict(set)
+    dtypes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for stage in job.stages:
+        for ops in stage.ops.values():
+            for op in ops:
+                asked = op.collective
+                made = op.outputs[0] if op.outputs else None
+                if asked is not None and made is not None and job.size(asked.axis) > 1:
+                    sizes[asked.axis, asked.kind].add(asked.nbytes)
+                    dtypes[asked.axis, asked.kind][made.dtype] += asked.nbytes
+    for axis, size in job.axes:
+        if size == 1:
+            continue
+        for stage in job.stages:
+            summed = [
+                parameter
+                for parameter in job.parameters
+                if stage.index in parameter.stages
+                and parameter.grads
+                and (axis == "dp" or axis in parameter.partial)
+            ]
+            if summed:
+                each = [parameter.grad_nbytes for parameter in summed]
+                sizes[axis, "all_reduce"].update((min(each), max(each), sum(each)))
+                for parameter in summed:
+                    dtype = parameter.own_dtype or parameter.spec.dtype
+                    dtypes[axis, "all_reduce"][dtype] += parameter.grad_nbytes
+    return tuple(
+        Wanted(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
+        for axis, kind in sorted(sizes)
+    )
+
+
+def sweep(asked: Iterable[int]) -> tuple[int, ...]:
+    """The sizes asked for, then a small one, half the smallest and twice the largest."""
+    exact = sorted(set(asked))
+    if len(exact) > MOST_SIZES:
+        step = (len(exact) - 1) / (MOST_SIZES - 1)
+        exact = sorted({exact[round(k * step)] for k in range(MOST_SIZES)})
+    around = (SMALL_BYTES, exact[0] // 2, exact[-1] * 2)
+    return (*exact, *(size for size in dict.fromkeys(around) if size >= SMALL_BYTES and size not in exact))
+
+
+def elements(nbytes: int, dtype: str, members: int) -> int:
+    """Elements of a tensor of about `nbytes` that `members` can split evenly; at least one each."""
+    return max(1, round(nbytes / DTYPE_BYTES[dtype] / members)) * members
