@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.cost.devices import device
-from stretto.cost.efficiency import Matmul, op_us, run_us
+from stretto.cost.efficiency import Matmul, matmul_dims, op_us, run_us
 
 ROOF = device("a100-80gb").roof()
 DIM = st.integers(1, 20_000)
@@ -70,3 +70,18 @@ def test_a_run_of_ops_takes_the_longer_of_device_and_host() -> None:
     launch = ROOF.efficiency.launch_us
     assert run_us([1.0, 2.0], 10, ROOF) == 10 * launch
     assert run_us([1e6, 2.0], 10, ROOF) == 1e6 + 2.0
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "expected"),
+    [
+        ("aten.mm.default", [(2, 3), (3, 5)], Matmul(2, 5, 3)),
+        ("aten.addmm.default", [(5,), (2, 3), (3, 5)], Matmul(2, 5, 3)),
+        ("aten.bmm.default", [(7, 2, 3), (7, 3, 5)], Matmul(2, 5, 3, 7)),
+        ("aten.baddbmm.default", [(7, 2, 5), (7, 2, 3), (7, 3, 5)], Matmul(2, 5, 3, 7)),
+        ("aten.add.Tensor", [(2, 3), (2, 3)], None),
+        ("aten._scaled_dot_product_flash_attention.default", [(1, 2, 3, 4)] * 3, None),
+    ],
+)
+def test_the_product_of_an_op(target: str, shapes: list[tuple[int, ...]], expected: Matmul | None) -> None:
+    assert matmul_dims(target, shapes) == expected

@@ -14,7 +14,7 @@ Touches no device: numbers in, microseconds out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
@@ -101,3 +101,20 @@ def op_us(flops: float, bytes_moved: float, dims: Matmul | None, roof: Roof) -> 
 def run_us(device_us: Iterable[float], launches: float, roof: Roof) -> float:
     """Microseconds of ops one after the other: the device's sum, or the host's launches if that is longer."""
     return max(sum(device_us), launches * roof.efficiency.launch_us)
+
+
+def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
+    """The product that an op computes, None for one that is no matmul.
+
+    target: its name, such as `aten.addmm.default`; shapes: of its tensor arguments, in order.
+    """
+    name = target.removeprefix("aten.").split(".", 1)[0]
+    if name in ("addmm", "baddbmm"):
+        shapes = shapes[1:]  # the first is added
+    if name in ("mm", "addmm"):
+        (m, k), (_, n) = shapes[:2]
+        return Matmul(m, n, k)
+    if name in ("bmm", "baddbmm"):
+        (batch, m, k), (_, _, n) = shapes[:2]
+        return Matmul(m, n, k, batch)
+    return None
