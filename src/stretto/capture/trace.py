@@ -279,8 +279,8 @@ def _convert(
                 constants.append(_constant(joint.module, node))
                 names[node] = f"const/{node.target}"
                 continue
-            if node.op != "call_function":
-                continue
+            if node.op != "call_function" or ("val" not in node.meta and not node.users):
+                continue  # an assertion on values makes nothing that anyone needs
             names[node] = node.name
             op = _op(node, names, roots)
         except CaptureError as error:

@@ -148,9 +148,9 @@ def _sequence_region(
         if own and part not in styles:
             if not _is_norm(module):
                 raise UsageError(
-                    f"sequence_parallel: {part} ({type(module).__name__}) has no style, and would see a slice "
-                    "of the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it works on "
-                    "every token alone)"
+                    f"sequence_parallel: {part} ({type(module).__name__}) has no style, and would see a "
+                    "slice of the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it "
+                    "works on every token alone)"
                 )
             # A norm beside a rowwise module is in attention (of queries, of keys) and sees whole sequences.
             beside = any(part.rpartition(".")[0] == r.rpartition(".")[0] for r in rowwise)
@@ -379,7 +379,9 @@ def _rowwise(module: nn.Module, how: TensorParallel) -> Callable[..., Any]:
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         bias = module._parameters.get("bias")
         if bias is not None and type(module).__name__ == "Conv1D":
-            y = x @ module.get_parameter("weight")  # its forward always adds its bias
+            weight = module._parameters["weight"]
+            assert weight is not None
+            y = x @ weight  # its forward always adds its bias
         elif bias is not None:
             module._parameters["bias"] = None  # added once, after the sum
             try:

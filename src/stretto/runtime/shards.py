@@ -30,6 +30,26 @@ def part_of(
     return whole
 
 
+def pieces_of(
+    part: torch.Tensor, parameter: Parameter, job: Job, coordinates: Mapping[str, int]
+) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Where the part of the rank at `coordinates` lies in the whole: (offsets, view of the part) of each box.
+
+    One box, or one for each packed block. What has the part's shape (a gradient, an optimizer's average)
+    lies there too.
+    """
+    found = [((0,) * part.dim(), part)]
+    for shard in parameter.shards:
+        size, at = job.size(shard.axis), coordinates[shard.axis]
+        boxes: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        for offsets, held in found:
+            for block, piece in enumerate(held.chunk(shard.blocks, dim=shard.dim)):
+                first = (block * size + at) * piece.shape[shard.dim]
+                boxes.append(((*offsets[: shard.dim], first, *offsets[shard.dim + 1 :]), piece))
+        found = boxes
+    return found
+
+
 def join(parts: Sequence[torch.Tensor], parameter: Parameter) -> torch.Tensor:
     """The whole from the parts along the parameter's one axis, in the order of ranks. A parameter that is
     not spread is the first part."""

@@ -34,6 +34,11 @@ NETWORK_WORDS = ("connection", "socket", "closed", "timed out", "timeout", "brok
 """What Gloo's errors say when a peer is gone, as seen with PyTorch 2.13; it raises plain RuntimeError."""
 
 
+# PyTorch 2.13 calls these by new names, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class TorchTransport:
     """One process's end. `torch.distributed` must be initialised (`init_process_group`)."""
 
@@ -112,14 +117,14 @@ class TorchTransport:
         return self._start(
             lane,
             None,
-            lambda: dist.all_gather_into_tensor(result, value, group=self._groups[lane], async_op=True),
+            lambda: _all_gather(result, value, group=self._groups[lane], async_op=True),
         )
 
     def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
         return self._start(
             lane,
             None,
-            lambda: dist.reduce_scatter_tensor(result, value, group=self._groups[lane], async_op=True),
+            lambda: _reduce_scatter(result, value, group=self._groups[lane], async_op=True),
         )
 
     def all_gather(self, item: Any) -> list[Any]:

@@ -1,0 +1,227 @@
+"""What cannot be spread is refused: which module, why, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.errors import CaptureError, StrettoError, UsageError
+from stretto.parallelize.styles import Style, parse_style, plan_of
+from stretto.parallelize.tensor import tensor_parallel
+from tests.parallelize.test_tensor_equality import batch_of, from_transformers, gpt
+
+PLAN = {"0": "colwise", "2": "rowwise"}
+
+
+class Two(nn.Module):
+    """Two matrices with a norm between, as small as a model gets."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.norm(self.up(x)))
+        return out
+
+
+def mean(model: nn.Module, batch: Tensor) -> Tensor:
+    out: Tensor = model(batch).square().mean()
+    return out
+
+
+def refused(make: Callable[[], Any], text: str, kind: type[StrettoError] = UsageError) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        make()
+
+
+def test_a_model_without_a_plan() -> None:
+    refused(
+        lambda: tensor_parallel(Two(), 2, sequence=False), "Two has no plan for tensor parallelism: give one"
+    )
+
+
+def test_a_pattern_that_no_module_has() -> None:
+    plan = {"up": "colwise", "side": "rowwise"}
+    refused(
+        lambda: tensor_parallel(Two(), 2, sequence=False, plan=plan),
+        "tp_plan['side']: the model has no module",
+    )
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("columnwise", "tp_plan['up']: unknown style 'columnwise'; known styles: colwise,"),
+        (3, "unknown style 'int'"),
+        (PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), "unknown style"),
+        ("packed_colwise:x", "must name how many matrices are packed"),
+        ("packed_colwise:0", "must name how many matrices are packed"),
+        ("attributes", "must name attributes"),
+        ("rowwise:2", "takes nothing after a colon"),
+        (ColwiseParallel(input_layouts=Shard(1)), "input layouts (Shard(dim=1),) are not supported"),
+    ],
+)
+def test_styles_that_are_none(style: Any, text: str) -> None:
+    refused(lambda: plan_of(Two(), {"up": style}), text)
+
+
+def test_words_and_objects_of_pytorch_mean_the_same() -> None:
+    assert parse_style(ColwiseParallel(), "") == parse_style("colwise", "") == Style("colwise")
+    assert parse_style(ColwiseParallel(output_layouts=Replicate()), "") == Style("colwise_gather_output")
+    assert parse_style(RowwiseParallel(), "") == Style("rowwise")
+    assert parse_style("colwise_rep", "") == Style("colwise_gather_output")
+    assert parse_style("packed_colwise:3", "") == Style("packed_colwise", blocks=3)
+
+
+def test_objects_of_pytorch_give_the_plain_numbers_as_words_do() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    batch = torch.randn(4, 4, dtype=torch.float64)
+    objects = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallel = Parallel(tp=2, tp_plan=PLAN)
+    jobs = [
+        capture(model, batch, mean, Parallel(tp=2), tp_plan=objects),
+        capture(model, batch, mean, parallel),
+    ]
+    assert jobs[0] == jobs[1]
+
+
+def test_features_that_cannot_be_spread_equally() -> None:
+    plan = {"up": "colwise", "down": "rowwise"}
+    refused(
+        lambda: tensor_parallel(Two(6), 4, sequence=False, plan=plan),
+        "up: 6 features cannot be spread equally",
+    )
+    packed = {"up": "packed_colwise:3"}
+    refused(
+        lambda: tensor_parallel(Two(8), 2, sequence=False, plan=packed),
+        "8 features of 3 packed matrices cannot",
+    )
+
+
+def test_heads_that_cannot_be_spread() -> None:
+    refused(lambda: tensor_parallel(gpt(heads=2), 4, sequence=False), "the model has heads = 2")
+    llama = from_transformers(
+        "LlamaForCausalLM", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=None, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    refused(
+        lambda: tensor_parallel(llama, 4, sequence=False), "num_key_value_heads = 2, which is not a multiple"
+    )
+
+
+def test_ties_that_are_spread_differently() -> None:
+    plan = {"embedding": "replicated", "head": "vocabulary", "blocks.*.mlp.up": "colwise"}
+    tied = gpt(tie_embeddings=True)
+    how = tensor_parallel(tied, 2, sequence=False, plan=plan)
+    assert not {"embedding.weight", "head.weight"} & how.shards.keys()
+    plan["head"] = "colwise_gather_output"
+    refused(
+        lambda: tensor_parallel(tied, 2, sequence=False, plan=plan), "are one tensor, but the tensor-parallel"
+    )
+
+
+def test_a_style_on_a_module_that_cannot_have_it() -> None:
+    refused(
+        lambda: tensor_parallel(Two(), 2, sequence=False, plan={"norm": "colwise"}),
+        "norm (LayerNorm): the style 'colwise' needs a matrix",
+    )
+
+
+def test_attributes_that_cannot_be_divided() -> None:
+    model = Two()
+    plan = {"up": "attributes:in_features,bias", "down": "rowwise"}
+    refused(
+        lambda: capture(model, torch.randn(2, 4), mean, Parallel(tp=2), tp_plan=plan),
+        "to be divided it must be",
+    )
+    assert model.up.in_features == 4, "what was divided before the refusal is put back"
+
+
+def test_a_sequence_that_cannot_be_cut() -> None:
+    batch = {key: value[:, :7] for key, value in batch_of().items()}
+    parallel = Parallel(tp=2, sequence_parallel=True)
+
+    def loss(model: nn.Module, b: Any) -> Tensor:
+        out: Tensor = model(b["input_ids"]).full().mean()
+        return out
+
+    refused(
+        lambda: capture(gpt(), batch, loss, parallel),
+        "cannot be spread equally over tp = 2: 7 is not",
+        CaptureError,
+    )
+
+
+def test_sequence_parallelism_needs_blocks_and_a_norm() -> None:
+    plan = {"up": "colwise", "down": "rowwise"}
+    refused(
+        lambda: tensor_parallel(Two(), 2, sequence=True, plan=plan),
+        "needs one list of blocks with rowwise modules",
+    )
+    model = gpt()
+    model.norm = nn.Identity()
+    plan = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+    for name in ("qkv", "out"):
+        plan[f"blocks.*.attention.{name}"] = "colwise" if name == "qkv" else "rowwise"
+    refused(
+        lambda: tensor_parallel(model, 2, sequence=True, plan=plan), "no norm follows the blocks 'blocks'"
+    )
+    del plan["blocks.*.mlp.up"]
+    refused(
+        lambda: tensor_parallel(model, 2, sequence=True, plan=plan),
+        "blocks.0.mlp.up (Linear) has no style, and would see a slice of the sequence",
+    )
+
+
+def test_a_loss_that_only_a_part_of_the_model_made() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(model, Two)
+        out: Tensor = model.up(batch).square().mean()
+        return out
+
+    refused(
+        lambda: capture(Two(), torch.randn(2, 4), loss, Parallel(tp=2), tp_plan={"up": "colwise"}),
+        "the loss differs between tp ranks",
+        CaptureError,
+    )
+
+
+def test_a_parameter_used_in_parts_and_wholly() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(self.up(x) * self.scale) * self.scale
+            return out
+
+    refused(
+        lambda: capture(
+            Mixed(), torch.randn(2, 4), mean, Parallel(tp=2), tp_plan={"up": "colwise", "down": "rowwise"}
+        ),
+        "parameter 'scale' is used in parts by tp ranks in one place, and wholly in another",
+        CaptureError,
+    )
+
+
+def test_settings_that_do_nothing_are_refused() -> None:
+    refused(
+        lambda: Parallel(sequence_parallel=True), "sequence_parallel shares the work of tensor-parallel ranks"
+    )
+    refused(lambda: Parallel(tp_plan={"up": "colwise"}), "tp_plan shares the work of tensor-parallel ranks")
+    refused(lambda: Parallel(cp=2), "context parallelism is to come")

@@ -1,0 +1,112 @@
+"""An all-reduce that is cut becomes a reduce-scatter; one that is also used whole stays."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.parallelize import ops
+from stretto.passes import Graph, run_passes
+from stretto.passes.scatter import reduce_scatter_chunks
+from tests.parallelize.test_tensor_equality import step
+from tests.runtime.equality import plain
+
+X = TensorSpec((2, 4, 6), "float32")
+HALF = TensorSpec((2, 2, 6), "float32", (24, 6, 1))
+
+
+def graph(*, users: tuple[Op, ...] = (), roots: tuple[str, ...] = (), kind: str = "sum") -> Graph:
+    found = (
+        Op("x", "aten.relu.default", (Ref("batch/0"),), (), (X,)),
+        Op("sum", "comm.all_reduce", (Ref("x"), kind, "tp", 2), (), (X,)),
+        Op("done", "comm.wait", (Ref("sum"),), (), (X,), "sum"),
+        Op("cut", "axis.chunk", (Ref("done"), 1, "tp", 2), (), (HALF,), "sum"),
+        Op("y", "aten.relu.default", (Ref("cut"),), (), (TensorSpec((2, 2, 6), "float32"),)),
+        *users,
+    )
+    return Graph(found, frozenset(("y", *roots)))
+
+
+def kinds(found: Graph) -> list[str]:
+    return [op.collective.kind for op in found.ops if op.collective is not None]
+
+
+def test_a_sum_that_is_only_cut() -> None:
+    found = reduce_scatter_chunks(graph())
+    assert kinds(found) == ["reduce_scatter"]
+    start = next(op for op in found.ops if op.collective is not None)
+    assert start.collective is not None
+    assert start.collective.nbytes == X.nbytes
+    assert {op.name for op in found.ops} >= {"x", "cut", "y"}
+    made = {op.name: op for op in found.ops}
+    assert made["cut"].alias == "sum"
+    assert all(found.origin[op.name] == "sum" for op in found.ops if op.name.startswith("sum_"))
+    known = {"batch/0"}
+    for op in found.ops:
+        assert known.issuperset(op.uses), "every op stands after what it uses"
+        known.add(op.name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"users": (Op("whole", "aten.relu.default", (Ref("done"),), (), (X,)),)},
+        {"roots": ("done",)},
+        {"kind": "max"},
+        {"users": (Op("other", "axis.chunk", (Ref("done"), 0, "tp", 2), (), (X,), "sum"),)},
+        {"users": (Op("other", "axis.chunk", (Ref("done"), 1, "dp", 2), (), (X,), "sum"),)},
+    ],
+    ids=["used whole", "a result", "a maximum", "another dim", "another axis"],
+)
+def test_a_sum_that_has_to_stay(change: dict[str, Any]) -> None:
+    before = graph(**change)
+    assert reduce_scatter_chunks(before) == before
+    assert run_passes(before).ops == before.ops
+
+
+class Cut(nn.Module):
+    """A matrix spread over its input, whose sum is cut along a dim and put together again."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+        self.dim = dim
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((4, 6), 0), ((2, 4, 6), 0), ((2, 4, 6), 1), ((1, 4, 6), 1), ((2, 4, 6), 2)]
+)
+def test_numbers_stay(shape: tuple[int, ...], dim: int) -> None:
+    """Along any dim, with and without something before it."""
+    model = Cut(dim).double()
+
+    def spread(model: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(model, Cut)
+        y = model.down(model.up(x).relu())
+        y = ops.collect(ops.chunk(y, model.dim, "tp", 2).sin(), model.dim, "tp", 2)
+        out: Tensor = y.square().mean()
+        return out
+
+    def whole(model: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(model, Cut)
+        out: Tensor = model.down(model.up(x).relu()).sin().square().mean()
+        return out
+
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    job = capture(model, x, spread, Parallel(tp=2), tp_plan={"up": "colwise", "down": "rowwise"})
+    used = [op.collective.kind for o in job.stages[0].ops.values() for op in o if op.collective is not None]
+    assert used.count("reduce_scatter") == 1
+    expected = plain(copy.deepcopy(model), x, whole)
+    told, grads = step(job, model, x)
+    assert torch.allclose(told, expected.loss, rtol=1e-12, atol=0)
+    for name, want in expected.grads.items():
+        assert want is not None
+        assert torch.allclose(grads[name], want, rtol=1e-10, atol=1e-15)
