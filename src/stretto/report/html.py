@@ -28,7 +28,7 @@ from stretto.report.tables import (
 from stretto.report.traffic import by_axis, traffic_of
 from stretto.report.words import KINDS, format_bytes, format_share, format_us
 
-SCRIPTS = ("data.js", "paint.js", "tip.js", "view.js", "main.js")
+SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 """In the order in which they need each other."""
 
 HINT = (

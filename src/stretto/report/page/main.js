@@ -7,7 +7,7 @@ View.prototype.legend = function () {
     for (const lane of timeline.lanes)
       for (let i = 0; i < lane.count; i++) {
         const category = categories[lane.category[i]];
-        found.add(category !== "message" || /^(pp \d|e\d|loss|tied)/.test(this.data.texts[lane.name[i]]) ? category : "collective");
+        found.add(category !== "message" || ofPipeline(this.data.texts[lane.name[i]]) ? category : "collective");
       }
     if (timeline.memory.some((memory) => memory.at.length)) found.add("memory");
   }

@@ -1,44 +1,5 @@
-// Paints one timeline's lanes on a canvas. Knows colours, rows and labels; nothing of events.
-// Colours are of Okabe and Ito's palette, which people with any colour vision tell apart; labels say the same.
+// Paints one timeline's lanes on a canvas. Knows what lies where and what it is called; nothing of events.
 "use strict";
-
-const GUTTER = 96, RIGHT = 14, RULER = 24, COMPUTE = 30, MESSAGE = 14, MEMORY = 28, GAP = 12, OPS_TOP = 13;
-const LEAST_OP_PX = 1.2; // ops of a run appear when they are this wide, on average
-const MEANING = {
-  F: "F  forward", I: "I  input gradient", W: "W  weight gradient", B: "B  backward (I and W)", R: "R  recomputation",
-  exposed: "exposed communication", bubble: "bubble: nothing to do", message: "pp message", collective: "collective",
-  memory: "memory held",
-};
-const LIGHT = {
-  F: ["#0072b2", "#2b8cc4", "#005a8e"], I: ["#e69f00", "#f2b63c", "#d08f00"], W: ["#009e73", "#35b48f", "#008a64"],
-  B: ["#a8457a", "#bb5f90", "#8f3566"], R: ["#56b4e9", "#7cc5ee", "#3fa4dd"], exposed: "#d55e00", exposedGround: "#ffe6d3",
-  bubble: "#e6e9ee", message: "#93a1b5", collective: "#8577c9", memory: "#b9c6d6", memoryLine: "#5d6878",
-  row: "#f6f7f9", grid: "#dfe3e9", ink: "#1b2330", quiet: "#5d6878", onDark: "#ffffff", onLight: "#171200", mark: "#000000",
-};
-const DARK = {
-  ...LIGHT, F: ["#2b8cc4", "#4aa3d6", "#1a78ae"], exposed: "#ff8a3d", exposedGround: "#4a2710", bubble: "#252c37",
-  message: "#66758b", collective: "#8f83d6", memory: "#334054", memoryLine: "#8a98ab", row: "#191e26", grid: "#2b323d",
-  ink: "#eef2f7", quiet: "#9aa6b5", mark: "#ffffff",
-};
-const LETTERS = '11px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
-
-// Rows of a timeline from the top: {kind, y, height, lane | rank}.
-function layout(timeline, shown) {
-  const rows = [];
-  let y = 4, rank = -1;
-  const put = (kind, height, more) => { rows.push({ kind, y, height, ...more }); y += height + 2; };
-  const close = () => {
-    if (rank >= 0 && shown.memory && timeline.memory[rank] && timeline.memory[rank].at.length) put("memory", MEMORY, { rank });
-    if (rank >= 0) y += GAP;
-  };
-  for (const lane of timeline.lanes) {
-    if (lane.rank !== rank) { close(); rank = lane.rank; }
-    if (lane.compute) put("compute", COMPUTE, { lane, rank });
-    else if (shown.messages) put("message", MESSAGE, { lane, rank });
-  }
-  close();
-  return { rows, height: Math.max(y - GAP + 6, COMPUTE) };
-}
 
 class Painter {
   constructor(data, canvas) {
@@ -142,20 +103,16 @@ class Painter {
 
   lane(lane, y, height) {
     const { from, to } = this.view, [first, last] = touching(lane, from, to), c = this.context;
-    let pixel = -1;
+    const narrow = new Narrow(GUTTER + this.span);
     for (let i = first; i < last; i++) {
       if (lane.end[i] < from) continue;
       const x = this.x(lane.begin[i]), right = this.x(lane.end[i]);
-      if (right - x < 0.5) {
-        // Of spans narrower than a pixel, one a pixel is enough to see.
-        if (Math.floor(x) === pixel) continue;
-        pixel = Math.floor(x);
-      }
       this.drawn.spans++;
-      const category = this.data.categories[lane.category[i]], width = Math.max(0.6, right - x - (right - x > 4 ? 0.8 : 0));
-      if (lane.compute) this.compute(lane, i, category, x, width, y, height);
+      const category = this.data.categories[lane.category[i]], width = right - x - (right - x > 4 ? 0.8 : 0);
+      const name = this.data.texts[lane.name[i]], pipe = ofPipeline(name);
+      if (right - x < NARROW_PX) narrow.add(category === "message" && !pipe ? "collective" : category, x, Math.max(right, x + 0.02));
+      else if (lane.compute) this.compute(lane, i, category, x, width, y, height);
       else {
-        const name = this.data.texts[lane.name[i]], pipe = /^(pp \d|e\d|loss|tied)/.test(name);
         c.fillStyle = pipe ? this.colours.message : this.colours.collective;
         c.fillRect(x, y, width, height);
         const short = name.startsWith(lane.row) ? name.slice(lane.row.length).trim() : name;
@@ -165,6 +122,7 @@ class Painter {
         this.fit(words, x, Math.min(x + width, next), y + height / 2 + 0.5, pipe ? this.colours.onLight : this.colours.onDark);
       }
     }
+    narrow.paint(c, y, height, (category) => [this.colours[category]].flat()[0]);
     if (lane.compute) this.runs(lane, y, height);
   }
 
