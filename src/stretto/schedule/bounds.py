@@ -1,50 +1,46 @@
-"""Lower bounds: how fast no order of a job's actions on these ranks can be.
+"""Lower bounds: how fast no order of a job's actions, and of their ops, on these ranks can be.
 
-May touch `stretto.ir` and `schedule.reach`, `schedule.transfers`. The contract:
+May touch `stretto.ir` and this room. The contract:
 
-1. Every op has a *head*, before which it cannot start, and a *tail*, which must pass after it has ended; so
-   has every message. Both follow from one microbatch alone (`schedule.reach`).
-2. A machine does one thing at a time: a rank's compute lane, a rank's network card in each direction. For
-   any set S of the work on a machine, a step lasts at least the least head in S, plus the time of S for all
-   microbatches, plus the least tail in S. The sets tried are all {head >= a and tail >= b}. This is
-   the preemptive one-machine bound of Jackson's rule (Carlier, "The one-machine sequencing problem", 1982).
-3. A transport that needs processor time takes it from the compute lane, or from its idle time. Of a rank's
-   transport time, what cannot fit before the head and after the tail is added to the work.
+1. Every op, collective and message has a *head*, before which it cannot start, and a *tail*, which must pass
+   after it has ended. Both follow from one microbatch alone (`schedule.reach`).
+2. A machine does one thing at a time: a rank's compute lane, the lane of each of its other axes, its network
+   card in each direction. Each is bounded as one machine (`schedule.bound_machine`). A card carries
+   messages, and the collectives of axes that share it, less their latency. Buckets of gradients
+   are those of `schedule.sums`; each comes once a step, after the last of the ops that add to it.
+3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
+   the part that cannot fall before the head and after the tail is added to the work.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
-5. The largest of these binds.
+5. A stage that may hold few live microbatches cannot start the next before one has ended
+   (`schedule.bound_live`).
+6. The largest of these binds.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Costs
 from stretto.ir.program import Job
+from stretto.schedule.bound_ends import SumTime
+from stretto.schedule.bound_live import LiveBound, live_bound
+from stretto.schedule.bound_machine import ROUNDING, Machine, Work, one_machine
+from stretto.schedule.bound_stage import after_lane
 from stretto.schedule.reach import Reach, find_reach
 from stretto.schedule.transfers import occupancy_us, processor_us
-
-Array = NDArray[np.float64]
-
-THRESHOLDS = 256
-"""Heads and tails tried on each machine. With more distinct ones, some are rounded down, which keeps the
-bound true. Chosen so that 64 ranks take about a second."""
-
-ROUNDING = 1e-12
-"""Relative difference below which two bounds are equal: a few roundings of double precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A lower bound on the step, in microseconds.
 
-    binds: which bound binds, in words. parts: every bound by name (`rank 1 compute`, `rank 0 sends`,
-    `rank 1 receives`, `critical path`), in microseconds.
+    binds: which bound binds, in words. parts: every bound by name (`rank 1 compute`, `rank 1 tp`,
+    `rank 0 sends`, `rank 1 receives`, `critical path`, `stage 1 memory`), in microseconds.
     """
 
     us: float
@@ -52,22 +48,15 @@ class Bound:
     parts: dict[str, float] = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    """Step 2's result for one machine: us = head + m * each + extra + tail."""
+def lower_bound(
+    job: Job, where: Schedule | Sequence[int], costs: Costs, *, max_live: Sequence[int] | None = None
+) -> Bound:
+    """The time below which no order of the job's actions and ops can come, with these costs.
 
-    us: float
-    head_us: float
-    each_us: float
-    tail_us: float
-    extra_us: float = 0.0
-
-
-def lower_bound(job: Job, where: Schedule | Sequence[int], costs: Costs) -> Bound:
-    """The time below which no order of the job's actions can come, with these costs.
-
-    where: a schedule, of which only the placement counts, or the rank of each stage. Op times must be known
-    for every op that is no view. Raises PlanError for a missing time, and for edges that form a circle.
+    where: a schedule, of which only the placement counts, or the rank of each stage. max_live: for each
+    stage, the most microbatches that it may hold; the job's own limit by default (a family's own need not
+    bind another order). Op times must be known for every op that is no view. Raises PlanError for a
+    missing time or cost, and for edges that form a circle.
     """
     stage_ranks = tuple(where.stage_ranks if isinstance(where, Schedule) else where)
     forwards = _forwards_a_run(where) if isinstance(where, Schedule) else 1
@@ -76,20 +65,27 @@ def lower_bound(job: Job, where: Schedule | Sequence[int], costs: Costs) -> Boun
     # 4. One microbatch alone.
     parts = {"critical path": reach.critical_us}
     words = {"critical path": f"the critical path of one microbatch ({format_us(reach.critical_us)})"}
+    # 2. Machines.
     for rank in sorted(set(stage_ranks)):
-        for name, machine, what in (
-            (f"rank {rank} compute", _compute(job, stage_ranks, costs, reach, rank, forwards), "compute"),
-            (f"rank {rank} sends", _card(job, stage_ranks, costs, reach, rank, True), "outgoing messages"),
-            (
-                f"rank {rank} receives",
-                _card(job, stage_ranks, costs, reach, rank, False),
-                "incoming messages",
-            ),
-        ):
+        place = _Place(job, stage_ranks, costs, reach, rank)
+        works = {"compute": (place.compute(forwards), "compute")}
+        for axis in place.axes:
+            works[axis] = (place.lane(axis), f"{axis} collectives")
+        works["sends"] = (place.card(outgoing=True), "outgoing messages")
+        works["receives"] = (place.card(outgoing=False), "incoming messages")
+        for name, (work, what) in works.items():
+            machine = one_machine(work, m)
             if machine is not None:
-                parts[name] = machine.us
-                words[name] = _in_words(f"rank {rank}'s {what}", m, machine)
-    # 5. The largest binds; of equal ones the first named.
+                parts[f"rank {rank} {name}"] = machine.us
+                words[f"rank {rank} {name}"] = _in_words(f"rank {rank}'s {what}", m, machine)
+    # 5. Memory.
+    limits = max_live or (() if job.max_live is None else (job.max_live,) * len(job.stages))
+    for stage, limit in enumerate(limits):
+        live = live_bound(job, reach, stage, limit) if limit < m else None
+        if live is not None:
+            parts[f"stage {stage} memory"] = live.us
+            words[f"stage {stage} memory"] = _memory_in_words(stage, m, limit, live)
+    # 6. The largest binds; of equal ones the first named.
     largest = max(parts.values())
     binding = next(name for name, us in parts.items() if us >= largest * (1 - ROUNDING))
     return Bound(largest, words[binding], parts)
@@ -104,13 +100,25 @@ def format_us(us: float) -> str:
     raise AssertionError("unreachable")
 
 
-def _in_words(machine_name: str, m: int, machine: _Machine) -> str:
-    text = f"{machine_name} ({m} x {format_us(machine.each_us)}"
-    text += f" and {format_us(machine.extra_us)} for its messages)" if machine.extra_us > 0 else ")"
-    if machine.head_us > 0:
-        text += f" after a head of {format_us(machine.head_us)}"
-    if machine.tail_us > 0:
-        text += f"{' and' if machine.head_us > 0 else ''} before a tail of {format_us(machine.tail_us)}"
+def _in_words(machine_name: str, m: int, machine: Machine) -> str:
+    inside = [f"{m} x {format_us(machine.each_us)}"] if machine.each_us > 0 or not machine.once_us else []
+    if machine.once_us > 0:
+        inside.append(f"{format_us(machine.once_us)} once")
+    if machine.extra_us > 0:
+        inside.append(f"{format_us(machine.extra_us)} for its messages")
+    return f"{machine_name} ({' and '.join(inside)}){_around(machine.head_us, machine.tail_us)}"
+
+
+def _memory_in_words(stage: int, m: int, limit: int, live: LiveBound) -> str:
+    text = f"stage {stage}'s limit of {limit} live microbatch{'es' if limit > 1 else ''}"
+    text += f" ({m} x {format_us(live.alive_us)} / {limit})"
+    return text + _around(live.head_us, live.tail_us)
+
+
+def _around(head_us: float, tail_us: float) -> str:
+    text = f" after a head of {format_us(head_us)}" if head_us > 0 else ""
+    if tail_us > 0:
+        text += f"{' and' if text else ''} before a tail of {format_us(tail_us)}"
     return text
 
 
@@ -120,118 +128,107 @@ def _forwards_a_run(schedule: Schedule) -> int:
     return max((sum(a.phase is Phase.F for a in slot.actions) for slot in slots), default=1) or 1
 
 
-def _compute(
-    job: Job, stage_ranks: Sequence[int], costs: Costs, reach: Reach, rank: int, forwards: int
-) -> _Machine | None:
-    """Steps 2 and 3 for a rank's compute lane."""
-    heads: list[float] = []
-    tails: list[float] = []
-    times: list[float] = []
-    for stage, owner in enumerate(stage_ranks):
-        if owner != rank:
-            continue
-        ops = reach.stages[stage]
-        heads += ops.head_us.tolist()
-        tails += ops.tail_us.tolist()
-        times += ops.time_us.tolist()
-        if costs.action_us and ops.forward.any():
-            # Each run of a forward pays `action_us` before its ops; count it with one of them.
-            on_path = int(np.argmax(np.where(ops.forward, ops.head_us + ops.tail_us, -1.0)))
-            heads.append(float(ops.head_us[on_path]))
-            tails.append(float(ops.tail_us[on_path]))
-            times.append(costs.action_us / forwards)
-    transport_us, share = _transport(job, stage_ranks, costs, rank)
-    # The first run of a rank may pay `action_us` before the head.
-    return _one_machine(
-        np.array(heads),
-        np.array(tails),
-        np.array(times),
-        job.microbatches,
-        transport_us,
-        share,
-        costs.action_us,
-    )
+class _Place:
+    """The machines of one rank, steps 2 and 3."""
 
+    def __init__(self, job: Job, stage_ranks: Sequence[int], costs: Costs, reach: Reach, rank: int) -> None:
+        self._m = job.microbatches
+        self._costs = costs
+        self._reach = reach
+        stages = [reach.stages[stage] for stage, owner in enumerate(stage_ranks) if owner == rank]
+        self._stages = stages
+        ways = [(edge, stage_ranks[edge.source], stage_ranks[edge.target]) for edge in job.edges]
+        self._messages = {
+            out: [(edge, costs.link(a, b)) for edge, a, b in ways if a != b and rank == (a if out else b)]
+            for out in (True, False)
+        }
+        self._sums = self._find_sums()
+        called = [call.lane for stage in stages for call, _ in stage.calls]
+        self.axes = tuple(dict.fromkeys([*called, *(of.axis for of, _, _ in self._sums)]))
 
-def _transport(job: Job, stage_ranks: Sequence[int], costs: Costs, rank: int) -> tuple[float, float]:
-    """Step 3: (processor time that the rank's messages take for certain, the largest share at one time)."""
-    total = {"in": 0.0, "out": 0.0}
-    share = {"in": 0.0, "out": 0.0}
-    for edge in job.edges:
-        a, b = stage_ranks[edge.source], stage_ranks[edge.target]
-        if a == b or rank not in (a, b):
-            continue
-        link = costs.link(a, b)
-        busy_us = occupancy_us(link, edge.spec.nbytes)
-        way = "out" if rank == a else "in"
-        lost_us = processor_us(link, edge.spec.nbytes)
-        total[way] += lost_us * job.microbatches
-        share[way] = max(share[way], lost_us / busy_us if busy_us else 0.0)
-    if share["in"] + share["out"] <= 1.0:
-        return total["in"] + total["out"], share["in"] + share["out"]
-    # Both directions at once may ask for more than the whole processor; only one of them counts for certain.
-    return max(total.values()), 1.0
+    def _find_sums(self) -> list[tuple[SumTime, float, float]]:
+        """Buckets of gradients along axes beside pp, each with its head and tail."""
+        found: dict[str, tuple[SumTime, float, float]] = {}
+        for stage in self._stages:
+            for end, before in zip(
+                stage.ends, stage.distances.before_sink[len(stage.edges_out) :], strict=True
+            ):
+                # Every op that an addition needs runs for every microbatch before the first sum begins.
+                head_us = after_lane(stage.head_us[before], self._m * stage.time_us[before])
+                tail_us = end.us
+                for of in end.sums:
+                    tail_us -= of.time.us
+                    if of.axis != "pp":
+                        _, least_us, rest_us = found.get(of.name, (of, 0.0, 0.0))
+                        found[of.name] = (of, max(least_us, head_us), max(rest_us, tail_us))
+                    head_us += of.time.us
+        return list(found.values())
 
+    def compute(self, forwards: int) -> Work:
+        """The compute lane. forwards: the most that one run holds."""
+        action_us = self._costs.action_us
+        work = Work()
+        work.outside_us, work.share = self._transport()
+        # The first run of a rank may pay `action_us` before the head.
+        work.before_us = action_us
+        for stage in self._stages:
+            for head_us, tail_us, time_us in zip(stage.head_us, stage.tail_us, stage.time_us, strict=True):
+                work.add(float(head_us), float(tail_us), float(time_us))
+            if action_us and stage.forward.any():
+                # Each run of a forward pays `action_us` before its ops; count it with one of them.
+                on_path = int(np.argmax(np.where(stage.forward, stage.head_us + stage.tail_us, -1.0)))
+                head_us, tail_us = float(stage.head_us[on_path]), float(stage.tail_us[on_path])
+                work.add(head_us, tail_us, action_us / forwards)
+        return work
 
-def _card(
-    job: Job, stage_ranks: Sequence[int], costs: Costs, reach: Reach, rank: int, outgoing: bool
-) -> _Machine | None:
-    """Step 2 for one direction of a rank's network card."""
-    rows: dict[int, tuple[float, float, float]] = defaultdict(lambda: (0.0, 0.0, 0.0))
-    for edge in job.edges:
-        a, b = stage_ranks[edge.source], stage_ranks[edge.target]
-        if a == b or rank != (a if outgoing else b):
-            continue
-        link = costs.link(a, b)
-        leave_us = reach.leaves_us[edge.index]
-        follows_us = link.latency_us + reach.follows_us[edge.index]
-        rows[edge.index] = (leave_us, follows_us, occupancy_us(link, edge.spec.nbytes))
-    if not rows:
-        return None
-    table = np.array(list(rows.values()))
-    return _one_machine(table[:, 0], table[:, 1], table[:, 2], job.microbatches)
+    def lane(self, axis: str) -> Work:
+        """The lane of an axis: collectives of ops, and sums."""
+        return self._collectives(axis, Work(), card=False)
 
+    def card(self, *, outgoing: bool) -> Work:
+        """One direction of the network card."""
+        work = Work()
+        for edge, link in self._messages[outgoing]:
+            follows_us = link.latency_us + self._reach.follows_us[edge.index]
+            work.add(self._reach.leaves_us[edge.index], follows_us, occupancy_us(link, edge.spec.nbytes))
+        for axis in self.axes:
+            if axis in self._costs.shared:
+                self._collectives(axis, work, card=True)
+        return work
 
-def _one_machine(
-    heads: Array,
-    tails: Array,
-    times: Array,
-    m: int,
-    transport_us: float = 0.0,
-    share: float = 0.0,
-    before_head_us: float = 0.0,
-) -> _Machine | None:
-    """Step 2: the best of all sets {head >= a and tail >= b}."""
-    if not len(times):
-        return None
-    firsts, at_head = _thresholds(heads)
-    lasts, at_tail = _thresholds(tails)
-    grid = np.zeros((len(firsts), len(lasts)))
-    count = np.zeros_like(grid)
-    np.add.at(grid, (at_head, at_tail), times)
-    np.add.at(count, (at_head, at_tail), 1)
-    work = grid[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1]
-    filled = count[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1] > 0
-    around = firsts[:, None] + lasts[None, :]
-    # 3. Transport that cannot fall before the head or after the tail.
-    extra = np.maximum(0.0, transport_us - share * around)
-    early = np.where(firsts[:, None] > 0, before_head_us, 0.0)
-    total = np.where(filled, around + m * work + extra - early, -np.inf)
-    # Of equal sets the first, which is the largest, says best what binds.
-    best = int(np.argmax(total >= total.max() * (1 - ROUNDING)))
-    row, column = np.unravel_index(best, total.shape)
-    return _Machine(
-        float(total[row, column]),
-        float(firsts[row]),
-        float(work[row, column]),
-        float(lasts[column]),
-        float(extra[row, column]),
-    )
+    def _collectives(self, axis: str, work: Work, *, card: bool) -> Work:
+        """Add those of an axis: on its lane, or on the card that it shares, which latency leaves free."""
+        for stage in self._stages:
+            for call, time in stage.calls:
+                if call.lane == axis:
+                    late_us = time.latency_us if card else 0.0
+                    head_us = float(stage.head_us[call.start] + stage.time_us[call.start])
+                    tail_us = float(stage.tail_us[call.wait] + stage.time_us[call.wait])
+                    work.add(head_us, tail_us + late_us, each_us=time.us - late_us)
+        for of, head_us, tail_us in self._sums:
+            if of.axis == axis:
+                late_us = of.time.latency_us if card else 0.0
+                work.add(head_us, tail_us + late_us, once_us=of.time.us - late_us)
+        return work
 
+    def _transport(self) -> tuple[float, float]:
+        """Step 3: (processor time that transfers take for certain, the largest share at one time).
 
-def _thresholds(values: Array) -> tuple[Array, NDArray[np.intp]]:
-    """Values to try, ascending, and for each value the largest of them that is not above it."""
-    distinct = np.unique(values)
-    if len(distinct) > THRESHOLDS:
-        distinct = distinct[np.linspace(0, len(distinct) - 1, THRESHOLDS).astype(int)]
-    return distinct, np.searchsorted(distinct, values, side="right") - 1
+        Each direction of messages, and each axis, is in flight once at a time. Where all at once may ask for
+        more than the processor, those count that do not, and together take most.
+        """
+        lanes: list[tuple[float, float]] = []
+        for messages in self._messages.values():
+            lost_us = [processor_us(link, edge.spec.nbytes) for edge, link in messages]
+            busy_us = [occupancy_us(link, edge.spec.nbytes) for edge, link in messages]
+            shares = [lost / busy if busy else 0.0 for lost, busy in zip(lost_us, busy_us, strict=True)]
+            lanes.append((self._m * sum(lost_us), max(shares, default=0.0)))
+        for axis in self.axes:
+            times = [(t, self._m) for stage in self._stages for c, t in stage.calls if c.lane == axis]
+            times += [(of.time, 1) for of, _, _ in self._sums if of.axis == axis]
+            # More than the whole cannot be lost.
+            taken_us = sum(times_a_step * t.us * min(1.0, t.load) for t, times_a_step in times)
+            lanes.append((taken_us, max((min(1.0, t.load) for t, _ in times), default=0.0)))
+        choices = (some for count in range(len(lanes) + 1) for some in combinations(lanes, count))
+        sums = ((sum(us for us, _ in some), sum(share for _, share in some)) for some in choices)
+        return max((us, share) for us, share in sums if share <= 1.0)

@@ -1,0 +1,172 @@
+"""Bounds with collectives: hand cases, words, and that no order of ops beats them, whatever overlaps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.schedule.test_bounds import overlapped, virtual
+from tests.synthetic_comm import ACTIVATION, KINDS, make_comm_costs, make_comm_job, plan_with, shuffled
+
+from stretto.errors import PlanError
+from stretto.ir.curve import Curve
+from stretto.ir.plan import CollectiveCost, Costs, Link, Plan
+from stretto.schedule.bounds import lower_bound
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.timing import peak_live
+from stretto.simulate import simulate
+
+
+def test_a_microbatch_alone_waits_for_its_collectives() -> None:
+    job = make_comm_job(1, 1, blocks=3)
+    bound = lower_bound(job, (0,), make_comm_costs(job, op_us=10, collective_us=1000))
+    # Six collectives in a chain, and on it m and y of each block, y0, d0 (or the loss) and dx0.
+    assert bound.parts["critical path"] == pytest.approx(6 * 1000 + 12 * 10 + 4 * 10)
+
+
+def test_the_load_of_a_lane_binds() -> None:
+    job = make_comm_job(1, 10)
+    costs = make_comm_costs(job, op_us=1, collective_us=1000)
+    bound = lower_bound(job, (0,), costs)
+    # fm0.0 before the first; by0.0 and dx0 after the last; the norm's sum is small and comes once.
+    once_us = 1000 * 2048 / ACTIVATION.nbytes
+    assert bound.parts["rank 0 tp"] == pytest.approx(1 + 10 * 2000 + 2 + once_us, rel=1e-4)
+    assert bound.binds.startswith("rank 0's tp collectives (10 x 2 ms")
+
+
+def test_collectives_hidden_by_compute_leave_compute_to_bind() -> None:
+    job = make_comm_job(1, 10)
+    bound = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=10))
+    assert bound.binds.startswith("rank 0's compute (10 x 10 ms)")
+
+
+def test_lost_speed_counts_where_it_cannot_fall_into_idle_time() -> None:
+    job = make_comm_job(1, 10)
+    free = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=100))
+    slow = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=100, slowdown=0.5))
+    # Twenty collectives of 100 us, each at half speed, but for what the head and the tail may take.
+    assert slow.us - free.us == pytest.approx(20 * 50, rel=0.5)
+    assert "for its messages" in slow.binds
+
+
+def test_gradients_of_data_parallel_ranks_are_summed_after_all_that_adds_to_them() -> None:
+    job = make_comm_job(1, 3, axes=(("dp", 4),))
+    bound = lower_bound(job, (0,), make_comm_costs(job, op_us=100, collective_us=500))
+    # Every op of every microbatch, but by0.0 and dx0 of the last, comes before the sums of W's gradients.
+    sum_us = 500 * (512 * 256 * 4 + 2048) / ACTIVATION.nbytes
+    assert bound.parts["rank 0 dp"] == pytest.approx(3 * 700 + sum_us)
+
+
+def test_shared_cards_carry_messages_and_collectives() -> None:
+    job = make_comm_job(2, 10)
+    kwargs = {"op_us": 1.0, "collective_us": 500.0, "bytes_per_us": ACTIVATION.nbytes / 500}
+    alone = lower_bound(job, (0, 1), make_comm_costs(job, **kwargs))
+    shared = lower_bound(job, (0, 1), make_comm_costs(job, **kwargs, shared=("tp",)))
+    # Each microbatch: a message of 500 us and two collectives of 500 us on one direction.
+    # The message leaves after a collective; three more and the way back follow.
+    assert alone.parts["rank 0 sends"] == pytest.approx(503 + 10 * 500 + 2012)
+    assert shared.parts["rank 0 sends"] == pytest.approx(1 + 10 * 1500 + 2, rel=1e-3)
+    assert shared.us > alone.us
+
+
+def test_a_limit_of_live_microbatches_binds() -> None:
+    job = replace(make_comm_job(3, 12), max_live=1)
+    bound = lower_bound(job, (0, 1, 2), make_comm_costs(job, op_us=100, collective_us=50))
+    assert bound.binds.startswith("stage 0's limit of 1 live microbatch (12 x ")
+    # With one live microbatch nothing overlaps: twelve round trips.
+    plan = plan_with(
+        job,
+        make_schedule("1f1b", 3, 12, max_live=1),
+        make_comm_costs(job, op_us=100, collective_us=50),
+    )
+    assert simulate(plan).step_us == pytest.approx(bound.us, rel=0.15)
+
+
+def test_a_familys_own_limit_can_be_asked_about() -> None:
+    order = make_schedule("1f1b", 4, 16)
+    job = make_comm_job(4, 16)
+    costs = make_comm_costs(job, op_us=100, latency_us=1000)
+    own = lower_bound(job, order, costs, max_live=peak_live(order))
+    assert own.binds.startswith("stage 0's limit of 4 live microbatches (16 x 9.3 ms / 4)")
+    assert own.us > lower_bound(job, order, costs).us
+    assert own.us <= simulate(plan_with(job, order, costs)).step_us
+
+
+def test_a_collective_without_a_cost_is_refused() -> None:
+    job = make_comm_job(2, 2)
+    costs = replace(make_comm_costs(job), collectives={})
+    with pytest.raises(PlanError, match="all_reduce on 'tp' has no cost"):
+        lower_bound(job, (0, 1), costs)
+
+
+def test_equal_stages_are_bounded_as_unequal_ones_are() -> None:
+    """Stages that differ in nothing share their distances; a hair of difference must change nothing else."""
+    job = make_comm_job(5, 4, blocks=2, sequence=True)
+    costs = make_comm_costs(job, op_us=100)
+    names = {key: us + 1e-9 * at for at, (key, us) in enumerate(costs.op_us.items())}
+    same, unequal = (lower_bound(job, range(5), c) for c in (costs, replace(costs, op_us=names)))
+    assert same.parts == {name: pytest.approx(us) for name, us in unequal.parts.items()}
+
+
+# --- the property ------------------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    ranks = draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 5))
+    kind = draw(st.sampled_from([*FAMILIES, "virtual", "overlapped"]))
+    max_live = None
+    if kind == "virtual":
+        order = virtual(ranks, 2, microbatches)
+    elif kind == "overlapped":
+        order = overlapped(make_schedule("1f1b", ranks, microbatches))
+    else:
+        if kind != "gpipe":
+            max_live = draw(st.none() | st.integers(1, 3))
+        order = make_schedule(kind, ranks, microbatches, max_live=max_live)
+    axes = draw(st.sampled_from([(), (("tp", 2),), (("dp", 2),), (("dp", 2), ("tp", 4))]))
+    job = make_comm_job(
+        order.stages,
+        microbatches,
+        axes=axes,
+        blocks=draw(st.integers(1, 3)),
+        sequence=draw(st.booleans()),
+        tied=draw(st.booleans()),
+    )
+    job = replace(job, max_live=max_live)
+    time_us = st.floats(0, 200)
+    op_us = {key: draw(time_us) for key in make_comm_costs(job).op_us}
+
+    def link() -> Link:
+        rate = ACTIVATION.nbytes / draw(st.floats(0.1, 300))
+        return Link(draw(st.floats(0, 100)), rate, draw(st.sampled_from([0, 20, 100, 600])))
+
+    def collective() -> CollectiveCost:
+        latency_us, each_us = draw(st.floats(0, 50)), draw(st.floats(0.1, 400))
+        curve = Curve(((0.0, latency_us), (float(ACTIVATION.nbytes), latency_us + each_us)))
+        return CollectiveCost(
+            curve, draw(st.sampled_from([0.0, 50.0, 900.0])), draw(st.sampled_from([0.0, 0.2, 0.9]))
+        )
+
+    links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
+    collectives = {(axis, kind): collective() for axis, _ in axes for kind in KINDS}
+    shared = draw(st.sampled_from([(), ("tp",), ("dp", "tp")]))
+    action_us = draw(st.sampled_from([0.0, 15.0]))
+    costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared)
+    plan = plan_with(job, order, costs, overlap=draw(st.booleans()))
+    return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans())
+def test_no_order_of_ops_beats_any_bound(plan: Plan) -> None:
+    timeline = simulate(plan)
+    bound = lower_bound(plan.job, plan.schedule, plan.costs)
+    assert bound.us == max(bound.parts.values())
+    for name, us in bound.parts.items():
+        assert us <= timeline.step_us * (1 + 1e-9) + 1e-6, name
+    own = lower_bound(plan.job, plan.schedule, plan.costs, max_live=peak_live(plan.schedule))
+    assert own.us <= timeline.step_us * (1 + 1e-9) + 1e-6, own.binds
