@@ -16,7 +16,7 @@ The contract: the schedule is legal (`stretto.verify` checks), stages match the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Phase, Schedule, Slot
@@ -54,8 +54,9 @@ def lower(
                 windows[window_name(slot)] = make_window(job, slot)
     traffic = {name: _Traffic.of(window) for name, window in windows.items()}
     sends = {rank: _sends(job, schedule, traffic, rank) for rank in range(schedule.ranks)}
+    start_order = _start_order(sums, schedule)
     orders = tuple(
-        _order(job, schedule, traffic, sends, rank, overlap, sent_before or {}, sums)
+        _order(job, schedule, traffic, sends, rank, overlap, sent_before or {}, sums, start_order)
         for rank in range(schedule.ranks)
     )
     return windows, orders, communicators_of(job, schedule)
@@ -134,6 +135,7 @@ def _order(
     overlap: bool,
     sent_before: Mapping[Message, int],
     sums: Sums,
+    start_order: Sequence[tuple[str, Mapping[int, int]]],
 ) -> tuple[Instruction, ...]:
     """Steps 2 to 5 for one rank."""
     order = schedule.orders[rank]
@@ -170,7 +172,7 @@ def _order(
     loss_stage, _ = job.loss
     finish: list[Instruction] = []
     if tells_loss(job, schedule.ranks):
-        last_forward = _last_run(order, {(loss_stage, Phase.F)})
+        last_forward = _last_runs(order).get((loss_stage, Phase.F))
         tell = Instruction(InstructionKind.LOSS)
         if last_forward is None:
             # One run before the end, so that the loss travels under that run.
@@ -179,7 +181,7 @@ def _order(
             after[last_forward].append(tell)
         finish.append(Instruction(InstructionKind.HEARD))
     earliest = 0
-    for name, last in _start_order(sums, schedule):
+    for name, last in start_order:
         # One order on all ranks, so a sum never starts before those that stand before it.
         if name in sums.early[rank]:
             earliest = max(earliest, last[rank])
@@ -212,24 +214,24 @@ def _post_positions(
     return list(zip(messages, positions, strict=True))
 
 
-def _last_run(order: Sequence[Slot], programs: Collection[tuple[int, Phase]]) -> int | None:
-    """The last run of any of these programs in a rank's order."""
-    found = (
-        at
+def _last_runs(order: Sequence[Slot]) -> dict[tuple[int, Phase], int]:
+    """(stage, phase) -> its last run in a rank's order."""
+    return {
+        (action.stage, phase): at
         for at, slot in enumerate(order)
         for action in slot.actions
-        if any((action.stage, phase) in programs for phase in action.phase.parts)
-    )
-    return max(found, default=None)
+        for phase in action.phase.parts
+    }
 
 
 def _start_order(sums: Sums, schedule: Schedule) -> list[tuple[str, dict[int, int]]]:
     """Buckets that start early with, for each rank that holds one, its last run that adds to the gradient;
     in the one order in which all ranks start the sums: by the latest last run, then as in the plan."""
+    runs = [_last_runs(order) for order in schedule.orders]
     found: list[tuple[str, dict[int, int]]] = []
     for bucket in sums.buckets:
         last = {
-            rank: _last_run(schedule.orders[rank], starts[bucket.name]) or 0
+            rank: max((runs[rank][made] for made in starts[bucket.name] if made in runs[rank]), default=0)
             for rank, starts in enumerate(sums.early)
             if bucket.name in starts
         }
