@@ -43,6 +43,7 @@ class Hooks(Protocol):
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None: ...
     def draw(self, microbatch: int, op: int) -> None: ...
     def drawn(self) -> None: ...
+    def tick(self, stage: int, op: str) -> None: ...
     def start(self, name: str, kind: str, op: str, lane: str, value: torch.Tensor, size: int) -> Started: ...
     def finish(self, started: Started) -> torch.Tensor: ...
 
@@ -81,14 +82,18 @@ class Generated:
     stages: tuple[int, ...]
 
 
-def generate(job: Job, window: Window, externals: Externals) -> Generated:
-    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
-    return _Writer(job, window, externals).write()
+def generate(job: Job, window: Window, externals: Externals, *, timed: bool = False) -> Generated:
+    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read.
+
+    timed: the function tells `hooks.tick` after every item, so that the time of each op can be known.
+    """
+    return _Writer(job, window, externals, timed).write()
 
 
 class _Writer:
-    def __init__(self, job: Job, window: Window, externals: Externals) -> None:
+    def __init__(self, job: Job, window: Window, externals: Externals, timed: bool) -> None:
         self.job = job
+        self.timed = timed
         self.window = window
         self.externals = externals
         self.lines: list[str] = []
@@ -131,6 +136,9 @@ class _Writer:
                 edge = self.job.edges[int(item.ref)]
                 value = self._name(item.part, edge.value)
                 self._line(f"hooks.send({edge.index}, m{item.part}, {value})")
+            if self.timed:
+                made = str(item.ref) if item.kind is ItemKind.OP else ""
+                self._line(f"hooks.tick({stage}, {made!r})")
             done = [self.names[key] for key in last_item.get(at, ()) if key in self.names]
             if done:
                 self._line(f"del {', '.join(done)}")

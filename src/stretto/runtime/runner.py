@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class Runner:
         self.state = RankState(plan, self.transport, self.device, self._compute, self._buffers, seed, dtypes)
         self._addresses = {k: parameter.data_ptr() for k, parameter in self._parameters.items()}
         self._last: Marks | None = None
+        self._op_us: dict[tuple[int, str], float] = {}
         self._peak_bytes = 0
 
     # Parameters.
@@ -218,10 +220,7 @@ class Runner:
 
         Raises UsageError for a batch whose leaves do not fit the plan, RunError when a rank is lost.
         """
-        leaves = fit_batch(self.plan.job, batch, self.device)
-        self._check_bound()
-        for copy, parameter in self._copies:
-            copy.copy_(parameter.detach())
+        leaves = self._ready(batch)
         with self._metered():
             loss = self.state.step(leaves)
         for k, grad in sorted(self.state.grads.items()):
@@ -238,6 +237,28 @@ class Runner:
         self._last = self.state.marks
         self._last.peak_bytes = self._peak_bytes
         return loss
+
+    def measure_ops(self, batch: Any) -> dict[tuple[int, str], float]:
+        """The time of every op in microseconds, (stage, op) -> mean over microbatches, from a step whose
+        gradients are dropped; every rank must call it. Timelines that follow carry it.
+
+        Taking the times slows the step by a microsecond or two for each op. Raises as `step` and `timeline`.
+        """
+        self._check_clock()
+        mine = self.state.step_timed(self._ready(batch))
+        self.state.grads = {}
+        first = not any(at for axis, at in self.coordinates.items() if axis != "pp")
+        for found in self.transport.all_gather(mine if first else {}):
+            self._op_us |= found
+        return dict(self._op_us)
+
+    def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
+        """The batch's leaves, when all that ops read is up to date."""
+        leaves = fit_batch(self.plan.job, batch, self.device)
+        self._check_bound()
+        for copy, parameter in self._copies:
+            copy.copy_(parameter.detach())
+        return leaves
 
     def _check_bound(self) -> None:
         """Ops read the tensors that the parameters had when the runner was made."""
@@ -266,13 +287,17 @@ class Runner:
         """The last step as measured on all ranks; every rank must call it. Raises RunError before a step."""
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
+        self._check_clock()
+        gathered = self.transport.all_gather((self._last, self.transport.clock_offset_us()))
+        found = build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
+        return replace(found, op_us=dict(self._op_us))
+
+    def _check_clock(self) -> None:
         if self.device.type != "cpu":
             raise RunError(
                 "measured timelines exist for processors only: on an accelerator the clock of the process "
                 "says when work was queued, not when it ran. Use torch.profiler there"
             )
-        gathered = self.transport.all_gather((self._last, self.transport.clock_offset_us()))
-        return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
     def report(self) -> Report:
         """Predicted against measured of the last step; every rank must call it. `print` shows a table."""

@@ -1,0 +1,222 @@
+"""Predicted against measured, over a grid of GPTs, layouts and rates of the network.
+
+    1. A cell is a shape of GPT, a layout (pp, tp) and a rate. Cells of one layout and rate share a lab, one
+       rank on each host; ranks share the machine's cores equally.
+    2. In each cell the ranks capture, measure their costs together, plan, and run some steps. Step time,
+       exposed communication and peak memory of the plan's prediction stand beside what was measured.
+    3. Cells of shapes and rates that no measurement knows are predicted once more from others alone: op times
+       and communication from the calibrated cells (`stretto.bench.transfer`).
+
+A worker (this module as a program, once on each host) does steps 2 and keeps its plans' costs for step 3.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import stretto
+from stretto.ir.plan import Plan
+from stretto.ir.serialize import plan_to_text
+from stretto.ir.timeline import SpanKind
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+
+WARM_UPS = 2
+"""Steps that do not count: first messages open connections, first steps fill caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A GPT and its batch. microbatch: rows; the step has `microbatches` of them."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    sequence: int
+    vocab: int
+    microbatch: int
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One place of the grid. rate: as `tc` writes it, or "unlimited"."""
+
+    shape: Shape
+    pp: int
+    tp: int
+    rate: str
+    sequence_parallel: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.tp
+
+    def __str__(self) -> str:
+        sp = " sp" if self.sequence_parallel else ""
+        return f"{self.shape.name} pp={self.pp} tp={self.tp}{sp} {self.rate}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A cell's figures. Shares are of the step, the mean over places; peaks by place."""
+
+    cell: str
+    predicted_ms: float
+    measured_ms: float
+    rounds_ms: tuple[float, ...]
+    exposed_predicted: float
+    exposed_measured: float
+    peak_predicted: tuple[int, ...]
+    peak_measured: tuple[int, ...]
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured step, less one."""
+        return self.predicted_ms / self.measured_ms - 1.0
+
+    @property
+    def exposed_points(self) -> float:
+        """Difference of exposed shares, in percent of the step."""
+        return 100.0 * (self.exposed_predicted - self.exposed_measured)
+
+    @property
+    def peak_error(self) -> float:
+        """The largest relative error of a place's peak memory, with its sign."""
+        errors = [p / m - 1.0 for p, m in zip(self.peak_predicted, self.peak_measured, strict=True) if m]
+        return max(errors, key=abs, default=0.0)
+
+
+SHAPES = (
+    Shape("wide", hidden=1024, layers=2, heads=16, sequence=128, vocab=2048, microbatch=1, microbatches=4),
+    Shape("deep", hidden=512, layers=6, heads=8, sequence=128, vocab=1024, microbatch=1, microbatches=4),
+    Shape("long", hidden=768, layers=2, heads=12, sequence=256, vocab=2048, microbatch=1, microbatches=4),
+    Shape("rows", hidden=640, layers=4, heads=10, sequence=64, vocab=4096, microbatch=3, microbatches=4),
+)
+"""Small enough for half a core a rank, and different in what takes their time."""
+
+RATES = ("50mbit", "100mbit", "200mbit", "1gbit", "unlimited")
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
+
+
+def grid(shapes: tuple[Shape, ...] = SHAPES, rates: tuple[str, ...] = RATES) -> list[Cell]:
+    """All cells; one rank alone has no network, and one rate. Every other shape has sequence parallelism."""
+    cells = []
+    for pp, tp in LAYOUTS:
+        for rate in rates if pp * tp > 1 else ("unlimited",):
+            for number, shape in enumerate(shapes):
+                cells.append(Cell(shape, pp, tp, rate, sequence_parallel=tp > 1 and number % 2 == 1))
+    return cells
+
+
+def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None) -> Found:
+    """Step 2 on one rank; every rank of the cell calls it. keep: is given the plan."""
+    shape = cell.shape
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=shape.vocab,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        context=shape.sequence,
+    )
+    model = GPT(config)
+    rows = shape.microbatch * shape.microbatches
+    batch = {
+        "input_ids": torch.randint(0, shape.vocab, (rows, shape.sequence)),
+        "labels": torch.randint(0, shape.vocab, (rows, shape.sequence)),
+    }
+    parallel = stretto.Parallel(
+        pp=cell.pp,
+        tp=cell.tp,
+        sequence_parallel=cell.sequence_parallel,
+        microbatches=shape.microbatches,
+        schedule="1f1b",
+    )
+    job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
+    plan = stretto.plan(job, "local")
+    if keep is not None:
+        keep(plan)
+    runner = stretto.Runner(plan, model)
+    prediction = plan.prediction
+    assert prediction is not None
+    times: list[float] = []
+    exposed: list[float] = []
+    for number in range(WARM_UPS + rounds):
+        for parameter in runner.parameters():
+            parameter.grad = None
+        _together()
+        start = time.perf_counter()
+        runner.step(batch)
+        took = _longest(time.perf_counter() - start)
+        timeline = runner.timeline()
+        if number >= WARM_UPS:
+            times.append(took * 1e3)
+            shares = [us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED)]
+            exposed.append(statistics.mean(shares))
+    peak = timeline.peak_bytes
+    runner.close()
+    return Found(
+        cell=str(cell),
+        predicted_ms=prediction.step_us / 1e3,
+        measured_ms=statistics.median(times),
+        rounds_ms=tuple(times),
+        exposed_predicted=statistics.mean(us / prediction.step_us for us in prediction.exposed_us),
+        exposed_measured=statistics.median(exposed),
+        peak_predicted=prediction.peak_bytes,
+        peak_measured=peak,
+    )
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _longest(seconds: float) -> float:
+    if not dist.is_initialized():
+        return seconds
+    longest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def cell_from(data: dict[str, Any]) -> Cell:
+    """A cell from its JSON."""
+    return Cell(**{**data, "shape": Shape(**data["shape"])})
+
+
+def main() -> None:
+    """The worker's entry: `python -m stretto.bench.predict CELLS_JSON ROUNDS FOLDER`, once on each host. Rank
+    0 writes a cell's figures and its plan into the folder as soon as it has them."""
+    cells, rounds, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    alone = cell_from(cells[0]).world == 1
+    if not alone:
+        dist.init_process_group("gloo")
+    first = alone or dist.get_rank() == 0
+    for data in cells:
+        cell = cell_from(data)
+        kept: list[Plan] = []
+        found = run_cell(cell, rounds, kept.append)
+        if first:
+            (folder / f"{cell}.plan.json").write_text(plan_to_text(kept[0]))
+            (folder / f"{cell}.json").write_text(json.dumps(asdict(found)))
+            print(f"{cell}: {100 * found.error:+.1f} %", file=sys.stderr, flush=True)
+    if not alone:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
