@@ -52,7 +52,7 @@ class Balanced(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.loads += [f"{tag} {key}" for key, _ in attrs if key in ("src", "href")]
-        if tag != "meta":
+        if tag not in ("meta", "input"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -79,8 +79,8 @@ def test_what_is_missing_is_left_out_and_said(run_dir: Path) -> None:
         (run_dir / name).unlink()
     run = load_run(run_dir)
     assert run.notes == [
-        "metrics.jsonl is missing, so the loss and speed of each step is left out.",
-        "measured.json is missing, so the measured timeline is left out.",
+        "metrics.jsonl is missing. Left out: the loss and speed of each step.",
+        "measured.json is missing. Left out: the measured timeline.",
         "The predicted timeline was not saved; it was simulated again from plan.json.",
     ]
     page = render(run)

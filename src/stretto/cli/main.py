@@ -25,6 +25,7 @@ COMMANDS = {
     "cluster": ("stretto.cli.cluster", "cluster", "List and show clusters that can be planned for."),
     "lab": ("stretto.cli.lab", "lab", "Emulate a slow cluster on this machine."),
     "bench": ("stretto.cli.bench", "bench", "Race Stretto against other systems."),
+    "show": ("stretto.cli.show", "show", "List the ops of one phase of one stage of a plan."),
     "report": ("stretto.cli.report", "report", "Show a finished run: predicted against measured."),
     "export": ("stretto.cli.export", "export", "Write a checkpoint as safetensors."),
 }

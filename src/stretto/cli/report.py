@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, UsageError
+from stretto.ir.timeline import Timeline
+from stretto.report.dearest import dearest_ops
+from stretto.report.findings import findings
 from stretto.report.html import render
-from stretto.report.rundir import load_run
-from stretto.report.tables import comparison_grid, ranks_grid, summary_grid
+from stretto.report.perfetto import save_perfetto
+from stretto.report.rundir import Run, load_run
+from stretto.report.svg import draw
+from stretto.report.tables import comparison_grid, dearest_grid, ranks_grid, summary_grid, traffic_grid
+from stretto.report.text import timeline_text
+
+WIDTH = 100
+"""Columns of the terminal that are used at most, so that a report can be pasted anywhere."""
+
+DEAREST = 8
 
 report = typer.Typer(add_completion=False)
 
@@ -20,27 +32,71 @@ report = typer.Typer(add_completion=False)
 def run(
     path: Annotated[Path, typer.Argument(help="A run directory, or a plan file.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the report to this file, as one HTML page.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the report into this file: .html (one page that needs no network), "
+            ".perfetto-trace (for ui.perfetto.dev, ops inside actions), or .svg (the timelines).",
+        ),
     ] = None,
 ) -> None:
-    """Show a finished run: predicted against measured, by rank, with the bound and what is missing."""
+    """Show a run, or a plan: predicted against measured, what is hidden, the bound, the dearest ops."""
+    writers: dict[str, Callable[[Run, Path], None]] = {
+        ".html": _write_page,
+        ".perfetto-trace": _write_trace,
+        ".svg": _write_picture,
+    }
+    if output is not None and output.suffix not in writers:
+        raise UsageError(f"--output {output}: its suffix says the kind: give one of {', '.join(writers)}")
     found = load_run(path)
-    console = Console()
-    if found.prediction is not None:
-        if found.measured is not None:
-            console.print(comparison_grid(found.prediction, found.measured).rich())
-        elif found.simulated is not None:
-            console.print(summary_grid(found.simulated, found.prediction).rich())
-        console.print(f"What binds the bound: {found.prediction.binds}.", highlight=False)
-    for timeline in (found.measured, found.simulated):
-        if timeline is not None:
-            console.print(ranks_grid(timeline).rich())
-            break
-    for note in found.notes:
-        console.print(note, style="dim", highlight=False)
     if output is not None:
         try:
-            output.write_text(render(found), encoding="utf-8")
+            writers[output.suffix](found, output)
         except OSError as error:
             raise StrettoError(f"cannot write {output}: {error.strerror}") from None
-        console.print(f"wrote {output}", highlight=False, soft_wrap=True)
+    _print(found)
+    if output is not None:
+        Console().print(f"wrote {output}", highlight=False, soft_wrap=True)
+
+
+def _print(found: Run) -> None:
+    usual = Console()
+    console = Console(width=min(WIDTH, usual.width))
+    timelines = [t for t in (found.simulated, found.measured) if t is not None]
+    if found.prediction is not None and found.measured is not None:
+        console.print(comparison_grid(found.prediction, found.measured).rich())
+    elif found.prediction is not None and found.simulated is not None:
+        console.print(summary_grid(found.simulated, found.prediction).rich())
+    for words in findings(found.prediction, found.simulated, found.measured):
+        console.print(f"- {words}", highlight=False)
+    for timeline in timelines[-1:]:
+        console.print(ranks_grid(timeline).rich())
+        console.print(traffic_grid([timeline]).rich())
+    if found.plan is not None:
+        dearest = dearest_ops(found.plan, found.measured, most=DEAREST, by_inputs=False)
+        if dearest:
+            console.print(dearest_grid(dearest).rich())
+    for timeline in timelines:
+        console.print(timeline_text(timeline, console.width), highlight=False)
+    for note in found.notes:
+        console.print(note, style="dim", highlight=False)
+
+
+def _write_page(found: Run, path: Path) -> None:
+    path.write_text(render(found), encoding="utf-8")
+
+
+def _write_trace(found: Run, path: Path) -> None:
+    save_perfetto(_timelines(found), path, found.plan)
+
+
+def _write_picture(found: Run, path: Path) -> None:
+    path.write_text(draw(_timelines(found)), encoding="utf-8")
+
+
+def _timelines(found: Run) -> list[Timeline]:
+    timelines = [t for t in (found.simulated, found.measured) if t is not None]
+    if not timelines:
+        raise UsageError(f"{found.path} has neither a plan nor a timeline: there is nothing to draw")
+    return timelines

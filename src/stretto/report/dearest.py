@@ -32,9 +32,14 @@ class Dear:
     _phases: set[str] = field(default_factory=set)
 
 
-def dearest_ops(plan: Plan, measured: Timeline | None = None, most: int = 12) -> list[Dear]:
+def dearest_ops(
+    plan: Plan, measured: Timeline | None = None, most: int = 12, *, by_inputs: bool = True
+) -> list[Dear]:
     """The `most` groups of ops that cost most, the dearest first; times are microseconds of the whole step,
-    over all stages and microbatches, `share` is of all ops' time."""
+    over all stages and microbatches, `share` is of all ops' time.
+
+    by_inputs: False takes calls together that make equal shapes, whatever they read.
+    """
     specs = specs_of(plan.job)
     times = measured_op_us(measured)
     times_a_step = plan.job.microbatches
@@ -47,7 +52,7 @@ def dearest_ops(plan: Plan, measured: Timeline | None = None, most: int = 12) ->
                 if not us:
                     continue
                 everything_us += us * times_a_step
-                key = (op.target, shapes_in(op, specs), shapes_out(op))
+                key = (op.target, shapes_in(op, specs) if by_inputs else "", shapes_out(op))
                 dear = groups.setdefault(key, Dear(*key, op.module))
                 dear._phases.add(op_category(op, phase))
                 dear.calls += times_a_step

@@ -32,7 +32,7 @@ def findings(
         said.append(f"What binds the bound: {prediction.binds}.")
         if measured is not None:
             change = format_change(prediction.step_us, measured.step_us)
-            said.append(f"Predicted were {format_us(prediction.step_us)}; measured is {change} from that.")
+            said.append(f"Predicted: {format_us(prediction.step_us)}; the measured step differs by {change}.")
     if shown is not None:
         said += _communication(shown)
         said += _idle(shown)
@@ -52,7 +52,7 @@ def _communication(timeline: Timeline) -> list[str]:
         rank, kind, most_us = _worst(timeline, axis.axis)
         said.append(
             f"{words}; {format_us(axis.exposed_us)} is exposed, {format_share(share)} of the step "
-            f"(mean of the ranks). Most of it: {format_us(most_us)} of {kind} on rank {rank}."
+            f"(mean of the ranks). Most on rank {rank}: {format_us(most_us)} of {kind}."
         )
     kind = KINDS.get(timeline.source, timeline.source)
     return said or [f"Communication, {kind}: none."]

@@ -76,7 +76,7 @@ def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Pla
 def _ops(plan: Plan, texts: _Texts, measured: Mapping[tuple[int, str], float]) -> dict[str, Any]:
     """Columns of all ops, and for every window its first op's number and how many there are."""
     specs = specs_of(plan.job)
-    rows = []
+    rows: list[tuple[int, ...]] = []
     windows: dict[str, list[int]] = {}
     for name, window in window_ops(plan).items():
         windows[name] = [len(rows), len(window.rows)]

@@ -1,15 +1,15 @@
 """Timelines as native Perfetto traces, which ui.perfetto.dev opens: a process a rank, a track a lane.
 
-May touch the `perfetto` package's protobufs. Slices carry a category (F, I, W, B, exposed, bubble, message)
-by which the viewer can filter and colour; a flow leads from the slice that sent a message over the message to
-the slice that first runs with it; memory is a counter.
+May touch the `perfetto` package's protobufs. Slices carry a category (F, I, W, B, exposed, bubble, message,
+op) by which the viewer can filter and colour; with a plan, the ops of an action are slices inside it, with
+their shapes; flows follow messages and collectives (`stretto.report.flows`); memory is a counter. Several
+timelines stand in one trace rank by rank, the predicted above the measured.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
@@ -20,21 +20,40 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
+from stretto.ir.plan import Plan
+from stretto.ir.program import TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.report.detail import measured_op_us, shapes_in, shapes_out, specs_of
+from stretto.report.flows import OpSlice, count_ops, flows_of, nested_ops
 
 NS_PER_US = 1000
 SEQUENCE = 1
 """All packets are of one writer; any number but 0 will do."""
 
 
-def save_perfetto(timeline: Timeline, path: Path) -> None:
-    """Write a timeline as a Perfetto trace to `path`."""
-    path.write_bytes(to_perfetto(timeline))
+MOST_OPS = 100_000
+"""More op slices than this are written only when they are asked for: about 30 MB of trace."""
 
 
-def to_perfetto(timeline: Timeline) -> bytes:
-    """A timeline as the bytes of a Perfetto trace (protobuf `Trace`); times become nanoseconds."""
-    return _Writer(timeline).write()
+def save_perfetto(timeline: Timeline | Sequence[Timeline], path: Path, plan: Plan | None = None) -> None:
+    """Write a timeline, or several, as a Perfetto trace to `path`; ops are inside when there is a plan."""
+    path.write_bytes(to_perfetto(timeline, plan))
+
+
+def to_perfetto(
+    timeline: Timeline | Sequence[Timeline], plan: Plan | None = None, *, ops: bool | None = None
+) -> bytes:
+    """Timelines as the bytes of a Perfetto trace (protobuf `Trace`); times become nanoseconds.
+
+    plan: what the timelines are of; without it there are no ops. ops: whether ops are written; None writes
+    them when they are at most `MOST_OPS`.
+    """
+    timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
+    if plan is None:
+        ops = False
+    elif ops is None:
+        ops = count_ops(plan, timelines) <= MOST_OPS
+    return _Writer(timelines, plan, ops).write()
 
 
 def category(span: Span) -> str:
@@ -45,29 +64,41 @@ def category(span: Span) -> str:
 
 
 class _Writer:
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
+    def __init__(self, timelines: Sequence[Timeline], plan: Plan | None, ops: bool) -> None:
+        self.timelines = timelines
+        self.plan = plan
+        self.ops = ops
         self.builder = TraceProtoBuilder()
         self.next_uuid = 1
-        self.lanes: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
-        for span in sorted(timeline.spans, key=lambda s: (s.start_us, s.end_us)):
-            self.lanes[span.rank][span.lane].append(span)
-        self.flows = self._flows()
+        self.next_flow = 1
+        self.specs: Mapping[str, TensorSpec | None] = specs_of(plan.job) if plan is not None and ops else {}
+        measured = (measured_op_us(timeline) for timeline in timelines)
+        self.measured = next((times for times in measured if times), {})
 
     def write(self) -> bytes:
-        for rank in range(self.timeline.ranks):
-            process = self._process(rank)
-            lanes = self.lanes[rank]
-            for position, lane in enumerate(sorted(lanes, key=lambda name: (name != COMPUTE_LANE, name))):
+        for at, timeline in enumerate(self.timelines):
+            self._timeline(timeline, at)
+        data: bytes = self.builder.serialize()
+        return data
+
+    def _timeline(self, timeline: Timeline, at: int) -> None:
+        lanes: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+        for span in sorted(timeline.spans, key=lambda s: (s.start_us, s.end_us)):
+            lanes[span.rank][span.lane].append(span)
+        self.nested = nested_ops(self.plan, timeline) if self.plan is not None and self.ops else {}
+        self.flows = flows_of(timeline, self.next_flow, self.plan, self.nested)
+        self.next_flow += len(timeline.spans)
+        for rank in range(timeline.ranks):
+            process = self._process(timeline, rank, at)
+            names = sorted(lanes[rank], key=lambda name: (name != COMPUTE_LANE, name))
+            for position, lane in enumerate(names):
                 # Latency is pipelined, so messages of one lane may overlap; slices of one track may not.
-                for row in _rows(lanes[lane]):
+                for row in _rows(lanes[rank][lane]):
                     track = self._track(process, lane, position)
                     for span in row:
                         self._slice(track, span)
-            if rank < len(self.timeline.memory) and self.timeline.memory[rank]:
-                self._memory(process, self.timeline.memory[rank], len(lanes))
-        data: bytes = self.builder.serialize()
-        return data
+            if rank < len(timeline.memory) and timeline.memory[rank]:
+                self._memory(process, timeline.memory[rank], len(names))
 
     # --- tracks -------------------------------------------------------------------------------------
 
@@ -75,15 +106,16 @@ class _Writer:
         self.next_uuid += 1
         return self.next_uuid
 
-    def _process(self, rank: int) -> int:
+    def _process(self, timeline: Timeline, rank: int, at: int) -> int:
         uuid = self._uuid()
         packet = self._packet(0)
         descriptor = packet.track_descriptor
         descriptor.uuid = uuid
-        descriptor.process.pid = rank + 1  # 0 is the idle process in the viewer
-        descriptor.process.process_name = f"rank {rank} ({self.timeline.source})"
+        number = rank * len(self.timelines) + at
+        descriptor.process.pid = number + 1  # 0 is the idle process in the viewer
+        descriptor.process.process_name = f"rank {rank} ({timeline.source})"
         descriptor.child_ordering = TrackDescriptor.ChildTracksOrdering.EXPLICIT
-        descriptor.sibling_order_rank = rank
+        descriptor.sibling_order_rank = number
         return uuid
 
     def _track(self, parent: int, name: str, position: int) -> int:
@@ -118,13 +150,30 @@ class _Writer:
         return packet
 
     def _slice(self, track: int, span: Span) -> None:
-        begin = self._packet(span.start_us).track_event
+        name = span.kind.value if span.kind is SpanKind.BUBBLE else span.name
+        self._begin(track, span.start_us, name, category(span), id(span), _details(span))
+        for op in self.nested.get(id(span), ()):
+            row = op.row
+            self._begin(track, op.start_us, row.op.name, "op", id(op), self._op_details(op))
+            self._end(track, op.end_us)
+        self._end(track, span.end_us)
+
+    def _begin(
+        self,
+        track: int,
+        time_us: float,
+        name: str,
+        category: str,
+        identity: int,
+        details: Iterator[tuple[str, int | float | str]],
+    ) -> None:
+        begin = self._packet(time_us).track_event
         begin.type = TrackEvent.TYPE_SLICE_BEGIN
         begin.track_uuid = track
-        begin.name = span.kind.value if span.kind is SpanKind.BUBBLE else span.name
-        begin.categories.append(category(span))
-        begin.flow_ids.extend(self.flows.get(id(span), ()))
-        for key, value in _details(span):
+        begin.name = name
+        begin.categories.append(category)
+        begin.flow_ids.extend(self.flows.get(identity, ()))
+        for key, value in details:
             annotation = begin.debug_annotations.add()
             annotation.name = key
             if isinstance(value, int):
@@ -133,36 +182,27 @@ class _Writer:
                 annotation.double_value = value
             else:
                 annotation.string_value = value
-        end = self._packet(span.end_us).track_event
+
+    def _end(self, track: int, time_us: float) -> None:
+        end = self._packet(time_us).track_event
         end.type = TrackEvent.TYPE_SLICE_END
         end.track_uuid = track
 
-    def _flows(self) -> dict[int, list[int]]:
-        """Span's identity -> flows through it. A flow's slices must begin in the order of the flow."""
-        compute = {
-            rank: [s for s in lanes.get(COMPUTE_LANE, ()) if s.kind is SpanKind.COMPUTE]
-            for rank, lanes in self.lanes.items()
-        }
-        starts = {rank: [s.start_us for s in spans] for rank, spans in compute.items()}
-        flows: dict[int, list[int]] = defaultdict(list)
-        messages = [s for s in self.timeline.spans if s.kind is SpanKind.MESSAGE and s.sender is not None]
-        for flow, message in enumerate(messages, start=1):
-            sender = message.sender
-            assert sender is not None
-            sent_us = message.start_us if message.sent_us is None else message.sent_us
-            flows[id(message)].append(flow)
-            at = bisect_right(starts.get(sender, []), sent_us) - 1
-            # A message that leaves as its op ends may be found in the slice that begins then.
-            if at > 0 and compute[sender][at - 1].end_us >= sent_us:
-                at -= 1
-            if at >= 0:
-                flows[id(compute[sender][at])].append(flow)
-            first = bisect_right(starts.get(message.rank, []), message.start_us)
-            for span in compute.get(message.rank, [])[first:]:
-                if span.microbatch == message.microbatch and span.end_us > message.end_us:
-                    flows[id(span)].append(flow)
-                    break
-        return flows
+    def _op_details(self, slice_: OpSlice) -> Iterator[tuple[str, int | float | str]]:
+        row, op = slice_.row, slice_.row.op
+        yield "op", op.target
+        yield "category", row.category
+        if op.module:
+            yield "module", op.module
+        yield "reads", shapes_in(op, self.specs)
+        yield "makes", shapes_out(op)
+        yield "bytes", op.nbytes
+        if op.flops:
+            yield "flops", op.flops
+        yield "predicted_us", row.us
+        took_us = self.measured.get((row.stage, op.name))
+        if took_us is not None:
+            yield "measured_us", took_us
 
 
 def _details(span: Span) -> Iterator[tuple[str, int | float | str]]:

@@ -74,7 +74,7 @@ def _load_directory(path: Path) -> Run:
     run = Run(path)
     for name, what in FILES.items():
         if name not in present and name != "simulated.json":
-            run.notes.append(f"{name} is missing, so {what} is left out.")
+            run.notes.append(f"{name} is missing. Left out: {what}.")
     if "settings.json" in present:
         run.settings = _load_object(path / "settings.json")
     if "summary.json" in present:

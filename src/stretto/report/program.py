@@ -1,0 +1,185 @@
+"""A stage's program as a table for people: every op with shapes, cost, and what happens to its memory.
+
+A value lives from the op that makes it to its last use by any program of the stage; views share the memory of
+what they view. What is sent stays until the message has left, and gradients to the end of the step. May touch
+`stretto.ir` and `stretto.report.detail`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from stretto.errors import UsageError
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, is_external, results_of
+from stretto.ir.plan import Plan
+from stretto.ir.program import Op
+from stretto.report.detail import OpRow, op_us, shapes_in, shapes_out, specs_of, window_ops
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One op. saved_for: later phases of the stage that read its result; sent: edges that carry it;
+    result: what it is beyond the microbatch (`grad w`, `loss`); freed: (value, bytes) that end with it;
+    collective_us: what the communication that it starts takes on its lane, where the costs say."""
+
+    row: OpRow
+    reads: str
+    makes: str
+    saved_for: tuple[Phase, ...]
+    sent: tuple[str, ...]
+    result: tuple[str, ...]
+    freed: tuple[tuple[str, int], ...]
+    collective_us: float | None = None
+
+    def to_data(self) -> dict[str, Any]:
+        """The line as JSON data; times are microseconds on the compute lane."""
+        op = self.row.op
+        return {
+            "name": op.name,
+            "op": op.target,
+            "phase": self.row.phase.value,
+            "category": self.row.category,
+            "module": op.module,
+            "reads": self.reads,
+            "makes": self.makes,
+            "dtype": op.outputs[0].dtype if op.outputs and op.outputs[0] is not None else None,
+            "bytes": op.nbytes,
+            "flops": op.flops,
+            "lane": op.lane,
+            "predicted_us": self.row.us,
+            "collective_us": self.collective_us,
+            "saved_for": [phase.value for phase in self.saved_for],
+            "sent": list(self.sent),
+            "result": list(self.result),
+            "freed": [{"value": value, "bytes": nbytes} for value, nbytes in self.freed],
+        }
+
+
+def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = None) -> list[Line]:
+    """The ops of one phase of one stage in the order in which the plan runs them (B is I and then W, unless
+    the plan's window mixes them). module: only ops of modules that match this pattern (`*.attention*`), or
+    contain it where it has no `*` or `?`.
+
+    Raises UsageError for a stage that the plan does not have, and for a pattern that nothing matches.
+    """
+    stages = len(plan.job.stages)
+    if not 0 <= stage < stages:
+        raise UsageError(f"--stage {stage}: the plan has stages 0 to {stages - 1}")
+    lines = _Memory(plan, stage).lines(_ordered(plan, stage, phase))
+    if module is None:
+        return lines
+    pattern = module if any(sign in module for sign in "*?[") else f"*{module}*"
+    found = [line for line in lines if fnmatchcase(line.row.op.module, pattern)]
+    if not found:
+        known = sorted({line.row.op.module for line in lines if line.row.op.module})
+        shown = ", ".join(known[:6]) + (", ..." if len(known) > 6 else "")
+        raise UsageError(
+            f"--module {module}: no op of {stage}{phase} is of such a module; it has {shown or 'no modules'}"
+        )
+    return found
+
+
+def totals_of(lines: list[Line]) -> dict[str, Any]:
+    """What the lines come to: ops, flops, bytes made, saved and freed, predicted time, collectives."""
+    saved = [line for line in lines if line.saved_for]
+    return {
+        "ops": len(lines),
+        "flops": sum(line.row.op.flops for line in lines),
+        "bytes": sum(line.row.op.nbytes for line in lines),
+        "saved_bytes": sum(line.row.op.nbytes for line in saved),
+        "freed_bytes": sum(nbytes for line in lines for _, nbytes in line.freed),
+        "predicted_us": sum(line.row.us for line in lines),
+        "collective_us": sum(line.collective_us or 0.0 for line in lines),
+        "collectives": sum(line.row.op.collective is not None for line in lines),
+    }
+
+
+def _ordered(plan: Plan, stage: int, phase: Phase) -> list[OpRow]:
+    """The phase's ops in the order of the first window that runs it; of the job where none does."""
+    for name, window in plan.windows.items():
+        for part, (of, runs) in enumerate(window.parts):
+            if of == stage and set(phase.parts) <= set(runs.parts):
+                rows = window_ops(plan)[name].rows
+                return [row for row in rows if row.part == part and row.phase in phase.parts]
+    ops = plan.job.stages[stage].ops
+    return [OpRow(op, stage, sub, 0, op_us(plan, stage, op)) for sub in phase.parts for op in ops[sub]]
+
+
+class _Memory:
+    """Which values of a stage share memory, and when that goes."""
+
+    def __init__(self, plan: Plan, stage: int) -> None:
+        self._plan = plan
+        self._stage = stage
+        self._specs = specs_of(plan.job)
+        self._ops: dict[str, tuple[Op, Phase]] = {
+            op.name: (op, phase) for phase in PHASES for op in plan.job.stages[stage].ops[phase]
+        }
+        self._edges = [edge for edge in plan.job.edges if edge.source == stage]
+        self._readers: dict[str, set[Phase]] = defaultdict(set)
+        for op, phase in self._ops.values():
+            for name in op.uses:
+                self._readers[self._root(name)].add(phase)
+        self._results = {
+            value: words for phase in PHASES for value, words in results_of(plan.job, stage, phase).items()
+        }
+        # What a message, the optimizer or another rank still needs does not end with an op.
+        self._kept = {self._root(name) for name in (*self._results, *(edge.value for edge in self._edges))}
+
+    def _root(self, name: str) -> str:
+        """The value whose memory a value shares: through views, to what is made, received or given."""
+        while name in self._ops and self._ops[name][0].alias is not None:
+            name = str(self._ops[name][0].alias)
+        return name
+
+    def lines(self, rows: list[OpRow]) -> list[Line]:
+        last: dict[str, int] = {}
+        for at, row in enumerate(rows):
+            for name in (row.op.name, *row.op.uses):
+                last[self._root(name)] = at
+        ending: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        shown = {row.phase for row in rows}
+        for root, at in last.items():
+            spec = self._specs.get(root)
+            later = any(PHASES.index(p) > max(map(PHASES.index, shown)) for p in self._readers[root])
+            if spec is not None and not (later or is_external(root) or root in self._kept):
+                ending[at].append((root, spec.nbytes))
+        return [self._line(row, tuple(ending[at])) for at, row in enumerate(rows)]
+
+    def _line(self, row: OpRow, freed: tuple[tuple[str, int], ...]) -> Line:
+        op = row.op
+        now = PHASES.index(row.phase)
+        root = self._root(op.name)
+        # A view saves nothing of its own.
+        later = self._readers[root] if root == op.name else ()
+        return Line(
+            row,
+            shapes_in(op, self._specs),
+            shapes_out(op),
+            tuple(phase for phase in PHASES[now + 1 :] if phase in later),
+            tuple(f"e{e.index} to stage {e.target}" for e in self._edges if e.value == op.name),
+            tuple(self._results.get(op.name, ())),
+            freed,
+            self._collective_us(op),
+        )
+
+    def _collective_us(self, op: Op) -> float | None:
+        asked = op.collective
+        cost = None if asked is None else self._plan.costs.collectives.get((asked.axis, asked.kind))
+        return None if asked is None or cost is None else cost.curve.us(asked.nbytes)
+
+
+def notes_of(line: Line) -> Iterator[str]:
+    """What happens to the op's memory, in words."""
+    if line.saved_for:
+        yield f"saved for {', '.join(line.saved_for)}"
+    if line.sent:
+        yield f"sent: {', '.join(line.sent)}"
+    yield from line.result
+    if line.freed:
+        yield f"frees {', '.join(value for value, _ in line.freed)}"

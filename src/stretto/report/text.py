@@ -1,0 +1,139 @@
+"""A timeline in the terminal: a line a lane, a cell for what filled most of its stretch of time.
+
+Told apart by letters first and by colour second, so that a file or a plain terminal shows the same. May touch
+`rich` and `stretto.ir`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.report.pack import row_of
+from stretto.report.words import KINDS, format_us
+
+LABEL_CELLS = 13
+MOST_RANKS = 16
+"""Of more ranks the first and the last half of as many are drawn."""
+
+STYLES = {
+    "F": "white on rgb(0,114,178)",
+    "I": "black on rgb(230,159,0)",
+    "W": "black on rgb(0,158,115)",
+    "B": "white on rgb(168,69,122)",
+    "exposed": "rgb(213,94,0)",
+    "bubble": "bright_black",
+    "message": "rgb(133,119,201)",
+}
+"""The colours of the page, for those who see them (Okabe and Ito's palette)."""
+
+
+def timeline_text(timeline: Timeline, width: int = 100) -> Text:
+    """The timeline as lines of `width` columns, with a title, a scale and a legend."""
+    cells = width - LABEL_CELLS
+    text = Text(f"{KINDS.get(timeline.source, timeline.source).capitalize()} timeline\n", style="bold")
+    lanes: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span in timeline.spans:
+        lanes[span.rank][row_of(span.lane)].append(span)
+    drawn = _drawn_ranks(timeline.ranks)
+    for before, rank in zip([-1, *drawn], drawn):
+        if rank != before + 1:
+            text.append(f"{'':{LABEL_CELLS}}ranks {before + 1} to {rank - 1} are left out\n", style="dim")
+        names = sorted(lanes[rank], key=lambda name: (name != COMPUTE_LANE, name))
+        for name in names:
+            label = f"rank {rank}" if name == COMPUTE_LANE else f"  {name}"
+            text.append(f"{label[: LABEL_CELLS - 1]:{LABEL_CELLS}}")
+            text.append_text(_line(lanes[rank][name], timeline.step_us, cells, name == COMPUTE_LANE))
+            text.append("\n")
+    end = format_us(timeline.step_us)
+    text.append(f"{'':{LABEL_CELLS}}0{end:>{cells - 1}}\n", style="dim")
+    text.append_text(_legend(timeline))
+    return text
+
+
+def _drawn_ranks(ranks: int) -> list[int]:
+    if ranks <= MOST_RANKS:
+        return list(range(ranks))
+    half = MOST_RANKS // 2
+    return [*range(half), *range(ranks - half, ranks)]
+
+
+def _line(spans: Sequence[Span], step_us: float, cells: int, compute: bool) -> Text:
+    """Cells in a row; cells of one span are one box with its name."""
+    winner: list[Span | None] = [None] * cells
+    most = [0.0] * cells
+    scale = cells / step_us if step_us else 0.0
+    for span in spans:
+        first, last = span.start_us * scale, span.end_us * scale
+        for cell in range(int(first), min(cells, int(last) + 1)):
+            covered = min(last, cell + 1) - max(first, cell)
+            if covered > most[cell] + 1e-9:
+                winner[cell], most[cell] = span, covered
+    text = Text()
+    for span, width in _grouped(winner):
+        if span is None:
+            text.append(" " * width)
+        else:
+            text.append(_box(span, width, compute), style=STYLES[_style(span)])
+    return text
+
+
+def _grouped(winner: Sequence[Span | None]) -> list[tuple[Span | None, int]]:
+    """Neighbouring cells of one box, with their number."""
+    found: list[tuple[Span | None, int]] = []
+    for span in winner:
+        if found and _same(found[-1][0], span):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((span, 1))
+    return found
+
+
+def _same(span: Span | None, other: Span | None) -> bool:
+    """Whether two are drawn as one: pieces of one action, waiting of one kind, nothing."""
+    if span is None or other is None:
+        return span is other
+    if span.kind is not other.kind:
+        return False
+    return span.name == other.name or span.kind in (SpanKind.EXPOSED, SpanKind.BUBBLE)
+
+
+def _style(span: Span) -> str:
+    if span.kind is SpanKind.COMPUTE:
+        return span.phase.value if span.phase is not None else "F"
+    return span.kind.value
+
+
+def _box(span: Span, width: int, compute: bool) -> str:
+    if span.kind is SpanKind.EXPOSED:
+        return "/" * width
+    if span.kind is SpanKind.BUBBLE:
+        return "·" * width
+    if not compute:
+        return "=" * width
+    letter = _style(span)
+    words = next((w for w in (span.name, f"{letter}{span.microbatch}", letter) if len(w) <= width), letter)
+    # A box begins with its name, so that boxes of one colour stay apart.
+    return words + "-" * (width - len(words))
+
+
+def _legend(timeline: Timeline) -> Text:
+    text = Text(" " * LABEL_CELLS)
+    phases = dict.fromkeys(s.phase for s in timeline.spans if s.kind is SpanKind.COMPUTE and s.phase)
+    for phase in sorted(phases, key=lambda p: "FIWB".index(p.value)):
+        text.append(f" {phase.value} ", style=STYLES[phase.value])
+        text.append(f" {phase.meaning}  ")
+    kinds = {span.kind for span in timeline.spans}
+    for kind, sign, words in (
+        (SpanKind.EXPOSED, "//", "exposed"),
+        (SpanKind.BUBBLE, "··", "bubble"),
+        (SpanKind.MESSAGE, "==", "communication"),
+    ):
+        if kind in kinds:
+            text.append(sign, style=STYLES[kind.value])
+            text.append(f" {words}  ")
+    text.rstrip()
+    return text
