@@ -306,12 +306,17 @@ class Plan:
         def ms(values: tuple[float, ...]) -> str:
             return ", ".join(f"{us / 1000:.1f}" for us in values)
 
+        axes = {axis: by for axis, by in found.exposed_axis_us.items() if sum(by) or found.hidden(axis)}
+        exposed = [f"  exposed by rank  {ms(by)} ms ({axis})" for axis, by in axes.items()]
+        shares = [(axis, found.hidden(axis)) for axis in found.comm_axis_us]
+        hidden = ", ".join(f"{100 * share:.1f} % of {axis}" for axis, share in shares if share is not None)
         return "\n".join(
             (
                 head,
                 f"  predicted step   {found.step_us / 1000:.1f} ms",
                 f"  compute by rank  {ms(found.compute_us)} ms",
-                f"  exposed by rank  {ms(found.exposed_us)} ms (pp)",
+                *(exposed or [f"  exposed by rank  {ms(found.exposed_us)} ms"]),
+                f"  hidden           {hidden or 'nothing is communicated'}",
                 f"  bubble by rank   {ms(found.bubble_us)} ms",
                 f"  peak by rank     {', '.join(f'{b / 2**20:.0f}' for b in found.peak_bytes)} MiB",
                 f"  lower bound      {found.bound_us / 1000:.1f} ms: {found.binds}",

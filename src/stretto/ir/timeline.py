@@ -6,13 +6,15 @@ number by number. Times are microseconds from the step's common start; memory is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
+from stretto.ir.mesh import AXES
 
 COMPUTE_LANE = "compute"
 
@@ -32,8 +34,9 @@ class SpanKind(StrEnum):
 class Span:
     """One interval on one lane of one rank.
 
-    `name` is the action's token (`1B0`) for compute, the edge's or collective's for the rest. For a
-    message, (sender, sent_us) says who sent it and when the send was started.
+    `name` is the action's token (`1B0`) for compute. For communication, and for what waits for it, it begins
+    with the axis: `pp 0>1 e3:0`, `pp loss`, `tp all_reduce mm_3_sum`, `dp 0.1` (a bucket of gradients).
+    For a message, (sender, sent_us) says who sent it and when the send was started.
     """
 
     rank: int
@@ -53,6 +56,12 @@ class Span:
     def duration_us(self) -> float:
         return self.end_us - self.start_us
 
+    @property
+    def axis(self) -> str:
+        """The axis of a communication, or of what waits for one: the first word of its name; pp if none."""
+        word = self.name.partition(" ")[0]
+        return word if word in AXES else "pp"
+
 
 Saver = Callable[["Timeline", Path], None]
 SAVERS: dict[str, Saver] = {}
@@ -64,6 +73,7 @@ class Timeline:
     """Spans by rank and lane, with the step's accounts. source: `simulated` or `measured`.
 
     memory[rank]: (time, bytes held) steps, ascending in time; empty where it was not recorded.
+    op_us[(stage, op name)]: measured mean times of ops; empty where they were not measured.
     """
 
     source: str
@@ -72,6 +82,7 @@ class Timeline:
     spans: tuple[Span, ...] = field(repr=False)
     peak_bytes: tuple[int, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = field(default=(), repr=False)
+    op_us: Mapping[tuple[int, str], float] = field(default_factory=dict, repr=False)
 
     def total_us(self, kind: SpanKind, rank: int) -> float:
         """Time of one kind on one rank's compute lane (for `message`: on all of its lanes)."""
@@ -80,15 +91,50 @@ class Timeline:
     def by_rank(self, kind: SpanKind) -> tuple[float, ...]:
         return tuple(self.total_us(kind, rank) for rank in range(self.ranks))
 
-    @property
-    def exposed_us(self) -> dict[str, float]:
-        """Axis -> exposed communication, the mean over ranks. Lanes are named `<axis> ...`."""
-        result: dict[str, float] = {"pp": 0.0}
+    def exposed_axis_us(self) -> dict[str, tuple[float, ...]]:
+        """Axis -> by rank, exposed communication."""
+        totals: dict[str, list[float]] = {"pp": [0.0] * self.ranks}
         for span in self.spans:
             if span.kind is SpanKind.EXPOSED:
-                axis = span.name.split()[0] if " " in span.name else "pp"
-                result[axis] = result.get(axis, 0.0) + span.duration_us / self.ranks
-        return result
+                totals.setdefault(span.axis, [0.0] * self.ranks)[span.rank] += span.duration_us
+        return {axis: tuple(totals[axis]) for axis in AXES if axis in totals}
+
+    def comm_axis_us(self) -> dict[str, tuple[float, ...]]:
+        """Axis -> by rank, the time in which a communication of the axis that the rank takes part in (at
+        either end) is on its way, or is waited for; what overlaps counts once. So it is never less than what
+        is exposed."""
+        intervals: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+        for span in self.spans:
+            if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
+                ends = (span.rank,) if span.sender is None else (span.rank, span.sender)
+                for rank in ends:
+                    intervals[span.axis, rank].append((span.start_us, span.end_us))
+        used = {axis for axis, _ in intervals}
+        return {
+            axis: tuple(_covered_us(intervals.get((axis, rank), [])) for rank in range(self.ranks))
+            for axis in AXES
+            if axis in used
+        }
+
+    @property
+    def exposed_us(self) -> dict[str, float]:
+        """Axis -> exposed communication, the mean over ranks."""
+        return {axis: sum(by_rank) / self.ranks for axis, by_rank in self.exposed_axis_us().items()}
+
+    @property
+    def comm_us(self) -> dict[str, float]:
+        """Axis -> time of its communications, hidden or exposed, the mean over ranks (see `comm_axis_us`)."""
+        return {axis: sum(by_rank) / self.ranks for axis, by_rank in self.comm_axis_us().items()}
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Axis -> share of its communication that is hidden, 0 to 1, for axes that communicate."""
+        exposed_us = self.exposed_us
+        return {
+            axis: 1.0 - exposed_us.get(axis, 0.0) / total_us
+            for axis, total_us in self.comm_us.items()
+            if total_us
+        }
 
     def save(self, path: str | Path) -> None:
         """Write the timeline; the suffix says how (`.perfetto-trace`, `.svg`, `.json`).
@@ -101,3 +147,13 @@ class Timeline:
             known = ", ".join(sorted(SAVERS)) or "none; import stretto first"
             raise UsageError(f"cannot save a timeline as {path}: known suffixes are {known}")
         saver(self, path)
+
+
+def _covered_us(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total_us, until_us = 0.0, 0.0
+    for start_us, end_us in sorted(intervals):
+        if end_us > until_us:
+            total_us += end_us - max(start_us, until_us)
+            until_us = end_us
+    return total_us

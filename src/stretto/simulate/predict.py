@@ -30,4 +30,6 @@ def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
         peak_bytes=timeline.peak_bytes,
         bound_us=bound.us,
         binds=bound.binds,
+        exposed_axis_us=timeline.exposed_axis_us(),
+        comm_axis_us=timeline.comm_axis_us(),
     )
