@@ -18,6 +18,10 @@ train = typer.Typer(add_completion=False)
 @train.command()
 def run(
     config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
+    named: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings to change, as with --set.", show_default=False),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as optimizer.lr=1e-3."),
@@ -36,7 +40,7 @@ def run(
     ] = None,
 ) -> None:
     """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
-    overrides = list(changes or [])
+    overrides = [*(changes or []), *(named or [])]
     if resume is not None:
         overrides.append(f"checkpoint.resume={'auto' if resume else 'never'}")
     if steps is not None:

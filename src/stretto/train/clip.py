@@ -1,17 +1,22 @@
 """Clipping by the norm of the whole model's gradient, of which each rank holds a part.
 
-1. Each rank takes the norms of the gradients that it owns (`Runner.owns`: a tied one counts once).
+1. Each rank takes the norms of the gradients that it owns (`Runner.owns`: a tied one counts once), of a
+   spread one the norm of its part.
 2. They are put in their places in one vector, zeros elsewhere, and summed over the ranks: a sum with
-   zeros is exact, so every rank holds the norms that a single process would have computed.
-3. The norm of that vector is the global norm, with the same bits on every rank and under any split.
+   zeros is exact, so every rank holds the norms that a single process would have computed of these parts.
+3. The norm of that vector is the global norm, with the same bits on every rank, and under any split into
+   stages or copies; parts of a matrix add up in another order than the matrix, to the rounding of sums.
 4. Each rank scales its own gradients, the factor being that of `torch.nn.utils.clip_grad_norm_`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from stretto.ir.plan import Communicator
+from stretto.ir.program import Job
 from stretto.runtime import Runner
 
 LANE = "norm"
@@ -24,8 +29,7 @@ class GradientClip:
     def __init__(self, runner: Runner, max_norm: float) -> None:
         """max_norm: the largest norm that is left as it is; 0 measures and does not clip."""
         job = runner.plan.job
-        trained = [p.tied_to for p in job.parameters if p.grads]
-        place = {name: at for at, name in enumerate(dict.fromkeys(trained))}
+        place, places = _places(job, runner.coordinates)
         tied_to = {p.name: p.tied_to for p in job.parameters}
         self._max_norm = max_norm
         self._parameters = [p for n, p in runner.named_parameters() if tied_to[n] in place]
@@ -34,11 +38,12 @@ class GradientClip:
             for name, parameter in runner.named_parameters()
             if tied_to[name] in place and runner.owns(name)
         ]
-        self._norms = torch.zeros(len(place), dtype=_norm_dtype(self._parameters), device=runner.device)
+        self._norms = torch.zeros(places, dtype=_norm_dtype(self._parameters), device=runner.device)
         self._transport = runner.transport
         if runner.transport.size > 1:
-            everyone = Communicator(LANE, tuple(range(runner.transport.size)))
-            runner.transport.open((*runner.plan.communicators, everyone), runner.device)
+            axes = ("pp", *(axis for axis, _ in job.axes))
+            everyone = Communicator(LANE, tuple(range(runner.plan.ranks)), axes)
+            runner.transport.open((*runner.plan.communicators, everyone), runner.device, runner.plan.mesh)
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
@@ -56,6 +61,21 @@ class GradientClip:
         if self._max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, total)
         return total
+
+
+def _places(job: Job, coordinates: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """First name of a tie -> the place of this rank's part in the vector, and the number of places."""
+    found: dict[str, int] = {}
+    places = 0
+    for parameter in job.parameters:
+        if parameter.grads and parameter.tied_to not in found:
+            part, parts = 0, 1
+            for shard in parameter.shards:
+                size = job.size(shard.axis)
+                part, parts = part * size + coordinates[shard.axis], parts * size
+            found[parameter.tied_to] = places + part
+            places += parts
+    return found, places
 
 
 def _norm_dtype(parameters: list[torch.nn.Parameter]) -> torch.dtype:

@@ -1,12 +1,14 @@
 """The held-out loss, measured by the ranks that train: a plan of forwards walked with the same parameters.
 
 1. Capture the model in eval() mode, cut where the training is cut, without its backward.
-2. Measure its ops, each rank those of its own stage; links cost what they cost the training.
-3. Plan, prove, and give each rank a Runner on the training's lanes.
+2. Measure its ops, each rank those of its own stage; links and collectives cost what they cost the training.
+3. Plan, prove, and give each rank a Runner on the training's lanes, with the parts that the training changes.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,9 @@ from torch import nn
 
 from stretto.capture.evaluation import capture_evaluation
 from stretto.cost.profile import profile
+from stretto.ir.plan import Plan
+from stretto.ir.program import Parameter
+from stretto.parallelize.tensor import TensorParallel
 from stretto.planning import make_plan
 from stretto.runtime import Runner
 from stretto.train.dataset import TokenDataset
@@ -32,15 +37,20 @@ class HeldOut:
         loss: Callable[[nn.Module, Any], torch.Tensor],
         tokens: TokenDataset,
         batches: int,
+        tensor: TensorParallel | None = None,
     ) -> None:
-        """model: the one whose parameters `runner` holds. batches: global batches in a measurement."""
-        job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device)
-        mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.rank))
-        op_us: dict[tuple[int, str], float] = {}
-        for found in runner.transport.all_gather(dict(mine.op_us)):
-            op_us |= found
+        """model: the one whose parameters `runner` holds. batches: global batches in a measurement. tensor:
+        how the training is spread over tensor-parallel ranks."""
+        job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, tensor=tensor)
+        mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.coordinates["pp"]))
+        # Ranks that do equal work found about the same; all must plan with equal costs.
+        found: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for measured in runner.transport.all_gather(dict(mine.op_us)):
+            for op, us in measured.items():
+                found[op].append(us)
+        op_us = {op: statistics.median(times) for op, times in found.items()}
         plan = make_plan(job, replace(runner.plan.costs, op_us=op_us), schedule=runner.plan.schedule)
-        self._runner = Runner(plan, model, transport=runner.transport)
+        self._runner = _Evaluator(plan, model, runner)
         self._tokens = tokens
         self._batches = batches
         self._global_batch = int(batch.shape[0])
@@ -54,3 +64,18 @@ class HeldOut:
         for number in range(self._batches):
             total += float(self._runner.step(self._tokens.batch(number, self._global_batch)))
         return total / self._batches
+
+
+class _Evaluator(Runner):
+    """A Runner that reads the parameters of another one, which trains them.
+
+    What is spread over ranks is no tensor of the model's: each Runner would otherwise copy its own part.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, trained: Runner) -> None:
+        tied_to = {p.name: p.tied_to for p in trained.plan.job.parameters}
+        self._trained = {tied_to[name]: parameter for name, parameter in trained.named_parameters()}
+        super().__init__(plan, model, transport=trained.transport)
+
+    def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
+        return self._trained[parameter.tied_to] if parameter.shards else whole

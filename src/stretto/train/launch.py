@@ -30,10 +30,11 @@ from stretto.models.build import build_model
 from stretto.train.checkpoint_files import find, latest_in
 from stretto.train.data import prepare_data
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
+from stretto.train.layout import spread
 from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
 from stretto.train.worker import work
-from stretto.train.world import LAUNCHER_PID, is_worker, threads
+from stretto.train.world import LAUNCHER_PID, crowding, is_worker, threads
 
 
 def start(settings: TrainSettings, command: Sequence[str]) -> int:
@@ -45,7 +46,7 @@ def start(settings: TrainSettings, command: Sequence[str]) -> int:
     check_tensorboard(settings.output.tensorboard)
     if settings.checkpoint.resume not in ("auto", "never"):
         find(Path(settings.checkpoint.resume))
-    if is_worker() or settings.parallel.pp == 1:
+    if is_worker() or settings.parallel.world == 1:
         return work(settings)
     with Interrupts(end_at_once):
         try:
@@ -57,15 +58,29 @@ def start(settings: TrainSettings, command: Sequence[str]) -> int:
 
 
 def _check(settings: TrainSettings) -> None:
-    """Step 1: make the tokens, which every rank then finds ready, and build the model without values."""
-    data = prepare_data(settings.data, lambda line: print(line, flush=True))
+    """Step 1: make the tokens, which every rank then finds ready, and build the model without values, to see
+    whether its layout fits it."""
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    data = prepare_data(settings.data, say)
     with torch.device("meta"):
-        build_model(settings.model, data.vocab_size, settings.training.seed)
+        model = build_model(settings.model, data.vocab_size, settings.training.seed)
+    spread(model, settings, _say_nothing)  # the first rank will say it
+    ranks = settings.parallel.world
+    crowd = crowding(ranks, threads(settings.training.threads_per_rank, ranks))
+    if crowd is not None:
+        say(f"note: {crowd}")
+
+
+def _say_nothing(line: str) -> None:
+    """For lines that a rank will say."""
 
 
 def _launch(settings: TrainSettings, command: Sequence[str]) -> int:
     """Step 2."""
-    ranks = settings.parallel.pp
+    ranks = settings.parallel.world
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder, _environment(settings, Path(folder)):
         config = LaunchConfig(
             min_nodes=1,
@@ -101,7 +116,7 @@ def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, 
         name = signal.Signals(signum).name
         when = f" after step {step}" if step is not None else ""
         why = "; if nobody did that, the machine may have run out of memory" if name == "SIGKILL" else ""
-        others = "the other rank was" if settings.parallel.pp == 2 else "the others were"
+        others = "the other rank was" if settings.parallel.world == 2 else "the others were"
         return (
             1,
             f"stretto: rank {rank} was lost{when}: {name} ended it{why}; {others} stopped. {_rest(settings)}",
@@ -139,7 +154,7 @@ def _environment(settings: TrainSettings, folder: Path) -> Iterator[None]:
     added = {
         NOTES_DIR: str(folder),
         LAUNCHER_PID: str(os.getpid()),
-        "OMP_NUM_THREADS": str(threads(settings.training.threads_per_rank, settings.parallel.pp)),
+        "OMP_NUM_THREADS": str(threads(settings.training.threads_per_rank, settings.parallel.world)),
     }
     if sys.platform == "linux":
         # Gloo otherwise looks the host's name up, which on many machines leads nowhere.

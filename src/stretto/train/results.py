@@ -15,6 +15,7 @@ from stretto.config import TrainSettings
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.tables import comparison_grid
+from stretto.runtime.shards import whole_spec
 from stretto.train.data import TextData
 from stretto.train.progress import duration
 from stretto.train.run_files import REPORT, TRACE, end_run
@@ -79,7 +80,8 @@ def _sample(results: Results, say: Callable[[str], None]) -> str | None:
     training = results.settings.training
     if training.sample_tokens == 0 or results.checkpoint is None:
         return None
-    size_bytes = sum(p.spec.numel * 4 for p in results.plan.job.parameters)
+    job = results.plan.job
+    size_bytes = sum(whole_spec(job, p).numel * 4 for p in job.parameters if p.name == p.tied_to)
     if size_bytes > LARGEST_SAMPLED_BYTES:
         say(
             f"no sample: the model has {size_bytes / 1e9:.1f} GB of weights, and above "

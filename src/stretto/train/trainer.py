@@ -1,7 +1,8 @@
 """Training from settings, as one of the ranks: from text to a trained model, a report and checkpoints.
 
     1. Data, model, capture, plan: every rank does the same, and plans come out equal.
-    2. A Runner for this rank's stages, one for evaluation, and AdamW; the rest of the model is dropped.
+    2. A Runner for this rank's stages and parts, one for evaluation, and AdamW; the rest of the model is
+       dropped.
     3. Go on from a checkpoint, if there is one.
     4. The steps: batch, forward and backward, clip, update; now and then a line, a measurement, a checkpoint.
     5. The end: held-out loss, a sample of text, predicted against measured.
@@ -15,6 +16,7 @@ import gc
 import math
 import statistics
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
 from stretto.train.data import TextData, prepare_data
 from stretto.train.heldout import HeldOut
+from stretto.train.layout import spread
 from stretto.train.lr import learning_rate
 from stretto.train.metrics import Metrics
 from stretto.train.optimizer import make_optimizer, set_learning_rate
@@ -96,13 +99,16 @@ class Trainer:
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
         loss = loss_function(settings.model)
         batch = data.train.batch(0, settings.training.global_batch)
-        job = capture(model, batch, loss, settings.parallel, precision=settings.precision)
+        tensor = spread(model, settings, say)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
+            job = capture(model, batch, loss, settings.parallel, precision=settings.precision)
         plan = make_plan(job, cluster="local")
         for line in str(plan).splitlines():
             say(line)
         self.runner = Runner(plan, model, seed=settings.training.seed)
         self.held_out = HeldOut(
-            self.runner, model, batch, loss, data.held_out, settings.training.eval_batches
+            self.runner, model, batch, loss, data.held_out, settings.training.eval_batches, tensor
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")

@@ -41,7 +41,7 @@ def work(settings: TrainSettings) -> int:
     """
     _watch_launcher()
     place = environment()
-    check_size(place, settings.parallel.pp)
+    check_size(place, settings.parallel)
     trainer = Trainer(settings, place)
 
     def stuck(interrupted: Interrupted) -> None:

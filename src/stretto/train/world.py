@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
 
 LAUNCHER_PID = "STRETTO_LAUNCHER_PID"
@@ -58,14 +59,34 @@ def environment() -> World:
     return World(found["RANK"], found["WORLD_SIZE"], max(1, found["LOCAL_WORLD_SIZE"]))
 
 
-def check_size(world: World, pp: int) -> None:
-    """Raise UsageError unless there are as many ranks as `parallel.pp`."""
-    if world.size != pp:
+def check_size(world: World, parallel: ParallelSettings) -> None:
+    """Raise UsageError unless there are as many ranks as the layout needs."""
+    needed = parallel.world
+    if world.size != needed:
+        used = [(axis, size) for axis, size in (("pp", parallel.pp), *parallel.axes) if size > 1]
+        layout = " times ".join(f"parallel.{axis} = {size}" for axis, size in used or [("pp", 1)])
         raise UsageError(
-            f"parallel.pp = {pp} needs {pp} rank{'s' if pp > 1 else ''}, but WORLD_SIZE is {world.size}: "
-            f"start {pp} (torchrun --nproc-per-node {pp}), set parallel.pp={world.size}, or leave starting "
-            "them to `stretto train`"
+            f"{layout} needs {needed} rank{'s' if needed > 1 else ''}, but WORLD_SIZE is {world.size}: start "
+            f"{needed} (torchrun --nproc-per-node {needed}), choose a layout of {world.size}, or leave "
+            "starting them to `stretto train`"
         )
+
+
+def crowding(ranks: int, threads_per_rank: int) -> str | None:
+    """What to tell of ranks on this machine that want more cores than it has; None when they fit."""
+    cores = available_cores()
+    if ranks * threads_per_rank <= cores:
+        return None
+    each = f" of {threads_per_rank} threads" if threads_per_rank > 1 else ""
+    return (
+        f"{ranks} ranks{each} share {cores} core{'s' if cores > 1 else ''} of this machine and take turns: a "
+        "step is no faster than on fewer ranks"
+    )
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def join(place: World) -> World:
@@ -99,8 +120,7 @@ def threads(wanted: int | None, local_size: int) -> int:
     told = os.environ.get("OMP_NUM_THREADS", "")
     if told.isdigit() and int(told) > 0:
         return int(told)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_size)
+    return max(1, available_cores() // local_size)
 
 
 def use_threads(count: int) -> None:

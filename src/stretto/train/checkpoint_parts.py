@@ -1,0 +1,112 @@
+"""Tensors of which a rank holds a part, as PyTorch's distributed checkpoints store and find them.
+
+A checkpoint knows whole tensors only: a rank writes boxes of them, with their offsets, and reads the boxes
+that it needs, whichever boxes were written. So it is free of the layout that wrote it. A part may be several
+boxes: of packed query, key and value columns a rank holds a piece of each.
+
+May touch `torch.distributed.checkpoint`'s planners, which say what is written and read; not the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of a stored tensor.
+
+    whole: the stored tensor's shape. boxes: (offsets in the whole, view of what the rank holds there).
+    """
+
+    whole: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
+
+    @staticmethod
+    def all_of(tensor: torch.Tensor) -> Part:
+        """A tensor that the rank holds whole."""
+        return Part(tuple(tensor.shape), (((0,) * tensor.dim(), tensor),))
+
+
+Parts = Mapping[str, Part]
+"""Name in the checkpoint -> part."""
+
+
+def _views(parts: Parts) -> dict[tuple[str, torch.Size], torch.Tensor]:
+    return {(name, torch.Size(offsets)): view for name, part in parts.items() for offsets, view in part.boxes}
+
+
+def _chunk(offsets: tuple[int, ...], view: torch.Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), view.shape)
+
+
+class PartsWriter(DefaultSavePlanner):
+    """Writes this rank's parts. Ranks that name the same box hold the same values: one of them writes it."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+        self._view = _views(parts)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(name, offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        _chunk(offsets, view),
+                        TensorProperties.create_from_tensor(view),
+                        torch.Size(part.whole),
+                    ),
+                )
+                for name, part in self._parts.items()
+                for offsets, view in part.boxes
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._view[index.fqn, index.offset]
+
+
+class PartsReader(DefaultLoadPlanner):
+    """Reads this rank's parts in place."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+        self._view = _views(parts)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, part in self._parts.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, stored, [_chunk(*box) for box in part.boxes])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._view[index.fqn, index.offset]
