@@ -10,6 +10,7 @@ from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Costs, Link, Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.schedule.lower import lower
+from stretto.schedule.sums import make_sums
 
 ACTIVATION = TensorSpec((256, 512), "float32")
 WEIGHT = TensorSpec((512, 512), "float32")
@@ -76,4 +77,5 @@ def make_plan(schedule: Schedule, **costs: float) -> Plan:
     """Lower `schedule` onto a synthetic job of as many stages and microbatches."""
     job = make_job(schedule.stages, schedule.microbatches)
     windows, orders, communicators = lower(job, schedule)
-    return Plan(job, schedule, windows, orders, communicators, make_costs(job, **costs))
+    buckets = make_sums(job, schedule).buckets
+    return Plan(job, schedule, windows, orders, communicators, make_costs(job, **costs), buckets=buckets)

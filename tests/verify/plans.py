@@ -9,6 +9,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage
 from stretto.schedule.families import make_schedule
 from stretto.schedule.lower import lower
+from stretto.schedule.sums import make_sums
 from tests.synthetic import ACTIVATION, make_costs, make_job
 
 
@@ -42,7 +43,8 @@ def rich_job(stages: int, microbatches: int) -> Job:
 
 def lowered(job: Job, schedule: Schedule) -> Plan:
     windows, orders, communicators = lower(job, schedule)
-    return Plan(job, schedule, windows, orders, communicators, make_costs(job))
+    buckets = make_sums(job, schedule).buckets
+    return Plan(job, schedule, windows, orders, communicators, make_costs(job), buckets=buckets)
 
 
 def rich_plan(family: str, stages: int, microbatches: int) -> Plan:

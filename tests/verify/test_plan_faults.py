@@ -159,11 +159,11 @@ REFUSED: list[tuple[Edit, str]] = [
     # tied gradients
     (
         order(1, "reduced w0; ", ""),
-        "rank 1, reduced w0: missing; the other ranks would wait for this one. Add it",
+        "rank 1, reduced w0: missing; the step could end before the sum is there. Add it after `reduce w0`",
     ),
     (
         order(1, "reduced w0; ", "reduced w0; reduce w1; "),
-        "rank 1, reduce w1: this rank has no part in it. Remove it",
+        "rank 1, orders[1][14]: there is no bucket 'w1'. Name something that exists",
     ),
     (
         order(1, "run 1B:1; reduce w0; ", "reduce w0; run 1B:1; "),

@@ -3,6 +3,7 @@
 1. A message passes when its send has started, its receive is posted, and the messages before it on the same
    communicator have passed.
 2. `wait` blocks until its message has passed; `heard` and `reduced` until every member has started.
+   Collectives over other axes join ranks of one place, which walk the same order: none waits for another.
 3. `sent` blocks, on a transport with buffers, not at all; on one without (rendezvous), until its message has
    passed. A plan must reach its end on both, because a transport may do either.
 
@@ -13,7 +14,7 @@ Nothing here depends on the order in which the walk visits ranks: whatever can p
 from __future__ import annotations
 
 from stretto.ir.plan import Plan
-from stretto.verify.collectives import tied_ranks
+from stretto.verify.communicators import TIED, tied_ranks
 from stretto.verify.fault import Fault
 from stretto.verify.trace import Event, EventKind, Message, ends_of, shown, trace_of
 
@@ -47,7 +48,11 @@ class _Walk:
         self.posted: dict[str, int] = {}
         self.told: set[int] = set()
         self.reducing: set[tuple[str, int]] = set()
-        self.groups = tied_ranks(plan)
+        # Groups along an axis lie within a rank of the pipeline; only ties wait for other ranks.
+        tied = tied_ranks(plan)
+        self.groups = {
+            bucket.name: tied.get(bucket.communicator.removeprefix(TIED), ()) for bucket in plan.buckets
+        }
 
     def run(self) -> list[Fault]:
         """Walk until no rank can move; a fault for each rank that has not reached its end."""
@@ -74,7 +79,7 @@ class _Walk:
         elif event.kind is EventKind.LOSS:
             self.told.add(rank)
         elif event.kind is EventKind.REDUCE:
-            self.reducing.add((event.tied, rank))
+            self.reducing.add((event.bucket, rank))
 
     def blocked(self, rank: int, event: Event) -> str | None:
         """What the event waits for, in words; None if it can pass."""
@@ -93,9 +98,9 @@ class _Walk:
             if absent:
                 return f"the loss, which ranks {absent} have not started"
         elif event.kind is EventKind.REDUCED:
-            absent = [r for r in self.groups[event.tied] if (event.tied, r) not in self.reducing]
+            absent = [r for r in self.groups[event.bucket] if (event.bucket, r) not in self.reducing]
             if absent:
-                return f"the sum of {event.tied}, which ranks {absent} have not started"
+                return f"the sum of {event.bucket}, which ranks {absent} have not started"
         return None
 
     def stuck(self, rank: int) -> Fault:

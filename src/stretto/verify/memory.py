@@ -4,7 +4,8 @@ What a rank holds follows from the order of its program alone: receives and send
 instruction that starts them to the one that says that they are done. Counted, in bytes:
 
 1. parameters, one copy of each tied tensor a rank, and buffers, throughout;
-2. an op's result from the op to the last use of it, or of a view of it, by any program of the rank;
+2. an op's result from the op to the last use of it, or of a view of it, by any program of the rank; the
+   wait for a gather or a scatter uses what is sent too (a reduction works in a copy, its result);
 3. a received value from the post of its receive; a sent value at least to its `sent`;
 4. a parameter's gradient from the op that makes its first part to the end of the step.
 
@@ -19,13 +20,16 @@ from collections import defaultdict
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
-from stretto.ir.program import Op
+from stretto.ir.program import WAIT, Op
 from stretto.verify.fault import Fault
 
 Storage = tuple[int, str]
 """(stage, value): the value whose op, or whose receive, allocates."""
 
 Program = tuple[int, Phase]
+
+IN_FLIGHT = ("comm.all_gather", "comm.reduce_scatter")
+"""Starts that read the value that they were given until they are waited for."""
 
 
 def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
@@ -97,7 +101,11 @@ class _RankWalk:
         """The storages that the op makes or reads, those given from outside left out."""
         key = (stage, op.name)
         if key not in self.known:
-            found = [self.storage(stage, name) for name in (op.name, *op.uses) if not is_external(name)]
+            names = [op.name, *op.uses]
+            if op.target == WAIT:
+                start = self.ops[stage, op.args[0].name]
+                names += start.uses if start.target in IN_FLIGHT else ()
+            found = [self.storage(stage, name) for name in names if not is_external(name)]
             self.known[key] = [storage for storage in dict.fromkeys(found) if not is_external(storage[1])]
         return self.known[key]
 

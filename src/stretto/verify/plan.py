@@ -1,6 +1,7 @@
 """Proves a lowered plan: one list of proofs, each in its own file, in the order in which they rely on each
-other. A proof that looks things up by name runs only if all names are sound; the walk for deadlock runs only
-if messages match, because on other plans it would only repeat what is known. May touch `stretto.ir`.
+other. A proof that looks things up by name runs only if all names are sound; what differs between ranks, and
+the walk for deadlock, only if nothing else is wrong, because on other plans they would repeat what is known.
+May touch `stretto.ir`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,30 @@ from dataclasses import replace
 from stretto.ir.action import Action, Overlap, Slot
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.references import broken_references
-from stretto.verify.collectives import collective_faults
+from stretto.verify.communication import communication_faults
+from stretto.verify.communicators import communicator_faults
+from stretto.verify.costs import cost_faults
 from stretto.verify.deadlock import deadlock_faults
 from stretto.verify.fault import Fault
 from stretto.verify.lifetimes import lifetime_faults
+from stretto.verify.loss import loss_faults
 from stretto.verify.messages import message_faults
 from stretto.verify.schedule import action_faults
+from stretto.verify.sharding import difference_faults, sharding_faults
+from stretto.verify.sums import sum_faults
 from stretto.verify.windows import window_faults
 
-PROOFS = (window_faults, lifetime_faults, message_faults, collective_faults)
+PROOFS = (
+    sharding_faults,
+    window_faults,
+    communication_faults,
+    lifetime_faults,
+    message_faults,
+    communicator_faults,
+    loss_faults,
+    sum_faults,
+    cost_faults,
+)
 """What is proved of a plan whose references and actions are sound; all of them always run."""
 
 
@@ -33,7 +49,7 @@ def plan_faults(plan: Plan) -> list[Fault]:
     found += action_faults(walked, trains=plan.job.trains)
     for proof in PROOFS:
         found += proof(plan)
-    return found or deadlock_faults(plan)
+    return found or [*difference_faults(plan), *deadlock_faults(plan)]
 
 
 def _slots(plan: Plan, order: tuple[Instruction, ...]) -> tuple[Slot, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from stretto.ir.action import Phase
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
 
 Message = tuple[int, int]
@@ -31,14 +32,14 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """at: index of the instruction in the rank's order; message: for recv, send, wait, sent; tied: the name
-    of a tied gradient, for reduce and reduced."""
+    """at: index of the instruction in the rank's order; message: for recv, send, wait, sent; bucket: for
+    reduce and reduced."""
 
     kind: EventKind
     at: int
     instruction: Instruction
     message: Message = (-1, -1)
-    tied: str = ""
+    bucket: str = ""
 
 
 def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
@@ -56,7 +57,20 @@ def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
             message = (int(instruction.ref), instruction.microbatches[0])
             yield Event(EventKind(kind.value), at, instruction, message)
         else:
-            yield Event(EventKind(kind.value), at, instruction, tied=str(instruction.ref))
+            yield Event(EventKind(kind.value), at, instruction, bucket=str(instruction.ref))
+
+
+def last_runs(plan: Plan, rank: int) -> dict[tuple[int, Phase], int]:
+    """(stage, F | I | W) -> the index of the rank's last instruction that runs that program."""
+    found: dict[tuple[int, Phase], int] = {}
+    programs = {
+        name: [(stage, sub) for stage, phase in window.parts for sub in phase.parts]
+        for name, window in plan.windows.items()
+    }
+    for at, instruction in enumerate(plan.orders[rank]):
+        if instruction.kind is InstructionKind.RUN:
+            found.update(dict.fromkeys(programs[str(instruction.ref)], at))
+    return found
 
 
 def ends_of(plan: Plan, edge: int) -> tuple[int, int]:

@@ -1,0 +1,49 @@
+"""Proves that costs and prediction are about this plan: they name its axes, communicators and ranks.
+
+A wrong name would not stop a run; it would be priced by another rule than the one that was written down. May
+touch `stretto.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.ir.plan import Plan
+from stretto.ir.program import STARTS
+from stretto.verify.fault import Fault
+
+KINDS = tuple(start.removeprefix("comm.") for start in STARTS)
+"""Kinds of collectives that have a cost."""
+
+
+def cost_faults(plan: Plan) -> list[Fault]:
+    """Every fault of costs and prediction. References must be sound."""
+    return list(_faults(plan))
+
+
+def _faults(plan: Plan) -> Iterator[Fault]:
+    axes = dict(plan.job.axes)
+    lanes = {communicator.name for communicator in plan.communicators} | axes.keys()
+    for name, kind in plan.costs.collectives:
+        where = f"costs of {kind} on {name}"
+        if name not in lanes:
+            yield Fault(None, where, f"there is no communicator {name}", "Remove them")
+        if kind not in KINDS:
+            yield Fault(None, where, f"there is no collective {kind}", f"Known are {', '.join(KINDS)}")
+    for axis in plan.costs.shared:
+        if axis not in axes:
+            yield Fault(None, "costs.shared", f"there is no axis {axis!r} beside pp", "Remove it")
+    if plan.prediction is not None:
+        for key in ("exposed_axis_us", "comm_axis_us"):
+            for axis, times in getattr(plan.prediction, key).items():
+                if axis != "pp" and axis not in axes:
+                    yield Fault(
+                        None, f"prediction.{key}", f"there is no axis {axis!r}", "Predict the plan again"
+                    )
+                elif len(times) != plan.ranks:
+                    yield Fault(
+                        None,
+                        f"prediction.{key}",
+                        f"has {len(times)} ranks for {axis}, but the plan has {plan.ranks}",
+                        "Predict the plan again",
+                    )

@@ -1,0 +1,255 @@
+"""Proves that every gradient is summed over exactly what it must be, and each part of it counted once.
+
+A place of the pipeline sums a gradient that it holds, in this order:
+
+1. over each axis along which its ranks have parts of it (`Parameter.partial`), in any order of the axes;
+2. over the places that hold a copy (ties);
+3. over dp, when there is more than one copy of the data.
+
+A sum starts after the last run that adds to the gradient and after the sum before it has ended, for both
+write to the same memory; it ends before the step does. Buckets only say which gradients go together.
+
+Groups along an axis lie within one place, whose ranks all walk the same order, so they start sums alike. Sums
+of ties join places, so all places must start those that they share in one order: where collectives of
+several communicators cannot all be resident at once, as on a GPU, different orders can block each other.
+
+May touch `stretto.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
+from stretto.verify.communicators import TIED, tied_ranks
+from stretto.verify.fault import Fault
+from stretto.verify.trace import last_runs
+
+TIES = "pp"
+"""The axis along which copies of a tied gradient are summed."""
+
+
+def sum_faults(plan: Plan) -> list[Fault]:
+    """Every fault of buckets, `reduce` and `reduced`. References must be sound."""
+    tied = tied_ranks(plan)
+    found = list(_buckets(plan, tied))
+    for rank in range(plan.ranks):
+        found += _RankWalk(plan, rank, tied).faults()
+    found += _one_order(plan, tied)
+    return found
+
+
+def axis_of(plan: Plan, bucket: Bucket) -> str | None:
+    """What the bucket's gradients are summed over; None if its communicator is for something else."""
+    if bucket.communicator.startswith(TIED):
+        return TIES
+    return bucket.communicator if bucket.communicator in dict(plan.job.axes) else None
+
+
+def _buckets(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
+    """Buckets by themselves: something in them, each gradient once, on a communicator for sums."""
+    reduced = {i.ref for order in plan.orders for i in order if i.kind is InstructionKind.REDUCE}
+    for bucket in plan.buckets:
+        where = f"bucket {bucket.name}"
+        axis = axis_of(plan, bucket)
+        names = ", ".join(bucket.parameters)
+        if not bucket.parameters:
+            yield Fault(None, where, "sums nothing", "Remove it")
+        elif len(set(bucket.parameters)) < len(bucket.parameters):
+            yield Fault(None, where, f"holds a gradient twice: {names}", "Name each once")
+        if axis is None:
+            yield Fault(
+                None,
+                where,
+                f"communicator {bucket.communicator} joins no parts or copies of gradients",
+                f"Give it {', '.join((*dict(plan.job.axes), *(TIED + name for name in tied))) or 'none'}",
+            )
+        elif axis == TIES and bucket.parameters != (bucket.communicator.removeprefix(TIED),):
+            yield Fault(
+                None,
+                where,
+                f"sums {names} on communicator {bucket.communicator}, which joins the ranks that hold "
+                f"{bucket.communicator.removeprefix(TIED)}",
+                "Give each tied gradient a bucket and a communicator of its own",
+            )
+        if bucket.name not in reduced:
+            yield Fault(None, where, "no rank ever starts it", "Add its `reduce` and `reduced`, or remove it")
+
+
+class _RankWalk:
+    """One walk over one rank's order, from sum to sum."""
+
+    def __init__(self, plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> None:
+        self.rank = rank
+        self.order = plan.orders[rank]
+        self.buckets = {bucket.name: bucket for bucket in plan.buckets}
+        self.axes = {bucket.name: axis_of(plan, bucket) for bucket in plan.buckets}
+        self.left = _needed(plan, rank, tied)
+        """Gradient -> what it is still to be summed over, in order."""
+        self.last = _last_adds(plan, rank)
+        self.done: dict[str, list[str]] = {name: [] for name in self.left}
+        self.under_way: dict[str, str] = {}
+        """Gradient -> the bucket that sums it now."""
+
+    def faults(self) -> Iterator[Fault]:
+        started: dict[str, int] = {}
+        ended: set[str] = set()
+        for at, instruction in enumerate(self.order):
+            name = str(instruction.ref)
+            if instruction.kind is InstructionKind.REDUCE:
+                if name in started:
+                    yield self.fault(
+                        instruction, f"starts a second time; instruction {started[name]} did", "Keep one"
+                    )
+                    continue
+                started[name] = at
+                yield from self.start(at, instruction, self.buckets[name])
+            elif instruction.kind is InstructionKind.REDUCED:
+                if name not in started:
+                    yield self.fault(
+                        instruction,
+                        f"waits for `reduce {name}`, which does not stand before it",
+                        f"Put `reduce {name}` before it",
+                    )
+                elif name in ended:
+                    yield self.fault(instruction, "is waited for twice", "Keep one")
+                else:
+                    ended.add(name)
+                    self.under_way = {g: b for g, b in self.under_way.items() if b != name}
+        for name in started:
+            if name not in ended:
+                yield Fault(
+                    self.rank,
+                    f"reduced {name}",
+                    "missing; the step could end before the sum is there",
+                    f"Add it after `reduce {name}`",
+                )
+        for gradient, axes in self.left.items():
+            if axes:
+                yield self.never(gradient, axes)
+
+    def start(self, at: int, instruction: Instruction, bucket: Bucket) -> Iterator[Fault]:
+        """Every gradient of the bucket is complete so far, at rest, and next to be summed over this axis."""
+        axis = self.axes[bucket.name]
+        early: dict[int, str] = {}
+        for gradient in dict.fromkeys(bucket.parameters):
+            if gradient not in self.left:
+                yield self.fault(
+                    instruction,
+                    f"sums {gradient}, of which this rank has no gradient",
+                    f"Remove it, or take {gradient} out of bucket {bucket.name}",
+                )
+                continue
+            if gradient in self.under_way:
+                other = self.under_way[gradient]
+                yield self.fault(
+                    instruction,
+                    f"starts while bucket {other} still sums {gradient}",
+                    f"Move it after `reduced {other}`",
+                )
+            if axis is not None:
+                yield from self.take(instruction, gradient, axis)
+            self.under_way[gradient] = bucket.name
+            last = self.last.get(gradient)
+            if last is not None and last > at:
+                early.setdefault(last, gradient)
+        if early:
+            last = max(early)
+            yield self.fault(
+                instruction,
+                f"starts before `{self.order[last]}` has added its part of the gradient"
+                + (f" of {early[last]}" if early[last] != bucket.name else ""),
+                f"Move it after instruction {last}",
+            )
+
+    def take(self, instruction: Instruction, gradient: str, axis: str) -> Iterator[Fault]:
+        """The gradient's next sum is over `axis`; partial axes come before all else, in any order."""
+        left = self.left[gradient]
+        if axis not in left:
+            again = axis in self.done[gradient]
+            yield self.fault(
+                instruction,
+                f"sums {gradient} over {axis} "
+                + ("a second time" if again else "though it has no parts or copies there"),
+                f"Remove it, or take {gradient} out of its bucket",
+            )
+            return
+        before = left[: left.index(axis)] if axis in (TIES, "dp") else []
+        if before:
+            yield self.fault(
+                instruction,
+                f"sums {gradient} over {_said(axis)} before its sum over {_said(before[0])}",
+                "Move it after the `reduced` of that sum",
+            )
+        left.remove(axis)
+        self.done[gradient].append(axis)
+
+    def never(self, gradient: str, axes: list[str]) -> Fault:
+        lane = TIED + gradient if axes[0] == TIES else axes[0]
+        return Fault(
+            self.rank,
+            f"gradient of {gradient}",
+            f"is never summed over {' and '.join(map(_said, axes))}",
+            f"Add `reduce` and `reduced` of a bucket on communicator {lane} that holds it",
+        )
+
+    def fault(self, instruction: Instruction, what: str, fix: str) -> Fault:
+        return Fault(self.rank, str(instruction), what, fix)
+
+
+def _said(axis: str) -> str:
+    return "the ranks that hold a copy" if axis == TIES else axis
+
+
+def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Tied groups that the rank holds and that have a gradient -> what it is to be summed over, in order."""
+    trained = {parameter.tied_to for parameter in plan.job.parameters if parameter.grads}
+    found: dict[str, list[str]] = {}
+    for parameter in plan.job.parameters:
+        if parameter.tied_to in trained and any(plan.rank_of(s) == rank for s in parameter.stages):
+            axes = found.setdefault(parameter.tied_to, [])
+            axes += [axis for axis in parameter.partial if axis not in axes]
+    for name, axes in found.items():
+        if rank in tied.get(name, ()):
+            axes.append(TIES)
+        if plan.job.size("dp") > 1 and "dp" not in axes:
+            axes.append("dp")
+    return found
+
+
+def _last_adds(plan: Plan, rank: int) -> dict[str, int]:
+    """Tied group -> the index of the rank's last run that adds to its gradient."""
+    last = last_runs(plan, rank)
+    found: dict[str, int] = {}
+    for parameter in plan.job.parameters:
+        for stage, phase, _ in parameter.grads:
+            at = last.get((stage, phase), -1)
+            if at >= 0:
+                found[parameter.tied_to] = max(found.get(parameter.tied_to, -1), at)
+    return found
+
+
+def _one_order(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
+    """Ranks that share several tied gradients start them in one order."""
+    named = {b.name: b.parameters[0] for b in plan.buckets if axis_of(plan, b) == TIES and b.parameters}
+    starts = [
+        {
+            named[str(i.ref)]: at
+            for at, i in enumerate(order)
+            if i.kind is InstructionKind.REDUCE and i.ref in named
+        }
+        for order in plan.orders
+    ]
+    for first in range(plan.ranks):
+        for second in range(first + 1, plan.ranks):
+            shared = [n for n, ranks in tied.items() if first in ranks and second in ranks]
+            shared = [n for n in shared if n in starts[first] and n in starts[second]]
+            here, there = (sorted(shared, key=starts[rank].__getitem__) for rank in (first, second))
+            if here != there:
+                a, b = next((a, b) for a, b in zip(here, there, strict=True) if a != b)
+                yield Fault(
+                    second,
+                    f"reduce {b}",
+                    f"starts before `reduce {a}`, but rank {first} starts `reduce {a}` first",
+                    "Start tied gradients in the same order on all ranks",
+                )
