@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto import collectives
 from stretto.cost.contention import compute_loss
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
@@ -115,13 +116,10 @@ def collective_call(
 
     def start() -> Any:
         if kind == "all_reduce":
-            return dist.all_reduce(whole, group=group, async_op=True)
-        # PyTorch 2.13 renamed these; the old names warn.
+            return collectives.all_reduce(whole, group)
         if kind == "all_gather":
-            gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            return gather(whole, part, group=group, async_op=True)
-        scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        return scatter(part, whole, group=group, async_op=True)
+            return collectives.all_gather(whole, part, group)
+        return collectives.reduce_scatter(part, whole, group)
 
     if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
         raise UsageError(f"cannot measure a collective {kind!r}: all_reduce, all_gather, reduce_scatter")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto import collectives
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
@@ -32,11 +33,6 @@ CLOCK_ROUNDS = 8
 
 NETWORK_WORDS = ("connection", "socket", "closed", "timed out", "timeout", "broken pipe", "gloo/transport")
 """What Gloo's errors say when a peer is gone, as seen with PyTorch 2.13; it raises plain RuntimeError."""
-
-
-# PyTorch 2.13 calls these by new names, and warns of the old ones.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class TorchTransport:
@@ -108,24 +104,13 @@ class TorchTransport:
         )
 
     def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        how = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        return self._start(
-            lane, None, lambda: dist.all_reduce(value, how, group=self._groups[lane], async_op=True)
-        )
+        return self._start(lane, None, lambda: collectives.all_reduce(value, self._groups[lane], op))
 
     def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        return self._start(
-            lane,
-            None,
-            lambda: _all_gather(result, value, group=self._groups[lane], async_op=True),
-        )
+        return self._start(lane, None, lambda: collectives.all_gather(result, value, self._groups[lane]))
 
     def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        return self._start(
-            lane,
-            None,
-            lambda: _reduce_scatter(result, value, group=self._groups[lane], async_op=True),
-        )
+        return self._start(lane, None, lambda: collectives.reduce_scatter(result, value, self._groups[lane]))
 
     def all_gather(self, item: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
