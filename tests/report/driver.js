@@ -79,14 +79,14 @@
     await point("pointermove", 400, middle, { shiftKey: true });
     await point("pointerup", 400, middle, { shiftKey: true });
     found.moved = shown();
+    await wait(500);
+    found.hash = location.hash;
     await key("Home");
 
     const box = document.querySelector('input[data-show="messages"]'), before = canvas.clientHeight;
     box.click();
     await wait(60);
     found.lower = before - canvas.clientHeight;
-    await wait(500);
-    found.hash = location.hash;
   } catch (error) {
     found.error = `${error}`;
   }

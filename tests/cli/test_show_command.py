@@ -1,0 +1,130 @@
+"""`stretto show`: the ops of a phase with shapes, lanes, times and what happens to their memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli.show import show
+from stretto.errors import UsageError
+from stretto.ir.action import Phase
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job, Stage
+from stretto.ir.serialize import save_plan
+from stretto.report.program import program_lines, totals_of
+from stretto.schedule.families import make_schedule
+from tests.synthetic_comm import ACTIVATION, WEIGHT, make_comm_plan
+
+
+def plan_with_modules() -> Plan:
+    """Two stages of two blocks, tp=2; ops of block b belong to module `layers.<b>.mlp`."""
+    plan = make_comm_plan(make_schedule("1f1b", 2, 4), blocks=2, collective_us=50.0)
+    return replace(plan, job=_named(plan.job))
+
+
+def _named(job: Job) -> Job:
+    stages = tuple(
+        Stage(
+            stage.index,
+            {
+                phase: tuple(
+                    replace(op, module=f"layers.{op.name.split('.')[1][0]}.mlp") if "." in op.name else op
+                    for op in ops
+                )
+                for phase, ops in stage.ops.items()
+            },
+        )
+        for stage in job.stages
+    )
+    return replace(job, stages=stages)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("show") / "plan.json"
+    save_plan(plan_with_modules(), path)
+    return path
+
+
+def test_a_forward_says_what_is_saved_and_what_is_sent() -> None:
+    lines = {line.row.op.name: line for line in program_lines(plan_with_modules(), 0, Phase.F)}
+    # A block: product, all_reduce of it, its wait, the sum with the input.
+    assert list(lines)[:4] == ["fm0.0", "fr0.0", "fr0.0_w", "fy0.0"]
+    # The product is read by the sum over tp alone, and the sum by the addition, through the wait.
+    assert lines["fr0.0"].freed == (("fm0.0", ACTIVATION.nbytes),)
+    assert lines["fy0.0"].freed == (("fr0.0", ACTIVATION.nbytes),)
+    assert lines["fr0.0_w"].row.op.nbytes == 0
+    # The next block's weight gradient reads what the first block makes.
+    assert lines["fy0.0"].saved_for == (Phase.W,)
+    assert lines["y0"].sent == ("e0 to stage 1",)
+    assert lines["y0"].saved_for == (Phase.I,)
+    assert lines["fr0.0"].collective_us == 50.0
+    assert lines["fr0.0"].row.op.lane == "tp"
+
+
+def test_what_is_freed_adds_up() -> None:
+    """What F and the received gradient bring, and B makes, is freed by the end of B, but for what leaves."""
+    plan = plan_with_modules()
+    forward, backward = program_lines(plan, 1, Phase.F), program_lines(plan, 1, Phase.B)
+    made = sum(totals_of(lines)["bytes"] for lines in (forward, backward))
+    freed = sum(totals_of(lines)["freed_bytes"] for lines in (forward, backward))
+    arrives = sum(edge.spec.nbytes for edge in plan.job.edges if edge.target == 1)
+    leaves = sum(edge.spec.nbytes for edge in plan.job.edges if edge.source == 1)
+    grads = sum(p.spec.nbytes for p in plan.job.parameters if 1 in p.stages)
+    assert 2 * WEIGHT.nbytes < grads
+    assert freed == made + arrives - leaves - grads - plan.job.loss_spec.nbytes
+
+
+def test_weight_gradients_say_whose_they_are() -> None:
+    lines = {line.row.op.name: line for line in program_lines(plan_with_modules(), 1, Phase.W)}
+    assert lines["dw1.0"].result == ("grad w1.0",)
+    assert totals_of(list(lines.values()))["saved_bytes"] == 0
+
+
+def test_the_table_and_the_json_say_the_same(path: Path) -> None:
+    arguments = [str(path), "--stage", "0", "--phase", "I"]
+    table = CliRunner().invoke(show, arguments)
+    assert table.exit_code == 0, table.output
+    for words in ("br0.1", "comm.all_reduce", "float32[256,512]", "frees", "saved for W", "in 2 collectives"):
+        assert words in table.output
+    found = json.loads(CliRunner().invoke(show, [*arguments, "--json"]).output)
+    names = [op["name"] for op in found["ops"]]
+    assert found["totals"]["ops"] == len(names)
+    assert all(name in table.output for name in names)
+    started = next(op for op in found["ops"] if op["name"] == "br0.1")
+    assert (started["lane"], started["collective_us"], started["dtype"]) == ("tp", 50.0, "float32")
+
+
+@pytest.mark.parametrize("pattern", ["layers.1", "*.1.mlp"])
+def test_a_pattern_picks_modules(path: Path, pattern: str) -> None:
+    arguments = [str(path), "--stage", "0", "--phase", "F", "--module", pattern, "--json"]
+    found = json.loads(CliRunner().invoke(show, arguments).output)
+    assert [op["name"] for op in found["ops"]] == ["fm0.1", "fr0.1", "fr0.1_w", "fy0.1"]
+
+
+def test_a_pattern_that_nothing_matches_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"no op of 0F is of such a module; it has layers\.0\.mlp, layers\.1"
+    ):
+        program_lines(plan_with_modules(), 0, Phase.F, "attention")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stage", "2", "--phase", "F"], "--stage 2: the plan has stages 0 to 1"),
+        (["--stage", "-1", "--phase", "F"], "--stage -1: the plan has stages 0 to 1"),
+        (["--stage", "0", "--phase", "Q"], "--phase Q: there is no such phase; give one of F, I, W, B"),
+    ],
+)
+def test_wrong_usage_ends_with_2(path: Path, arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "stretto.cli.main", "show", str(path), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.strip() == f"stretto: {message}"

@@ -1,0 +1,181 @@
+"""What a report is made of: communication by kind, runs and their ops, the dearest ops, findings, text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.ir.action import Phase, Schedule
+from stretto.ir.plan import Plan
+from stretto.ir.program import Op
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.report.dearest import dearest_ops
+from stretto.report.detail import RECOMPUTATION, laid_over, op_category, runs_of, window_ops
+from stretto.report.findings import findings
+from stretto.report.tables import dearest_grid, traffic_grid
+from stretto.report.text import timeline_text
+from stretto.report.traffic import by_axis, communication_of, traffic_of
+from stretto.schedule.families import make_schedule
+from stretto.simulate import simulate
+from tests.simulate.test_engine import schedule
+from tests.synthetic_comm import make_comm_plan
+
+
+def comm_plan(order: Schedule | None = None) -> Plan:
+    return make_comm_plan(
+        order or make_schedule("1f1b", 2, 4), blocks=2, latency_us=10, bytes_per_us=5000, collective_us=70.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("pp 0>1 e3:0", ("pp", "message")),
+        ("e3:0", ("pp", "message")),
+        ("pp loss", ("pp", "loss")),
+        ("loss", ("pp", "loss")),
+        ("pp tied w.0", ("pp", "tied gradients")),
+        ("tied w.0", ("pp", "tied gradients")),
+        ("tp all_reduce mm_3", ("tp", "all_reduce")),
+        ("tp reduce_scatter mm_3", ("tp", "reduce_scatter")),
+        ("dp 1.0", ("dp", "gradients")),
+        ("dp reduce 1.0", ("dp", "gradients")),
+    ],
+)
+def test_what_a_name_says(name: str, expected: tuple[str, str]) -> None:
+    assert communication_of(name) == expected
+
+
+def test_traffic_counts_everything_once() -> None:
+    plan = comm_plan()
+    timeline = simulate(plan)
+    kinds = {(t.axis, t.kind): t for t in traffic_of(timeline)}
+    # Two blocks, F and I, two stages, four microbatches; one message forward and one back for each of these.
+    assert kinds["tp", "all_reduce"].count == 2 * 2 * 2 * 4
+    assert kinds["pp", "message"].count == 2 * 4
+    assert kinds["tp", "all_reduce"].total_us == pytest.approx(70.0 * 2 * 2 * 4)
+    axes = {t.axis: t for t in by_axis(traffic_of(timeline))}
+    for axis, us in timeline.exposed_us.items():
+        assert axes[axis].exposed_us == pytest.approx(us)
+    # Nothing in these windows stands between a start and its wait.
+    assert kinds["tp", "all_reduce"].hidden == pytest.approx(0.0)
+    assert 0.0 < (axes["pp"].hidden or 0.0) < 1.0
+    rows = {row[0]: row for row in traffic_grid([timeline]).rows}
+    assert rows["  all_reduce"][1] == "32"
+    assert rows["tp"][-1] == "0.0%"
+
+
+def test_runs_hold_all_compute_of_a_timeline() -> None:
+    plan = comm_plan(schedule("0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1"))
+    timeline = simulate(plan)
+    runs = runs_of(plan, timeline)
+    found = [span for of_rank in runs for run in of_rank for span in run.spans]
+    compute = [span for span in timeline.spans if span.kind is SpanKind.COMPUTE]
+    assert {id(span) for span in found} == {id(span) for span in compute}
+    assert len(found) == len(compute)
+    assert [run.window for run in runs[1]] == ["1F", "1F+1B", "1B"]
+    windows = window_ops(plan)
+    for of_rank in runs:
+        for run in of_rank:
+            expected = sum(row.us for row in windows[run.window].rows)
+            assert sum(span.duration_us for span in run.spans) == pytest.approx(expected)
+
+
+def test_a_measured_run_of_overlapped_actions_is_found_by_its_name() -> None:
+    plan = comm_plan(schedule("0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1"))
+    span = Span(1, COMPUTE_LANE, SpanKind.COMPUTE, "1F1+1B0", 10.0, 20.0, 1, Phase.F, 1)
+    timeline = Timeline("measured", 2, 30.0, (span,), (0, 0))
+    (run,) = runs_of(plan, timeline)[1]
+    assert (run.window, run.microbatches, run.spans) == ("1F+1B", (1, 0), (span,))
+
+
+def compute_span(start_us: float, end_us: float) -> Span:
+    return Span(0, COMPUTE_LANE, SpanKind.COMPUTE, "0F0", start_us, end_us)
+
+
+@given(
+    st.lists(st.floats(0, 100), min_size=1, max_size=8),
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0.1, 50)), min_size=1, max_size=5),
+)
+def test_ops_fill_a_run_in_order_and_in_proportion(
+    times: list[float], pieces: list[tuple[float, float]]
+) -> None:
+    spans = []
+    at = 0.0
+    for gap, length in pieces:
+        spans.append(compute_span(at + gap, at + gap + length))
+        at += gap + length
+    laid = list(laid_over(times, spans))
+    if sum(times) == 0:
+        assert laid == []
+        return
+    compute = sum(length for _, length in pieces)
+    took = [0.0] * len(times)
+    for before, after in pairwise(laid):
+        assert before[0] <= after[0]
+        assert before[2] <= after[1] + 1e-6
+    for index, start_us, end_us in laid:
+        assert any(s.start_us - 1e-6 <= start_us and end_us <= s.end_us + 1e-6 for s in spans)
+        took[index] += end_us - start_us
+    for time_us, shown_us in zip(times, took, strict=True):
+        assert shown_us == pytest.approx(time_us / sum(times) * compute, abs=1e-5 * compute)
+
+
+def test_an_op_that_is_recomputed_has_a_category_of_its_own() -> None:
+    @dataclass(frozen=True)
+    class Recomputed(Op):
+        recomputed: bool = True
+
+    assert op_category(Recomputed("h", "aten.mm.default", ()), Phase.I) == RECOMPUTATION
+    assert op_category(Op("h", "aten.mm.default", ()), Phase.I) == "I"
+
+
+def test_the_dearest_ops_come_first_and_shares_are_of_everything() -> None:
+    plan = comm_plan()
+    costs = {key: us * (5 if key[1].startswith("dw") else 1) for key, us in plan.costs.op_us.items()}
+    plan = replace(plan, costs=replace(plan.costs, op_us=costs))
+    found = dearest_ops(plan, most=100)
+    assert found[0].made == "float32[512,256]"
+    assert found[0].phases == "W"
+    # Two stages of two blocks, four microbatches.
+    assert found[0].calls == 2 * 2 * 4
+    assert found[0].total_us == pytest.approx(500.0 * found[0].calls)
+    assert sum(dear.share for dear in found) == pytest.approx(1.0)
+    assert [dear.total_us for dear in found] == sorted((d.total_us for d in found), reverse=True)
+    merged = dearest_ops(plan, most=100, by_inputs=False)
+    assert len({(d.target, d.made) for d in merged}) == len(merged) < len(found)
+    assert "measured" not in dearest_grid(found).head
+
+
+def test_findings_say_what_is_exposed_where() -> None:
+    timeline = simulate(comm_plan())
+    said = findings(None, timeline, None)
+    assert any(words.startswith("tp: 0.0% of 1.12 ms is hidden; 1.12 ms is exposed") for words in said)
+    assert any("of all_reduce." in words and "on rank" in words for words in said)
+    quiet = Timeline("simulated", 1, 10.0, (compute_span(0, 10),), (0,))
+    assert findings(None, quiet, None) == ("Communication, predicted: none.",)
+
+
+def test_text_timeline_keeps_its_width_and_names_every_lane() -> None:
+    timeline = simulate(comm_plan())
+    lines = timeline_text(timeline, 100).plain.split("\n")
+    assert all(len(line) <= 100 for line in lines)
+    labels = [line[:13].strip() for line in lines]
+    assert labels[1:9] == ["rank 0", "pp 1>0", "sums", "tp", "rank 1", "pp 0>1", "sums", "tp"]
+    compute = next(line for line in lines if line.startswith("rank 1"))
+    assert len(compute) == 100
+    assert "1F0" in compute
+    assert "/" in compute
+    assert compute[13] == "·"
+    assert "W" not in lines[-1].replace("(I and W)", "")
+
+
+def test_text_timeline_leaves_ranks_out_and_says_so() -> None:
+    spans = tuple(Span(r, COMPUTE_LANE, SpanKind.COMPUTE, f"{r}F0", 0, 10, r, Phase.F, 0) for r in range(40))
+    words = timeline_text(Timeline("simulated", 40, 10.0, spans, (0,) * 40), 80).plain
+    assert "ranks 8 to 31 are left out" in words
+    assert sum(line.startswith("rank ") for line in words.split("\n")) == 16

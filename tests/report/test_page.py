@@ -1,0 +1,230 @@
+"""The report's page in a real browser: what is on it, and that zoom, hover, drag and keys work."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import Timeline
+from stretto.report.html import render
+from stretto.report.pack import drawing_data
+from stretto.report.rundir import Run
+from stretto.schedule.families import make_schedule
+from stretto.simulate import predict, simulate
+from tests.report.chromium import open_page
+from tests.synthetic_comm import make_comm_plan
+
+DRIVER = Path(__file__).with_name("driver.js")
+MOST_BYTES = 5_000_000
+
+
+def comm_plan(
+    stages: int = 4, microbatches: int = 8, *, collective_us: float = 70.0, blocks: int = 4
+) -> Plan:
+    order = make_schedule("1f1b", stages, microbatches)
+    return make_comm_plan(order, blocks=blocks, latency_us=30, bytes_per_us=1700, collective_us=collective_us)
+
+
+def run_of(plan: Plan, measured: Timeline | None = None) -> Run:
+    timeline = simulate(plan)
+    return Run(
+        Path("a run"), plan=plan, simulated=timeline, measured=measured, prediction=predict(plan, timeline)
+    )
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    slow = replace(simulate(comm_plan(collective_us=90.0)), source="measured")
+    return run_of(comm_plan(), slow)
+
+
+@pytest.fixture(scope="module")
+def page(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(render(run), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def outcome(page: Path) -> dict[str, Any]:
+    """What came of working the page as a reader would (`driver.js`)."""
+    driven = page.with_name("driven.html")
+    script = f"<script>{DRIVER.read_text(encoding='utf-8')}</script>"
+    driven.write_text(
+        page.read_text(encoding="utf-8").replace("</body>", f"{script}</body>"), encoding="utf-8"
+    )
+    document = open_page(driven, "--window-size=1280,900", "--dump-dom")
+    found = re.search(r'<pre id="outcome">(.*?)</pre>', document, re.DOTALL)
+    assert found is not None, document[-2000:]
+    result: dict[str, Any] = json.loads(unescape(found[1]))
+    assert "error" not in result
+    return result
+
+
+def times(words: str) -> tuple[float, float]:
+    """`6.4 ms to 28 ms.` in microseconds."""
+    units = {"us": 1.0, "ms": 1e3, "s": 1e6}
+    numbers = re.findall(r"([\d.]+) (us|ms|s)\b", words)
+    (first, a), (last, b) = numbers
+    return float(first) * units[a], float(last) * units[b]
+
+
+def length(words: str) -> float:
+    first, last = times(words)
+    return last - first
+
+
+def test_everything_is_on_the_page(run: Run, outcome: dict[str, Any]) -> None:
+    assert outcome["ready"] == "yes"
+    assert run.simulated is not None
+    assert run.measured is not None
+    spans = [len(run.simulated.spans), len(run.measured.spans)]
+    lanes = sum(len(row["lanes"]) for row in drawing_data([run.simulated], [""], run.plan)["timelines"])
+    assert f"Predicted: 4 ranks, {lanes} lanes, {spans[0]} spans." in outcome["status"]
+    assert f"Measured: 4 ranks, {lanes} lanes, {spans[1]} spans." in outcome["status"]
+    assert outcome["panels"] == 2
+    # Aligned: both have one width and one view.
+    assert outcome["widths"][0] == outcome["widths"][1]
+    assert outcome["drawn"][0] == [spans[0], 0]
+    assert outcome["legend"] == ["F", "B", "exposed", "bubble", "message", "collective", "memory"]
+    assert outcome["overflow"] <= 0
+
+
+def test_pointing_at_a_span_tells_of_it(outcome: dict[str, Any]) -> None:
+    assert outcome["hovered"].startswith("exposed: waits for tp all_reduce fr0.0\npredicted\n70 us")
+    assert outcome["hoveredLabel"] == ""
+    for words in ("0F0 on rank 0", "F forward", "predicted\n900 us", "measured\n900 us", "ops\n17"):
+        assert words in outcome["chosen"]
+    for words in ("aten.mm.default", "float32[256,512]", "512 KiB", "1000 FLOP", "100 us (made up)"):
+        assert words in outcome["op"]
+    assert outcome["action"].startswith("0F0 on rank 0")
+
+
+def test_zoom_by_button_wheel_key_and_drag(outcome: dict[str, Any]) -> None:
+    whole = length(outcome["whole"])
+    assert length(outcome["button"]) == pytest.approx(whole / 1.6, rel=0.01)
+    assert outcome["fitted"] == outcome["whole"]
+    # The wheel belongs to the page until the reader has taken the timeline, or holds Ctrl.
+    assert outcome["scrollsPage"] is True
+    assert outcome["wheelAlone"] == outcome["whole"]
+    assert length(outcome["wheel"]) < whole / 2
+    assert times(outcome["wheel"])[0] == 0
+    assert length(outcome["wheelFocused"]) < whole / 2
+    assert length(outcome["keyIn"]) == pytest.approx(whole / 1.5, rel=0.01)
+    assert times(outcome["keyRight"])[0] > times(outcome["keyIn"])[0]
+    assert 0 < length(outcome["dragged"]) < whole / 2
+    assert length(outcome["moved"]) == pytest.approx(length(outcome["dragged"]), rel=0.01)
+    assert times(outcome["moved"])[0] > times(outcome["dragged"])[0]
+
+
+def test_ops_appear_when_zoomed_in(outcome: dict[str, Any]) -> None:
+    # Four blocks of a product and an addition, the stage's result.
+    assert length(outcome["framed"]) < 2000
+    assert outcome["ops"] >= 9
+
+
+def test_lanes_can_be_hidden(outcome: dict[str, Any]) -> None:
+    assert outcome["lower"] > 100
+
+
+def test_the_address_keeps_the_view(outcome: dict[str, Any]) -> None:
+    first, last = times(outcome["moved"])
+    kept = [float(us) for us in outcome["hash"].removeprefix("#view=").split(",")]
+    assert kept == [pytest.approx(first, rel=1e-3), pytest.approx(last, rel=1e-3)]
+
+
+def test_a_link_into_the_page_shows_its_stretch(page: Path) -> None:
+    document = open_page(page, "--window-size=1280,900", "--dump-dom", fragment="#view=10000,13500")
+    assert "Shown: 10 ms to 13.5 ms." in document
+
+
+@pytest.mark.parametrize("flags", [(), ("--force-dark-mode",)], ids=["light", "dark"])
+def test_a_screenshot_shows_phases_and_exposed_communication(
+    page: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    picture = tmp_path / "page.png"
+    open_page(page, "--window-size=1400,1000", f"--screenshot={picture}", *flags)
+    width, height, pixels = read_png(picture)
+    assert (width, height) == (1400, 1000)
+    counts: dict[tuple[int, int, int], int] = {}
+    for pixel in pixels:
+        counts[pixel] = counts.get(pixel, 0) + 1
+    forward = (0x2B, 0x8C, 0xC4) if flags else (0x00, 0x72, 0xB2)
+    assert counts.get(forward, 0) > 300
+    assert counts.get((0xA8, 0x45, 0x7A), 0) > 300
+    # Hatching is drawn with soft edges; near its colour is enough.
+    near = sum(n for (r, g, b), n in counts.items() if r > 190 and 60 < g < 160 and b < 90)
+    assert near > 300
+
+
+def read_png(path: Path) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """A PNG of 8-bit RGB or RGBA as its pixels, row by row; the format is W3C's PNG specification."""
+    data = path.read_bytes()
+    at, body = 8, b""
+    width = height = channels = 0
+    while at < len(data):
+        (size,) = struct.unpack(">I", data[at : at + 4])
+        kind, content = data[at + 4 : at + 8], data[at + 8 : at + 8 + size]
+        if kind == b"IHDR":
+            width, height, depth, colour = struct.unpack(">IIBB", content[:10])
+            assert depth == 8
+            channels = {2: 3, 6: 4}[colour]
+        elif kind == b"IDAT":
+            body += content
+        at += size + 12
+    raw = zlib.decompress(body)
+    stride = width * channels
+    before = bytearray(stride)
+    pixels: list[tuple[int, int, int]] = []
+    for y in range(height):
+        start = y * (stride + 1)
+        row = bytearray(raw[start + 1 : start + 1 + stride])
+        unfilter(raw[start], row, before, channels)
+        pixels += zip(row[0::channels], row[1::channels], row[2::channels], strict=True)
+        before = row
+    return width, height, pixels
+
+
+def unfilter(kind: int, row: bytearray, before: bytearray, channels: int) -> None:
+    """Undo a row's filter in place."""
+    for x in range(len(row)):
+        left = row[x - channels] if x >= channels else 0
+        above = before[x]
+        corner = before[x - channels] if x >= channels else 0
+        if kind == 1:
+            row[x] = (row[x] + left) & 255
+        elif kind == 2:
+            row[x] = (row[x] + above) & 255
+        elif kind == 3:
+            row[x] = (row[x] + (left + above) // 2) & 255
+        elif kind == 4:
+            guess = left + above - corner
+            nearest = min((left, above, corner), key=lambda value: abs(guess - value))
+            row[x] = (row[x] + nearest) & 255
+
+
+def test_a_page_of_16_places_and_64_microbatches_stays_small() -> None:
+    """24 collectives a forward and as many backward; no browser is needed to weigh it."""
+    plan = comm_plan(16, 64, blocks=24)
+    run = Run(Path("large"), plan=plan, simulated=simulate(plan))
+    assert len(run.simulated.spans if run.simulated else ()) > 140_000
+    assert len(render(run).encode()) < MOST_BYTES
+
+
+def test_ops_are_written_once_a_window() -> None:
+    few, many = comm_plan(2, 4), comm_plan(2, 40)
+    written = [drawing_data([simulate(plan)], [""], plan)["ops"] for plan in (few, many)]
+    assert written[0]["windows"] == written[1]["windows"]
+    assert len(written[0]["name"]) == sum(
+        len(window.items) - 1  # but for one message
+        for window in few.windows.values()
+    )

@@ -1,0 +1,135 @@
+"""Traces with a plan: ops inside actions, their shapes, and flows around collectives, decoded again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import SpanKind, Timeline
+from stretto.report.flows import count_ops
+from stretto.report.perfetto import to_perfetto
+from stretto.schedule.families import make_schedule
+from stretto.simulate import simulate
+from tests.synthetic_comm import make_comm_plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_comm_plan(
+        make_schedule("1f1b", 2, 3), blocks=2, latency_us=10, bytes_per_us=5000, collective_us=70.0
+    )
+
+
+@pytest.fixture(scope="module")
+def timeline(plan: Plan) -> Timeline:
+    return simulate(plan)
+
+
+class Decoded:
+    """Slices of a trace as they nest, by process and track; flows as the slices that carry them."""
+
+    def __init__(self, data: bytes) -> None:
+        trace = Trace()
+        trace.ParseFromString(data)
+        tracks: dict[int, Any] = {}
+        self.slices: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        open_: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        last: dict[int, int] = {}
+        for packet in trace.packet:
+            if packet.HasField("track_descriptor"):
+                tracks[packet.track_descriptor.uuid] = packet.track_descriptor
+                continue
+            event = packet.track_event
+            # On a track time never goes back, or slices would nest wrongly.
+            assert packet.timestamp >= last.get(event.track_uuid, 0)
+            last[event.track_uuid] = packet.timestamp
+            if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+                track = tracks[event.track_uuid]
+                found = {
+                    "process": tracks[track.parent_uuid].process.process_name,
+                    "track": track.name,
+                    "name": event.name,
+                    "category": event.categories[0],
+                    "start": packet.timestamp,
+                    "in": open_[event.track_uuid][-1]["name"] if open_[event.track_uuid] else None,
+                    "details": {a.name: _value(a) for a in event.debug_annotations},
+                }
+                open_[event.track_uuid].append(found)
+                self.slices[f"{found['process']} {track.name}"].append(found)
+                for flow in event.flow_ids:
+                    self.flows[flow].append(found)
+            elif event.type == TrackEvent.TYPE_SLICE_END:
+                open_[event.track_uuid].pop()["end"] = packet.timestamp
+        assert not any(open_.values())
+        self.processes = [t.process.process_name for t in tracks.values() if t.HasField("process")]
+
+
+def _value(annotation: Any) -> int | float | str:
+    found: int | float | str = getattr(annotation, annotation.WhichOneof("value"))
+    return found
+
+
+def test_ops_lie_inside_their_actions(plan: Plan, timeline: Timeline) -> None:
+    decoded = Decoded(to_perfetto(timeline, plan))
+    compute = decoded.slices["rank 0 (simulated) compute"]
+    ops = [s for s in compute if s["category"] == "op"]
+    # F of two blocks: two products, two additions, y; B has the same backward and three weight gradients.
+    assert [s["name"] for s in ops if s["in"] == "0F0"] == ["fm0.0", "fy0.0", "fm0.1", "fy0.1", "y0"]
+    assert {s["in"] for s in ops} == {f"0{phase}{mb}" for phase in "FB" for mb in range(3)}
+    assert len(
+        [s for r in (0, 1) for s in decoded.slices[f"rank {r} (simulated) compute"] if s["category"] == "op"]
+    ) == count_ops(plan, [timeline])
+    product = next(s for s in ops if s["name"] == "fm0.0")
+    assert product["details"] == {
+        "op": "aten.mm.default",
+        "category": "F",
+        "reads": "float32[256,512] float32[512,256]",
+        "makes": "float32[256,512]",
+        "bytes": 256 * 512 * 4,
+        "flops": 1000,
+        "predicted_us": 100.0,
+    }
+    for slice_ in ops:
+        assert slice_["end"] - slice_["start"] == pytest.approx(100_000, abs=2)
+
+
+def test_a_collective_flows_from_its_start_to_what_runs_after_its_wait(
+    plan: Plan, timeline: Timeline
+) -> None:
+    decoded = Decoded(to_perfetto(timeline, plan))
+    chains = [[s["name"] for s in sorted(c, key=lambda s: s["start"])] for c in decoded.flows.values()]
+    assert ["fm0.0", "tp all_reduce fr0.0", "fy0.0"] in chains
+    assert ["bm1.1", "tp all_reduce br1.1", "by1.1"] in chains
+    assert ["0F0", "pp 0>1 e0:0", "1F0"] in chains
+    messages = [s for s in timeline.spans if s.kind is SpanKind.MESSAGE]
+    through = [c for c in decoded.flows.values() if any(s["category"] == "message" for s in c)]
+    assert len(through) == len(messages)
+    for chain in decoded.flows.values():
+        starts = [s["start"] for s in sorted(chain, key=lambda s: s["start"])]
+        assert starts == sorted(set(starts)) or len(chain) < 3
+
+
+def test_without_ops_a_collective_flows_between_actions(plan: Plan, timeline: Timeline) -> None:
+    decoded = Decoded(to_perfetto(timeline, plan, ops=False))
+    assert not any(s["category"] == "op" for lane in decoded.slices.values() for s in lane)
+    chains = [[s["name"] for s in sorted(c, key=lambda s: s["start"])] for c in decoded.flows.values()]
+    assert ["0F0", "tp all_reduce fr0.0", "0F0"] in chains
+
+
+def test_measured_and_predicted_share_a_trace(plan: Plan, timeline: Timeline) -> None:
+    decoded = Decoded(to_perfetto([timeline, replace(timeline, source="measured")], plan))
+    assert decoded.processes == [
+        "rank 0 (simulated)",
+        "rank 1 (simulated)",
+        "rank 0 (measured)",
+        "rank 1 (measured)",
+    ]
+    # Flows never lead from one timeline into the other.
+    for chain in decoded.flows.values():
+        assert len({s["process"].split("(")[1] for s in chain}) == 1
