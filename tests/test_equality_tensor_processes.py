@@ -1,0 +1,82 @@
+"""Tensor-parallel plans on Gloo processes: the plain model's numbers, and those of threads, to the bit where
+two members add up."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.ir.program import Job
+from stretto.models.gpt import next_token_loss
+from stretto.runtime.runner import Runner
+from stretto.runtime.shards import part_of
+from tests.parallelize.test_tensor_equality import assert_plain, batch_of, gpt, step
+from tests.runtime.equality import lowered
+from tests.runtime.launch import launch
+
+LAYOUTS = {
+    2: (
+        {"tp": 2, "microbatches": 2},
+        {"tp": 2, "sequence_parallel": True, "microbatches": 2},
+        {"dp": 2, "microbatches": 2},
+    ),
+    4: (
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "microbatches": 2},
+        {"tp": 4, "sequence_parallel": True, "microbatches": 1},
+        {"dp": 2, "tp": 2, "microbatches": 2},
+    ),
+}
+
+
+def jobs(ranks: int) -> list[Job]:
+    model = gpt().double()
+    return [capture(model, batch_of(), next_token_loss, Parallel(**layout)) for layout in LAYOUTS[ranks]]
+
+
+def launched(folder: Path) -> None:
+    """What each process does: the steps of all layouts, one after the other."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = []
+    for job in jobs(dist.get_world_size()):
+        runner = Runner(lowered(job, "1f1b"), copy.deepcopy(gpt().double()))
+        loss = runner.step(batch_of())
+        found.append((runner.coordinates, loss, {n: p.grad for n, p in runner.named_parameters()}))
+        runner.close()
+    torch.save(found, folder / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).norm() <= 1e-12 * other.norm())
+
+
+@pytest.mark.parametrize("ranks", sorted(LAYOUTS))
+def test_processes_equal_the_plain_model_and_threads(ranks: int, tmp_path: Path) -> None:
+    launch(ranks, "tests.test_equality_tensor_processes", str(tmp_path))
+    told = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    model = gpt().double()
+    for number, job in enumerate(jobs(ranks)):
+        assert_plain(job, model, next_token_loss, batch_of())
+        loss, whole = step(job, model, batch_of())
+        parameters = {p.name: p for p in job.parameters}
+        for rank in range(ranks):
+            at, found_loss, grads = told[rank][number]
+            # Gloo adds up in an order of its own where a group has more than two members.
+            same = torch.equal if max(size for _, size in job.axes) == 2 else close
+            assert same(found_loss, loss)
+            for name, grad in grads.items():
+                mine = part_of(whole[name], parameters[name], job, at)
+                assert same(grad, mine), f"{name} on rank {rank} at {at}"
+
+
+if __name__ == "__main__":
+    launched(Path(sys.argv[1]))
