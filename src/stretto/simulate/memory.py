@@ -75,6 +75,7 @@ class RankMemory:
         }
         self._roots: dict[tuple[int, str], Storage | None] = {}
         self._received: dict[int, Storage] = {}
+        self._touched: dict[tuple[int, str], tuple[Storage, ...]] = {}
         self._find_lifetimes()
         self._groups = self._make_groups()
         self._groups_of_program: dict[Program, list[int]] = defaultdict(list)
@@ -124,10 +125,12 @@ class RankMemory:
 
     def _find_lifetimes(self) -> None:
         for (stage, name), (op, phase) in self._ops.items():
-            for used in (name, *(u for u in op.uses if not is_external(u))):
-                storage = self._root(stage, used)
-                if storage is not None:
-                    storage.users.add((stage, phase))
+            used = (name, *(use for use in op.uses if not is_external(use)))
+            roots = (self._root(stage, one) for one in used)
+            touched = tuple(root for root in roots if root is not None)
+            self._touched[stage, name] = touched
+            for root in touched:
+                root.users.add((stage, phase))
         for edge in self._plan.job.edges:
             if edge.source in self._stages and edge.target not in self._stages:
                 storage = self._root(edge.source, edge.value)
@@ -213,9 +216,8 @@ class RankMemory:
         for at, (item, op) in enumerate(zip(ready.window.items, ready.ops, strict=True)):
             if op is None:
                 continue
-            for name in (op.name, *op.uses):
-                storage = None if is_external(name) else self._root(parts[item.part][0], name)
-                if storage is not None and (storage.group, shape[item.part]) in ends:
+            for storage in self._touched[parts[item.part][0], op.name]:
+                if (storage.group, shape[item.part]) in ends:
                     last_use[id(storage), shape[item.part]] = (at, storage.nbytes)
         freed: dict[int, int] = defaultdict(int)
         for at, nbytes in last_use.values():
