@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from stretto.capture import torch_adapter, tree
+from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.explain import explain
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import CHUNK, INDEX, WAIT, Arg, Const, Constant, Op, Ref, Shard, TensorSpec
@@ -89,19 +90,19 @@ def trace(
 
     batch: the whole batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
-    inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta".
-    tensor: trace one rank's part of a model that is spread so; None traces the whole.
+    inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
+    "cuda" there need not be one here (`absent_cuda` says what is chosen then). tensor: trace one rank's part
+    of a model that is spread so; None traces the whole.
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     shapes = tree.microbatch_shapes(batch, microbatches)
     leaves = tree.flatten(batch)
     at = torch.device(device) if device is not None else _device_of(model)
-    if at.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "capture for CUDA needs a PyTorch with CUDA and a device, and there is none here: capture for "
-            "the CPU, or where the devices are"
-        )
+    device_kind = at.type
+    absent = device_kind == "cuda" and not torch.cuda.is_available()
+    if absent:
+        at = torch.device("cpu")
     mode = torch_adapter.fake_mode()
 
     def fake_leaf(name: str, leaf: torch.Tensor) -> torch.Tensor:
@@ -129,7 +130,8 @@ def trace(
             **{n: spec_of(b) for n, b in model.named_buffers(remove_duplicate=False)},
         }
         try:
-            joint = torch_adapter.export_joint(model, loss, tree.rebuilder(batch), fakes, mode)
+            with CudaChoices() if absent else nullcontext():
+                joint = torch_adapter.export_joint(model, loss, tree.rebuilder(batch), fakes, mode)
         except Exception as error:
             raise explain(model, error) from error
 
@@ -146,6 +148,9 @@ def trace(
             buffers[name] = (state[name], None)
 
     ops, constants = _convert(joint, names)
+    if absent:
+        made = with_cuda_results(traced.op for traced in ops)
+        ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
     loss_value = ""
     roots: set[str] = set()
     for kind, key, out in joint.outputs:
@@ -176,7 +181,7 @@ def trace(
         loss=loss_value,
         param_dtype=None if param_dtype is None else dtype_name(param_dtype),
         own_dtypes=own_dtypes,
-        device=at.type,
+        device=device_kind,
         fixed=tuple(tree.fixed(batch).items()),
         shards=shards,
         partial=partial,

@@ -1,0 +1,117 @@
+"""Capture for CUDA where there is no CUDA: the choices that PyTorch makes by looking at the device.
+
+Tensors stay fake CPU tensors (a PyTorch without CUDA has no autograd for others). What PyTorch would choose
+otherwise on CUDA is chosen here. Attention, `scaled_dot_product_attention`:
+
+    op                                         for
+    _scaled_dot_product_flash_attention        float16 or bfloat16 without a mask
+    _scaled_dot_product_efficient_attention    a mask, or float32
+    the plain ops                              all else
+
+The first two want four dims, and heads of one dim in query, key and value that is at most 256 and a multiple
+of 8. Those are the conditions of PyTorch's sdp_utils.cpp for compute capability 8.0 and later (A100, H100,
+H200, B200). A device may have another kernel yet, cuDNN's, which PyTorch finds out by asking it; a capture
+with the device at hand holds that one. Layer norms keep mean and deviation in float32, as CUDA's kernels do.
+A model that asks for the type of its tensors' device is told "cpu".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from stretto.ir.program import Op, TensorSpec
+
+MAX_HEAD_DIM = 256
+"""Flash attention's largest head (Dao 2023, arXiv 2307.08691; sdp_utils.cpp)."""
+
+ALIGNED = 8
+"""Elements to which a head's dim is aligned (sdp_utils.cpp: 16 bytes of a 2-byte dtype)."""
+
+_aten: Any = torch.ops.aten
+
+
+class CudaChoices(TorchFunctionMode):
+    """While it is entered, attention is that of CUDA."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        return _attention(*args, **given) if func is F.scaled_dot_product_attention else func(*args, **given)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if enable_gqa and query.dim() == 4 and key.shape[1] != query.shape[1]:
+        # Neither kernel shares heads in training: PyTorch repeats them, as its plain ops do.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    if not _fits(query, key, value):
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+            )
+    if half and attn_mask is None:
+        flash, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return cast(Tensor, flash)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = zeros.masked_fill(attn_mask.logical_not(), float("-inf"))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    saves = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    made, *_ = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale
+    )
+    return cast(Tensor, made)
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether either kernel takes such heads."""
+    return (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.dtype != torch.float64
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and query.shape[-1] <= MAX_HEAD_DIM
+        and query.shape[-1] % ALIGNED == 0
+    )
+
+
+def with_cuda_results(ops: Iterable[Op]) -> Iterator[Op]:
+    """The ops, with results as CUDA's kernels make them where those of a CPU have another dtype."""
+    norms: set[str] = set()
+    for op in ops:
+        if op.target == "aten.native_layer_norm.default":
+            norms.add(op.name)
+            result, *statistics = op.outputs
+            op = replace(op, outputs=(result, *(_float32(spec) for spec in statistics)))
+        elif op.target == "getitem" and op.args[0].name in norms and op.args[1] > 0:
+            op = replace(op, outputs=tuple(_float32(spec) for spec in op.outputs))
+        yield op
+
+
+def _float32(spec: TensorSpec | None) -> TensorSpec | None:
+    half = spec is not None and spec.dtype in ("bfloat16", "float16")
+    return replace(spec, dtype="float32") if half and spec is not None else spec
