@@ -35,6 +35,8 @@ def op_before_its_input(plan: Plan, chance: Random) -> Plan | None:
     stage, phase = window.parts[0]
     ops = {op.name: op for sub in phase.parts for op in plan.job.stages[stage].ops[sub]}
     users = [op.name for op in ops.values() if any(name in ops for name in op.uses)]
+    if not users:
+        return None
     user = chance.choice(users)
     items = list(window.items)
     at = next(k for k, item in enumerate(items) if item.ref == user and item.part == 0)
@@ -111,7 +113,10 @@ def double_communicator(plan: Plan, chance: Random) -> Plan | None:
 def communicator_members(plan: Plan, chance: Random) -> Plan | None:
     if not plan.communicators:
         return None
-    at = chance.randrange(len(plan.communicators))
+    joining = [at for at, communicator in enumerate(plan.communicators) if len(communicator.ranks) > 1]
+    if not joining:
+        return None
+    at = chance.choice(joining)
     found = list(plan.communicators)
     found[at] = replace(found[at], ranks=chance.choice([found[at].ranks[::-1], found[at].ranks[:1]]))
     return replace(plan, communicators=tuple(found))

@@ -1,0 +1,72 @@
+"""Plans with axes: what the planner makes is accepted, whatever a mutation breaks is refused."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stretto
+from stretto.ir.plan import Plan
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.schedule.families import make_schedule
+from stretto.verify import plan_faults
+from tests.synthetic_comm import make_comm_costs, plan_with, shuffled
+from tests.verify.comm_mutations import COMM_MUTATIONS, whole_taken_for_a_part
+from tests.verify.comm_plans import comm_job, comm_plan, comm_plans, one_of_each
+from tests.verify.mutations import MUTATIONS
+from tests.verify.order_mutations import Mutation
+
+
+@settings(max_examples=60, deadline=None)
+@given(comm_plans(), st.integers(0, 2**32))
+def test_what_the_planner_makes_is_accepted(plan: Plan, seed: int) -> None:
+    assert [str(fault) for fault in plan_faults(plan)] == []
+    # A legal order of ops in which collectives start in another order is as good.
+    assert [str(fault) for fault in plan_faults(shuffled(plan, seed))] == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "sequence_parallel": True},
+        {"tp": 2, "sequence_parallel": True, "pp": 2, "dp": 2},
+        {"pp": 2, "dp": 2},
+    ],
+    ids=str,
+)
+def test_captured_models_are_accepted(parallel: dict[str, int], tied: bool) -> None:
+    model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=16, tie_embeddings=tied))
+    tokens = torch.zeros(8, 17, dtype=torch.int64)
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(microbatches=2, **parallel))
+    plan = plan_with(job, make_schedule("1f1b", len(job.stages), 2), make_comm_costs(job))
+    assert [str(fault) for fault in plan_faults(plan)] == []
+    for mutation in COMM_MUTATIONS:
+        broken = mutation(plan, Random(3))
+        assert broken is None or plan_faults(broken), mutation.__name__
+
+
+@pytest.mark.parametrize("mutation", [*COMM_MUTATIONS, *MUTATIONS], ids=lambda mutation: mutation.__name__)
+@settings(max_examples=12, deadline=None)
+@given(comm_plans(), st.integers(0, 2**32))
+def test_what_a_mutation_breaks_is_refused(mutation: Mutation, plan: Plan, seed: int) -> None:
+    broken = mutation(plan, Random(seed))
+    if broken is not None:
+        assert broken != plan
+        assert plan_faults(broken)
+
+
+@pytest.mark.parametrize("mutation", COMM_MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_every_mutation_applies_somewhere(mutation: Mutation) -> None:
+    plan = one_of_each()
+    if mutation is whole_taken_for_a_part:
+        plan = comm_plan("1f1b", comm_job(2, 2, (("tp", 2),)))
+    broken = mutation(plan, Random(1))
+    assert broken is not None
+    assert plan_faults(broken)
