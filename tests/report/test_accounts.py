@@ -18,7 +18,7 @@ from stretto.report.detail import RECOMPUTATION, laid_over, op_category, runs_of
 from stretto.report.findings import findings
 from stretto.report.tables import dearest_grid, traffic_grid
 from stretto.report.text import timeline_text
-from stretto.report.traffic import by_axis, communication_of, traffic_of
+from stretto.report.traffic import axes_of, communication_of, traffic_of
 from stretto.schedule.families import make_schedule
 from stretto.simulate import simulate
 from tests.simulate.test_engine import schedule
@@ -58,9 +58,10 @@ def test_traffic_counts_everything_once() -> None:
     assert kinds["tp", "all_reduce"].count == 2 * 2 * 2 * 4
     assert kinds["pp", "message"].count == 2 * 4
     assert kinds["tp", "all_reduce"].total_us == pytest.approx(70.0 * 2 * 2 * 4)
-    axes = {t.axis: t for t in by_axis(traffic_of(timeline))}
+    axes = {t.axis: t for t in axes_of(timeline)}
     for axis, us in timeline.exposed_us.items():
         assert axes[axis].exposed_us == pytest.approx(us)
+        assert axes[axis].hidden == pytest.approx(timeline.hidden[axis])
     # Nothing in these windows stands between a start and its wait.
     assert kinds["tp", "all_reduce"].hidden == pytest.approx(0.0)
     assert 0.0 < (axes["pp"].hidden or 0.0) < 1.0

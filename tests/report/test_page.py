@@ -43,8 +43,10 @@ def run_of(plan: Plan, measured: Timeline | None = None) -> Run:
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    slow = replace(simulate(comm_plan(collective_us=90.0)), source="measured")
-    return run_of(comm_plan(), slow)
+    plan = comm_plan()
+    ops = {key: 1.04 * us for key, us in plan.costs.op_us.items()}
+    slow = replace(simulate(comm_plan(collective_us=90.0)), source="measured", op_us=ops)
+    return run_of(plan, slow)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_everything_is_on_the_page(run: Run, outcome: dict[str, Any]) -> None:
     # Aligned: both have one width and one view.
     assert outcome["widths"][0] == outcome["widths"][1]
     assert outcome["drawn"][0] == [spans[0], 0]
-    assert outcome["legend"] == ["F", "B", "exposed", "bubble", "message", "collective", "memory"]
+    assert outcome["legend"] == ["F", "I", "W", "B", "exposed", "bubble", "message", "collective", "memory"]
     assert outcome["overflow"] <= 0
 
 
@@ -104,7 +106,14 @@ def test_pointing_at_a_span_tells_of_it(outcome: dict[str, Any]) -> None:
     assert outcome["hoveredLabel"] == ""
     for words in ("0F0 on rank 0", "F forward", "predicted\n900 us", "measured\n900 us", "ops\n17"):
         assert words in outcome["chosen"]
-    for words in ("aten.mm.default", "float32[256,512]", "512 KiB", "1000 FLOP", "100 us (made up)"):
+    for words in (
+        "aten.mm.default",
+        "float32[256,512]",
+        "512 KiB",
+        "1000 FLOP",
+        "100 us (made up)",
+        "measured\n104 us",
+    ):
         assert words in outcome["op"]
     assert outcome["action"].startswith("0F0 on rank 0")
 

@@ -52,7 +52,7 @@ class Balanced(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.loads += [f"{tag} {key}" for key, _ in attrs if key in ("src", "href")]
-        if tag not in ("meta", "input"):
+        if tag not in ("meta", "input", "br"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -116,7 +116,7 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
 
 def measured_op_us(timeline: Timeline | None) -> Mapping[tuple[int, str], float]:
     """(stage, op name) -> measured mean time of an op, microseconds; empty where ops were not measured."""
-    return getattr(timeline, "op_us", None) or {}
+    return {} if timeline is None else timeline.op_us
 
 
 def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tuple[int, float, float]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from stretto.ir.plan import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
-from stretto.report.traffic import by_axis, communication_of, traffic_of
+from stretto.report.traffic import axes_of, communication_of
 from stretto.report.words import KINDS, format_change, format_share, format_us
 
 LEAST_SHARE = 0.005
@@ -41,7 +41,7 @@ def findings(
 
 def _communication(timeline: Timeline) -> list[str]:
     said = []
-    for axis in by_axis(traffic_of(timeline)):
+    for axis in axes_of(timeline):
         if not axis.total_us:
             continue
         share = axis.exposed_us / timeline.step_us if timeline.step_us else 0.0

@@ -25,15 +25,15 @@ from stretto.report.tables import (
     summary_grid,
     traffic_grid,
 )
-from stretto.report.traffic import by_axis, traffic_of
+from stretto.report.traffic import axes_of
 from stretto.report.words import KINDS, format_bytes, format_share, format_us
 
 SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 """In the order in which they need each other."""
 
-HINT = (
-    "Drag over a stretch to zoom in, Shift and drag to move, double click for all; Ctrl and wheel zooms, "
-    "after a click the wheel alone. Keys: + - ← → 0, and , . ↑ ↓ Enter to walk the spans."
+HINTS = (
+    "Drag, Ctrl and wheel, or a click and then the wheel: zoom. Shift and drag: move. Double click: all.",
+    "Keys: + and - zoom, ← → move, 0 shows all; , . ↑ ↓ walk the spans, Enter zooms to one.",
 )
 
 
@@ -88,7 +88,7 @@ def _subtitle(run: Run) -> str:
         words.append(f"{schedule.family}, {schedule.stages} stages on {run.plan.ranks} ranks")
         if run.plan.job.axes:
             axes = ", ".join(f"{axis}={size}" for axis, size in run.plan.job.axes)
-            words.append(f"each of them {axes}: {run.plan.world} ranks in all")
+            words.append(f"each {axes}, {run.plan.world} ranks in all")
         words.append(f"{run.plan.job.microbatches} microbatches")
         words.append(f"costs: {run.plan.costs.source}")
     return " · ".join(words)
@@ -113,6 +113,7 @@ def _stage(timelines: list[Timeline], titles: list[str]) -> str:
         f'<label><input type="checkbox" data-show="{what}" checked> {words}</label>'
         for what, words in (("messages", "communication"), ("memory", "memory"))
     )
+    hints = "<br>".join(map(escape, HINTS))
     panels = "".join(
         f"<h3>{escape(title)} <small>{escape(_line(timeline))}</small></h3>"
         f'<div class="lanes"><canvas tabindex="0" role="application" aria-label="'
@@ -122,7 +123,7 @@ def _stage(timelines: list[Timeline], titles: list[str]) -> str:
         for timeline, title in zip(timelines, titles, strict=True)
     )
     return (
-        f'<div id="timelines"><div class="tools">{tools}<span class="hint">{escape(HINT)}</span></div>'
+        f'<div id="timelines"><div class="tools">{tools}<span class="hint">{hints}</span></div>'
         f'<div id="legend"></div>{panels}<p id="status" role="status">Unpacking the timelines…</p>'
         "<noscript>The timelines are drawn by a script, which is switched off here; the tables are "
         'complete.</noscript><div id="range"></div><div id="tip" role="status"></div></div>'
@@ -167,7 +168,7 @@ def _figures(run: Run) -> str:
         found.append((format_us(shown.step_us), f"step, {word}", ""))
         share = exposed_us / shown.step_us if shown.step_us else 0.0
         found.append((format_share(share), f"of the step is exposed communication, {word}", _bad(share)))
-        for axis in by_axis(traffic_of(shown)):
+        for axis in axes_of(shown):
             if axis.hidden is not None:
                 found.append((format_share(axis.hidden), f"of {axis.axis} communication is hidden", ""))
     if run.prediction is not None:

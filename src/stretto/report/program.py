@@ -86,7 +86,8 @@ def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = Non
 
 def totals_of(lines: list[Line]) -> dict[str, Any]:
     """What the lines come to: ops, flops, bytes made, saved and freed, predicted time, collectives."""
-    saved = [line for line in lines if line.saved_for]
+    shown = {line.row.phase for line in lines}
+    saved = [line for line in lines if not shown.issuperset(line.saved_for)]
     return {
         "ops": len(lines),
         "flops": sum(line.row.op.flops for line in lines),

@@ -13,7 +13,7 @@ from rich.table import Table
 from stretto.ir.plan import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.report.dearest import Dear
-from stretto.report.traffic import by_axis, traffic_of
+from stretto.report.traffic import axes_of, traffic_of
 from stretto.report.words import KINDS, format_bytes, format_change, format_flops, format_share, format_us
 
 
@@ -113,8 +113,7 @@ def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
     timeline its time and exposed time (means over ranks), and the hidden fraction."""
     found = []
     for timeline in timelines:
-        kinds = traffic_of(timeline)
-        found.append({(t.axis, t.kind): t for t in (*by_axis(kinds), *kinds)})
+        found.append({(t.axis, t.kind): t for t in (*axes_of(timeline), *traffic_of(timeline))})
     keys = dict.fromkeys(key for one in found for key in one)
     axes = dict.fromkeys(axis for axis, _ in keys)
     rows = []

@@ -73,11 +73,11 @@ def _line(spans: Sequence[Span], step_us: float, cells: int, compute: bool) -> T
             if covered > most[cell] + 1e-9:
                 winner[cell], most[cell] = span, covered
     text = Text()
-    for span, width in _grouped(winner):
-        if span is None:
+    for shown, width in _grouped(winner):
+        if shown is None:
             text.append(" " * width)
         else:
-            text.append(_box(span, width, compute), style=STYLES[_style(span)])
+            text.append(_box(shown, width, compute), style=STYLES[_style(shown)])
     return text
 
 

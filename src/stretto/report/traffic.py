@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.ir.mesh import AXES
-from stretto.ir.timeline import SpanKind, Timeline
+from stretto.ir.timeline import Span, SpanKind, Timeline
 
 _EDGE = re.compile(r"^e\d+(:\d+)?$")
 _BUCKET = re.compile(r"^\d+\.\d+$")
@@ -19,8 +19,9 @@ _BUCKET = re.compile(r"^\d+\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Communications of one axis and kind. count: in the whole step, over all ranks; times are means over
-    ranks, so that they compare with the step; nbytes: over all ranks."""
+    """Communications of one axis and kind. count, nbytes: of the whole step, over all ranks. total_us,
+    exposed_us: means over ranks, as `Timeline.comm_us` and `Timeline.exposed_us` define them: what overlaps
+    in time counts once, so the kinds of an axis may add up to more than the axis."""
 
     axis: str
     kind: str
@@ -31,9 +32,8 @@ class Traffic:
 
     @property
     def hidden(self) -> float | None:
-        """1 - exposed / total, at least 0 (a lane may wait longer than a transfer takes, where it queues);
-        None when the communication took no time."""
-        return max(0.0, 1.0 - self.exposed_us / self.total_us) if self.total_us else None
+        """1 - exposed / total; None when the communication took no time."""
+        return 1.0 - self.exposed_us / self.total_us if self.total_us else None
 
 
 def communication_of(name: str) -> tuple[str, str]:
@@ -55,37 +55,32 @@ def communication_of(name: str) -> tuple[str, str]:
 
 def traffic_of(timeline: Timeline) -> tuple[Traffic, ...]:
     """All communication of a step by axis and kind, in the order of axes, the longest kind first."""
-    count: dict[tuple[str, str], int] = defaultdict(int)
-    nbytes: dict[tuple[str, str], int] = defaultdict(int)
-    total: dict[tuple[str, str], float] = defaultdict(float)
-    exposed: dict[tuple[str, str], float] = defaultdict(float)
+    spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in timeline.spans:
-        if span.kind is SpanKind.MESSAGE:
-            key = communication_of(span.name)
-            count[key] += 1
-            nbytes[key] += span.nbytes
-            total[key] += span.duration_us / timeline.ranks
-        elif span.kind is SpanKind.EXPOSED:
-            exposed[communication_of(span.name)] += span.duration_us / timeline.ranks
-    found = [
-        Traffic(*key, count[key], nbytes[key], total[key], exposed[key])
-        for key in dict.fromkeys((*total, *exposed))
-    ]
+        if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
+            spans[communication_of(span.name)].append(span)
+    found = (_traffic(timeline, axis, kind, of) for (axis, kind), of in spans.items())
     place = {axis: at for at, axis in enumerate(AXES)}
-    return tuple(sorted(found, key=lambda t: (place.get(t.axis, len(place)), -t.total_us, t.kind)))
+    return tuple(sorted(found, key=lambda t: (place[t.axis], -t.total_us, t.kind)))
 
 
-def by_axis(kinds: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
-    """The same, added up over the kinds of each axis."""
-    found: dict[str, Traffic] = {}
-    for one in kinds:
-        so_far = found.get(one.axis, Traffic(one.axis, "all", 0, 0, 0.0, 0.0))
-        found[one.axis] = Traffic(
-            one.axis,
-            "all",
-            so_far.count + one.count,
-            so_far.nbytes + one.nbytes,
-            so_far.total_us + one.total_us,
-            so_far.exposed_us + one.exposed_us,
-        )
-    return tuple(found.values())
+def axes_of(timeline: Timeline) -> tuple[Traffic, ...]:
+    """All communication of a step by axis; the kind is `all`."""
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
+            spans[span.axis].append(span)
+    return tuple(_traffic(timeline, axis, "all", spans[axis]) for axis in AXES if axis in spans)
+
+
+def _traffic(timeline: Timeline, axis: str, kind: str, spans: list[Span]) -> Traffic:
+    alone = replace(timeline, spans=tuple(spans))
+    messages = [span for span in spans if span.kind is SpanKind.MESSAGE]
+    return Traffic(
+        axis,
+        kind,
+        len(messages),
+        sum(span.nbytes for span in messages),
+        alone.comm_us[axis],
+        alone.exposed_us.get(axis, 0.0),
+    )

@@ -11,7 +11,7 @@ View.prototype.legend = function () {
       }
     if (timeline.memory.some((memory) => memory.at.length)) found.add("memory");
   }
-  for (const category of new Set(this.data.ops.category || [])) if (categories[category] === "R") found.add("R");
+  for (const category of new Set(this.data.ops.category || [])) found.add(categories[category]); // seen when zoomed in
   const colours = matchMedia("(prefers-color-scheme: dark)").matches ? DARK : LIGHT;
   this.root.querySelector("#legend").replaceChildren(
     ...Object.keys(MEANING).filter((key) => found.has(key)).map((key) => {

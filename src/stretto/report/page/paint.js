@@ -11,6 +11,7 @@ class Painter {
 
   get span() { return this.width - GUTTER - RIGHT; }
   x(time) { return GUTTER + ((time - this.view.from) / (this.view.to - this.view.from)) * this.span; }
+  seen(begin, end) { return Math.min(this.x(end), GUTTER + this.span) - Math.max(this.x(begin), GUTTER); }
   time(x) { return this.view.from + ((x - GUTTER) / this.span) * (this.view.to - this.view.from); }
 
   // Paint what is in view: `top` is how far the rows are scrolled, `chosen` the span to mark.
@@ -188,27 +189,26 @@ class Painter {
         const ink = category === "F" || category === "B" ? this.colours.onDark : this.colours.onLight;
         this.fit([texts[ops.name[op]]], x, x + width, y + OPS_TOP + (height - OPS_TOP) / 2 + 0.5, ink);
       });
-      for (const i of run.spans) {
-        const category = categories[lane.category[i]], name = texts[lane.name[i]];
-        const ink = category === "F" || category === "B" ? this.colours.onDark : this.colours.onLight;
-        this.fit([name], this.x(lane.begin[i]), this.x(lane.end[i]), y + OPS_TOP / 2 + 0.5, ink);
-      }
+      this.plate(lane, run, begin, end, y, OPS_TOP);
     });
   }
 
-  // One label for a run that waits cut in pieces: on the widest piece, else on a plate over all of them.
+  // The name of a run that waits may cut in pieces: on the pieces that hold it, else on a plate over all of them.
   plate(lane, run, begin, end, y, height) {
     const widest = run.spans.reduce((a, b) => (lane.end[b] - lane.begin[b] > lane.end[a] - lane.begin[a] ? b : a));
     const category = this.data.categories[lane.category[widest]], name = this.data.texts[lane.name[widest]];
     const colour = this.colours[category][Math.max(0, lane.microbatch[widest]) % 3];
     const ink = category === "F" || category === "B" ? this.colours.onDark : this.colours.onLight;
-    const [left, right] = [this.x(lane.begin[widest]), this.x(lane.end[widest])], need = this.textWidth(name) + 6;
-    if (Math.min(right, GUTTER + this.span) - Math.max(left, GUTTER) >= need) this.fit([name], left, right, y + height / 2 + 0.5, ink);
-    else {
+    const need = this.textWidth(name) + 6, fits = run.spans.filter((i) => this.seen(lane.begin[i], lane.end[i]) >= need);
+    // Many pieces that could hold it would be many labels: below the height of ops, one is enough.
+    for (const i of height === OPS_TOP ? fits : fits.filter((i) => i === widest))
+      this.fit([this.data.texts[lane.name[i]]], this.x(lane.begin[i]), this.x(lane.end[i]), y + height / 2 + 0.5, ink);
+    if (!fits.length) {
       const from = Math.max(this.x(begin), GUTTER), to = Math.min(this.x(end), GUTTER + this.span);
       if (to - from < need) return;
       this.context.fillStyle = colour;
-      this.context.fillRect((from + to - need) / 2, y + height / 2 - 8, need, 16);
+      const tall = Math.min(16, height);
+      this.context.fillRect((from + to - need) / 2, y + (height - tall) / 2, need, tall);
       this.fit([name], from, to, y + height / 2 + 0.5, ink);
     }
   }
