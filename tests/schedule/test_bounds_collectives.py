@@ -48,7 +48,7 @@ def test_lost_speed_counts_where_it_cannot_fall_into_idle_time() -> None:
     slow = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=100, slowdown=0.5))
     # Twenty collectives of 100 us, each at half speed, but for what the head and the tail may take.
     assert slow.us - free.us == pytest.approx(20 * 50, rel=0.5)
-    assert "for its messages" in slow.binds
+    assert "lost to communication" in slow.binds
 
 
 def test_gradients_of_data_parallel_ranks_are_summed_after_all_that_adds_to_them() -> None:

@@ -395,9 +395,9 @@ def test_collectives_that_cost_nothing_change_nothing(plan: Plan) -> None:
 def test_slower_collectives_never_make_a_step_faster(
     family: str, stages: int, microbatches: int, first_us: float, second_us: float, sequence: bool
 ) -> None:
-    """With links that nothing shares and processors that nothing takes, every order in the walk is given by
-    the plan, so a time can only be handed on. (Where cards are shared, a slower collective can let a message
-    pass that others wait for: there it does not hold.)"""
+    """Where messages keep no card busy and nothing takes processors, every order in the walk is given by the
+    plan, so a delay can only be handed on. (Where cards are shared, whichever comes first goes first, and a
+    slower collective can let another message pass: there it need not hold.)"""
     order = make_schedule(family, stages, microbatches)
     fast, slow = sorted((first_us, second_us))
     step_us = [

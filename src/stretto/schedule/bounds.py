@@ -105,7 +105,7 @@ def _in_words(machine_name: str, m: int, machine: Machine) -> str:
     if machine.once_us > 0:
         inside.append(f"{format_us(machine.once_us)} once")
     if machine.extra_us > 0:
-        inside.append(f"{format_us(machine.extra_us)} for its messages")
+        inside.append(f"{format_us(machine.extra_us)} lost to communication")
     return f"{machine_name} ({' and '.join(inside)}){_around(machine.head_us, machine.tail_us)}"
 
 
