@@ -1,4 +1,4 @@
-"""Properties of the walk with collectives, over random jobs, families, placements, costs and orders of ops."""
+"""Properties of the walk with collectives, over random jobs, families, placements, costs and op orders."""
 
 from __future__ import annotations
 
