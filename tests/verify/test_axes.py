@@ -15,10 +15,13 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.schedule.families import make_schedule
 from stretto.verify import plan_faults
 from tests.synthetic_comm import make_comm_costs, plan_with, shuffled
-from tests.verify.comm_mutations import COMM_MUTATIONS, whole_taken_for_a_part
+from tests.verify.comm_mutations import COMM_MUTATIONS
 from tests.verify.comm_plans import comm_job, comm_plan, comm_plans, one_of_each
 from tests.verify.mutations import MUTATIONS
 from tests.verify.order_mutations import Mutation
+from tests.verify.sum_mutations import SUM_MUTATIONS, whole_taken_for_a_part
+
+OF_AXES = (*COMM_MUTATIONS, *SUM_MUTATIONS)
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,12 +50,12 @@ def test_captured_models_are_accepted(parallel: dict[str, int], tied: bool) -> N
     job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(microbatches=2, **parallel))
     plan = plan_with(job, make_schedule("1f1b", len(job.stages), 2), make_comm_costs(job))
     assert [str(fault) for fault in plan_faults(plan)] == []
-    for mutation in COMM_MUTATIONS:
+    for mutation in OF_AXES:
         broken = mutation(plan, Random(3))
         assert broken is None or plan_faults(broken), mutation.__name__
 
 
-@pytest.mark.parametrize("mutation", [*COMM_MUTATIONS, *MUTATIONS], ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize("mutation", [*OF_AXES, *MUTATIONS], ids=lambda mutation: mutation.__name__)
 @settings(max_examples=12, deadline=None)
 @given(comm_plans(), st.integers(0, 2**32))
 def test_what_a_mutation_breaks_is_refused(mutation: Mutation, plan: Plan, seed: int) -> None:
@@ -62,7 +65,7 @@ def test_what_a_mutation_breaks_is_refused(mutation: Mutation, plan: Plan, seed:
         assert plan_faults(broken)
 
 
-@pytest.mark.parametrize("mutation", COMM_MUTATIONS, ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize("mutation", OF_AXES, ids=lambda mutation: mutation.__name__)
 def test_every_mutation_applies_somewhere(mutation: Mutation) -> None:
     plan = one_of_each()
     if mutation is whole_taken_for_a_part:

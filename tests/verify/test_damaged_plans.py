@@ -14,11 +14,17 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.verify import plan_faults, schedule_faults
 from stretto.verify.memory import memory_faults
+from tests.verify.comm_plans import comm_job, comm_plan
 from tests.verify.plans import BY_HAND, plan_of, rich_plan
 
+COMM_JOBS = [
+    comm_job(2, 2, (("tp", 2),)),
+    comm_job(2, 2, (("dp", 2), ("tp", 2)), sequence=True, tied=True),
+]
 DOCUMENTS = [json.loads(plan_to_text(rich_plan("zb-h1", 3, 2)))]
 DOCUMENTS += [json.loads(plan_to_text(plan_of(name, 0, 0))) for name in BY_HAND]
-PARTS = ("job", "schedule", "windows", "orders", "communicators")
+DOCUMENTS += [json.loads(plan_to_text(comm_plan("1f1b", job))) for job in COMM_JOBS]
+PARTS = ("job", "schedule", "windows", "orders", "communicators", "buckets")
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
-from stretto.ir.program import Op, Ref, Stage
+from stretto.ir.program import Arg, Op, Ref, Stage, TensorSpec
 from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.forward import forward_schedule
 from stretto.simulate import simulate
 from stretto.verify import verify
 from stretto.verify.memory import peak_bytes
 from tests.synthetic import ACTIVATION, WEIGHT, make_plan
+from tests.synthetic_comm import make_comm_costs, plan_with
+from tests.verify.comm_plans import comm_job, comm_plans
 from tests.verify.plans import BY_HAND, plan_of
 
 A, W = ACTIVATION.nbytes, WEIGHT.nbytes
@@ -57,6 +60,35 @@ def by_hand(plan: Plan) -> list[int]:
 def test_two_counts_of_the_same_memory_agree(name: str, stages: int, microbatches: int) -> None:
     plan = plan_of(name, stages, microbatches)
     assert by_hand(plan) == list(simulate(plan).peak_bytes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(comm_plans())
+def test_two_counts_with_collectives_agree(plan: Plan) -> None:
+    """Where ops wait at once, no value lives longer because it is being sent."""
+    assert by_hand(plan) == list(simulate(plan).peak_bytes)
+
+
+def test_what_is_sent_is_held_until_the_wait() -> None:
+    def op(name: str, *args: Arg, target: str = "aten.mm.default", spec: TensorSpec = ACTIVATION) -> Op:
+        alias = "s" if target == "comm.wait" else None
+        return Op(name, target, args, (), (spec,), alias)
+
+    half = TensorSpec((ACTIVATION.shape[0] // 2, *ACTIVATION.shape[1:]), ACTIVATION.dtype)
+    forward = (
+        op("a", Ref("batch/x")),
+        op("s", Ref("a"), "sum", "tp", 2, target="comm.reduce_scatter", spec=half),
+        op("b", Ref("batch/x")),
+        op("w", Ref("s"), target="comm.wait", spec=half),
+        op("lp", Ref("w"), Ref("b"), spec=TensorSpec((), "float32")),
+        op("ls", Ref("lp"), "sum", "tp", 2, target="comm.all_reduce", spec=TensorSpec((), "float32")),
+        replace(op("loss", Ref("ls"), target="comm.wait", spec=TensorSpec((), "float32")), alias="ls"),
+    )
+    stage = Stage(0, {Phase.F: forward, Phase.I: (), Phase.W: ()})
+    job = replace(comm_job(1, 1, (("tp", 2),)), stages=(stage,), parameters=())
+    plan = plan_with(job, forward_schedule(1, 1), make_comm_costs(job))
+    verify(plan)
+    assert peak_bytes(plan, 0) == A + A // 2 + A  # a, s and b; a goes after the wait
 
 
 def test_a_limit_is_kept_or_refused() -> None:

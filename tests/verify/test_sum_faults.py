@@ -1,0 +1,250 @@
+"""Every refusal of axes, shards, communicators, buckets and sums, by its message. The base has two places,
+three copies of the data and two tensor-parallel ranks; orders are edited by their text, the rest by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from stretto.ir.action import Phase
+from stretto.ir.plan import Bucket, Communicator
+from stretto.ir.program import Buffer, Job, Shard, Stage, TensorSpec
+from stretto.verify import plan_faults
+from tests.verify.comm_plans import comm_job, comm_plan, one_of_each
+from tests.verify.edits import Edit, both, bucket, communicator, job, order, parameter
+
+BASE = one_of_each()
+SLICE = TensorSpec((256, 512), "float32")
+
+REFUSED: list[tuple[Edit, str]] = [
+    # axes and shards
+    (
+        job(axes=(("tp", 2), ("dp", 3))),
+        "axes: are tp, dp. Name each once, of dp, cp, ep, tp and in that order",
+    ),
+    (job(axes=(("dp", 3), ("ep", 0), ("tp", 2))), "axis ep: has 0 ranks"),
+    (
+        parameter("w0.1", shards=(Shard("ep", 0),)),
+        "parameter w0.1: is spread over 'ep', which is no axis of the job. The job has dp, tp beside pp",
+    ),
+    (
+        parameter("w0.1", shards=(Shard("tp", 2),)),
+        "parameter w0.1: is spread along dim 2, but is float32[512,256]",
+    ),
+    (
+        parameter("w0.1", shards=(Shard("tp", 0, 3),)),
+        "parameter w0.1: has 512 rows along dim 0, not 3 equal blocks of them",
+    ),
+    (
+        parameter("w0.1", shards=(Shard("tp", 0), Shard("tp", 1))),
+        "parameter w0.1: is spread over tp twice. Keep one shard an axis",
+    ),
+    (
+        parameter("n0", partial=("dp",)),
+        "parameter n0: has gradients that are parts along 'dp', which is no axis that splits a sample",
+    ),
+    (parameter("n0", partial=("tp", "tp")), "parameter n0: names an axis of `partial` twice: ['tp', 'tp']"),
+    (
+        parameter("w0.1", partial=("tp",)),
+        "parameter w0.1: is spread over tp, so gradients along it belong to different rows",
+    ),
+    (
+        parameter("w1.0", shards=(Shard("tp", 0),)),
+        "parameter w1.0: is one tensor with w0.0, but is spread or shaped differently (float32[512,256], "
+        "tp along dim 0; float32[512,256], tp along dim 1). Spread tied parameters alike",
+    ),
+    (
+        parameter("n1", partial=()),
+        "parameter n1: is one tensor with n0, but their gradients are parts along different axes "
+        "([]; ['tp']). Give both one style",
+    ),
+    # communicators
+    (
+        lambda plan: replace(plan, communicators=plan.communicators[:-1]),
+        "buckets[2].communicator: there is no communicator 'tp'",
+    ),
+    (
+        communicator("tp", ranks=(1, 0)),
+        "communicator tp: joins ranks [1, 0], but its work is between ranks [0, 1]. Give it the ranks [0, 1]",
+    ),
+    (
+        communicator("dp", ranks=(0, 2)),
+        "communicator dp: joins ranks [0, 2], but its work is between ranks [0, 1, 2]",
+    ),
+    (
+        communicator("tied n0", axes=("dp",)),
+        "communicator tied n0: is along dp, but its work is along pp. Give it the axes ['pp']",
+    ),
+    (
+        communicator("loss", axes=("pp",)),
+        "communicator loss: is along pp, but its work is along pp, dp. Give it the axes ['pp', 'dp']",
+    ),
+    (
+        lambda plan: replace(
+            plan, communicators=(*plan.communicators, Communicator("x", (0,), ("tp", "tp")))
+        ),
+        "communicator x: names an axis twice: ['tp', 'tp']. Name each axis once",
+    ),
+    # buckets
+    (bucket("dp 0.0", parameters=()), "bucket dp 0.0: sums nothing. Remove it"),
+    (bucket("dp 0.0", parameters=("w0.1", "w0.1")), "bucket dp 0.0: holds a gradient twice: w0.1, w0.1"),
+    (
+        bucket("dp 0.0", communicator="loss"),
+        "bucket dp 0.0: communicator loss joins no parts or copies of gradients. Give it dp, tp, tied",
+    ),
+    (
+        bucket("n0", communicator="tied w0.0"),
+        "bucket n0: sums n0 on communicator tied w0.0, which joins the ranks that hold w0.0",
+    ),
+    (
+        lambda plan: replace(plan, buckets=(*plan.buckets, Bucket("more", "dp", ("n0",)))),
+        "bucket more: no rank ever starts it. Add its `reduce` and `reduced`, or remove it",
+    ),
+    # sums
+    (
+        both(order(0, "reduce tp 0.0; ", ""), order(0, "reduced tp 0.0; ", "")),
+        "rank 0, gradient of n0: is never summed over tp. Add `reduce` and `reduced` of a bucket on "
+        "communicator tp",
+    ),
+    (
+        both(order(1, "reduce n0; ", ""), order(1, "reduced n0; ", "")),
+        "rank 1, gradient of n0: is never summed over the ranks that hold a copy. Add `reduce` and `reduced` "
+        "of a bucket on communicator tied n0",
+    ),
+    (
+        bucket("dp 0.1", parameters=("w0.0",)),
+        "rank 0, gradient of n0: is never summed over dp. Add",
+    ),
+    (
+        bucket("dp 0.0", parameters=("w0.1", "n0")),
+        "rank 0, reduce dp 0.0: sums n0 over dp before its sum over the ranks that hold a copy. "
+        "Move it after the `reduced` of that sum",
+    ),
+    (
+        bucket("dp 0.0", parameters=("w0.1", "n0")),
+        "rank 0, reduce dp 0.1: sums n0 over dp a second time. Remove it, or take n0 out of its bucket",
+    ),
+    (
+        bucket("dp 0.0", parameters=("w0.1", "w1.1")),
+        "rank 0, reduce dp 0.0: sums w1.1, of which this rank has no gradient. Remove it, or take w1.1 out",
+    ),
+    (
+        bucket("tp 0.0", parameters=("n0", "w0.1")),
+        "rank 0, reduce tp 0.0: sums w0.1 over tp though it has no parts or copies there",
+    ),
+    (
+        order(
+            0, "reduced tp 0.0; reduced dp 0.0; reduce n0; ", "reduced dp 0.0; reduce n0; reduced tp 0.0; "
+        ),
+        "rank 0, reduce n0: starts while bucket tp 0.0 still sums n0. Move it after `reduced tp 0.0`",
+    ),
+    (
+        order(0, "run 0W:2; reduce w0.0; reduce tp 0.0; ", "reduce tp 0.0; run 0W:2; reduce w0.0; "),
+        "rank 0, reduce tp 0.0: starts before `run 0W:2` has added its part of the gradient of n0. "
+        "Move it after instruction 13",
+    ),
+    (
+        order(0, "reduce dp 0.0; ", "reduce dp 0.0; reduce dp 0.0; "),
+        "rank 0, reduce dp 0.0: starts a second time; instruction 15 did. Keep one",
+    ),
+    (
+        order(0, "reduced dp 0.0; ", "reduced dp 0.0; reduced dp 0.0; "),
+        "rank 0, reduced dp 0.0: is waited for twice",
+    ),
+    (
+        order(0, "reduce dp 0.1; reduced dp 0.1; ", "reduced dp 0.1; reduce dp 0.1; "),
+        "rank 0, reduced dp 0.1: waits for `reduce dp 0.1`, which does not stand before it",
+    ),
+    (
+        order(0, "reduced dp 0.0; ", ""),
+        "rank 0, reduced dp 0.0: missing; the step could end before the sum is there. Add it after",
+    ),
+    # costs
+    (
+        lambda plan: replace(
+            plan,
+            costs=replace(
+                plan.costs, collectives={("ep", "gather"): plan.costs.collectives["tp", "all_gather"]}
+            ),
+        ),
+        "costs of gather on ep: there is no communicator ep",
+    ),
+    (
+        lambda plan: replace(plan, costs=replace(plan.costs, shared=("ep",))),
+        "costs.shared: there is no axis 'ep' beside pp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), REFUSED, ids=[message[:70] for _, message in REFUSED])
+def test_refusals(edit: Edit, message: str) -> None:
+    found = [str(fault) for fault in plan_faults(edit(BASE))]
+    assert any(fault.startswith(message) for fault in found), found
+
+
+def test_the_base_has_no_fault() -> None:
+    assert plan_faults(BASE) == []
+
+
+def faults_of(change: Callable[[Job], Job], sequence: bool) -> list[str]:
+    made = comm_job(2, 2, (("dp", 2), ("tp", 2)), sequence=sequence)
+    return [str(fault) for fault in plan_faults(comm_plan("1f1b", change(made)))]
+
+
+def test_a_gradient_that_differs_is_summed() -> None:
+    """The plan is whole in all else: its buckets fit what the job says."""
+
+    def forget(of: Job) -> Job:
+        return replace(of, parameters=tuple(replace(p, partial=()) for p in of.parameters))
+
+    assert faults_of(forget, sequence=True) == [
+        f"rank {s}, parameter n{s}: its gradient dn{s} ({s}W) differs between tp ranks, which all hold it "
+        "whole, and is not summed. Name tp in `partial`"
+        for s in (0, 1)
+    ]
+
+
+def test_a_gradient_that_is_whole_is_not_summed() -> None:
+    def add(of: Job) -> Job:
+        return replace(
+            of, parameters=tuple(p if p.shards else replace(p, partial=("tp",)) for p in of.parameters)
+        )
+
+    assert faults_of(add, sequence=False) == [
+        f"rank {s}, parameter n{s}: its gradient dn{s} ({s}W) is the whole on every tp rank, and would be "
+        "counted 2 times. Take tp out of `partial`"
+        for s in (0, 1)
+    ]
+
+
+def test_a_loss_and_an_update_that_differ() -> None:
+    def unsummed(of: Job) -> Job:
+        ops = dict(of.stages[1].ops)
+        ops[Phase.F] = (*ops[Phase.F][:-3], replace(ops[Phase.F][-3], name="loss"))
+        buffer = Buffer("seen", SLICE, (0,), ((0, Phase.F, "y0"),))
+        return replace(of, stages=(of.stages[0], Stage(1, ops)), buffers=(buffer,))
+
+    assert faults_of(unsummed, sequence=True) == [
+        "rank 1, loss: loss differs between tp ranks. Gather or sum what it is made of first",
+        "rank 0, buffer seen: its update y0 (0F) differs between tp ranks, which all hold it whole. "
+        "Sum or gather what it is made of first",
+    ]
+
+
+def test_one_place_with_copies_tells_its_loss() -> None:
+    plan = comm_plan("1f1b", comm_job(1, 2, (("dp", 2),)))
+    assert plan_faults(plan) == []
+    silent = order(0, "heard; ", "")(order(0, "loss; ", "")(plan))
+    assert [str(fault) for fault in plan_faults(silent)] == [
+        "rank 0, loss: missing; the other ranks would wait for this one. Add it",
+        "rank 0, heard: missing; the other ranks would wait for this one. Add it",
+    ]
+    alone = comm_plan("1f1b", comm_job(1, 2, (("tp", 2),)))
+    told = order(0, "run 0B:1; ", "run 0B:1; loss; heard; ")(alone)
+    assert [str(fault) for fault in plan_faults(told)] == [
+        "rank 0, loss: this rank has the whole loss, and no other to tell it. Remove it",
+        "rank 0, heard: this rank has the whole loss, and no other to tell it. Remove it",
+    ]
