@@ -1,4 +1,4 @@
-"""Clipping by the global norm gives the very bits that PyTorch gives in a single process."""
+"""Clipping by the global norm: the bits that PyTorch gives in a single process; of parts, the same sum."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 import stretto
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.runtime.shards import part_of
 from stretto.train.clip import GradientClip
 
 
@@ -55,3 +56,46 @@ def test_norm_and_gradients_are_those_of_one_process(
 
     norms = stretto.run_threads(plan, lambda rank: copies[rank], work)
     assert all(torch.equal(norm, expected_norm) for norm in norms)
+
+
+LAYOUTS = [
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"dp": 2},
+    {"pp": 2, "dp": 2, "tp": 2, "sequence_parallel": True},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
+def test_parts_and_copies_are_clipped_by_the_norm_of_the_whole(layout: dict[str, int]) -> None:
+    config = GPTConfig(vocab_size=40, layers=2, hidden=16, heads=2, context=8, tie_embeddings=True)
+    model = GPT(config).double()
+    batch = torch.zeros(4, 9, dtype=torch.int64)
+    job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(microbatches=2, **layout))
+    plan = stretto.plan(job, stretto.Cluster())
+    given = gradients(model, 1.0)
+    plain = copy.deepcopy(model)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = given[name].clone()
+    expected_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    copies = [copy.deepcopy(model) for _ in range(plan.world)]
+    known = {p.name: p for p in job.parameters}
+
+    def mine(runner: stretto.Runner, whole: torch.Tensor, name: str) -> torch.Tensor:
+        return part_of(whole, known[name], job, runner.coordinates)
+
+    def work(runner: stretto.Runner) -> torch.Tensor:
+        clip = GradientClip(runner, 0.5)
+        for name, parameter in runner.named_parameters():
+            parameter.grad = mine(runner, given[known[name].tied_to], name).clone()
+        norm = clip()
+        for name, parameter in runner.named_parameters():
+            whole = expected[known[name].tied_to]
+            assert whole is not None
+            torch.testing.assert_close(parameter.grad, mine(runner, whole, name), rtol=1e-13, atol=0)
+        return norm
+
+    norms = stretto.run_threads(plan, lambda rank: copies[rank], work)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    torch.testing.assert_close(norms[0], expected_norm, rtol=1e-14, atol=0)

@@ -122,27 +122,41 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(folder: Path) -> None:
         time.sleep(0.1)
 
 
+def test_a_killed_tensor_parallel_rank_is_named(folder: Path) -> None:
+    config = write_settings(folder, steps=100_000, every=10, run="tensor", model="vocab_size = 302")
+    process = start("train", config, "parallel.tp=2", "parallel.sequence_parallel=true")
+    os.kill(until_checkpoint(config, process)[1], signal.SIGKILL)
+    _, err = ended(config, process, 30)
+    assert process.returncode == 1
+    assert err.count("\n") == 1
+    assert err.startswith("stretto: rank 1 was lost after step ")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_ranks_without_our_launcher_agree_on_who_was_lost(folder: Path, victim: int) -> None:
-    config = write_settings(folder, pp=3, steps=100_000, every=10, run=f"apart{victim}", model="").resolve()
-    config.write_text(config.read_text().replace("layers = 2", "layers = 3").replace("every_steps = 10", ""))
-    shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+@pytest.mark.parametrize(("layout", "ranks", "victim"), [("pp", 3, 0), ("pp", 3, 2), ("tp-dp", 4, 0)])
+def test_ranks_without_our_launcher_agree_on_who_was_lost(
+    folder: Path, layout: str, ranks: int, victim: int
+) -> None:
+    run = f"apart-{layout}-{victim}"
+    config = write_settings(folder, steps=100_000, run=run, model="vocab_size = 302").resolve()
+    changes = ["parallel.pp=3"] if layout == "pp" else ["parallel.tp=2", "parallel.dp=2"]
+    changes += ["model.layers=3", "checkpoint.every_steps=0"]
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(29700 + victim), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [start("train", config, RANK=str(rank), **shared) for rank in range(3)]
-    metrics = folder / f"apart{victim}" / "metrics.jsonl"
+    processes = [start("train", config, *changes, RANK=str(rank), **shared) for rank in range(ranks)]
+    metrics = folder / run / "metrics.jsonl"
     try:
         until_s = time.monotonic() + 200
         while not metrics.exists() or metrics.read_text().count("\n") < 5:
             assert time.monotonic() < until_s
             time.sleep(0.05)
-        ranks[victim].kill()
-        for rank, process in enumerate(ranks):
+        processes[victim].kill()
+        for rank, process in enumerate(processes):
             _, err = process.communicate(timeout=30)
             if rank != victim:
                 assert process.returncode == 1
                 assert err.count("\n") == 1
                 assert f"rank {victim} was lost" in err
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()

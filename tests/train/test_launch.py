@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from tests.train.tiny import run, write_settings
 
-from stretto.config import TrainSettings, load_settings
+from stretto.config import Parallel, TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
+from stretto.models.build import build_model
 from stretto.train import launch, world
 from stretto.train.interrupt import Interrupted
 from stretto.train.launch import explain
+from stretto.train.layout import spread
 from stretto.train.notes import Cause, Note, leave_note, note_of, read_notes
+from stretto.train.world import World
 
 
 @pytest.fixture
@@ -80,6 +83,37 @@ def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
     assert err.startswith("stretto: parallel.pp = 2 needs 2 ranks, but WORLD_SIZE is 3: start 2 (torchrun")
 
 
+def test_the_ranks_of_all_axes_are_counted(tmp_path: Path) -> None:
+    parallel = Parallel(pp=2, tp=2, dp=2, microbatches=2)
+    world.check_size(World(0, 8), parallel)
+    told = r"parallel.pp = 2 times parallel.dp = 2 times parallel.tp = 2 needs 8 ranks, but WORLD_SIZE is 2: "
+    with pytest.raises(UsageError, match=told):
+        world.check_size(World(0, 2), parallel)
+    with pytest.raises(UsageError, match=r"^parallel.tp = 2 needs 2 ranks"):
+        world.check_size(World(), Parallel(tp=2))
+    with pytest.raises(UsageError, match=r"^parallel.pp = 1 needs 1 rank, but WORLD_SIZE is 3"):
+        world.check_size(World(0, 3), Parallel())
+
+
+def test_more_ranks_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)), raising=False)
+    assert world.crowding(4, 1) is None
+    assert world.crowding(2, 2) is None
+    assert str(world.crowding(8, 1)).startswith("8 ranks share 4 cores of this machine and take turns")
+    assert str(world.crowding(4, 2)).startswith("4 ranks of 2 threads share 4 cores")
+
+
+def test_a_vocabulary_that_stays_whole_is_told_with_the_setting_that_pads_it(tmp_path: Path) -> None:
+    config = write_settings(tmp_path)
+    said: list[str] = []
+    for change in ("model.vocab_size=301", "model.vocab_size=302"):
+        settings = load_settings(config, [change, "parallel.tp=2"])
+        assert spread(build_model(settings.model, 300, 0), settings, said.append) is not None
+    assert len(said) == 2  # the embedding and the head of the odd one
+    assert all(line.startswith("note: ") and line.endswith("(model.vocab_size = 302)") for line in said)
+    assert spread(build_model(settings.model, 300, 0), load_settings(config), said.append) is None
+
+
 def test_the_environment_must_hold_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "one")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -103,6 +137,9 @@ def test_threads_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Monkey
         ("data.paths=['/nowhere']", "data.paths: /nowhere does not exist"),
         ("checkpoint.resume=nowhere", "nowhere does not exist: name a checkpoint"),
         ("model.vocab_size=20", "model.vocab_size = 20 is too small"),
+        ("parallel.tp=4", "model.heads = 2 must be a multiple of parallel.tp = 4"),
+        ("model.mlp_ratio=0.9", r"blocks.0.mlp.up: 29 features"),
+        ('parallel.tp_plan={"side"="colwise"}', r"tp_plan\['side'\]: the model has no module of that name"),
     ],
 )
 def test_wrong_settings_are_found_before_a_rank_is_started(
@@ -113,5 +150,5 @@ def test_wrong_settings_are_found_before_a_rank_is_started(
 
     monkeypatch.setattr(launch, "_launch", fail)
     with pytest.raises(StrettoError, match=message) as caught:
-        launch.start(load_settings(write_settings(tmp_path, pp=2), [change]), ["stretto"])
+        launch.start(load_settings(write_settings(tmp_path, pp=2), ["parallel.tp=2", change]), ["stretto"])
     assert caught.value.exit_status == 2

@@ -1,0 +1,81 @@
+"""Parts of tensors in checkpoints: whatever boxes were written, every other layout finds its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.synthetic import make_job
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from stretto.ir.program import Job, Parameter, Shard, TensorSpec
+from stretto.runtime.shards import part_of, pieces_of
+from stretto.train.checkpoint import read_tensors
+from stretto.train.checkpoint_parts import Part, PartsReader, PartsWriter
+
+WHOLE = (12, 24)
+# In a single process PyTorch's checkpoints warn that it is one.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SHARDS = {
+    "rows": Shard("tp", 0),
+    "columns": Shard("tp", 1),
+    "packed rows": Shard("tp", 0, 3),
+    "packed columns": Shard("tp", 1, 3),
+}
+
+
+def value() -> torch.Tensor:
+    return torch.arange(12 * 24, dtype=torch.float32).reshape(WHOLE)
+
+
+def job_of(size: int) -> Job:
+    return replace(make_job(1, 1), axes=(("tp", size),))
+
+
+def parameter_of(how: str, size: int) -> Parameter:
+    shape = tuple(n // size if dim == SHARDS[how].dim else n for dim, n in enumerate(WHOLE))
+    return Parameter(how, TensorSpec(shape, "float32"), (0,), (), how, shards=(SHARDS[how],))
+
+
+def part(how: str, size: int, at: int, tensor: torch.Tensor) -> Part:
+    boxes = pieces_of(tensor, parameter_of(how, size), job_of(size), {"tp": at})
+    return Part(WHOLE, tuple(boxes))
+
+
+def held(how: str, size: int, at: int) -> torch.Tensor:
+    return part_of(value(), parameter_of(how, size), job_of(size), {"tp": at}).clone()
+
+
+@pytest.mark.parametrize("how", SHARDS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_boxes_of_all_ranks_lie_where_the_whole_has_them(how: str, size: int) -> None:
+    whole = torch.full(WHOLE, -1.0)
+    for at in range(size):
+        for offsets, view in part(how, size, at, held(how, size, at)).boxes:
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
+            assert (whole[place] == -1).all(), "two ranks hold the same"
+            whole[place] = view
+    assert torch.equal(whole, value())
+
+
+@pytest.mark.parametrize("how", SHARDS)
+@pytest.mark.parametrize(("wrote", "reads"), [(2, 4), (4, 2), (1, 2), (2, 1)])
+def test_another_layout_finds_its_part(tmp_path: Path, how: str, wrote: int, reads: int) -> None:
+    boxes = [box for at in range(wrote) for box in part(how, wrote, at, held(how, wrote, at)).boxes]
+    written = {"x": Part(WHOLE, tuple(boxes)), "step": Part.all_of(torch.tensor(7.0))}
+    names = {name: one.boxes[0][1] for name, one in written.items()}
+    save(names, storage_writer=FileSystemWriter(tmp_path), planner=PartsWriter(written), no_dist=True)
+    for at in range(reads):
+        mine, step = torch.zeros(parameter_of(how, reads).spec.shape), torch.zeros(())
+        wanted = {"x": part(how, reads, at, mine), "step": Part.all_of(step)}
+        load(names, storage_reader=FileSystemReader(tmp_path), planner=PartsReader(wanted), no_dist=True)
+        assert torch.equal(mine, held(how, reads, at))
+        assert step == 7
+    whole = torch.zeros(WHOLE)
+    read_tensors(tmp_path, {"x": whole})
+    assert torch.equal(whole, value())
