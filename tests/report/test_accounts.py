@@ -19,8 +19,9 @@ from stretto.report.findings import findings
 from stretto.report.tables import dearest_grid, traffic_grid
 from stretto.report.text import timeline_text
 from stretto.report.traffic import axes_of, communication_of, traffic_of
+from stretto.report.words import format_us
 from stretto.schedule.families import make_schedule
-from stretto.simulate import simulate
+from stretto.simulate import predict, simulate
 from tests.simulate.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan
 
@@ -159,6 +160,20 @@ def test_findings_say_what_is_exposed_where() -> None:
     assert any("of all_reduce." in words and "on rank" in words for words in said)
     quiet = Timeline("simulated", 1, 10.0, (compute_span(0, 10),), (0,))
     assert findings(None, quiet, None) == ("Communication, predicted: none.",)
+
+
+def test_a_step_below_its_bound_blames_the_costs() -> None:
+    plan = comm_plan()
+    prediction = predict(plan)
+    timeline = simulate(plan)
+    (first, *_) = findings(prediction, timeline, None)
+    assert first.startswith(
+        f"No order of this work can be faster than {format_us(prediction.bound_us)}; the step"
+    )
+    quick = replace(timeline, source="measured", step_us=prediction.bound_us / 2)
+    (first, *_) = findings(prediction, timeline, quick)
+    assert "is 50.0% faster than the lower bound" in first
+    assert "costs are too high" in first
 
 
 def test_text_timeline_keeps_its_width_and_names_every_lane() -> None:

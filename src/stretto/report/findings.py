@@ -10,6 +10,9 @@ from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.report.traffic import axes_of, communication_of
 from stretto.report.words import KINDS, format_change, format_share, format_us
 
+ROUNDING = 1e-6
+"""What a gap may be below zero by arithmetic alone."""
+
 LEAST_SHARE = 0.005
 """Exposed time below this share of the step is not worth a reader's time."""
 
@@ -24,11 +27,17 @@ def findings(
         step_us = prediction.step_us if measured is None else measured.step_us
         bound_us = prediction.bound_us
         gap = step_us / bound_us - 1.0 if bound_us else 0.0
-        said.append(
-            f"No order of this work can be faster than {format_us(bound_us)}; "
-            f"the step is {format_share(gap)} above that ({format_us(step_us)}"
-            + (")." if measured is None else ", measured).")
-        )
+        word = "step" if measured is None else "measured step"
+        if gap < -ROUNDING:
+            said.append(
+                f"The {word} ({format_us(step_us)}) is {format_share(-gap)} faster than the lower bound "
+                f"({format_us(bound_us)}), so the plan's costs are too high: measure them again."
+            )
+        else:
+            said.append(
+                f"No order of this work can be faster than {format_us(bound_us)}; "
+                f"the {word} is {format_share(max(0.0, gap))} above that ({format_us(step_us)})."
+            )
         said.append(f"What binds the bound: {prediction.binds}.")
         if measured is not None:
             change = format_change(prediction.step_us, measured.step_us)

@@ -59,7 +59,7 @@ def render(run: Run) -> str:
         body.append(f'<h2>Loss</h2><div class="scroll">{curve}</div>')
     for title, settings in (("Summary", run.summary), ("Settings", run.settings)):
         if settings:
-            body.append(_section(Grid(title, ("", ""), tuple(_flat(settings))), words=(1,)))
+            body.append(_section(Grid(title, ("", ""), tuple(_flat(settings)), (0, 1))))
     if run.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
         body.append(f'<h2>Left out</h2><ul class="notes">{notes}</ul>')
@@ -142,20 +142,20 @@ def _line(timeline: Timeline) -> str:
 
 def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     body: list[str] = []
-    pair: list[str] = []
+    left = ""
     if run.prediction is not None and run.measured is not None:
-        pair.append(_section(comparison_grid(run.prediction, run.measured)))
+        left = _section(comparison_grid(run.prediction, run.measured))
     elif run.prediction is not None and run.simulated is not None:
-        pair.append(_section(summary_grid(run.simulated, run.prediction)))
-    pair += [_section(ranks_grid(timeline)) for timeline in timelines]
-    body.append(f'<div class="pair">{"".join(f"<div>{part}</div>" for part in pair)}</div>')
+        left = _section(summary_grid(run.simulated, run.prediction))
+    right = "".join(_section(ranks_grid(timeline)) for timeline in timelines)
+    sides = "".join(f"<div>{side}</div>" for side in (left, right) if side)
+    body.append(f'<div class="pair">{sides}</div>')
     if timelines:
         body.append(_section(traffic_grid(timelines)))
     if run.plan is not None:
         dearest = dearest_ops(run.plan, run.measured)
         if dearest:
-            grid = dearest_grid(dearest, reads=True)
-            body.append(_section(grid, words=(len(grid.head) - 1,)))
+            body.append(_section(dearest_grid(dearest, reads=True)))
     return body
 
 
@@ -197,11 +197,11 @@ def _bad(share: float) -> str:
     return "bad" if share >= 0.01 else ""
 
 
-def _section(grid: Grid, words: tuple[int, ...] = ()) -> str:
-    """A table; columns in `words` hold text, which may break."""
+def _section(grid: Grid) -> str:
+    """A table under its title."""
 
     def cell(tag: str, at: int, text: str) -> str:
-        style = ' class="words"' if at in words else ""
+        style = ' class="words"' if at and at in grid.words else ""
         # Leading spaces set a row in.
         lead = "&emsp;" * ((len(text) - len(text.lstrip(" "))) // 2)
         return f"<{tag}{style}>{lead}{escape(text.strip())}</{tag}>"

@@ -5,6 +5,7 @@ Rows are plain text made once, so that terminal and page cannot differ. May touc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,17 +20,22 @@ from stretto.report.words import KINDS, format_bytes, format_change, format_flop
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table as text: a title, column heads, and rows; the first column is words, the others are numbers."""
+    """A table as text: a title, column heads, and rows. words: the columns of words, which may be broken and
+    stand at the left; the others are numbers."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    words: tuple[int, ...] = (0,)
 
     def rich(self) -> Table:
         """The table for the terminal."""
         table = Table(title=self.title, title_justify="left", title_style="bold", header_style="bold")
         for at, column in enumerate(self.head):
-            table.add_column(column, justify="left" if at == 0 else "right", overflow="fold")
+            if at in self.words:
+                table.add_column(column, overflow="fold")
+            else:
+                table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -151,17 +157,25 @@ def dearest_grid(found: Sequence[Dear], *, reads: bool = False) -> Grid:
     rows = []
     for dear in found:
         rate = format_flops(dear.flops / dear.total_us * 1e6) + "/s" if dear.flops else "-"
-        row = [dear.target.removeprefix("aten."), dear.phases, f"{dear.calls:,}"]
+        row = [dear.target.removeprefix("aten.").removesuffix(".default"), dear.phases, f"{dear.calls:,}"]
         row += [format_us(dear.total_us / dear.calls), format_us(dear.total_us), format_share(dear.share)]
         if measured:
             row.append("-" if dear.measured_us is None else format_us(dear.measured_us))
-        rows.append((*row, rate, f"{dear.shapes} → {dear.made}" if reads else dear.made))
-    head = ["", "phase", "calls", "each", "total", "of all ops", *(["measured"] if measured else [])]
-    return Grid(
-        "Dearest ops (all stages and microbatches)",
-        (*head, "rate", "reads → makes" if reads else "makes"),
-        tuple(rows),
-    )
+        rows.append((*row, rate, _plain(f"{dear.shapes} → {dear.made}") if reads else _short(dear.made)))
+    head = ["", "phase", "calls", "each", "total", "share", *(["measured"] if measured else [])]
+    head += ["rate", "reads → makes" if reads else "makes"]
+    return Grid("Dearest ops (all stages and microbatches)", tuple(head), tuple(rows), (0, len(head) - 1))
+
+
+def _plain(shapes: str) -> str:
+    """Shapes without their layout."""
+    return re.sub(r"\{[\d,]*\}", "", shapes)
+
+
+def _short(made: str) -> str:
+    """The first shape only: enough to tell ops apart in a narrow table."""
+    first, _, rest = _plain(made).partition(" ")
+    return first + (" …" if rest else "")
 
 
 def _times(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:

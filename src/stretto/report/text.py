@@ -125,7 +125,7 @@ def _legend(timeline: Timeline) -> Text:
     phases = dict.fromkeys(s.phase for s in timeline.spans if s.kind is SpanKind.COMPUTE and s.phase)
     for phase in sorted(phases, key=lambda p: "FIWB".index(p.value)):
         text.append(f" {phase.value} ", style=STYLES[phase.value])
-        text.append(f" {phase.meaning}  ")
+        text.append(f" {phase.meaning.partition(' (')[0]}  ")
     kinds = {span.kind for span in timeline.spans}
     for kind, sign, words in (
         (SpanKind.EXPOSED, "//", "exposed"),

@@ -3,7 +3,7 @@
 "use strict";
 
 const GUTTER = 96, RIGHT = 14, RULER = 24, COMPUTE = 30, MESSAGE = 14, MEMORY = 28, GAP = 12, OPS_TOP = 13;
-const LEAST_OP_PX = 1.2; // ops of a run appear when they are this wide, on average
+const LEAST_OP_PX = 1.2, LEAST_RUN_PX = 110; // ops appear in runs that are this wide, and they on average
 const MEANING = {
   F: "F  forward", I: "I  input gradient", W: "W  weight gradient", B: "B  backward (I and W)", R: "R  recomputation",
   exposed: "exposed communication", bubble: "bubble: nothing to do", message: "pp message", collective: "collective",

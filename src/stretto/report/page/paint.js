@@ -120,7 +120,7 @@ class Painter {
         const words = [short || name, short.split(" ")[0] || name];
         if (lane.microbatch[i] >= 0) words.push(String(lane.microbatch[i]));
         const next = i + 1 < lane.count ? this.x(lane.begin[i + 1]) : Infinity;
-        this.fit(words, x, Math.min(x + width, next), y + height / 2 + 0.5, pipe ? this.colours.onLight : this.colours.onDark);
+        this.fit(words, x, Math.min(x + width, next), y + height / 2 + 0.5, pipe ? this.colours.ink : this.colours.onDark);
       }
     }
     narrow.paint(c, y, height, (category) => [this.colours[category]].flat()[0]);
@@ -137,7 +137,7 @@ class Painter {
         c.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
       }
       const axis = /^(dp|tp|cp|ep) /.test(name) ? name.slice(0, 2) : "pp";
-      const words = [`exposed ${axis}`, axis].find((choice) => this.textWidth(choice) + 12 <= width);
+      const words = [`exposed ${axis}`, axis].find((choice) => this.textWidth(choice) + 12 <= this.seen(lane.begin[i], lane.end[i]));
       if (words) {
         // A plate under the words, as hatching makes them hard to read.
         const seen = [Math.max(x, GUTTER), Math.min(x + width, GUTTER + this.span)], half = this.textWidth(words) / 2 + 4;
@@ -165,7 +165,7 @@ class Painter {
     const run = lane.runs[number], window = run && this.data.windows.get(run.window);
     if (!window || !window.count) return false;
     const pixels = (run.compute / (this.view.to - this.view.from)) * this.span;
-    return pixels / window.count >= LEAST_OP_PX && pixels > 60;
+    return pixels / window.count >= LEAST_OP_PX && pixels > LEAST_RUN_PX;
   }
 
   // Ops inside the runs that are wide enough: the action's name above, its ops below.
