@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.action import Phase
-from stretto.ir.plan import Link, Plan, Prediction
-from stretto.ir.program import Buffer, Const, Constant, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.curve import Curve
+from stretto.ir.plan import Bucket, CollectiveCost, Communicator, Link, Plan, Prediction
+from stretto.ir.program import Buffer, Const, Constant, Job, Op, Ref, Shard, Stage, TensorSpec
 from stretto.ir.references import broken_references
 from stretto.ir.serialize import load_plan, plan_from_text, plan_to_text, save_plan
 from stretto.schedule.families import make_schedule
@@ -59,18 +60,37 @@ def odd_plan() -> Plan:
         constants=(Constant("c", TensorSpec((3,), "float32"), (1.5, math.inf, 0)),),
         param_dtype="bfloat16",
         max_live=4,
+        axes=(("dp", 3), ("tp", 2)),
+        parameters=(
+            replace(plan.job.parameters[0], shards=(Shard("tp", 1, 3),)),
+            replace(plan.job.parameters[1], partial=("tp",)),
+        ),
     )
     window = plan.windows["0F"]
     items = (*window.items, replace(window.items[0], ref="odd"))
-    prediction = Prediction(1.25, (1.0, 2.0), (0.5, 0.0), (0.0, math.inf), (10, 20), 1.0, "rank 1 computes")
+    prediction = Prediction(
+        *(1.25, (1.0, 2.0), (0.5, 0.0), (0.0, math.inf), (10, 20), 1.0, "rank 1 computes"),
+        exposed_axis_us={"tp": (0.25, 0.0), "pp": (0.25, 0.0)},
+        comm_axis_us={"tp": (0.5, 0.5)},
+    )
+    curve = Curve(((0.0, 3.5), (1e6, 40.0)))
+    axes = (Communicator("loss", (0, 1), ("pp", "dp")), Communicator("tp", (0, 1), ("tp",)))
     return replace(
         plan,
         job=job,
         windows={**plan.windows, "0F": replace(window, items=items)},
         costs=replace(
-            plan.costs, links={(1, 0): Link(1.0, 100.0, 2.0, "measured"), (0, 1): Link(2.0, math.inf)}
+            plan.costs,
+            links={(1, 0): Link(1.0, 100.0, 2.0, "measured"), (0, 1): Link(2.0, math.inf)},
+            collectives={
+                ("tp", "all_reduce"): CollectiveCost(curve, 1.5, 0.125, "measured"),
+                ("tp", "all_gather"): CollectiveCost(curve),
+            },
+            shared=("tp",),
         ),
         prediction=prediction,
+        communicators=(*(c for c in plan.communicators if c.name != "loss"), *axes),
+        buckets=(Bucket("tp 1.0", "tp", ("w1",)), Bucket("none", "loss", ())),
     )
 
 
@@ -115,6 +135,7 @@ def test_equal_plans_give_equal_bytes_whatever_their_insertion_order() -> None:
             plan.costs,
             op_us=dict(reversed(plan.costs.op_us.items())),
             links=dict(reversed(plan.costs.links.items())),
+            collectives=dict(reversed(plan.costs.collectives.items())),
         ),
     )
     assert turned == plan
@@ -294,6 +315,33 @@ MALFORMED = [
     (changed("orders", 0, 0, to="recv e1:0,1"), r"orders\[0\]\[0\]: recv takes one microbatch, found 2"),
     (changed("orders", 0, 0, to="reduce w7"), r"orders\[0\]\[0\]: there is no bucket 'w7'"),
     (changed("communicators", 0, "ranks", to=[0, 5]), r"communicators\[0\]\.ranks\[1\]: there is no rank 5"),
+    (
+        changed("job", "axes", 0, 0, to="pp"),
+        r"job\.axes\[0\]\[0\]: there is no axis 'pp'; known: dp, cp, ep, tp",
+    ),
+    (changed("job", "axes", 1, 1, to=0), r"job\.axes\[1\]\[1\]: axis tp has at least one rank, found 0"),
+    (changed("job", "axes", 1, to=["tp"]), r"job\.axes\[1\]"),
+    (changed("job", "parameters", 0, "shards", 0, to=["tp", 1]), r"parameters\[0\]\.shards\[0\]"),
+    (changed("job", "parameters", 1, "partial", 0, to=3), r"parameters\[1\]\.partial\[0\]"),
+    (changed("communicators", 3, "axes", to=["ep"]), r"communicators\[3\]\.axes: there is no axis ep"),
+    (changed("communicators", 3, "axes", to=[]), r"communicators\[3\]\.axes: name an axis"),
+    (changed("communicators", 3, "ranks", 1, to=2), r"ranks\[1\]: there is no rank 2 on tp, which has 2"),
+    (changed("buckets", 1, "name", to="tp 1.0"), r"buckets\[1\]: bucket 'tp 1.0' is there twice"),
+    (
+        changed("buckets", 0, "communicator", to="q"),
+        r"buckets\[0\]\.communicator: there is no communicator 'q'",
+    ),
+    (changed("buckets", 0, "parameters", 0, to="q"), r"parameters\[0\]: there is no tied group 'q'"),
+    (
+        changed("costs", "collectives", 0, "kind", to="all_reduce"),
+        "all_reduce on tp is there twice; keep one",
+    ),
+    (changed("costs", "collectives", 0, "curve", to=[]), "a curve needs at least one point"),
+    (
+        changed("costs", "collectives", 0, "curve", 0, to=[1]),
+        r"a point of a curve is \[bytes, us\]; this has 1",
+    ),
+    (changed("costs", "collectives", 0, "curve", 1, 1, to=1), r"curve: point 1 of a curve: 1\.0 us is faster than fewer bytes are"),
     (changed("costs", "op_us", "0", "zz", to=1), r"costs\.op_us: stage 0 has no op 'zz'"),
     (changed("costs", "links", 0, "to", to=6), r"costs\.links: there is no link from rank 0 to rank 6"),
     (changed("prediction", "peak_bytes", to=[1]), r"prediction\.peak_bytes: 1 ranks, but the plan has 2"),

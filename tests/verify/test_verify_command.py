@@ -13,6 +13,7 @@ from stretto.ir.serialize import save_plan
 from stretto.schedule.csv import write_csv
 from stretto.schedule.families import make_schedule
 from tests.synthetic import make_plan
+from tests.verify.comm_plans import one_of_each
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
@@ -29,6 +30,18 @@ def test_a_good_plan(
     assert run(monkeypatch, tmp_path / "plan") == 0
     assert (
         capsys.readouterr().out == "ok: 2 ranks, 8 microbatches, 32 actions, 16 messages on 2 communicators\n"
+    )
+
+
+def test_a_good_plan_with_axes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_plan(one_of_each(), tmp_path / "plan.json")
+    assert run(monkeypatch, tmp_path / "plan.json") == 0
+    # Eight collectives for each of three microbatches on each place, and the loss's on the last.
+    assert capsys.readouterr().out == (
+        "ok: 12 ranks (pp 2 x dp 3 x tp 2), 3 microbatches, 18 actions, 6 messages on 2 communicators, "
+        "51 collectives, 10 sums of gradients\n"
     )
 
 

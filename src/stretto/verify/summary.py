@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from stretto.ir.action import Schedule
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import InstructionKind, ItemKind, Plan
+from stretto.ir.program import STARTS
 
 
 def schedule_summary(schedule: Schedule) -> str:
@@ -19,15 +20,46 @@ def schedule_summary(schedule: Schedule) -> str:
 
 
 def plan_summary(plan: Plan) -> str:
-    """`2 ranks, 8 microbatches, 96 actions, 28 messages on 2 communicators`."""
-    messages = [
+    """`8 ranks (pp 2 x dp 2 x tp 2), 2 microbatches, 8 actions, 4 messages on 2 communicators, 2 sums of ...`.
+
+    Actions, messages, collectives and sums are counted once for all ranks that share a place.
+    """
+    kinds = [instruction.kind for order in plan.orders for instruction in order]
+    lanes = {
         plan.lane_of(int(instruction.ref))
         for order in plan.orders
         for instruction in order
         if instruction.kind is InstructionKind.RECV
-    ]
-    lanes = _count(len(set(messages)), "communicator")
-    return f"{schedule_summary(plan.schedule)}, {_count(len(messages), 'message')} on {lanes}"
+    }
+    parts = [schedule_summary(plan.schedule)]
+    if plan.world != plan.ranks:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes)
+        parts = [f"{_count(plan.world, 'rank')} ({mesh})", parts[0].partition(", ")[2]]
+    messages = _count(kinds.count(InstructionKind.RECV), "message")
+    parts.append(f"{messages} on {_count(len(lanes), 'communicator')}")
+    for number, one, many in (
+        (_collectives(plan), "collective", "collectives"),
+        (kinds.count(InstructionKind.REDUCE), "sum of gradients", "sums of gradients"),
+    ):
+        if number:
+            parts.append(_count(number, one, many))
+    return ", ".join(parts)
+
+
+def _collectives(plan: Plan) -> int:
+    """Collectives of programs in a step, over all places."""
+    in_window: dict[str, int] = {}
+    for name, window in plan.windows.items():
+        starts = {
+            (part, op.name)
+            for part, (stage, phase) in enumerate(window.parts)
+            for sub in phase.parts
+            for op in plan.job.stages[stage].ops[sub]
+            if op.target in STARTS
+        }
+        in_window[name] = sum(i.kind is ItemKind.OP and (i.part, i.ref) in starts for i in window.items)
+    runs = (i for order in plan.orders for i in order if i.kind is InstructionKind.RUN)
+    return sum(in_window[str(run.ref)] for run in runs)
 
 
 def _count(number: int, one: str, many: str = "") -> str:
