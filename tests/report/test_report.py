@@ -149,6 +149,49 @@ def test_report_command_on_a_run_and_on_a_plan(run_dir: Path) -> None:
     assert "The step" in result.output
 
 
+def test_the_terminal_report_fits_100_columns(run_dir: Path) -> None:
+    result = CliRunner(env={"COLUMNS": "180"}).invoke(report_command, [str(run_dir)])
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 100
+    for words in (
+        "Predicted against measured",
+        "What binds the bound: rank",
+        "Communication, measured",
+        "Dearest ops",
+        "Predicted timeline",
+        "Measured timeline",
+        "// exposed",
+    ):
+        assert words in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"), [("a.perfetto-trace", b"\n"), ("a.svg", b"<svg"), ("a.html", b"<!doctype html>")]
+)
+def test_the_suffix_says_what_is_written(run_dir: Path, name: str, begins: bytes) -> None:
+    path = run_dir / name
+    result = CliRunner().invoke(report_command, [str(run_dir), "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(begins)
+
+
+def test_a_suffix_that_nothing_writes_is_refused(run_dir: Path) -> None:
+    result = CliRunner().invoke(report_command, [str(run_dir), "-o", "a.png"])
+    assert isinstance(result.exception, UsageError)
+    assert str(result.exception) == (
+        "--output a.png: its suffix says the kind: give one of .html, .perfetto-trace, .svg"
+    )
+
+
+def test_a_directory_without_a_step_has_nothing_to_draw(run_dir: Path) -> None:
+    for name in ("plan.json", "measured.json", "simulated.json"):
+        (run_dir / name).unlink()
+    result = CliRunner().invoke(report_command, [str(run_dir), "-o", str(run_dir / "a.svg")])
+    assert isinstance(result.exception, UsageError)
+    assert "there is nothing to draw" in str(result.exception)
+    assert "<h2>Timelines</h2>" not in render(load_run(run_dir))
+
+
 @pytest.mark.parametrize(
     ("nbytes", "words"),
     [(0, "0 B"), (1023, "1023 B"), (1010 * 1024, "1010 KiB"), (3 * 2**29, "1.5 GiB"), (2**41, "2048 GiB")],
