@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from stretto.cost import Cluster, costs_of
+from stretto.cost.cluster import Description, costs_of, describe, memory_limit
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.plan import Costs, InstructionKind, Plan
@@ -148,7 +148,7 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
 
 def plan(
     job: Job,
-    cluster: str | Cluster = "local",
+    cluster: str | Description = "local",
     *,
     schedule: str | Schedule | None = None,
     overlap: bool = True,
@@ -156,7 +156,8 @@ def plan(
     """Plan a captured job for a cluster.
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
-    stages, and all must call); a `stretto.Cluster(...)` describes one that is not at hand. schedule: a
+    stages, and all must call). A name (`h100x64`), a cluster file (.toml), a calibration (.json) or a
+    `stretto.Cluster(...)` stands for one that is not at hand. schedule: a
     family, the path of a CSV in PyTorch's format, or a Schedule; the job's own wish by default. overlap:
     False waits for every message at once, the baseline against which overlap is measured.
 
@@ -166,5 +167,6 @@ def plan(
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     order = choose_schedule(job, schedule=schedule)
-    limit = cluster.memory_bytes if isinstance(cluster, Cluster) else None
-    return make_plan(job, costs_of(job, order, cluster), schedule=order, overlap=overlap, max_bytes=limit)
+    found = describe(cluster)
+    costs = costs_of(job, order, "local" if found is None else found)
+    return make_plan(job, costs, schedule=order, overlap=overlap, max_bytes=memory_limit(found))

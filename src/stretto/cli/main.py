@@ -22,6 +22,12 @@ COMMANDS = {
     "verify": ("stretto.cli.verify", "verify", "Prove a plan or a schedule free of faults."),
     "simulate": ("stretto.cli.simulate", "simulate", "Walk a plan with no device and say how long it takes."),
     "schedule": ("stretto.cli.schedule", "schedule", "Print, draw or time a schedule."),
+    "calibrate": (
+        "stretto.cli.calibrate",
+        "calibrate",
+        "Measure this machine or cluster for later planning.",
+    ),
+    "cost": ("stretto.cli.cost", "cost", "List a plan's dearest ops and collectives."),
     "cluster": ("stretto.cli.cluster", "cluster", "List and show clusters that can be planned for."),
     "lab": ("stretto.cli.lab", "lab", "Emulate a slow cluster on this machine."),
     "bench": ("stretto.cli.bench", "bench", "Race Stretto against other systems."),

@@ -5,7 +5,6 @@ Nothing is trained. The model is built without values, so that it may be larger 
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ import typer
 
 import stretto
 from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
+from stretto.cost.cluster import Description, describe
 from stretto.errors import StrettoError, UsageError
 
 plan = typer.Typer(add_completion=False)
@@ -31,14 +31,14 @@ def run(
     cluster: Annotated[
         str,
         typer.Option(
-            help='"local" measures this machine; a TOML file describes another (keys of stretto.Cluster).'
+            help='"local" measures this machine; a name such as h100x64, a cluster file (.toml) or a '
+            "calibration (.json) stands for another."
         ),
     ] = "local",
 ) -> None:
     """Plan a training step for this machine, or for one that is described, and save the plan."""
     settings = load_settings(config, list(changes or []))
-    where = "local" if cluster == "local" else read_cluster(Path(cluster))
-    made = make(settings, where)
+    made = make(settings, read_cluster(cluster))
     try:
         made.save(output)
     except OSError as error:
@@ -47,7 +47,7 @@ def run(
     typer.echo(f"wrote {output}")
 
 
-def make(settings: TrainSettings, cluster: str | stretto.Cluster) -> stretto.Plan:
+def make(settings: TrainSettings, cluster: str | Description) -> stretto.Plan:
     """The plan of one training step. Raises UsageError, CaptureError and PlanError as its parts do."""
     import torch
 
@@ -66,16 +66,12 @@ def make(settings: TrainSettings, cluster: str | stretto.Cluster) -> stretto.Pla
     return stretto.plan(job, cluster)
 
 
-def read_cluster(path: Path) -> stretto.Cluster:
-    """The cluster that a TOML file describes. Raises UsageError that names the file and the key."""
+def read_cluster(cluster: str) -> str | Description:
+    """What --cluster stands for. Raises UsageError that names the option, the file and the key."""
     try:
-        return stretto.Cluster(**tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UsageError(f"--cluster {path}: {error.strerror}; give a TOML file, or local") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--cluster {path}: is not TOML: {error}") from None
+        return describe(cluster) or "local"
     except UsageError as error:
-        raise UsageError(f"--cluster {path}: {error}") from None
+        raise UsageError(f"--cluster {cluster}: {error}") from None
 
 
 def _vocab_size(settings: TrainSettings) -> int:

@@ -1,15 +1,23 @@
 """What a plan's costs come from: this machine, measured, or a description of devices and links.
 
-`Cluster` is the description; "local" means: measure here (`stretto.cost.measured`).
+"local" means: measure here (`stretto.cost.measured`). A description is one of three: a `Cluster` of equal
+devices and links, `Hardware` of the catalogue (by name such as `h100x64`, or a cluster file), or a
+`Calibration` that was measured before. None of them touches a device.
 """
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from stretto.cost.calibration import Calibration, load_calibration
+from stretto.cost.cluster_file import Hardware, load_cluster, named_cluster
+from stretto.cost.hardware import hardware_costs
 from stretto.cost.measured import measured_costs
+from stretto.cost.priced import priced_costs
 from stretto.cost.roofline import described_costs
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
@@ -49,15 +57,70 @@ class Cluster(BaseModel):
             raise refusal("Cluster", list(Cluster.model_fields), error) from None
 
 
-def costs_of(job: Job, schedule: Schedule, cluster: str | Cluster) -> Costs:
+Description = Cluster | Hardware | Calibration
+"""What can be planned for without the machine at hand."""
+
+
+def costs_of(job: Job, schedule: Schedule, cluster: str | Description) -> Costs:
     """The costs of a job on a cluster.
 
-    cluster: "local" to measure on this machine, or a description.
+    cluster: "local" to measure on this machine; a description; or the name or file of one, see
+        `describe`.
 
-    Raises UsageError for another name.
+    Raises UsageError for an unknown name, a file that cannot be read, a job that does not fit.
     """
-    if isinstance(cluster, Cluster):
-        return described_costs(job, cluster)
-    if cluster != "local":
-        raise UsageError(f'unknown cluster {cluster!r}: give "local" or a stretto.Cluster(...) description')
-    return measured_costs(job, schedule)
+    found = describe(cluster)
+    if found is None:
+        return measured_costs(job, schedule)
+    if isinstance(found, Cluster):
+        return described_costs(job, found)
+    if isinstance(found, Hardware):
+        return hardware_costs(job, schedule, found)
+    return priced_costs(job, schedule, found)
+
+
+def describe(cluster: str | Description) -> Description | None:
+    """The description that a name or a file stands for; None for "local".
+
+    A name is a device of the catalogue and a count, `h100x1024`. A file is a calibration (.json, made by
+    `stretto calibrate`), a cluster file (.toml with the key `device`), or `stretto.Cluster`'s fields (.toml).
+
+    Raises UsageError that says what was expected.
+    """
+    if not isinstance(cluster, str):
+        return cluster
+    if cluster == "local":
+        return None
+    path = Path(cluster)
+    if path.suffix == ".json":
+        return load_calibration(path)
+    if path.suffix == ".toml":
+        return _from_toml(path)
+    try:
+        return named_cluster(cluster)
+    except UsageError as error:
+        raise UsageError(
+            f'{error} (.toml), or give "local" to measure this machine, or a calibration (.json)'
+        ) from None
+
+
+def memory_limit(description: Description | None) -> int | None:
+    """Bytes of a device that a plan must fit in; None where the description sets no limit."""
+    return description.memory_bytes if isinstance(description, (Cluster, Hardware)) else None
+
+
+def _from_toml(path: Path) -> Cluster | Hardware:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read: {error.strerror}; give a cluster file, a name, or local"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: is not TOML: {error}") from None
+    if "device" in found:
+        return load_cluster(path)
+    try:
+        return Cluster(**found)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None

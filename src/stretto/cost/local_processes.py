@@ -12,13 +12,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stretto.cost.measure_collectives import Measured, measure_collectives
-from stretto.cost.messages import measure_links
+from stretto.cost.messages import measure_both_ways, measure_links
 from stretto.cost.wanted import Wanted
 from stretto.errors import StrettoError
 from stretto.ir.curve import Curve
@@ -31,9 +32,23 @@ MOST_PROCESSES = 8
 TIMEOUT_S = 300.0
 
 
+BOTH_WAYS_BYTES = 1_048_576
+"""Bytes of the messages that go both ways at once: an activation's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What was found between processes. link: None when it was not asked for; both_ways as
+    `messages.measure_both_ways` tells it; collectives by (axis, kind)."""
+
+    link: Link | None
+    both_ways: float
+    collectives: dict[tuple[str, str], Measured]
+
+
 def measure_between(
     mesh: Mesh, wanted: Sequence[Wanted], link: bool, timeout_s: float = TIMEOUT_S
-) -> tuple[Link | None, dict[tuple[str, str], Measured]]:
+) -> Between:
     """Messages between two processes (if `link`), and the collectives that are wanted, between processes.
 
     mesh: axes beside pp; when it has more than `MOST_PROCESSES` ranks, its largest axes are halved until
@@ -60,9 +75,10 @@ def measure_between(
         cost = scaled(cost, small.size(axis), mesh.size(axis))
         found[axis, kind] = Measured(cost, entry["start_us"], entry["spread"])
     if not link:
-        return None, found
+        return Between(None, 1.0, found)
     latency_us, bytes_per_us, processor_us_per_mb = told["link"]
-    return Link(latency_us, bytes_per_us, processor_us_per_mb, "measured, loopback"), found
+    measured = Link(latency_us, bytes_per_us, processor_us_per_mb, "measured, loopback")
+    return Between(measured, told["both_ways"], found)
 
 
 def fitting(mesh: Mesh) -> Mesh:
@@ -138,7 +154,9 @@ def _probe(asked: Any) -> None:
     if asked["link"]:
         # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
         link = measure_links([(0, 1)], cpu).get((0, 1))
+        both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
         if link is not None:
+            told["both_ways"] = both_ways
             told["link"] = [link.latency_us, link.bytes_per_us, link.processor_us_per_mb]
     mesh = Mesh(tuple((axis, size) for axis, size in asked["mesh"]))
     wanted = [Wanted(axis, kind, tuple(sizes), dtype) for axis, kind, sizes, dtype in asked["wanted"]]

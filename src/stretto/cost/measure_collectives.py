@@ -90,8 +90,7 @@ def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
     Both leave the host: a host is told by its boot and its network namespace, so that processes of one
     machine share none, and hosts emulated on it are told apart.
     """
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, _host())
+    hosts = hosts_of()
 
     def leaves(axis: str) -> bool:
         size = mesh.size(axis)
@@ -100,6 +99,13 @@ def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
     if mesh.size("pp") == 1 or not leaves("pp"):
         return ()
     return tuple(axis for axis in axes if mesh.size(axis) > 1 and leaves(axis))
+
+
+def hosts_of() -> list[Any]:
+    """What names the host of each rank; all ranks must call it."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, _host())
+    return hosts
 
 
 def collective_call(

@@ -52,8 +52,8 @@ def measured_costs(job: Job, schedule: Schedule) -> Costs:
     link: Link = NO_LINK
     collectives: dict[tuple[str, str], Measured] = {}
     if schedule.ranks > 1 or wanted:
-        measured, collectives = measure_between(Mesh(job.axes), wanted, link=schedule.ranks > 1)
-        link = measured or NO_LINK
+        between = measure_between(Mesh(job.axes), wanted, link=schedule.ranks > 1)
+        link, collectives = between.link or NO_LINK, between.collectives
     return Costs(
         with_starts(job, found.op_us, collectives),
         {},

@@ -161,6 +161,40 @@ def _processor_loss(a: int, b: int, device: torch.device) -> float:
     return float(loss)
 
 
+def measure_both_ways(sender: int, receiver: int, nbytes: int, device: torch.device) -> float | None:
+    """Time of a message while one of equal size goes the other way, over its time alone: 1 where directions
+    share nothing, 2 where they share all. None on other ranks; the two call it together."""
+    rank = dist.get_rank()
+    if rank not in (sender, receiver):
+        return None
+    peer = receiver if rank == sender else sender
+    out, into = (torch.zeros(max(1, nbytes // 4), device=device) for _ in range(2))
+    mine, theirs = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    alone: list[float] = []
+    both: list[float] = []
+    for _ in range(ROUNDS + 1):
+        _swap(mine, theirs, sender, receiver)
+        begin = time.perf_counter_ns()
+        if rank == sender:
+            dist.send(out, peer)
+            dist.recv(theirs, peer)  # the answer is empty
+        else:
+            dist.recv(into, peer)
+            dist.send(mine, peer)
+        _synchronise(device)
+        alone.append(float(time.perf_counter_ns() - begin))
+        _swap(mine, theirs, sender, receiver)
+        begin = time.perf_counter_ns()
+        # Sends and receives have one order on both ends, as a device's transport wants it.
+        works = [dist.isend(out, peer), dist.irecv(into, peer)]
+        for work in works if rank == sender else reversed(works):
+            assert work is not None
+            work.wait()
+        _synchronise(device)
+        both.append(float(time.perf_counter_ns() - begin))
+    return min(both[1:]) / max(min(alone[1:]), 1.0)
+
+
 def _swap(mine: torch.Tensor, theirs: torch.Tensor, a: int, b: int) -> None:
     """Exchange one number between two ranks; also brings them together in time."""
     rank = dist.get_rank()

@@ -127,11 +127,12 @@ def _make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torc
                 dtype = getattr(torch, found.spec.dtype)
                 made[name] = torch.tensor(found.data, dtype=dtype, device=device).reshape(found.spec.shape)
             else:
-                made[name] = _random(specs[name], generator, device)
+                made[name] = random_tensor(specs[name], generator, device)
     return made
 
 
-def _random(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+def random_tensor(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """A made-up value: small random numbers, zeros for integers, which are valid indices into anything."""
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         value = (torch.randn(spec.shape, generator=generator) * 0.02).to(device, dtype)
@@ -166,12 +167,12 @@ def _value(arg: Arg, values: Mapping[str, Any]) -> Any:
     return arg
 
 
-def _fixed(arg: Arg, device: torch.device) -> Arg:
+def fixed_argument(arg: Arg, device: torch.device) -> Arg:
     """Constants of the framework in the place of their names."""
     if isinstance(arg, Const):
         return device if arg.kind == "device" else getattr(torch, arg.text)
     if isinstance(arg, tuple):
-        return tuple(_fixed(item, device) for item in arg)
+        return tuple(fixed_argument(item, device) for item in arg)
     return arg
 
 
@@ -198,8 +199,8 @@ def _calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list[_Ca
             _Call(
                 op,
                 function_of(op.target, device),
-                tuple(_fixed(a, device) for a in op.args),
-                tuple((key, _fixed(a, device)) for key, a in op.kwargs),
+                tuple(fixed_argument(a, device) for a in op.args),
+                tuple((key, fixed_argument(a, device)) for key, a in op.kwargs),
                 tuple(dying.get(op.name, ())),
                 op.name in grads,
             )

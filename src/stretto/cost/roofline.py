@@ -32,7 +32,7 @@ def described_costs(job: Job, cluster: Cluster) -> Costs:
     """The costs of a job on a flat description; `source` names the fields that were left at defaults."""
     size = sizes_of(job)
 
-    def op_us(op: Op) -> float:
+    def op_us(_: int, op: Op) -> float:
         if op.target in FREE:
             return 0.0
         if op.alias is not None:
@@ -69,10 +69,13 @@ def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
     )
 
 
-def op_times(job: Job, op_us: Callable[[Op], float]) -> dict[tuple[int, str], float]:
-    """(stage, op name) -> time, for all ops of a job."""
+def op_times(job: Job, op_us: Callable[[int, Op], float]) -> dict[tuple[int, str], float]:
+    """(stage, op name) -> time by a function of both, for all ops of a job."""
     return {
-        (stage.index, op.name): op_us(op) for stage in job.stages for ops in stage.ops.values() for op in ops
+        (stage.index, op.name): op_us(stage.index, op)
+        for stage in job.stages
+        for ops in stage.ops.values()
+        for op in ops
     }
 
 

@@ -1,0 +1,212 @@
+"""`stretto calibrate`: measure this machine, or under torchrun this cluster, for later planning. Thin: the
+measuring is done in `stretto.cost.calibrate`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from stretto.errors import StrettoError, UsageError
+from stretto.ir.program import Job
+
+if TYPE_CHECKING:
+    from stretto.cost.calibration import Calibration
+    from stretto.cost.op_cache import Machine
+
+SHOWN = 12
+"""Warnings that are printed; the count of the others is told."""
+
+calibrate = typer.Typer(add_completion=False)
+
+
+@calibrate.command()
+def run(
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Plans (.json) or settings (.toml) whose ops are measured, each distinct one once; without "
+            "any, a sweep of sizes.",
+            show_default=False,
+        ),
+    ] = None,
+    cluster_out: Annotated[
+        Path, typer.Option("--cluster-out", "-o", help="The calibration file; one that is there is added to.")
+    ] = Path("calibration.json"),
+    from_profile: Annotated[
+        list[Path] | None,
+        typer.Option(help="A PyTorch profiler's trace with shapes (.json, .json.gz), read for op times."),
+    ] = None,
+    ops_only: Annotated[bool, typer.Option(help="Measure no collectives and no messages.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Measure again what is known.")] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads of an op on a processor; PyTorch's own number if unset."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; what the inputs were captured for if unset.")
+    ] = None,
+) -> None:
+    """Measure op times, collectives, messages and contention, and write them for `stretto plan --cluster`.
+
+    Ctrl-C keeps what is there and ends with status 1; the next run goes on from it. Under torchrun, all
+    ranks measure at once and rank 0 writes.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device {device}: give cpu or cuda")
+    if cluster_out.suffix != ".json":
+        raise UsageError(f"--cluster-out {cluster_out}: a calibration is a .json file")
+    if not cluster_out.resolve().parent.is_dir():
+        raise UsageError(f"--cluster-out {cluster_out}: its folder does not exist; create it")
+    jobs = [job_of(path) for path in inputs or []]
+    _calibrate(jobs, cluster_out, from_profile or [], ops_only, fresh, threads, device)
+
+
+def job_of(path: Path) -> Job:
+    """The job of a plan file, or of a settings file, which is captured. Raises UsageError, CaptureError."""
+    if path.suffix == ".json":
+        from stretto.ir.serialize import load_plan
+
+        return load_plan(path).job
+    if path.suffix != ".toml":
+        raise UsageError(f"{path}: give a plan (.json) or settings (.toml)")
+    import stretto
+    from stretto.cli.plan import make
+    from stretto.config import load_settings
+
+    return make(load_settings(path, []), stretto.Cluster()).job
+
+
+def _calibrate(
+    jobs: list[Job],
+    path: Path,
+    traces: list[Path],
+    ops_only: bool,
+    fresh: bool,
+    threads: int | None,
+    kind: str | None,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from stretto.cost.calibrate import Outcome, calibrate_communication, calibrate_ops
+    from stretto.cost.calibration import save_calibration
+    from stretto.cost.op_cache import OpCache
+    from stretto.cost.profiler_trace import read_profiler_trace
+    from stretto.cost.time_ops import machine_of
+
+    kind = kind or (jobs[0].device if jobs else "cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "the ops are for cuda, and this machine has no such device: run it where there is one"
+        )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    on = torch.device(kind)
+    if kind == "cuda":
+        on = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(on)
+    if started:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    console = Console(stderr=True)
+    machine = machine_of(on)
+    traced = {op.key: op.us for trace in traces for op in read_profiler_trace(trace)}
+    outcome = Outcome(_begun(path, machine, fresh, rank))
+    outcome.calibration.traced.update(traced)
+    cache = OpCache.open(machine)
+    if fresh:
+        cache.ops.clear()
+    stopped = False
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=rank != 0, transient=True) as bar:
+        task = bar.add_task("calibrating")
+
+        def progress(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        try:
+            # A trace alone is an input as good as a plan: no sweep then.
+            if jobs or not traces:
+                calibrate_ops(outcome, jobs, cache, on, progress)
+            if not ops_only:
+                calibrate_communication(outcome, on, progress)
+        except KeyboardInterrupt:
+            stopped = True
+    if rank == 0:
+        save_calibration(outcome.calibration, path)
+        _tell(console, outcome.calibration, outcome.measured, outcome.cached, outcome.warnings)
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    if stopped:
+        raise StrettoError(
+            f"stopped before the end: {path} holds what was measured; run the same command to go on"
+        )
+    if started:
+        dist.destroy_process_group()
+
+
+def _begun(path: Path, machine: Machine, fresh: bool, rank: int) -> Calibration:
+    """What a run before this one has found on the same machine, the same on all ranks."""
+    import torch.distributed as dist
+
+    from stretto.cost.calibration import Calibration, load_calibration
+
+    found = Calibration(machine, path.name)
+    if rank == 0 and path.exists() and not fresh:
+        before = load_calibration(path)
+        if before.machine != machine:
+            raise UsageError(
+                f"{path} is of another machine ({before.machine}; this is {machine}): give another file, or "
+                "--fresh to write it anew"
+            )
+        found = before
+    if dist.is_initialized():
+        box = [found]
+        dist.broadcast_object_list(box, src=0)
+        found = box[0]
+    return found
+
+
+def _tell(console: Console, found: Calibration, measured: int, cached: int, warnings: list[str]) -> None:
+    console.print(f"{found.machine}", highlight=False)
+    console.print(
+        f"{len(found.ops)} ops ({measured} measured now, {cached} known), {len(found.traced)} traced",
+        highlight=False,
+    )
+    if found.collectives:
+        table = Table("collective", "ranks", "apart", "hosts", "1 MiB", "compute loses, 1 MB", "noise")
+        for one in found.collectives:
+            table.add_row(
+                one.kind,
+                str(one.members),
+                str(one.stride),
+                str(one.hosts),
+                f"{one.cost.curve.us(2**20) / 1000:.2f} ms",
+                f"{one.cost.processor_us_per_mb / 1000:.2f} ms"
+                + (f", {100 * one.cost.slowdown:.0f} %" if one.cost.slowdown else ""),
+                f"{100 * one.spread:.0f} %",
+            )
+        console.print(table)
+    if found.links:
+        table = Table("messages", "hosts", "latency", "rate", "compute loses, 1 MB", "both ways at once")
+        for link in found.links:
+            table.add_row(
+                f"{link.stride} apart",
+                str(link.hosts),
+                f"{link.link.latency_us:.0f} us",
+                f"{link.link.bytes_per_us:.1f} MB/s",
+                f"{link.link.processor_us_per_mb / 1000:.2f} ms",
+                f"{link.both_ways:.2f} times as long",
+            )
+        console.print(table)
+    for warning in warnings[:SHOWN]:
+        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    if len(warnings) > SHOWN:
+        console.print(f"and {len(warnings) - SHOWN} more warnings", highlight=False)

@@ -1,0 +1,211 @@
+"""Measuring a machine, or a cluster under torchrun, for later planning: what `stretto calibrate` does.
+
+    1. Ops: each distinct op of the given jobs once, or a sweep; what the cache holds is not measured again.
+       Under torchrun all ranks measure the same ops at once, as they will compute, and the median counts.
+    2. Collectives of every kind, for every group size that divides the world: of neighbours, as the
+       innermost axis has them, and of ranks as far apart as the outermost has them.
+    3. Messages between neighbours and across the world, both ways, and both at once.
+
+Everything found goes into one `Calibration` as it comes, so that a run that is cut short keeps it, and what a
+calibration already holds is not measured again. May touch
+the cache's folder.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming
+from stretto.cost.local_processes import BOTH_WAYS_BYTES, measure_between
+from stretto.cost.measure_collectives import Measured, hosts_of, measure_collectives
+from stretto.cost.messages import measure_both_ways, measure_links
+from stretto.cost.op_cache import OpCache, Timing, signature
+from stretto.cost.sweep import sweep_ops
+from stretto.cost.time_ops import Specs, distinct_ops, time_op
+from stretto.cost.wanted import Wanted
+from stretto.errors import StrettoError
+from stretto.ir.mesh import Mesh
+from stretto.ir.program import Job, Op
+
+NOISY = 0.25
+"""A spread of rounds above this is told: the machine did other work. Measured on two shared cores, the faster
+half of an idle machine's rounds lies within a tenth."""
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+SIZES = (65_536, 262_144, 1_048_576, 4_194_304, 4_096)
+"""Bytes of the collectives that are measured, the most likely of activations first."""
+
+LOCAL_GROUPS = (2, 4)
+"""Group sizes between processes of this machine that are started for it."""
+
+Progress = Callable[[str, int, int], None]
+"""(what is being measured, how many are done, of how many)."""
+
+
+@dataclass
+class Outcome:
+    """What came of it. measured, cached: number of ops; warnings: noisy or impossible measurements."""
+
+    calibration: Calibration
+    measured: int = 0
+    cached: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+
+def calibrate_ops(
+    outcome: Outcome, jobs: Iterable[Job], cache: OpCache, device: torch.device, progress: Progress
+) -> None:
+    """Step 1. The cache is saved at the end, and when the run is cut short."""
+    found = distinct_ops(jobs)
+    wanted: Mapping[str, tuple[Op, Specs]] = found or {
+        signature(op, specs): (op, specs) for op, specs in sweep_ops(device.type)
+    }
+    known = _known_to_all(wanted, cache)
+    try:
+        for done, (key, (op, specs)) in enumerate(wanted.items()):
+            progress(op.target, done, len(wanted))
+            if key in known:
+                outcome.calibration.ops[key] = cache.ops[key]
+                outcome.cached += 1
+                continue
+            _meet()
+            try:
+                mine: Timing | str = time_op(op, specs, device)
+            except StrettoError as error:
+                mine = str(error)
+            timing = _median(mine)
+            if isinstance(timing, str):
+                outcome.warnings.append(timing)
+                continue
+            cache.ops[key] = outcome.calibration.ops[key] = timing
+            outcome.measured += 1
+            if timing.spread > NOISY:
+                outcome.warnings.append(
+                    f"{key}: rounds differ by {100 * timing.spread:.0f} %; the machine does other work"
+                )
+    finally:
+        if outcome.measured and _rank() == 0:
+            cache.save()
+    progress("ops", len(wanted), len(wanted))
+
+
+def calibrate_communication(outcome: Outcome, device: torch.device, progress: Progress) -> None:
+    """Steps 2 and 3: between the running ranks, or processes started for it when there is one alone."""
+    if _world() > 1:
+        _between_ranks(outcome, device, progress)
+    else:
+        _between_processes(outcome, progress)
+
+
+def _between_processes(outcome: Outcome, progress: Progress) -> None:
+    for done, members in enumerate(LOCAL_GROUPS):
+        progress(f"collectives of {members} processes", done, len(LOCAL_GROUPS))
+        kinds = _missing(outcome, members, 1)
+        link = members == 2 and not outcome.calibration.links
+        if not kinds and not link:
+            continue
+        wanted = [Wanted("tp", kind, SIZES, "float32") for kind in kinds]
+        found = measure_between(Mesh((("tp", members),)), wanted, link=link)
+        if found.link is not None:
+            outcome.calibration.links.append(LinkTiming(1, 1, found.link, found.both_ways))
+        for (_, kind), measured in found.collectives.items():
+            _keep(outcome, kind, members, 1, 1, measured)
+    progress("communication", len(LOCAL_GROUPS), len(LOCAL_GROUPS))
+
+
+def _missing(outcome: Outcome, members: int, stride: int) -> list[str]:
+    """Kinds that a run before this has not measured."""
+    known = {(one.kind, one.members, one.stride) for one in outcome.calibration.collectives}
+    return [kind for kind in KINDS if (kind, members, stride) not in known]
+
+
+def _between_ranks(outcome: Outcome, device: torch.device, progress: Progress) -> None:
+    world = _world()
+    hosts = hosts_of()
+    sizes = [members for members in range(2, world + 1) if world % members == 0]
+    # Neighbours are the innermost axis, ranks far apart the outermost.
+    layouts = [(members, "inner") for members in sizes]
+    layouts += [(members, "outer") for members in sizes if members < world]
+    strides = sorted({1, *(world // members for members in sizes)} - {world})
+    total = len(layouts) + len(strides)
+    for done, (members, axis) in enumerate(layouts):
+        rest = world // members
+        progress(f"collectives of {members} ranks, {axis}most", done, total)
+        outer, inner, stride = (rest, members, 1) if axis == "inner" else (members, rest, rest)
+        mesh = Mesh((("outer", outer), ("inner", inner)))
+        wanted = [Wanted(axis, kind, SIZES, "float32") for kind in _missing(outcome, members, stride)]
+        spans = max(len({hosts[r] for r in group}) for group in mesh.groups((axis,), range(members)))
+        for (_, kind), measured in measure_collectives(mesh, wanted, device).items():
+            _keep(outcome, kind, members, stride, spans, measured)
+    for done, stride in enumerate(strides):
+        progress(f"messages between ranks {stride} apart", len(layouts) + done, total)
+        if any(one.stride == stride for one in outcome.calibration.links):
+            continue
+        pairs = [(0, stride), (stride, 0)]
+        mine = measure_links(pairs, device)
+        ratio = measure_both_ways(0, stride, BOTH_WAYS_BYTES, device)
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, (mine, ratio))
+        links = [link for found, _ in told for link in found.values()]
+        slower = min(links, key=lambda link: link.bytes_per_us)
+        ratios = [r for _, r in told if r is not None]
+        spans = 1 if hosts[0] == hosts[stride] else 2
+        outcome.calibration.links.append(LinkTiming(stride, spans, slower, statistics.median(ratios)))
+    progress("communication", total, total)
+
+
+def _keep(outcome: Outcome, kind: str, members: int, stride: int, hosts: int, measured: Measured) -> None:
+    outcome.calibration.collectives.append(
+        GroupTiming(kind, members, stride, hosts, measured.cost, measured.start_us, measured.spread)
+    )
+    if measured.spread > NOISY:
+        outcome.warnings.append(
+            f"{kind} of {members} ranks, {stride} apart: rounds differ by {100 * measured.spread:.0f} %"
+        )
+
+
+def _known_to_all(wanted: Mapping[str, object], cache: OpCache) -> frozenset[str]:
+    """Signatures that no rank has to measure: all must measure the same ones at the same time."""
+    mine = {key for key in wanted if key in cache.ops}
+    if _world() == 1:
+        return frozenset(mine)
+    told: list[Any] = [None] * _world()
+    dist.all_gather_object(told, {key: cache.ops[key] for key in mine})
+    common = set.intersection(*(set(one) for one in told))
+    for key in common:
+        cache.ops[key] = told[0][key]  # equal on all ranks
+    return frozenset(common)
+
+
+def _median(mine: Timing | str) -> Timing | str:
+    """The same on all ranks: the median time, or the trouble of one that has no time."""
+    if _world() == 1:
+        return mine
+    told: list[Any] = [None] * _world()
+    dist.all_gather_object(told, mine)
+    for one in told:
+        if isinstance(one, str):
+            return one
+    timings: Sequence[Timing] = told
+    us = statistics.median(timing.us for timing in timings)
+    return Timing(us, max(t.spread for t in timings), timings[0].flops, timings[0].nbytes)
+
+
+def _meet() -> None:
+    if _world() > 1:
+        dist.barrier()
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

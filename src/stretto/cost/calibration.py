@@ -1,0 +1,201 @@
+"""The calibration file: what `stretto calibrate` measured of a machine or a cluster, readable and strict.
+
+    {
+      "format": "stretto-calibration", "version": 1,
+      "machine": {"device": "...", "torch": "...", "threads": 1},
+      "ops": {"aten.mm.default(float32[64,128], float32[128,512])": {"us", "spread", "flops", "bytes"}, ...},
+      "traced": {"aten::mm float32 [64,128] [128,512]": us, ...},
+      "collectives": [{"kind", "members", "stride", "hosts", "curve", ...}, ...],
+      "links": [{"stride", "hosts", "latency_us", "bytes_per_us", "both_ways", ...}, ...]
+    }
+
+`stride` is the distance between the ranks of a group (1 for neighbours, as those of the innermost axis);
+`hosts` how many hosts it spans. Reads and writes the one file; `stretto.cost.priced` prices jobs from it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.cost.op_cache import (
+    Machine,
+    Timing,
+    decode_machine,
+    decode_ops,
+    encode_machine,
+    encode_ops,
+    positive,
+    write_whole,
+)
+from stretto.errors import UsageError
+from stretto.ir.curve import Curve
+from stretto.ir.plan import CollectiveCost, Link
+from stretto.ir.reading import Cursor, read_json
+
+FORMAT = "stretto-calibration"
+VERSION = 1
+
+COST_KEYS = ("curve", "processor_us_per_mb", "slowdown", "start_us", "spread")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTiming:
+    """Collectives of one kind in groups of `members` ranks, `stride` apart, over `hosts` hosts. start_us: the
+    call that starts one; spread: the noise of its worst size."""
+
+    kind: str
+    members: int
+    stride: int
+    hosts: int
+    cost: CollectiveCost
+    start_us: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """Messages between ranks `stride` apart. both_ways: time of a message while one goes the other way, over
+    its time alone."""
+
+    stride: int
+    hosts: int
+    link: Link
+    both_ways: float
+
+
+@dataclass
+class Calibration:
+    """What was measured. `name` is the file's, for sources and messages."""
+
+    machine: Machine
+    name: str = "calibration"
+    ops: dict[str, Timing] = field(default_factory=dict)
+    traced: dict[str, float] = field(default_factory=dict)
+    collectives: list[GroupTiming] = field(default_factory=list)
+    links: list[LinkTiming] = field(default_factory=list)
+
+
+def save_calibration(found: Calibration, path: Path) -> None:
+    """Write the file whole or not at all. Raises UsageError when its folder is missing, else StrettoError."""
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}: the folder {path.parent} does not exist; create it")
+    lines = [
+        f' "format": "{FORMAT}"',
+        f' "version": {VERSION}',
+        f' "machine": {json.dumps(encode_machine(found.machine))}',
+        _lines("ops", encode_ops(found.ops)),
+        _lines("traced", {key: round(found.traced[key], 3) for key in sorted(found.traced)}),
+        _lines("collectives", [_group_data(one) for one in found.collectives]),
+        _lines("links", [_link_data(one) for one in found.links]),
+    ]
+    write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read the file. Raises UsageError that names the file, the key and what was expected."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    root = read_json(text, str(path))
+    head = root.members()
+    if "format" not in head or head["format"].value != FORMAT:
+        raise root.error(
+            f'not a calibration: expected "format": "{FORMAT}". Make one with `stretto calibrate`'
+        )
+    version = head.get("version")
+    if version is None or version.value != VERSION:
+        raise root.error(f"this Stretto reads version {VERSION}; make it again with `stretto calibrate`")
+    fields = root.fields(("format", "version", "machine", "ops", "traced", "collectives", "links"))
+    return Calibration(
+        decode_machine(fields["machine"]),
+        path.name,
+        decode_ops(fields["ops"]),
+        {key: positive(us) for key, us in fields["traced"].members().items()},
+        [_group_of(entry, path.name) for entry in fields["collectives"].elements()],
+        [_link_of(entry, path.name) for entry in fields["links"].elements()],
+    )
+
+
+def _lines(key: str, data: dict[str, Any] | list[Any]) -> str:
+    """A member with each of its elements on a line of its own."""
+    if isinstance(data, dict):
+        inner = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in data.items()]
+    else:
+        inner = [f"  {json.dumps(value)}" for value in data]
+    opening, closing = ("{", "}") if isinstance(data, dict) else ("[", "]")
+    return f' "{key}": {opening}' + ("\n" + ",\n".join(inner) + "\n " if inner else "") + closing
+
+
+def _group_data(one: GroupTiming) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "members": one.members,
+        "stride": one.stride,
+        "hosts": one.hosts,
+        "curve": [[round(nbytes), round(us, 2)] for nbytes, us in one.cost.curve.points],
+        "processor_us_per_mb": round(one.cost.processor_us_per_mb, 2),
+        "slowdown": round(one.cost.slowdown, 4),
+        "start_us": round(one.start_us, 2),
+        "spread": round(one.spread, 3),
+    }
+
+
+def _group_of(entry: Cursor, name: str) -> GroupTiming:
+    parts = entry.fields(("kind", "members", "stride", "hosts", *COST_KEYS))
+    kind = parts["kind"].text()
+    if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
+        raise parts["kind"].error("expected all_reduce, all_gather or reduce_scatter")
+    members = _count(parts["members"], 2)
+    try:
+        curve = Curve.of(point.sequence(Cursor.number) for point in parts["curve"].elements())
+    except ValueError as error:
+        raise parts["curve"].error(str(error)) from None
+    cost = CollectiveCost(
+        curve, positive(parts["processor_us_per_mb"]), positive(parts["slowdown"]), f"measured: {name}"
+    )
+    return GroupTiming(
+        kind,
+        members,
+        _count(parts["stride"], 1),
+        _count(parts["hosts"], 1),
+        cost,
+        positive(parts["start_us"]),
+        positive(parts["spread"]),
+    )
+
+
+def _link_data(one: LinkTiming) -> dict[str, Any]:
+    return {
+        "stride": one.stride,
+        "hosts": one.hosts,
+        "latency_us": round(one.link.latency_us, 2),
+        "bytes_per_us": round(one.link.bytes_per_us, 3),
+        "processor_us_per_mb": round(one.link.processor_us_per_mb, 2),
+        "both_ways": round(one.both_ways, 3),
+    }
+
+
+def _link_of(entry: Cursor, name: str) -> LinkTiming:
+    parts = entry.fields(
+        ("stride", "hosts", "latency_us", "bytes_per_us", "processor_us_per_mb", "both_ways")
+    )
+    rate = positive(parts["bytes_per_us"])
+    if not rate:
+        raise parts["bytes_per_us"].error("expected a rate above 0")
+    link = Link(
+        positive(parts["latency_us"]), rate, positive(parts["processor_us_per_mb"]), f"measured: {name}"
+    )
+    return LinkTiming(
+        _count(parts["stride"], 1), _count(parts["hosts"], 1), link, positive(parts["both_ways"])
+    )
+
+
+def _count(cursor: Cursor, least: int) -> int:
+    value = cursor.integer()
+    if value < least:
+        raise cursor.error(f"expected {least} or more, found {value}")
+    return value

@@ -1,0 +1,211 @@
+"""Costs of a job from a calibration: looked up where measured, else by what is alike, else by a roofline.
+
+An op's time, the first that is known:
+
+    measured      an op of the same signature
+    traced        an op of the same name and shapes in a profiler's trace
+    interpolated  ops of the same target and dtype with less and with more work (arithmetic, or bytes where
+                  there is none): the time between theirs, on logarithmic scales
+    roofline      the best rates that any measured op reached, and the shortest time of one
+
+Collectives: those of groups as large and as far apart; else of groups as large; else a ring's, scaled from
+the nearest size. Touches no device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming
+from stretto.cost.local_processes import scaled
+from stretto.cost.op_cache import signature
+from stretto.cost.profiler_trace import trace_key
+from stretto.cost.roofline import ACTION_US, FREE, op_times, sizes_of, specs_of, traffic_bytes
+from stretto.cost.wanted import wanted_collectives
+from stretto.errors import UsageError
+from stretto.ir.action import Schedule
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import CollectiveCost, Costs, Link
+from stretto.ir.program import Job, Op, TensorSpec
+
+BEYOND = 4.0
+"""Work this many times below the least or above the most that was measured is still taken at the nearest op's
+rate; further away the roofline serves. Assumed."""
+
+NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A time and how it is known: `measured`, `traced`, `interpolated`, `roofline` or `free`."""
+
+    us: float
+    how: str
+
+
+class Pricer:
+    """Prices ops from a calibration."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+
+    @cached_property
+    def _alike(self) -> dict[tuple[str, str], list[tuple[float, float]]]:
+        """(target, dtype of the first tensor) -> (work, us), ascending by work, one time each."""
+        found: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for key, timing in self.calibration.ops.items():
+            work = float(timing.flops or timing.nbytes)
+            if work and timing.us:
+                found[_family(key)][work].append(timing.us)
+        return {
+            family: sorted((work, math.exp(sum(map(math.log, us)) / len(us))) for work, us in times.items())
+            for family, times in found.items()
+        }
+
+    @cached_property
+    def _roof(self) -> tuple[float, float, float]:
+        """(flops a microsecond, bytes a microsecond, shortest time). Raises UsageError with no op at all."""
+        timings = [timing for timing in self.calibration.ops.values() if timing.us]
+        if not timings:
+            raise UsageError(
+                f"{self.calibration.name} holds no op times to price ops from that were not traced: run "
+                "`stretto calibrate` with the plan, or without any for a sweep"
+            )
+        flops = max((t.flops / t.us for t in timings), default=0.0)
+        rate = max((t.nbytes / t.us for t in timings), default=0.0)
+        return flops or math.inf, rate or math.inf, min(t.us for t in timings)
+
+    def price(self, op: Op, specs: Mapping[str, TensorSpec], sizes: dict[str, int]) -> Priced:
+        """One op's time on the compute lane, without the call of the transport that starts a collective."""
+        if op.target in FREE:
+            return Priced(0.0, "free")
+        key = signature(op, specs)
+        exact = self.calibration.ops.get(key)
+        if exact is not None:
+            return Priced(exact.us, "measured")
+        if self.calibration.traced:
+            us = self.calibration.traced.get(trace_key(op, specs))
+            if us is not None:
+                return Priced(us, "traced")
+        moved = traffic_bytes(op, sizes)
+        us = _between(self._alike.get(_family(key), []), float(op.flops or moved))
+        if us is not None:
+            return Priced(us, "interpolated")
+        flops_per_us, bytes_per_us, least_us = self._roof
+        if op.alias is not None:
+            return Priced(least_us, "roofline")
+        return Priced(max(least_us, op.flops / flops_per_us, moved / bytes_per_us), "roofline")
+
+
+def priced_ops(job: Job, calibration: Calibration) -> dict[tuple[int, str], Priced]:
+    """(stage, op name) -> time and how it is known, starts of collectives not counted.
+
+    Raises UsageError when an op is not known and there is nothing to go by.
+    """
+    pricer, specs, sizes = Pricer(calibration), specs_of(job), sizes_of(job)
+    return {
+        (stage.index, op.name): pricer.price(op, specs, sizes)
+        for stage in job.stages
+        for ops in stage.ops.values()
+        for op in ops
+    }
+
+
+def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Costs:
+    """The costs of a job by a calibration; `source` counts how op times are known.
+
+    Raises UsageError when the calibration knows no collectives or messages and the job needs them.
+    """
+    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    ops = priced_ops(job, calibration)
+    groups = {
+        (wanted.axis, wanted.kind): find_group(calibration, mesh, wanted.axis, wanted.kind)
+        for wanted in wanted_collectives(job)
+    }
+
+    def op_us(stage: int, op: Op) -> float:
+        asked = op.collective
+        group = groups.get((asked.axis, asked.kind)) if asked is not None else None
+        return ops[stage, op.name].us + (group.start_us if group is not None else 0.0)
+
+    times = op_times(job, op_us)
+    pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
+    stride = mesh.world // schedule.ranks
+    links = {(a, b): find_link(calibration, abs(a - b) * stride) for a, b in pairs if a != b}
+    default = find_link(calibration, stride).link if schedule.ranks > 1 else NO_LINK
+    spread_out = {axis for (axis, _), group in groups.items() if group.hosts > 1}
+    far = any(link.hosts > 1 for link in links.values())
+    count = Counter(priced.how for priced in ops.values() if priced.how != "free")
+    told = ", ".join(f"{number} {how}" for how, number in sorted(count.items()))
+    return Costs(
+        times,
+        {pair: one.link for pair, one in links.items()},
+        default,
+        ACTION_US,
+        f"calibration {calibration.name} of {calibration.machine}: ops {told}",
+        {key: group.cost for key, group in groups.items()},
+        tuple(axis for axis, _ in job.axes if axis in spread_out) if far else (),
+    )
+
+
+def find_group(calibration: Calibration, mesh: Mesh, axis: str, kind: str) -> GroupTiming:
+    """The measured group that is most like those of an axis. Raises UsageError when there is none."""
+    members = mesh.size(axis)
+    names = [name for name, _ in mesh.sizes]
+    stride = math.prod(size for _, size in mesh.sizes[names.index(axis) + 1 :])
+    known = [group for group in calibration.collectives if group.kind == kind]
+    if not known:
+        raise UsageError(
+            f"{calibration.name} holds no {kind}, which the job has on {axis}: run `stretto calibrate` under "
+            f"torchrun with at least {members} ranks, or in one process for this machine alone"
+        )
+
+    def distance(group: GroupTiming) -> tuple[float, float]:
+        return abs(math.log2(group.members / members)), abs(math.log2(group.stride / stride))
+
+    best = min(known, key=distance)
+    cost = scaled(best.cost, best.members, members)
+    if best.stride != stride:
+        cost = CollectiveCost(
+            cost.curve,
+            cost.processor_us_per_mb,
+            cost.slowdown,
+            f"{cost.source}; ranks {best.stride} apart for {stride}",
+        )
+    return GroupTiming(kind, members, stride, best.hosts, cost, best.start_us, best.spread)
+
+
+def find_link(calibration: Calibration, stride: int) -> LinkTiming:
+    """The measured link between ranks about as far apart. Raises UsageError when there is none."""
+    if not calibration.links:
+        raise UsageError(
+            f"{calibration.name} holds no messages, which a pipeline needs: run `stretto calibrate` again, "
+            "without --ops-only"
+        )
+    return min(calibration.links, key=lambda link: abs(math.log2(link.stride / stride)))
+
+
+def _family(key: str) -> tuple[str, str]:
+    """(target, dtype of the first tensor) of a signature."""
+    target, _, rest = key.partition("(")
+    return target, rest.partition("[")[0].lstrip("[")
+
+
+def _between(points: list[tuple[float, float]], work: float) -> float | None:
+    """Time for `work` by points (work, us), on logarithmic scales; None when they are too far away."""
+    if not points or work <= 0 or not points[0][0] / BEYOND <= work <= points[-1][0] * BEYOND:
+        return None
+    at = bisect.bisect_left(points, (work, 0.0))
+    if at == 0:
+        # Less work may take as long: small ops are all overhead.
+        return points[0][1]
+    if at == len(points):
+        return points[-1][1] * work / points[-1][0]
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    share = math.log(work / x0) / math.log(x1 / x0)
+    return math.exp(math.log(y0) + share * math.log(y1 / y0))

@@ -1,0 +1,71 @@
+"""Ops to measure when no plan says which: sizes of each kind, from which other sizes are interpolated.
+
+Products (square, and the tall and flat ones of a transformer), fused attention, and ops that only move
+memory, each forward as the dispatcher sees it. Makes ops, runs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.ir.program import Op, Ref, TensorSpec
+
+Sample = tuple[Op, dict[str, TensorSpec]]
+
+PRODUCTS = (
+    *((n, n, n) for n in (64, 128, 256, 512, 1024)),
+    *((rows, 4 * hidden, hidden) for rows in (64, 256, 1024) for hidden in (256, 1024)),
+    *((rows, hidden, 4 * hidden) for rows in (64, 256, 1024) for hidden in (256, 1024)),
+)
+"""(m, n, k) of products: a transformer's block at a few widths and lengths."""
+
+ACCELERATOR_PRODUCTS = (
+    *((n, n, n) for n in (256, 1024, 4096, 8192)),
+    *((rows, 4 * hidden, hidden) for rows in (1024, 8192) for hidden in (1024, 4096)),
+    *((rows, hidden, 4 * hidden) for rows in (1024, 8192) for hidden in (1024, 4096)),
+)
+
+ATTENTIONS = ((1, 4, 64, 32), (1, 4, 256, 64), (2, 8, 256, 64), (1, 8, 1024, 64))
+"""(batch, heads, sequence, head)."""
+
+ELEMENTS = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+"""Elements of ops that only move memory: within the first cache, the second, the last, and memory."""
+
+MEMORY_OPS = ("aten.add.Tensor", "aten.mul.Tensor", "aten.gelu.default", "aten.clone.default")
+
+
+def sweep_ops(device: str) -> Iterator[Sample]:
+    """The sweep, small first. device: "cpu" or "cuda", whose products are larger and in bfloat16 too."""
+    for count in ELEMENTS:
+        x = TensorSpec((count // 256, 256), "float32") if count >= 256 else TensorSpec((count,), "float32")
+        for target in MEMORY_OPS:
+            two = target in ("aten.add.Tensor", "aten.mul.Tensor")
+            yield _op(target, x, *([x, x] if two else [x]))
+        yield _softmax(x)
+    for dtype in ("float32",) if device == "cpu" else ("float32", "bfloat16"):
+        for m, n, k in sorted(PRODUCTS if device == "cpu" else ACCELERATOR_PRODUCTS, key=_work):
+            a, b = TensorSpec((m, k), dtype), TensorSpec((k, n), dtype)
+            yield _op("aten.mm.default", TensorSpec((m, n), dtype), a, b, flops=2 * m * n * k)
+    for batch, heads, length, head in ATTENTIONS:
+        x = TensorSpec((batch, heads, length, head), "float32" if device == "cpu" else "bfloat16")
+        yield _op(
+            "aten._scaled_dot_product_flash_attention" + ("_for_cpu" if device == "cpu" else "") + ".default",
+            x,
+            x,
+            x,
+            x,
+            flops=4 * batch * heads * length * length * head,
+        )
+
+
+def _work(dims: tuple[int, int, int]) -> int:
+    return dims[0] * dims[1] * dims[2]
+
+
+def _softmax(x: TensorSpec) -> Sample:
+    return Op("y", "aten._softmax.default", (Ref("x0"), -1, False), (), (x,)), {"x0": x}
+
+
+def _op(target: str, result: TensorSpec, *reads: TensorSpec, flops: int = 0) -> Sample:
+    specs = {f"x{at}": spec for at, spec in enumerate(reads)}
+    return Op("y", target, tuple(Ref(name) for name in specs), (), (result,), flops=flops), specs
