@@ -59,6 +59,47 @@ def pipeline(
 
 
 @bench.command()
+def predict(
+    rounds: Annotated[int, typer.Option(help="Counted steps of each cell.")] = 7,
+    quick: Annotated[bool, typer.Option("--quick", help="Three shapes at two rates.")] = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
+    from stretto.bench.predict import SHAPES, grid
+    from stretto.bench.predict_grid import run_grid
+
+    if rounds < 3:
+        raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 3 rounds or more")
+    if json_out is not None and not json_out.parent.is_dir():
+        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    cells = grid(SHAPES[:3], ("100mbit", "unlimited")) if quick else grid()
+    progress = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as folder:
+        result = run_grid(cells, rounds, Path(folder), progress.print)
+    table = Table()
+    for name in ("cell", "measured ms", "predicted", "from others", "exposed %", "predicted", "peak"):
+        table.add_column(name, justify="left" if name == "cell" else "right")
+    for row in result["rows"]:
+        other = row.get("transferred_error_pct")
+        table.add_row(
+            row["cell"],
+            f"{row['measured_ms']:.0f}",
+            f"{row['error_pct']:+.1f} %",
+            "" if other is None else f"{other:+.1f} %",
+            f"{row['exposed_measured_pct']:.1f}",
+            f"{row['exposed_predicted_pct']:.1f}",
+            f"{row['peak_error_pct']:+.1f} %",
+        )
+    console = Console(width=110)
+    console.print(table)
+    for name, value in result["summary"].items():
+        console.print(f"  {name.replace('_', ' '):40}{value:8.1f}", highlight=False)
+    if json_out is not None:
+        json_out.write_text(json.dumps(result, indent=1) + "\n")
+        progress.print(f"wrote {json_out}")
+
+
+@bench.command()
 def published(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:

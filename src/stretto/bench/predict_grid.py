@@ -1,0 +1,153 @@
+"""The grid of `stretto bench predict`: labs one after the other, cells predicted from others, the summary.
+
+Needs root, as every lab does. Touches the lab, the worker's files, and nothing while a lab is up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.bench.predict import Cell, Found
+from stretto.bench.transfer import transferred
+from stretto.errors import RunError
+from stretto.ir.plan import Plan
+from stretto.ir.serialize import load_plan
+from stretto.lab import Lab
+from stretto.lab.rates import parse_rate
+
+CALIBRATED_SHAPES = ("wide", "deep")
+CALIBRATED_RATES = ("100mbit", "1gbit", "unlimited")
+"""Cells of these shapes at these rates price the others; no other cell's costs are used for that."""
+
+CORES = 2
+"""Cores that the ranks of a lab share, whatever the machine has, so that figures of machines compare."""
+
+Layout = tuple[int, int]
+
+
+def run_grid(cells: Sequence[Cell], rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure all cells, predict those again that are not calibrated, and sum up.
+
+    Returns {"setup", "rows", "summary"}. Raises RunError when a lab's ranks fail.
+    """
+    labs: dict[tuple[int, int, str], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        labs[cell.pp, cell.tp, cell.rate].append(cell)
+    for number, ((pp, tp, rate), together) in enumerate(labs.items(), 1):
+        say(f"lab {number} of {len(labs)}: pp={pp} tp={tp} {rate}, {len(together)} shapes")
+        _run_lab(together, rounds, folder)
+    rows = [Found(**json.loads((folder / f"{cell}.json").read_text())) for cell in cells]
+    plans = {cell: load_plan(folder / f"{cell}.plan.json") for cell in cells}
+    say("predicting the cells that were not calibrated")
+    predicted = _transfer(cells, plans)
+    return {
+        "setup": {
+            "rounds": rounds,
+            "cores": CORES,
+            "torch": torch.__version__,
+            "calibrated_shapes": list(CALIBRATED_SHAPES),
+            "calibrated_rates": list(CALIBRATED_RATES),
+            "shapes": [asdict(shape) for shape in dict.fromkeys(cell.shape for cell in cells)],
+        },
+        "rows": [_row(cell, found, predicted.get(cell)) for cell, found in zip(cells, rows, strict=True)],
+        "summary": _summary(cells, rows, predicted),
+    }
+
+
+def _run_lab(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
+    world = cells[0].world
+    data = json.dumps([asdict(cell) for cell in cells])
+    command = [sys.executable, "-m", "stretto.bench.predict", data, str(rounds), str(folder)]
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # More hosts than cores get equal parts of them; as many or fewer, a core each.
+    share = CORES / world if world > CORES else None
+    with Lab(hosts=world, rate=cells[0].rate, cpus=share, pin=share is None) as lab:
+        statuses = lab.run(command, environment, quiet_others=True)
+    if statuses.exit_status:
+        raise RunError(f"{cells[0]}: host {statuses.first_failed} failed; its output is above")
+
+
+def is_calibrated(cell: Cell) -> bool:
+    """Whether the cell prices others; the rate of one rank alone does not matter."""
+    return cell.shape.name in CALIBRATED_SHAPES and (cell.world == 1 or cell.rate in CALIBRATED_RATES)
+
+
+def bits_per_s(rate: str) -> float:
+    """A rate as a number, `inf` for no limit."""
+    found = parse_rate(rate)
+    return math.inf if found is None else float(found)
+
+
+def _transfer(cells: Sequence[Cell], plans: Mapping[Cell, Plan]) -> dict[Cell, Plan]:
+    """Cell -> its plan from others, for cells that are not calibrated.
+
+    Sequence parallelism has other collectives than its absence: a cell is priced by calibrated cells of its
+    own layout, in which each kind of both occurs.
+    """
+    known: dict[Layout, dict[float, list[Plan]]] = defaultdict(lambda: defaultdict(list))
+    for cell in cells:
+        if is_calibrated(cell):
+            known[cell.pp, cell.tp][bits_per_s(cell.rate)].append(plans[cell])
+    return {
+        cell: transferred(plans[cell], bits_per_s(cell.rate), known[cell.pp, cell.tp])
+        for cell in cells
+        if not is_calibrated(cell) and known[cell.pp, cell.tp]
+    }
+
+
+def _row(cell: Cell, found: Found, plan: Plan | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "cell": str(cell),
+        "calibrated": is_calibrated(cell),
+        "measured_ms": found.measured_ms,
+        "predicted_ms": found.predicted_ms,
+        "error_pct": 100.0 * found.error,
+        "exposed_measured_pct": 100.0 * found.exposed_measured,
+        "exposed_predicted_pct": 100.0 * found.exposed_predicted,
+        "peak_error_pct": 100.0 * found.peak_error,
+        "rounds_ms": list(found.rounds_ms),
+    }
+    if plan is not None and plan.prediction is not None:
+        step_us = plan.prediction.step_us
+        row["transferred_ms"] = step_us / 1e3
+        row["transferred_error_pct"] = 100.0 * (step_us / 1e3 / found.measured_ms - 1.0)
+        exposed = statistics.mean(us / step_us for us in plan.prediction.exposed_us)
+        row["transferred_exposed_pct"] = 100.0 * exposed
+    return row
+
+
+def _summary(
+    cells: Sequence[Cell], rows: Sequence[Found], predicted: Mapping[Cell, Plan]
+) -> dict[str, float]:
+    """Mean and worst magnitudes, in percent (of the step, of the peak) and in points of exposed share."""
+    transferred_rows = [
+        _row(cell, found, predicted[cell])
+        for cell, found in zip(cells, rows, strict=True)
+        if cell in predicted
+    ]
+    figures: dict[str, list[float]] = {
+        "step_error_pct": [100.0 * found.error for found in rows],
+        "exposed_points": [found.exposed_points for found in rows],
+        "peak_error_pct": [100.0 * found.peak_error for found in rows],
+        "transferred_step_error_pct": [row["transferred_error_pct"] for row in transferred_rows],
+        "transferred_exposed_points": [
+            row["transferred_exposed_pct"] - row["exposed_measured_pct"] for row in transferred_rows
+        ],
+        "spread_pct": [100.0 * (max(f.rounds_ms) / min(f.rounds_ms) - 1.0) for f in rows],
+    }
+    summary: dict[str, float] = {"cells": float(len(rows)), "transferred_cells": float(len(transferred_rows))}
+    for name, values in figures.items():
+        if values:
+            summary[f"mean_{name}"] = statistics.mean(map(abs, values))
+            summary[f"worst_{name}"] = max(values, key=abs)
+    return summary
