@@ -46,7 +46,7 @@ def test_a_wrong_cluster_is_refused_with_its_file(tmp_path: Path) -> None:
         assert isinstance(error, UsageError)
         return str(error)
 
-    assert "give a TOML file, or local" in refusal()
+    assert "give a cluster file, a name, or local" in refusal()
     cluster.write_text("latency_us = [")
     assert "is not TOML" in refusal()
     cluster.write_text("latencyus = 3\n")

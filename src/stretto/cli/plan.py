@@ -55,7 +55,7 @@ def make(settings: TrainSettings, cluster: str | Description) -> stretto.Plan:
     from stretto.train.world import threads, use_threads
 
     # As in training: the measured times are those of as many threads.
-    use_threads(threads(settings.training.threads_per_rank, settings.parallel.pp))
+    use_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
     vocab_size = _vocab_size(settings)
     with torch.device("meta"):
         model = build_model(settings.model, vocab_size, settings.training.seed)

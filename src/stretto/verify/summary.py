@@ -20,7 +20,7 @@ def schedule_summary(schedule: Schedule) -> str:
 
 
 def plan_summary(plan: Plan) -> str:
-    """`8 ranks (pp 2 x dp 2 x tp 2), 2 microbatches, 8 actions, 4 messages on 2 communicators, 2 sums of ...`.
+    """`8 ranks (pp 2 x dp 2 x tp 2), 2 microbatches, 8 actions, 4 messages on 2 communicators, ...`.
 
     Actions, messages, collectives and sums are counted once for all ranks that share a place.
     """

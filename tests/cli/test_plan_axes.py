@@ -1,0 +1,62 @@
+"""`stretto plan` with tensor, sequence and data parallelism, for a cluster by name; what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import stretto
+from stretto.cli.main import app
+from stretto.errors import UsageError
+from stretto.verify.summary import plan_summary
+from tests.train.tiny import write_settings
+
+AXES = ("parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true")
+
+
+def invoke(tmp_path: Path, *changes: str, cluster: str = "h100x8") -> Result:
+    command = ["plan", str(write_settings(tmp_path)), "-o", str(tmp_path / "plan.json"), "--cluster", cluster]
+    for change in changes:
+        command += ["--set", change]
+    return CliRunner().invoke(app, command)
+
+
+def test_all_axes_on_a_cluster_by_name(tmp_path: Path) -> None:
+    result = invoke(tmp_path, *AXES)
+    assert result.exit_code == 0, result.output
+    assert "ms (tp)" in result.output
+    assert "ms (dp)" in result.output
+    plan = stretto.load_plan(tmp_path / "plan.json")
+    stretto.verify(plan)
+    assert plan.job.axes == (("dp", 2), ("tp", 2))
+    assert plan_summary(plan).startswith("8 ranks (pp 2 x dp 2 x tp 2), ")
+    # Sequence parallelism: norms see slices, so their gradients are summed over tp, and then over dp.
+    kinds = {op.target for stage in plan.job.stages for ops in stage.ops.values() for op in ops}
+    assert {"comm.all_gather", "comm.reduce_scatter"} <= kinds
+    assert {bucket.communicator for bucket in plan.buckets} == {"tp", "dp"}
+    assert {
+        ("tp", "all_gather"),
+        ("tp", "reduce_scatter"),
+        ("dp", "all_reduce"),
+    } <= plan.costs.collectives.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "message"),
+    [
+        (AXES, "h100x4", "pp = 2, dp = 2, tp = 2 needs 8 devices, but h100x4 has 4"),
+        (AXES, "q100x8", "--cluster q100x8: unknown cluster 'q100x8': no device is called 'q100'"),
+        (("parallel.tp=3",), "h100x8", "must be a multiple of parallel.tp = 3"),
+        (("parallel.sequence_parallel=true",), "h100x8", "give tp = 2 or more, or drop it"),
+        (("parallel.dp=3",), "h100x8", "times parallel.dp = 3"),
+        (("parallel.cp=2",), "h100x8", "parallel.cp = 2: there is no such setting; known are parallel.pp, "),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, changes: tuple[str, ...], cluster: str, message: str) -> None:
+    error = invoke(tmp_path, *changes, cluster=cluster).exception
+    assert isinstance(error, UsageError)
+    assert message in str(error)
+    assert not (tmp_path / "plan.json").exists()
