@@ -1,0 +1,201 @@
+"""Files that are no plans: each names the file, the place and the trouble; no text gives a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import UsageError
+from stretto.ir.plan import Plan
+from stretto.ir.serialize import plan_from_text, plan_to_text
+from tests.ir.odd import DOCUMENT, TEXT, changed
+
+OPS = ("job", "stages", 0, "ops", "F")
+MALFORMED = [
+    # (text, message)
+    ('{"format": }', r"p\.json, line 1, column 12: not JSON"),
+    ("", r"p\.json, line 1, column 1: not JSON"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"a": ' + "1" * 5000 + "}", "not readable as JSON"),
+    ('{"a": NaN}', "NaN is not JSON"),
+    ('{"a": 1, "a": 2}', "has the key 'a' twice"),
+    ("[]", r"p\.json: expected an object, found \[\]"),
+    ("{}", 'not a plan file: expected "format": "stretto-plan"'),
+    (changed("version", to=1), "version 1 cannot be read: this Stretto reads version 2"),
+    (changed("version", to=...), "version None cannot be read"),
+    (changed("orders", to=...), r"p\.json: the key 'orders' is missing"),
+    (changed("extra", to=1), r"p\.json: unknown key 'extra'; known are: format, version, job"),
+    (changed("job", "loss", to=[1]), r"job\.loss: expected \[stage, value\], found a list of 1"),
+    (changed("job", "microbatches", to="3"), r'job\.microbatches: expected a whole number, found "3"'),
+    (changed("job", "microbatches", to=True), r"job\.microbatches: expected a whole number, found true"),
+    (changed(*OPS, 0, to=["a"]), r"job\.stages\[0\]\.ops\.F\[0\]: an op is \[name"),
+    (changed(*OPS, 0, 4, to="f32"), r"ops\.F\[0\]\[4\]: cannot read 'f32': cannot read tensor"),
+    (changed(*OPS, 0, 2, 0, to="h0"), r"ops\.F\[0\]\[2\]\[0\]: cannot read the argument 'h0': write %name"),
+    (changed(*OPS, 0, 5, to={"size": 1}), r"ops\.F\[0\]\[5\]: unknown key 'size'"),
+    (changed(*OPS, 2, 5, "random", to=1), r"expected true or false, found 1"),
+    (changed("job", "stages", 0, "ops", "W", to=...), r"job\.stages\[0\]\.ops: the key 'W' is missing"),
+    (changed("job", "edges", 0, "phase", to="B"), r"job\.edges\[0\]\.phase: expected a phase \(F, I or W\)"),
+    (
+        changed("job", "constants", 0, "data", to=[1]),
+        r"constants\[0\]\.data: float32\[3\] has 3 elements, found 1",
+    ),
+    (changed("schedule", "orders", 1, 2, to="1X0"), r"schedule\.orders\[1\]\[2\]: cannot read '1X0'"),
+    (changed("windows", "0F", "parts", 0, to="F"), r'windows\["0F"\]\.parts\[0\]: cannot read \'F\''),
+    (changed("windows", "0F", "items", 0, to="wait ex"), r'windows\["0F"\]\.items\[0\]: cannot read'),
+    (changed("orders", 1, 4, to="fly e0:0"), r"orders\[1\]\[4\]: cannot read 'fly e0:0'"),
+    (changed("orders", 1, 4, to=None), r"orders\[1\]\[4\]: expected text, found null"),
+    (changed("costs", "action_us", to="fast"), r'costs\.action_us: expected a number, or "inf"'),
+    (
+        changed("costs", "op_us", "0", "h0", to=10**400),
+        r"costs\.op_us\[\"0\"\]\.h0: expected a number within",
+    ),
+    (changed("costs", "op_us", "x", to={}), r"costs\.op_us\.x: the key is not a stage's number"),
+    (
+        changed("costs", "links", 1, to=DOCUMENT["costs"]["links"][0]),
+        r"costs\.links\[1\]: the link .* there twice",
+    ),
+    # references
+    (changed("job", "stages", to=[]), r"job\.stages: a job has at least one stage"),
+    (changed("job", "stages", 0, "index", to=1), r"job\.stages\[0\]\.index: stages are numbered in order"),
+    (changed(*OPS, 1, 0, to="h0"), r"job\.stages\[0\]\.ops\.F\[1\]: op 'h0' is there twice"),
+    (changed(*OPS, 0, 2, 0, to="%param/none"), r"ops\.F\[0\]: stage 0 is not given 'param/none'"),
+    (changed(*OPS, 2, 5, "alias", to="odd"), r"ops\.F\[2\]: is a view of itself, by way of 'odd'"),
+    (changed(*OPS, 2, 5, "alias", to="y1"), r"ops\.F\[2\]: is a view of 'y1', which stage 0 does not have"),
+    (changed("job", "loss", to=[9, "loss"]), r"job\.loss: there is no stage 9; the job has 2"),
+    (changed("job", "loss", to=[0, "loss"]), r"job\.loss: stage 0 makes no value 'loss' in its F program"),
+    (changed("job", "edges", 0, "index", to=3), r"job\.edges\[0\]: edges are numbered in order"),
+    (changed("job", "edges", 0, "value", to="q"), r"job\.edges\[0\]: stage 0 makes no value 'q'"),
+    (changed("job", "edges", 0, "spec", to="int64[]"), r"carries int64\[\], but 'y0' is float32\[256,512\]"),
+    (changed("job", "edges", 0, "target", to=5), r"job\.edges\[0\]: there is no stage 5"),
+    (changed("job", "edges", 0, "target", to=0), r"job\.edges\[0\]: leads from stage 0 to itself"),
+    (changed("job", "edges", 0, "user_phase", to="W"), r"user_phase is W, but F is the first to read 'y0'"),
+    (changed("job", "edges", 0, "value", to="h0"), r"user_phase is F, but no op of stage 1 reads 'h0'"),
+    (changed("job", "parameters", 0, "tied_to", to="w9"), r"tied_to: there is no parameter 'w9'"),
+    (
+        changed("job", "parameters", 0, "stages", to=[0, 7]),
+        r"parameters\[0\]\.stages\[1\]: there is no stage 7",
+    ),
+    (
+        changed("job", "parameters", 0, "grads", 0, 2, to="x"),
+        r"parameters\[0\]\.grads\[0\]: stage 0 makes no value",
+    ),
+    (changed("job", "buffers", 0, "stages", to=[0, -1]), r"buffers\[0\]\.stages\[1\]: there is no stage -1"),
+    (changed("job", "buffers", 0, "updates", 0, 0, to=4), r"buffers\[0\]\.updates\[0\]: there is no stage 4"),
+    (
+        changed("schedule", "orders", to=[]),
+        r"schedule\.orders: orders of 0 ranks, but the plan has orders of 2",
+    ),
+    (
+        changed("schedule", "stage_ranks", 1, to=2),
+        r"schedule\.stage_ranks\[1\]: there is no rank 2; the plan has 2",
+    ),
+    (
+        changed("schedule", "stage_ranks", to=[0]),
+        r"schedule\.stage_ranks: places 1 stages, but the job has 2",
+    ),
+    (changed("windows", "0F", "parts", to=[]), r'windows\["0F"\]\.parts: a window has at least one part'),
+    (changed("windows", "0F", "parts", 0, to="7F"), r'windows\["0F"\]\.parts\[0\]: there is no stage 7'),
+    (changed("windows", "0F", "items", 0, to="dw0"), r"items\[0\]: stage 0 has no op 'dw0' in its F program"),
+    (changed("windows", "0F", "items", 0, to="#1 h0"), r"items\[0\]: there is no part 1; the window has 1"),
+    (changed("windows", "0F", "items", 2, to="send e9"), r"items\[2\]: there is no edge e9; the job has 2"),
+    (changed("orders", 0, 2, to="run 9F:0"), r"orders\[0\]\[2\]: there is no window '9F'"),
+    (changed("orders", 0, 2, to="run 0F:0,1"), r"orders\[0\]\[2\]: window 0F takes 1 microbatches, found 2"),
+    (changed("orders", 0, 0, to="recv e8:0"), r"orders\[0\]\[0\]: there is no edge e8"),
+    (changed("orders", 0, 0, to="recv e1:0,1"), r"orders\[0\]\[0\]: recv takes one microbatch, found 2"),
+    (changed("orders", 0, 0, to="reduce w7"), r"orders\[0\]\[0\]: there is no bucket 'w7'"),
+    (changed("communicators", 0, "ranks", to=[0, 5]), r"communicators\[0\]\.ranks\[1\]: there is no rank 5"),
+    (
+        changed("job", "axes", 0, 0, to="pp"),
+        r"job\.axes\[0\]\[0\]: there is no axis 'pp'; known: dp, cp, ep, tp",
+    ),
+    (changed("job", "axes", 1, 1, to=0), r"job\.axes\[1\]\[1\]: axis tp has at least one rank, found 0"),
+    (changed("job", "axes", 1, to=["tp"]), r"job\.axes\[1\]"),
+    (changed("job", "parameters", 0, "shards", 0, to=["tp", 1]), r"parameters\[0\]\.shards\[0\]"),
+    (changed("job", "parameters", 1, "partial", 0, to=3), r"parameters\[1\]\.partial\[0\]"),
+    (changed("communicators", 3, "axes", to=["ep"]), r"communicators\[3\]\.axes: there is no axis ep"),
+    (changed("communicators", 3, "axes", to=[]), r"communicators\[3\]\.axes: name an axis"),
+    (changed("communicators", 3, "ranks", 1, to=2), r"ranks\[1\]: there is no rank 2 on tp, which has 2"),
+    (changed("buckets", 1, "name", to="tp 1.0"), r"buckets\[1\]: bucket 'tp 1.0' is there twice"),
+    (
+        changed("buckets", 0, "communicator", to="q"),
+        r"buckets\[0\]\.communicator: there is no communicator 'q'",
+    ),
+    (changed("buckets", 0, "parameters", 0, to="q"), r"parameters\[0\]: there is no tied group 'q'"),
+    (
+        changed("costs", "collectives", 0, "kind", to="all_reduce"),
+        "all_reduce on tp is there twice; keep one",
+    ),
+    (changed("costs", "collectives", 0, "curve", to=[]), "a curve needs at least one point"),
+    (
+        changed("costs", "collectives", 0, "curve", 0, to=[1]),
+        r"a point of a curve is \[bytes, us\]; this has 1",
+    ),
+    (changed("costs", "collectives", 0, "curve", 1, 1, to=1), r"1\.0 us is faster than fewer bytes are"),
+    (changed("costs", "op_us", "0", "zz", to=1), r"costs\.op_us: stage 0 has no op 'zz'"),
+    (changed("costs", "links", 0, "to", to=6), r"costs\.links: there is no link from rank 0 to rank 6"),
+    (changed("prediction", "peak_bytes", to=[1]), r"prediction\.peak_bytes: 1 ranks, but the plan has 2"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
+def test_malformed_files_name_file_and_place(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        plan_from_text(text, "p.json")
+    assert str(caught.value).startswith("p.json")
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(
+        ["", "%", "@", "'", "#", "0F0", "recv e0:", "run :0", "e1", "inf", "#9 h0", "wait e", "float32[]"]
+    ),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+    st.just([[]]),
+)
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    found = [path] if path else []
+    if isinstance(value, dict):
+        for key, part in value.items():
+            found += places(part, (*path, key))
+    elif isinstance(value, list):
+        for at, part in enumerate(value):
+            found += places(part, (*path, at))
+    return found
+
+
+PLACES = places(DOCUMENT)
+
+
+def loads_or_is_refused(text: str) -> Plan | None:
+    """The plan, or None if it is refused with a message that names the file; anything else fails the test."""
+    refusal = ""
+    try:
+        return plan_from_text(text, "p.json")
+    except UsageError as error:
+        refusal = str(error)
+    assert refusal.startswith("p.json")
+    return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(PLACES), st.one_of(st.just(...), JUNK))
+def test_a_damaged_file_loads_or_is_refused(place: tuple[str | int, ...], junk: Any) -> None:
+    plan = loads_or_is_refused(changed(*place, to=junk))
+    if plan is not None:
+        assert plan_from_text(plan_to_text(plan)) == plan
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, len(TEXT)), st.integers(0, 40), st.text(max_size=4))
+def test_damaged_text_loads_or_is_refused(start: int, length: int, junk: str) -> None:
+    loads_or_is_refused(TEXT[:start] + junk + TEXT[start + length :])
