@@ -16,10 +16,11 @@ counts the same things with its own code, and a test holds the two together. May
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
-from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
+from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Op
 from stretto.verify.fault import Fault
 
@@ -55,7 +56,7 @@ def peak_bytes(plan: Plan, rank: int) -> int:
 
 
 class _RankWalk:
-    """One walk over one rank's order, op by op."""
+    """One walk over one rank's order. What a window does is worked out op by op, once for each case."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
@@ -86,6 +87,8 @@ class _RankWalk:
                 self.sends[self.storage(edge.source, edge.value)].add(edge.index)
         self.left: dict[tuple[Storage, int], int] = {}
         self.begun: set[str] = set()
+        self.shapes: dict[tuple[str, tuple[int, ...]], _Shape] = {}
+        self.effects: dict[tuple[object, ...], tuple[int, int]] = {}
         self.level = 0
         self.highest = (0, "")
 
@@ -137,47 +140,106 @@ class _RankWalk:
             self.highest = (self.level, str(instruction))
 
     def run(self, instruction: Instruction) -> None:
+        """All that a run does, at once: what the window always does, and which lasting values end in it."""
         window = self.plan.windows[str(instruction.ref)]
+        microbatches = instruction.microbatches
+        # Parts of one microbatch may share values; which number it has plays no part.
+        pattern = tuple(microbatches.index(m) for m in microbatches)
+        if (window.name, pattern) not in self.shapes:
+            self.shapes[window.name, pattern] = self.shape(window, pattern)
+        shape = self.shapes[window.name, pattern]
+        ends = tuple(self.ends(last.storage, microbatches[last.part], last.uses) for last in shape.lasting)
+        begins = tuple(name not in self.begun for _, name, _ in shape.grads)
+        self.begun.update(name for _, name, _ in shape.grads)
+        key = (window.name, pattern, ends, begins)
+        if key not in self.effects:
+            self.effects[key] = shape.effect(self, ends, begins)
+        peak, change = self.effects[key]
+        if self.level + peak > self.highest[0]:
+            self.highest = (self.level + peak, str(instruction))
+        self.level += change
+
+    def shape(self, window: Window, pattern: tuple[int, ...]) -> _Shape:
+        """What every run of the window does. pattern: for each part, the first part of its microbatch."""
         calls = [
             (
-                stage,
-                window.parts[item.part][1],
-                instruction.microbatches[item.part],
-                self.ops[stage, str(item.ref)],
+                window.parts[item.part][0],
+                pattern[item.part],
+                self.ops[window.parts[item.part][0], str(item.ref)],
             )
             for item in window.items
             if item.kind is ItemKind.OP
-            for stage in (window.parts[item.part][0],)
         ]
         last: dict[tuple[Storage, int], int] = {}
-        for at, (stage, _, microbatch, op) in enumerate(calls):
+        grads: dict[str, tuple[int, str, int]] = {}
+        for at, (stage, part, op) in enumerate(calls):
             for storage in self.touched(stage, op):
-                last[storage, microbatch] = at
-        ending: dict[int, list[tuple[Storage, int]]] = defaultdict(list)
-        for key, at in last.items():
-            ending[at].append(key)
+                last[storage, part] = at
+            for name, nbytes in self.grads.get((stage, op.name), ()):
+                grads.setdefault(name, (at, name, nbytes))
         running = {
-            (stage, sub, m)
-            for (stage, phase), m in zip(window.parts, instruction.microbatches, strict=True)
+            (stage, sub, part)
+            for (stage, phase), part in zip(window.parts, pattern, strict=True)
             for sub in phase.parts
         }
-        for at, (stage, _, _, op) in enumerate(calls):
-            self.level += op.nbytes
-            self.note(instruction)
-            for storage, microbatch in ending[at]:
-                programs = sum((s, phase, microbatch) in running for s, phase in self.users[storage])
-                self.done_with(storage, microbatch, programs)
-            for name, nbytes in self.grads.get((stage, op.name), ()):
-                if name not in self.begun:
-                    self.begun.add(name)
-                    self.level += nbytes
-            self.note(instruction)
+        changes = [(op.nbytes, 0) for _, _, op in calls]
+        lasting: list[_Last] = []
+        for (storage, part), at in last.items():
+            uses = sum((stage, phase, part) in running for stage, phase in self.users[storage])
+            if uses == len(self.users[storage]) + len(self.sends[storage]):
+                changes[at] = (changes[at][0], changes[at][1] - self.nbytes(storage))
+            else:
+                lasting.append(_Last(at, storage, part, uses))
+        return _Shape(tuple(changes), tuple(lasting), tuple(grads.values()))
 
-    def done_with(self, storage: Storage, microbatch: int, uses: int = 1) -> None:
-        """Count uses that are over; after the last of all, the storage goes."""
+    def done_with(self, storage: Storage, microbatch: int) -> None:
+        """A message has left; the storage goes if nothing else needs it."""
+        if self.ends(storage, microbatch, 1):
+            self.level -= self.nbytes(storage)
+
+    def ends(self, storage: Storage, microbatch: int, uses: int) -> bool:
+        """Count uses that are over; whether they were the last of all. What is given from outside stays."""
         key = (storage, microbatch)
         left = self.left.get(key, len(self.users[storage]) + len(self.sends[storage])) - uses
         self.left[key] = left
-        if left == 0 and not is_external(storage[1]):
-            del self.left[key]
-            self.level -= self.nbytes(storage)
+        if left or is_external(storage[1]):
+            return False
+        del self.left[key]
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """A window's last use of a value that other windows or messages use as well. part: whose microbatch;
+    uses: how many of the rank's programs that use it are in the window."""
+
+    at: int
+    storage: Storage
+    part: int
+    uses: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What runs of a window do to memory. changes: for each op, the bytes that it makes and those that go
+    after it in any run; grads: (op, tied name, bytes) of gradients that begin there if they have not."""
+
+    changes: tuple[tuple[int, int], ...]
+    lasting: tuple[_Last, ...]
+    grads: tuple[tuple[int, str, int], ...]
+
+    def effect(self, walk: _RankWalk, ends: tuple[bool, ...], begins: tuple[bool, ...]) -> tuple[int, int]:
+        """(the most bytes above those before the run, bytes after it), when these values end and these
+        gradients begin."""
+        after = [gone for _, gone in self.changes]
+        for last, end in zip(self.lasting, ends, strict=True):
+            if end:
+                after[last.at] -= walk.nbytes(last.storage)
+        for (at, _, nbytes), begin in zip(self.grads, begins, strict=True):
+            if begin:
+                after[at] += nbytes
+        level = peak = 0
+        for (made, _), change in zip(self.changes, after, strict=True):
+            peak = max(peak, level + made, level + made + change)
+            level += made + change
+        return peak, level
