@@ -295,8 +295,12 @@ class Plan:
         save_plan(self, Path(path))
 
     def __str__(self) -> str:
+        ranks = f"{self.ranks} ranks"
+        if self.job.axes:
+            each = " ".join(f"{axis}={size}" for axis, size in self.job.axes)
+            ranks = f"{self.ranks} places of {each} ({self.world} ranks)"
         head = (
-            f"{self.job.name}: {self.schedule.family}, {len(self.job.stages)} stages on {self.ranks} ranks, "
+            f"{self.job.name}: {self.schedule.family}, {len(self.job.stages)} stages on {ranks}, "
             f"{self.job.microbatches} microbatches (costs {self.costs.source})"
         )
         found = self.prediction

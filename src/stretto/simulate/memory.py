@@ -6,7 +6,7 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
    tangent are not counted.
 2. An op's result exists from the op's start to the end of its last use by any program of the rank for
    that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
-   result is that of the op that starts it.
+   result is that of the op that starts it. What is gathered or scattered exists until the wait as well.
 3. A receive's buffer exists from the post to its last use. What is sent exists until `sent` as well.
 4. A parameter's gradient exists from the end of the first op that adds to it to the end of the step; the
    first contribution becomes the gradient, later ones go as soon as they are added.
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import Plan
-from stretto.ir.program import Op
+from stretto.ir.program import WAIT, Op
 from stretto.simulate.windows import ReadyWindow
 
 Program = tuple[int, Phase]
@@ -125,7 +125,12 @@ class RankMemory:
 
     def _find_lifetimes(self) -> None:
         for (stage, name), (op, phase) in self._ops.items():
-            used = (name, *(use for use in op.uses if not is_external(use)))
+            read = op.uses
+            if op.target == WAIT and (stage, op.uses[0]) in self._ops:
+                start, _ = self._ops[stage, op.uses[0]]
+                if start.target != "comm.all_reduce":  # which sums a copy
+                    read = (*read, *start.uses)
+            used = (name, *(use for use in read if not is_external(use)))
             roots = (self._root(stage, one) for one in used)
             touched = tuple(root for root in roots if root is not None)
             self._touched[stage, name] = touched
