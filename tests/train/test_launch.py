@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tests.train.tiny import run, write_settings
 
 from stretto.config import Parallel, TrainSettings, load_settings
@@ -152,3 +153,16 @@ def test_wrong_settings_are_found_before_a_rank_is_started(
     with pytest.raises(StrettoError, match=message) as caught:
         launch.start(load_settings(write_settings(tmp_path, pp=2), ["parallel.tp=2", change]), ["stretto"])
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    "example", sorted((Path(__file__).parents[2] / "examples").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_every_example_fits_its_layout(example: Path) -> None:
+    settings = load_settings(example)
+    assert settings.parallel.world == 2
+    with torch.device("meta"):
+        model = build_model(settings.model, settings.data.vocab_size, 0)
+    said: list[str] = []
+    assert (spread(model, settings, said.append) is None) == (settings.parallel.tp == 1)
+    assert said == []
