@@ -1,0 +1,296 @@
+"""Measuring with real ops and real processes: figures are checked for sense and agreement, not for size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import stretto
+from stretto.cli.calibrate import calibrate as calibrate_app
+from stretto.cli.cost import cost as cost_app
+from stretto.cost import calibrate, time_ops
+from stretto.cost.calibration import load_calibration
+from stretto.cost.local_processes import MOST_PROCESSES, fitting, scaled
+from stretto.cost.op_cache import signature
+from stretto.cost.profile import profile
+from stretto.cost.stand_ins import function_of
+from stretto.cost.sweep import sweep_ops
+from stretto.cost.time_ops import distinct_ops, time_op
+from stretto.errors import StrettoError
+from stretto.ir.curve import Curve
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import CollectiveCost
+from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Ref, TensorSpec
+from tests.cost.comm_job import comm_job
+
+CPU = torch.device("cpu")
+
+RANKS = """
+import json, os, sys
+import torch, torch.distributed as dist
+from stretto.cost.cluster import costs_of
+from stretto.ir.cost_text import encode_costs
+from stretto.ir.job_text import Line
+from stretto.schedule.families import make_schedule
+from tests.cost.comm_job import comm_job
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+job = comm_job(2, tp=2, rows=32, hidden=64)
+costs = costs_of(job, make_schedule("1f1b", 2, 2), "local")
+text = json.dumps(encode_costs(costs), default=lambda line: line.value)
+told = [None] * 4
+dist.all_gather_object(told, text)
+if dist.get_rank() == 0:
+    print(json.dumps([told[0], len(set(told))]))
+dist.destroy_process_group()
+"""
+
+
+def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
+    """Two places with two tensor-parallel ranks each: ops, messages, collectives, equal everywhere."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    root = Path(stretto.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    text, different = json.loads(done.stdout.strip().splitlines()[-1])
+    assert different == 1, "ranks hold different costs"
+    costs = json.loads(text)
+    assert costs["source"].endswith("4 ranks at once")
+    assert {(link["from"], link["to"]) for link in costs["links"]} == {(0, 1), (1, 0)}
+    whole = 32 * 64 * 4
+    assert {(c["communicator"], c["kind"]) for c in costs["collectives"]} == {
+        ("tp", "all_gather"),
+        ("tp", "all_reduce"),
+        ("tp", "reduce_scatter"),
+    }
+    for one in costs["collectives"]:
+        assert whole in [nbytes for nbytes, _ in one["curve"]]
+        assert all(us > 1.0 for _, us in one["curve"])
+        assert one["source"] == "measured, 2 ranks, all groups at once"
+    assert costs["shared"] == [], "ranks of one host share no network card"
+    job = comm_job(2, tp=2, rows=32, hidden=64)
+    for stage in job.stages:
+        for op in (op for ops in stage.ops.values() for op in ops):
+            us = costs["op_us"][str(stage.index)][op.name]
+            assert us == 0 if op.target == "comm.wait" else us > 0
+
+
+def test_one_process_measures_collectives_between_others() -> None:
+    plan = stretto.plan(comm_job(1, tp=2, rows=16, hidden=32), cluster="local")
+    found = plan.costs.collectives["tp", "all_reduce"]
+    assert found.source == "measured, 2 ranks, loopback"
+    assert found.curve.us(16 * 32 * 4) > 1.0
+    assert plan.costs.default_link.source == "no messages"
+
+
+def test_large_axes_are_measured_small() -> None:
+    assert fitting(Mesh((("dp", 8), ("tp", 8)))).world <= MOST_PROCESSES
+    assert fitting(Mesh((("tp", 4),))).sizes == (("tp", 4),)
+    assert fitting(Mesh((("dp", 64), ("tp", 2)))).sizes == (("dp", 4), ("tp", 2))
+    cost = CollectiveCost(Curve(((0.0, 10.0), (100.0, 30.0))), 8.0, 0.0, "x")
+    assert scaled(cost, 2, 2) is cost
+    wide = scaled(cost, 2, 4)
+    assert wide.curve.points == ((0.0, 30.0), (100.0, 60.0)), "3 steps for 1; 3/4 of the bytes for 1/2"
+    assert wide.processor_us_per_mb == 12.0
+
+
+@pytest.mark.parametrize("target", STARTS)
+def test_starts_make_the_buffer_of_their_result(target: str) -> None:
+    x = torch.randn(4, 3)
+    arguments = ("tp", 2) if target == "comm.all_gather" else ("sum", "tp", 2)
+    made = function_of(target, CPU)(x, *arguments)
+    rows = {"comm.all_reduce": 4, "comm.all_gather": 8, "comm.reduce_scatter": 2}[target]
+    assert made.shape == (rows, 3)
+    assert made.data_ptr() != x.data_ptr()
+
+
+def test_a_rank_of_coordinate_0_stands_for_all() -> None:
+    index = function_of(INDEX, CPU)("tp", 4)
+    assert (index.item(), index.dtype, index.dim()) == (0, torch.int64, 0)
+    x = torch.arange(12).reshape(2, 6)
+    assert function_of(CHUNK, CPU)(x, 1, "tp", 3).tolist() == [[0, 1], [6, 7]]
+
+
+def test_waits_are_counted_as_nothing_and_starts_as_their_buffer() -> None:
+    job = comm_job(1, tp=2)
+    times = profile(job, CPU).op_us
+    assert times[0, "y0"] == 0.0
+    assert times[0, "a0"] > 0.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_sweep_makes_what_it_says(device: str) -> None:
+    """Every op runs on its specs and gives its result's shape, on tensors without values."""
+    meta = torch.device("meta")
+    for op, specs in sweep_ops(device):
+        given = {
+            name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=meta)
+            for name, spec in specs.items()
+        }
+        arguments = [given[arg.name] if isinstance(arg, Ref) else arg for arg in op.args]
+        made = function_of(op.target, meta)(*arguments)
+        made = made[0] if isinstance(made, tuple) else made
+        assert op.outputs[0] is not None
+        assert tuple(made.shape) == op.outputs[0].shape, signature(op, specs)
+
+
+def test_more_work_takes_longer() -> None:
+    def product(side: int) -> float:
+        spec = TensorSpec((side, side), "float32")
+        op = Op("y", "aten.mm.default", (Ref("a"), Ref("b")), (), (spec,), flops=2 * side**3)
+        timing = time_op(op, {"a": spec, "b": spec}, CPU)
+        assert (timing.flops, timing.nbytes) == (2 * side**3, 3 * 4 * side**2)
+        return timing.us
+
+    assert product(32) < product(512)
+
+
+def test_an_op_that_cannot_run_alone_is_said() -> None:
+    spec = TensorSpec((2, 3), "float32")
+    op = Op("y", "aten.mm.default", (Ref("a"), Ref("b")), (), (spec,))
+    with pytest.raises(StrettoError, match=r"aten.mm.default\(float32.* cannot be measured on its own"):
+        time_op(op, {"a": spec, "b": spec}, CPU)
+
+
+def test_equal_ops_are_measured_once() -> None:
+    job = comm_job(3, tp=2)
+    found = distinct_ops([job, job])
+    # Stages are equal but for the first, which reads the batch, and the last, which makes the loss.
+    everything = sum(len(ops) for stage in job.stages for ops in stage.ops.values())
+    assert len(found) < everything / 2
+    assert not any(key.startswith(("comm.wait", "getitem")) for key in found)
+
+
+def calibrate_into(path: Path, *arguments: str) -> tuple[int, str, BaseException | None]:
+    done = CliRunner().invoke(calibrate_app, [*arguments, "--cluster-out", str(path), "--ops-only"])
+    return done.exit_code, done.output, done.exception
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(time_ops, "ROUND_US", 100.0)
+    path = tmp_path / "plan.json"
+    stretto.plan(comm_job(1, tp=1, rows=8, hidden=16), cluster=stretto.Cluster()).save(path)
+    return path
+
+
+def test_calibrating_for_a_plan_prices_it_by_lookup(plan_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "c.json"
+    status, text, _ = calibrate_into(out, str(plan_file))
+    assert status == 0, text
+    job = comm_job(1, tp=1, rows=8, hidden=16)
+    assert set(load_calibration(out).ops) == set(distinct_ops([job]))
+    plan = stretto.plan(job, cluster=str(out))
+    assert plan.costs.source.endswith(
+        f"ops {len([o for p in job.stages[0].ops.values() for o in p])} measured"
+    )
+    again, text, _ = calibrate_into(out, str(plan_file))
+    assert again == 0
+    assert "(0 measured now" in text, "what is kept is not measured again"
+    again, text, _ = calibrate_into(out, str(plan_file), "--fresh")
+    assert f"({len(load_calibration(out).ops)} measured now, 0 known)" in text
+
+
+def test_a_run_that_is_cut_short_keeps_what_is_there(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.json"
+    calls: list[str] = []
+
+    def some(op, specs, device):  # type: ignore[no-untyped-def]
+        calls.append(op.target)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return time_op(op, specs, device)
+
+    monkeypatch.setattr(calibrate, "time_op", some)
+    status, _, error = calibrate_into(out, str(plan_file))
+    assert status == 1
+    assert isinstance(error, StrettoError)
+    assert error.exit_status == 1
+    assert "stopped before the end" in str(error)
+    assert "run the same command" in str(error)
+    assert len(load_calibration(out).ops) == 3
+    status, text, _ = calibrate_into(out, str(plan_file))
+    assert status == 0
+    assert "3 known" in text
+    assert set(load_calibration(out).ops) == set(distinct_ops([comm_job(1, tp=1, rows=8, hidden=16)]))
+
+
+def test_another_machines_file_is_not_added_to(plan_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "c.json"
+    assert calibrate_into(out, str(plan_file))[0] == 0
+    out.write_text(out.read_text().replace('"threads": ', '"threads": 9'))
+    _, _, error = calibrate_into(out, str(plan_file))
+    assert isinstance(error, stretto.UsageError)
+    assert "is of another machine" in str(error)
+    assert "--fresh" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x.txt"], r"x.txt: give a plan \(.json\) or settings \(.toml\)"),
+        (["--device", "tpu"], "--device tpu: give cpu or cuda"),
+        (["--cluster-out", "c.toml"], "a calibration is a .json file"),
+        (["--cluster-out", "/nowhere/c.json"], "its folder does not exist"),
+    ],
+)
+def test_wrong_usage_is_said(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(calibrate_app, arguments)
+    assert isinstance(done.exception, stretto.UsageError)
+    with pytest.raises(stretto.UsageError, match=message):
+        raise done.exception
+
+
+def test_noise_is_told_with_the_op(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "NOISY", -1.0)
+    _, text, _ = calibrate_into(tmp_path / "c.json", str(plan_file))
+    assert "warning: aten.mm.default(float32[8,16], float32[16,64]): rounds differ by" in text.replace(
+        "\n", " "
+    )
+
+
+def test_the_dearest_ops_and_communications_of_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = stretto.plan(comm_job(2, 4, tp=2, rows=256, hidden=512), cluster="h100x8")
+    plan.save(path)
+    done = CliRunner().invoke(cost_app, [str(path), "--json", "--top", "3"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.output)
+    assert [len(document[key]) for key in ("ops", "communications")] == [3, 3]
+    first = document["ops"][0]
+    assert first["target"] == "aten.mm.default"
+    assert first["each_us"] * first["calls"] == pytest.approx(first["total_us"])
+    assert first["source"] == "roofline of h100x8 by shape"
+    totals = [one["total_us"] for one in document["communications"]]
+    assert totals == sorted(totals, reverse=True)
+    reduce = document["communications"][0]
+    assert (reduce["axis"], reduce["kind"], reduce["nbytes"]) == ("tp", "all_reduce", 256 * 512 * 4)
+    assert reduce["count"] == 2 * 4, "one a stage and microbatch"
+    assert reduce["alone_us"] == pytest.approx(
+        plan.costs.collectives["tp", "all_reduce"].curve.us(reduce["nbytes"])
+    )
+    assert reduce["measured_us"] is None
+    whole = json.loads(CliRunner().invoke(cost_app, [str(path), "--json", "--top", "99"]).output)
+    assert sum(op["share"] for op in whole["ops"]) == pytest.approx(1.0)
+    assert sum(one["share"] for one in whole["communications"]) == pytest.approx(1.0)
+    table = CliRunner().invoke(cost_app, [str(path)])
+    assert "Dearest ops" in table.output
+    assert "model of h100x8: tp in one node" in table.output
