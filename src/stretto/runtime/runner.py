@@ -38,14 +38,22 @@ class Runner:
 
     plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values;
     it must not be on "meta". transport: how messages travel; `torch.distributed` by default. seed: random
-    ops draw from (seed, step, microbatch, op), whatever the schedule.
+    ops draw from (seed, step, microbatch, op), whatever the schedule. shares: another Runner on this rank, of
+    a plan that spreads the same model in the same way; its parts are used, so that what it trains is what this
+    one reads.
 
     Raises UsageError when the world has another size than the plan, or the model does not fit the plan;
     RunError when a rank is lost.
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, *, transport: Transport | None = None, seed: int = 0
+        self,
+        plan: Plan,
+        model: nn.Module,
+        *,
+        transport: Transport | None = None,
+        seed: int = 0,
+        shares: Runner | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
             raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
@@ -58,6 +66,7 @@ class Runner:
                 f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan anew"
             )
         self.coordinates = plan.mesh.coordinates(self.rank)
+        self._shared = {} if shares is None else shares._by_tie()
         self._adopt(model)
         self.device = next(
             (t.device for t in (*self._parameters.values(), *self._buffers.values())), torch.device("cpu")
@@ -107,10 +116,15 @@ class Runner:
         """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie)."""
         if not parameter.shards:
             return whole
+        if parameter.tied_to in self._shared:
+            return self._shared[parameter.tied_to]
         if id(whole) not in self._parts:
             part = part_of(whole.detach(), parameter, self.plan.job, self.coordinates)
             self._parts[id(whole)] = nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
         return self._parts[id(whole)]
+
+    def _by_tie(self) -> dict[str, nn.Parameter]:
+        return {self.plan.job.parameters[k].tied_to: part for k, part in self._parameters.items()}
 
     def _check_ties(self, given: Mapping[str, nn.Parameter]) -> None:
         """One tensor must not stand for two parameters of the plan: their copies would drift apart."""

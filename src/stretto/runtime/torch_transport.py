@@ -156,6 +156,9 @@ class TorchTransport:
             raise self._lost(lane, peer, error) from error
 
     def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
+        others = [member for member in self._members.get(lane, ()) if member != self.rank]
+        if peer is None and len(others) == 1:
+            peer = others[0]
         # Without the place in the library's source that it begins with, and its advice.
         reason = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip().splitlines()[0]).split(". ")[0][:300]
         network = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
@@ -168,7 +171,8 @@ class TorchTransport:
                 f"may be lost or stuck. Look at its output; resume from the last checkpoint ({reason})",
                 peer,
             )
-        who = f"rank {peer}" if peer is not None else "a rank"
+        among = f"one of ranks {', '.join(map(str, others))}" if others else "a rank"
+        who = f"rank {peer}" if peer is not None else among
         return LostRankError(
             f"rank {self.rank}: {who} was lost (its connection on lane {lane!r} broke). Look at its output; "
             f"resume from the last checkpoint ({reason})",

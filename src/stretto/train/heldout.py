@@ -18,8 +18,6 @@ from torch import nn
 
 from stretto.capture.evaluation import capture_evaluation
 from stretto.cost.profile import profile
-from stretto.ir.plan import Plan
-from stretto.ir.program import Parameter
 from stretto.parallelize.tensor import TensorParallel
 from stretto.planning import make_plan
 from stretto.runtime import Runner
@@ -50,7 +48,7 @@ class HeldOut:
                 found[op].append(us)
         op_us = {op: statistics.median(times) for op, times in found.items()}
         plan = make_plan(job, replace(runner.plan.costs, op_us=op_us), schedule=runner.plan.schedule)
-        self._runner = _Evaluator(plan, model, runner)
+        self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
         self._tokens = tokens
         self._batches = batches
         self._global_batch = int(batch.shape[0])
@@ -64,18 +62,3 @@ class HeldOut:
         for number in range(self._batches):
             total += float(self._runner.step(self._tokens.batch(number, self._global_batch)))
         return total / self._batches
-
-
-class _Evaluator(Runner):
-    """A Runner that reads the parameters of another one, which trains them.
-
-    What is spread over ranks is no tensor of the model's: each Runner would otherwise copy its own part.
-    """
-
-    def __init__(self, plan: Plan, model: nn.Module, trained: Runner) -> None:
-        tied_to = {p.name: p.tied_to for p in trained.plan.job.parameters}
-        self._trained = {tied_to[name]: parameter for name, parameter in trained.named_parameters()}
-        super().__init__(plan, model, transport=trained.transport)
-
-    def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
-        return self._trained[parameter.tied_to] if parameter.shards else whole
