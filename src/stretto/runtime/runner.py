@@ -39,8 +39,8 @@ class Runner:
     plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values;
     it must not be on "meta". transport: how messages travel; `torch.distributed` by default. seed: random
     ops draw from (seed, step, microbatch, op), whatever the schedule. shares: another Runner on this rank, of
-    a plan that spreads the same model in the same way; its parts are used, so that what it trains is what this
-    one reads.
+    a plan that spreads the same model in the same way; its parts are used, so that this one reads what that
+    one trains.
 
     Raises UsageError when the world has another size than the plan, or the model does not fit the plan;
     RunError when a rank is lost.
