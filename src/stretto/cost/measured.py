@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import CollectiveCost, Costs, Link
-from stretto.ir.program import Job
+from stretto.ir.program import Job, Stage
 
 NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
 
@@ -82,7 +82,9 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
     mine = profile(job, device, schedule.stages_of(place))
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh)
-    collectives = measure_collectives(mesh, wanted_collectives(job), device)
+    here = [job.stages[stage] for stage in schedule.stages_of(place)]
+    between_us = compute_between_us(here, mine.op_us)
+    collectives = measure_collectives(mesh, wanted_collectives(job), device, between_us)
     shared = shared_axes(mesh, [axis for axis, _ in job.axes])
     told: list[Any] = [None] * mesh.world
     dist.all_gather_object(told, (dict(mine.op_us), links))
@@ -101,6 +103,13 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
         costs_by_lane(collectives),
         shared,
     )
+
+
+def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], float]) -> float:
+    """How long a place computes between two of its collectives, on average."""
+    ops = [(stage.index, op) for stage in stages for ops in stage.ops.values() for op in ops]
+    starts = sum(op.collective is not None for _, op in ops)
+    return sum(op_us[index, op.name] for index, op in ops) / max(starts, 1)
 
 
 def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
