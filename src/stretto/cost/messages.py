@@ -25,7 +25,18 @@ SIZES = (4, 65_536, 262_144, 1_048_576)
 """Bytes of the probes: an empty message, and around an activation's size."""
 
 ROUNDS = 5
-"""Messages of each size; the fastest counts, as what slows the others is not the link. Assumed."""
+"""Messages of each size when they take long; the fastest counts, as what slows the others is not the link.
+Assumed."""
+
+MOST_ROUNDS = 40
+"""Messages of each size at most: short ones are repeated until one is undisturbed."""
+
+ROUNDS_US = 60_000.0
+"""Messages of a size go on for this long, within the limits above."""
+
+FASTEST = {"cpu": 50_000.0, "cuda": 1_000_000.0}
+"""Bytes a microsecond that no link of such devices reaches: a core's copies, an accelerator's links. Assumed, as
+a fit of disturbed messages may tell any rate."""
 
 SLOW_US = 400_000.0
 """A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
@@ -73,7 +84,8 @@ def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, f
     for nbytes in SIZES:
         payload = torch.zeros(max(nbytes // 4, 1), device=device)
         times: list[float] = []
-        for _ in range(ROUNDS + 1):
+        rounds = torch.zeros(1, device=device)
+        while not times or len(times) <= rounds.item():
             if rank == sender:
                 start = time.perf_counter_ns()
                 dist.send(payload, receiver)
@@ -81,9 +93,16 @@ def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, f
                 _synchronise(device)
                 times.append((time.perf_counter_ns() - start) / 1000.0)
                 go_on = torch.tensor([1.0 if times[-1] < SLOW_US else 0.0], device=device)
+                if len(times) == 1:  # the first is for warmth, and tells how many others there will be
+                    count = max(ROUNDS, min(MOST_ROUNDS, ROUNDS_US / times[0]))
+                    rounds = torch.tensor([float(int(count))], device=device)
+                    dist.send(rounds, receiver)
             else:
                 dist.recv(payload, sender)
                 dist.send(answer, sender)
+                times.append(0.0)
+                if len(times) == 1:
+                    dist.recv(rounds, sender)
         if rank == sender:
             points.append((payload.nbytes, min(times[1:])))
             dist.send(go_on, receiver)
@@ -92,10 +111,10 @@ def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, f
             dist.recv(go_on, sender)
         if not go_on.item() and nbytes != SIZES[0]:
             break
-    return _fit(points) if rank == sender else None
+    return _fit(points, FASTEST.get(device.type, FASTEST["cuda"])) if rank == sender else None
 
 
-def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) -> tuple[float, float]:
     """(latency_us, bytes_per_us) from (bytes, round trip us); the empty answer is half of the first."""
     half = points[0][1] / 2.0
     one_way = [(nbytes, max(us - half, 0.1)) for nbytes, us in points]
@@ -111,6 +130,7 @@ def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
         # Noise beyond the link's own time: the largest message tells at least what it took.
         nbytes, us = one_way[-1]
         slope = us / nbytes
+    slope = max(slope, 1.0 / fastest)
     # An empty message cannot be much faster than half of its round trip, whatever the line says.
     return max(mean_y - slope * mean_x, half / 2.0), 1.0 / slope
 
