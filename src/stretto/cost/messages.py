@@ -35,7 +35,7 @@ ROUNDS_US = 60_000.0
 """Messages of a size go on for this long, within the limits above."""
 
 FASTEST = {"cpu": 50_000.0, "cuda": 1_000_000.0}
-"""Bytes a microsecond that no link of such devices reaches: a core's copies, an accelerator's links. Assumed, as
+"""Bytes a microsecond that no link of such devices reaches: a core's copies, an accelerator's links. Assumed;
 a fit of disturbed messages may tell any rate."""
 
 SLOW_US = 400_000.0
