@@ -15,9 +15,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, StrettoError, UsageError
+from stretto.models.gpt import next_token_loss
 from stretto.parallelize.styles import Style, parse_style, plan_of
 from stretto.parallelize.tensor import tensor_parallel
-from tests.parallelize.test_tensor_equality import batch_of, from_transformers, gpt
+from tests.parallelize.test_tensor_equality import assert_plain, batch_of, from_transformers, gpt
+
+pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 
 PLAN = {"0": "colwise", "2": "rowwise"}
 
@@ -225,3 +228,140 @@ def test_settings_that_do_nothing_are_refused() -> None:
     )
     refused(lambda: Parallel(tp_plan={"up": "colwise"}), "tp_plan shares the work of tensor-parallel ranks")
     refused(lambda: Parallel(cp=2), "context parallelism is to come")
+
+
+class Gated(nn.Module):
+    """An MLP with a gate; `gate` without a style makes values that all ranks hold whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.up, self.gate, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        scale = self.gate(x).sigmoid().mean(-1, keepdim=True)
+        out: Tensor = self.down(self.up(x) * scale)
+        return out
+
+
+def test_a_whole_value_beside_a_spread_one() -> None:
+    plan = {"up": "colwise", "down": "rowwise"}
+    refused(
+        lambda: capture(Gated(), torch.randn(2, 4), mean, Parallel(tp=2), tp_plan=plan),
+        "uses a value that all tp ranks hold whole beside one that is spread over them",
+        CaptureError,
+    )
+
+
+def test_a_buffer_that_would_differ() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+            self.register_buffer("highest", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            self.highest.copy_(h.detach().max())  # type: ignore[operator]
+            out: Tensor = self.down(h)
+            return out
+
+    refused(
+        lambda: capture(
+            Counting(), torch.randn(2, 4), mean, Parallel(tp=2), tp_plan={"up": "colwise", "down": "rowwise"}
+        ),
+        "buffer 'highest' would get other values on every tp rank",
+        CaptureError,
+    )
+
+
+def test_replicated_modules_in_a_block_would_see_a_slice() -> None:
+    model = gpt()
+    plan = {**model.tp_plan, "blocks.*.attention.qkv": "replicated", "blocks.*.attention.out": "replicated"}  # type: ignore[dict-item]
+    refused(
+        lambda: tensor_parallel(model, 2, sequence=True, plan=plan),
+        "blocks.0.attention.qkv (Linear) has no style, and would see a slice of the sequence",
+    )
+
+
+def test_an_embedding_takes_the_vocabulary_style() -> None:
+    plan = {"embedding": "colwise", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+    refused(
+        lambda: tensor_parallel(gpt(), 2, sequence=False, plan=plan),
+        "embedding: an embedding is spread by the style 'vocabulary'",
+    )
+    objects = {"embedding": RowwiseParallel(input_layouts=Replicate())}
+    assert plan_of(gpt(), objects)["embedding"] == Style("vocabulary")
+
+
+def test_a_norm_that_is_called_before_the_blocks_is_not_the_one_after_them() -> None:
+    class Early(nn.Module):
+        """Its norms stand after the blocks; the first of them is called before."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            inner = gpt()
+            self.embedding, self.blocks = inner.embedding, inner.blocks
+            self.early, self.norm, self.head = nn.LayerNorm(32), inner.norm, inner.head
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.early(self.embedding(tokens))  # type: ignore[operator]
+            for block in self.blocks:  # type: ignore[union-attr]
+                x = block(x)
+            out: Tensor = self.head(self.norm(x))  # type: ignore[operator]
+            return out
+
+    model = Early().double()
+    plan = gpt().tp_plan
+    parallel = Parallel(tp=2, sequence_parallel=True, microbatches=2)
+    job = capture(model, batch_of(), next_token_loss, parallel, tp_plan=plan)  # type: ignore[arg-type]
+    assert_plain(job, model, next_token_loss, batch_of())
+
+
+def test_a_sequence_that_is_never_put_together() -> None:
+    model = gpt()
+    plan = model.tp_plan
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = model.embedding(batch["input_ids"])  # type: ignore[operator]
+        for block in model.blocks:  # type: ignore[union-attr]
+            x = block(x)
+        out: Tensor = x.square().mean()
+        return out
+
+    class Body(nn.Module):
+        """Runs the blocks alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.blocks, self.norm = model.embedding, model.blocks, model.norm
+
+        def forward(self, batch: Any) -> Tensor:
+            return loss(self, batch)
+
+    refused(
+        lambda: capture(
+            Body(),
+            batch_of(),
+            lambda m, b: m(b),
+            Parallel(tp=2, sequence_parallel=True),
+            tp_plan={k: v for k, v in plan.items() if k != "head"},  # type: ignore[union-attr]
+        ),
+        "the sequence was cut at blocks.0, and none of norm put it together again",
+        CaptureError,
+    )
+
+
+def test_a_module_whose_input_is_whole_can_be_split_there() -> None:
+    """`transformers` plans say rowwise_split_input where the module before left its output whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    batch = {"x": torch.randn(4, 4, dtype=torch.float64)}
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = model(batch["x"]).square().mean()
+        return out
+
+    plan = {"0": "colwise_gather_output", "2": "rowwise_split_input"}
+    assert_plain(capture(model, batch, loss, Parallel(tp=2), tp_plan=plan), model, loss, batch)

@@ -37,6 +37,8 @@ SMALL = {
     "eos_token_id": 0,
 }
 TOLERANCE = 1e-10
+TOLERANCES = {"gemma2": 1e-6}
+"""Its norms compute in float32, whatever the dtype, so that regrouped sums may differ in its last bit."""
 
 
 def gpt(**changes: Any) -> nn.Module:
@@ -67,6 +69,9 @@ MODELS = {
     "llama tied": lambda: from_transformers("LlamaForCausalLM", **SMALL, tie_word_embeddings=True),
     "qwen2": lambda: from_transformers("Qwen2ForCausalLM", **SMALL, tie_word_embeddings=False),
     "qwen3": lambda: from_transformers("Qwen3ForCausalLM", **SMALL, head_dim=8, tie_word_embeddings=False),
+    "gemma2": lambda: from_transformers(
+        "Gemma2ForCausalLM", **SMALL, head_dim=8, sliding_window=4, attn_implementation="eager"
+    ),
     "gpt2": lambda: gpt2(),
     "gpt2, vocabulary that cannot be spread": lambda: gpt2(vocab_size=61),
 }
@@ -115,17 +120,17 @@ def step(job: Job, model: nn.Module, batch: Any, schedule: str = "1f1b") -> tupl
     return results[0][1], found
 
 
-def assert_plain(job: Job, model: nn.Module, loss: Loss, batch: Any) -> None:
+def assert_plain(job: Job, model: nn.Module, loss: Loss, batch: Any, tolerance: float = TOLERANCE) -> None:
     pieces = job.microbatches * job.size("dp")
     expected = plain(model, batch, mean_of_microbatches(loss, pieces))
     told, grads = step(job, model, batch)
-    assert abs(told - expected.loss) <= TOLERANCE * abs(expected.loss)
+    assert abs(told - expected.loss) <= tolerance * abs(expected.loss)
     firsts = {p.tied_to for p in job.parameters}
     for name, want in expected.grads.items():
         assert want is not None
         got = next(grads[n] for n in (name, *firsts) if n in grads and tied_to(job, n) == tied_to(job, name))
         assert got.shape == want.shape, name
-        assert (got - want).norm() <= TOLERANCE * want.norm(), name
+        assert (got - want).norm() <= tolerance * want.norm(), name
 
 
 def tied_to(job: Job, name: str) -> str:
@@ -147,7 +152,7 @@ def test_spread_models_equal_the_plain_model(name: str, tp: int, sequence: bool,
     model = MODELS[name]().double()
     parallel = Parallel(pp=pp, dp=dp, tp=tp, sequence_parallel=sequence, microbatches=2)
     job = capture(model, batch_of(), loss_of(name), parallel)
-    assert_plain(job, model, loss_of(name), batch_of())
+    assert_plain(job, model, loss_of(name), batch_of(), TOLERANCES.get(name, TOLERANCE))
 
 
 @pytest.mark.parametrize("dp", [2, 4])

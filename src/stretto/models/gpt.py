@@ -136,7 +136,7 @@ TP_PLAN = {
     "norm": "sequence",
     "head": "vocabulary",
 }
-"""How tensor-parallel ranks share a GPT (`stretto.parallelize.styles`): as in Megatron-LM, arXiv 1909.08053."""
+"""How tensor-parallel ranks share a GPT (`parallelize.styles`): as in Megatron-LM, arXiv 1909.08053."""
 
 
 class GPT(nn.Module):

@@ -5,6 +5,7 @@
     packed_colwise:K        colwise, for a matrix that is K equal ones side by side (query, key, value)
     rowwise                 input features are spread, as a colwise module before it left them; the output is
                             the sum over ranks
+    rowwise_split_input     the same after a module whose output is whole: each rank takes its features of it
     vocabulary              an embedding's rows, or an output head's columns, are spread (`vocabulary`)
     sequence                a norm that sees a slice of the sequence, with `sequence_parallel`
     attributes:A,B          integers of the module that count what is spread, divided by the number of ranks
@@ -33,6 +34,7 @@ KNOWN = (
     "colwise_gather_output",
     "packed_colwise",
     "rowwise",
+    "rowwise_split_input",
     "vocabulary",
     "sequence",
     "attributes",
@@ -43,7 +45,7 @@ SYNONYMS = {
     "colwise_rep": "colwise_gather_output",
     "embedding_rowwise": "vocabulary",
     "sequence_parallel": "sequence",
-    # The gradient of what tensor-parallel ranks use in parts is summed wherever the graph shows it.
+    # Whether a gradient is a part of a sum is read off the graph.
     "replicated_with_grad_allreduce": "replicated",
 }
 """Other names for the same, as `transformers` has or had them."""
@@ -76,15 +78,23 @@ class Style:
     attributes: tuple[str, ...] = ()
 
 
-def parse_style(given: Any, where: str) -> Style:
-    """A style from its word, or from PyTorch's object for it. Raises UsageError that lists the words."""
+def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Style:
+    """A style from its word, or from PyTorch's object for it, which on an embedding spreads its rows.
+
+    Raises UsageError that lists the words.
+    """
+    if isinstance(module, nn.Embedding) and isinstance(given, RowwiseParallel):
+        _plain("output", given.output_layouts, (Replicate(), Shard(1)), where)
+        return Style("vocabulary")
     if isinstance(given, ColwiseParallel):
-        _plain(given.input_layouts, Replicate(), where)
+        _plain("input", given.input_layouts, (Replicate(),), where)
+        _plain("output", given.output_layouts, (Shard(-1), Replicate()), where)
         gathers = Replicate() in given.output_layouts
         return Style("colwise_gather_output" if gathers else "colwise")
     if isinstance(given, RowwiseParallel):
-        _plain(given.input_layouts, Shard(-1), where)
-        return Style("rowwise")
+        _plain("input", given.input_layouts, (Shard(-1), Replicate()), where)
+        _plain("output", given.output_layouts, (Replicate(), Shard(1)), where)
+        return Style("rowwise_split_input" if Replicate() in given.input_layouts else "rowwise")
     if isinstance(given, SequenceParallel):
         return Style("sequence")
     word, _, rest = str(given).partition(":")
@@ -94,7 +104,7 @@ def parse_style(given: Any, where: str) -> Style:
     )
     if not isinstance(given, str) or kind not in KNOWN:
         shown = given if isinstance(given, str) else type(given).__name__
-        raise UsageError(f"{where}: unknown style {shown!r}; {known}")
+        raise UsageError(f"{where}: unknown style {shown!r}; {known}. Give a plan of your own with tp_plan")
     if kind == "packed_colwise":
         if rest and not (rest.isdigit() and int(rest) > 0):
             raise UsageError(f"{where}: {given!r} must name how many matrices are packed: packed_colwise:3")
@@ -109,11 +119,11 @@ def parse_style(given: Any, where: str) -> Style:
     return Style(kind)
 
 
-def _plain(layouts: Any, expected: Any, where: str) -> None:
-    if tuple(layouts) != (expected,):
+def _plain(side: str, layouts: Any, allowed: tuple[Any, ...], where: str) -> None:
+    if len(layouts) != 1 or layouts[0] not in allowed:
         raise UsageError(
-            f"{where}: input layouts {tuple(layouts)} are not supported; leave them out "
-            "(sequence_parallel=True places gathers and scatters itself)"
+            f"{where}: {side} layouts {tuple(layouts)} are not supported, only "
+            f"{' or '.join(map(str, allowed))} (sequence_parallel=True places gathers and scatters itself)"
         )
 
 
@@ -136,14 +146,15 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
             'tp_plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}'
         )
     found: dict[str, Style] = {}
-    modules = [name for name, _ in model.named_modules()]
+    modules = dict(model.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
-        parsed = parse_style(style, f"tp_plan[{pattern!r}]")
+        where = f"tp_plan[{pattern!r}]"
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         matched = [name for name in modules if expression.fullmatch(name)]
         if not matched and given is not None:
-            raise UsageError(f"tp_plan[{pattern!r}]: the model has no module of that name")
-        found.update(dict.fromkeys(matched, parsed))
+            raise UsageError(f"{where}: the model has no module of that name")
+        parse_style(style, where, modules[matched[0]] if matched else None)
+        found.update({name: parse_style(style, where, modules[name]) for name in matched})
     if not found:
         raise UsageError(
             f"no module of {type(model).__name__} has a name of its tensor-parallel plan "

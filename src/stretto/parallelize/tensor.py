@@ -35,18 +35,23 @@ SEQUENCE_DIM = 1
 """The dim of the sequence in activations (batch, sequence, hidden)."""
 
 
+COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
+ROWWISE = ("rowwise", "rowwise_split_input")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """What is spread. shards: parameter name -> how; modules: name -> style.
 
-    first: the first block's name, tail: the norm after the last block; with sequence parallelism only.
+    first: the first block's name, tails: norms of which one follows the last block; with sequence parallelism
+    only.
     """
 
     size: int
     modules: Mapping[str, Style]
     shards: Mapping[str, Shard]
     first: str | None = None
-    tail: str | None = None
+    tails: tuple[str, ...] = ()
 
     @property
     def sequence(self) -> bool:
@@ -55,27 +60,41 @@ class TensorParallel:
 
 @dataclass(slots=True)
 class _Forward:
-    """What modules share during one forward: inputs that were let in already, by identity."""
+    """What modules share during one forward: inputs that were let in already, by identity; whether residuals
+    are slices of the sequence now."""
 
     entered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    sliced: bool = False
 
 
 def tensor_parallel(
     model: nn.Module, size: int, *, sequence: bool, plan: Mapping[str, Any] | None = None
 ) -> TensorParallel:
     """Steps 1 and 2. Raises UsageError for a model, a plan or sizes that do not fit."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     styles = _vocabulary_fits(model, plan_of(model, plan), modules, size)
     _check_heads(model, size)
-    first = tail = None
-    if sequence:
-        first, tail = _sequence_region(model, modules, styles)
+    first, tails = _sequence_region(model, modules, styles) if sequence else (None, ())
     shards: dict[str, Shard] = {}
     for name, style in styles.items():
         for key, shard in _shards(name, modules[name], style, size).items():
             shards[f"{name}.{key}" if name else key] = shard
     _check_ties(model, shards)
-    return TensorParallel(size, styles, shards, first, tail)
+    _check_worth(model, shards, size)
+    return TensorParallel(size, styles, shards, first, tails)
+
+
+def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
+    total = sum(p.numel() for p in model.parameters())
+    spread_out = {id(p): p.numel() for n, p in model.named_parameters(remove_duplicate=False) if n in shards}
+    share = sum(spread_out.values()) / max(total, 1)
+    if share < 0.5:
+        warnings.warn(
+            f"the tensor-parallel plan of {type(model).__name__} spreads {100 * share:.0f} % of its "
+            f"parameters over {AXIS} = {size}; every rank computes the rest whole. Give a plan of your own "
+            "with tp_plan",
+            stacklevel=4,
+        )
 
 
 def _vocabulary_fits(
@@ -129,9 +148,9 @@ def _check_heads(model: nn.Module, size: int) -> None:
 
 def _sequence_region(
     model: nn.Module, modules: Mapping[str, nn.Module], styles: dict[str, Style]
-) -> tuple[str, str]:
-    """The first block and the norm after the last; the blocks are the list that holds the rowwise modules."""
-    rowwise = [name for name, style in styles.items() if style.kind == "rowwise"]
+) -> tuple[str, tuple[str, ...]]:
+    """The first block and the norms beside the blocks; these are the list that holds the rowwise modules."""
+    rowwise = [name for name, style in styles.items() if style.kind in ROWWISE]
     lists = {
         name: module
         for name, module in modules.items()
@@ -143,33 +162,56 @@ def _sequence_region(
             f"has {', '.join(lists) or 'none'}"
         )
     ((name, blocks),) = lists.items()
-    for part, module in blocks.named_modules(prefix=name):
+    inside = _whole_inside(name, styles)
+    for part, module in blocks.named_modules(prefix=name, remove_duplicate=False):
         own = list(module.parameters(recurse=False))
-        if own and part not in styles:
-            if not _is_norm(module):
-                raise UsageError(
-                    f"sequence_parallel: {part} ({type(module).__name__}) has no style, and would see a "
-                    "slice of the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it "
-                    "works on every token alone)"
-                )
-            # A norm beside a rowwise module is in attention (of queries, of keys) and sees whole sequences.
-            beside = any(part.rpartition(".")[0] == r.rpartition(".")[0] for r in rowwise)
-            styles[part] = Style("replicated" if beside else "sequence")
+        sees_all = any(part.startswith(f"{parent}.") for parent in inside)
+        if not own or (part in styles and styles[part].kind != "replicated"):
+            continue
+        if not sees_all and not _is_norm(module):
+            raise UsageError(
+                f"sequence_parallel: {part} ({type(module).__name__}) has no style, and would see a slice of "
+                "the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it works on every "
+                "token alone)"
+            )
+        # A norm in attention (of queries, of keys) sees whole sequences.
+        styles[part] = Style("replicated" if sees_all else "sequence")
     parent = name.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
     children = [prefix + child for child, _ in modules[parent].named_children()]
-    after = [
+    after = tuple(
         child
-        for child in children[children.index(name) + 1 :]
-        if (child in styles and styles[child].kind == "sequence") or _is_norm(modules[child])
-    ]
+        for child in children
+        if child != name
+        and ((child in styles and styles[child].kind == "sequence") or _is_norm(modules[child]))
+    )
     if not after or len(blocks) == 0:
         raise UsageError(
             f"sequence_parallel: no norm follows the blocks {name!r}, at which the sequence could be put "
             "together again"
         )
-    styles[after[0]] = Style("sequence")
-    return f"{name}.0", after[0]
+    styles.update(dict.fromkeys(after, Style("sequence")))
+    return f"{name}.0", after
+
+
+def _whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
+    """Modules of a block (attention, MLP) that gather their input, because colwise modules in them need it.
+
+    They gather it, and not the colwise modules: their code may look at its shape before it calls them.
+    Raises UsageError for colwise modules that stand in no such module.
+    """
+    found: dict[str, None] = {}
+    for name, style in styles.items():
+        if style.kind in COLWISE and name.startswith(f"{blocks}."):
+            parent = name.rpartition(".")[0]
+            if parent.count(".") == blocks.count(".") + 1:
+                raise UsageError(
+                    f"sequence_parallel: {name} stands directly in its block, whose code would see a slice "
+                    "of the sequence: put it in a module of its own (attention, MLP), which then gathers its "
+                    "input"
+                )
+            found[parent] = None
+    return list(found)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -184,9 +226,11 @@ def _shards(name: str, module: nn.Module, style: Style, size: int) -> dict[str, 
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise UsageError(f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`")
+    if isinstance(module, nn.Embedding) and kind != "vocabulary":
+        raise UsageError(f"{name}: an embedding is spread by the style 'vocabulary', not {kind!r}")
     # transformers' Conv1D keeps its matrix transposed: (in, out).
     out_dim, in_dim = (1, 0) if type(module).__name__ == "Conv1D" else (0, 1)
-    if kind == "rowwise":
+    if kind in ROWWISE:
         _divides(name, weight.shape[in_dim], size, 1)
         return {"weight": Shard(AXIS, in_dim)}
     _divides(name, weight.shape[out_dim], size, style.blocks)
@@ -239,8 +283,9 @@ def whole_of(parts: list[Tensor], shard: Shard) -> Tensor:
 @contextmanager
 def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
     """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     state = _Forward()
+    replaced: set[tuple[int, str]] = set()
     undo: list[Callable[[], None]] = []
 
     def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -256,30 +301,42 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
 
     def begin(_module: nn.Module, _args: Any) -> None:
         state.entered.clear()
+        state.sliced = False
+
+    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if state.sliced:
+            raise ValueError(
+                f"sequence_parallel: the sequence was cut at {how.first}, and none of {', '.join(how.tails)} "
+                "put it together again after the last block"
+            )
 
     try:
-        handle = model.register_forward_pre_hook(begin, prepend=True)
-        undo.append(handle.remove)
+        undo.append(model.register_forward_pre_hook(begin, prepend=True).remove)
+        undo.append(model.register_forward_hook(end).remove)
         for name, style in how.modules.items():
             module = modules[name]
+            if (id(module), style.kind) in replaced:
+                continue  # one module under two names
+            replaced.add((id(module), style.kind))
             if style.kind == "attributes":
                 _divide_attributes(name, module, style.attributes, how.size, undo)
-            elif style.kind in ("colwise", "packed_colwise", "colwise_gather_output"):
+            elif style.kind in COLWISE:
                 if type(module).__name__ == "Conv1D":
                     _divide_attributes(name, module, ("nf",), how.size, undo)
                 replace(module, _colwise(module, name, how, state, style.kind == "colwise_gather_output"))
-            elif style.kind == "rowwise":
-                replace(module, _rowwise(module, how))
+            elif style.kind in ROWWISE:
+                replace(module, _rowwise(module, name, how, style.kind == "rowwise_split_input"))
             elif style.kind == "vocabulary":
                 if isinstance(module, nn.Embedding):
                     replace(module, _embedding(module, how))
                 else:
                     replace(module, _head(module, how, state))
         for name in _gathering(how):
-            replace(modules[name], _whole_input(modules[name], name, how))
-        if how.first is not None and how.tail is not None:
-            replace(modules[how.first], _enter(modules[how.first], how))
-            replace(modules[how.tail], _leave(modules[how.tail], how))
+            replace(modules[name], _whole_input(modules[name], name, how, state))
+        if how.first is not None:
+            replace(modules[how.first], _enter(modules[how.first], how, state))
+        for name in how.tails:
+            replace(modules[name], _leave(modules[name], how, state))
         yield
     finally:
         for action in reversed(undo):
@@ -317,26 +374,14 @@ def _let_in(x: Tensor, how: TensorParallel, state: _Forward, sliced: bool) -> Te
 
 
 def _gathering(how: TensorParallel) -> list[str]:
-    """Modules of a block (attention, MLP) whose input is a slice that colwise modules in them need whole.
-
-    They gather it, and not the colwise modules: their code may look at its shape before it calls them.
-    """
-    if how.first is None:
-        return []
-    blocks = how.first.rpartition(".")[0]
-    parents = (
-        name.rpartition(".")[0]
-        for name, style in how.modules.items()
-        if style.kind.startswith(("colwise", "packed_colwise")) and name.startswith(f"{blocks}.")
-    )
-    return [name for name in dict.fromkeys(parents) if name.count(".") > how.first.count(".")]
+    return [] if how.first is None else _whole_inside(how.first.rpartition(".")[0], how.modules)
 
 
-def _whole_input(module: nn.Module, name: str, how: TensorParallel) -> Callable[..., Any]:
+def _whole_input(module: nn.Module, name: str, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
     own = _own(module)
 
     def gather(x: Tensor) -> Tensor:
-        return ops.gather(x, SEQUENCE_DIM, AXIS, how.size)
+        return _let_in(x, how, state, True)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return own(*_first_changed(args, kwargs, gather, name), **kwargs)
@@ -362,21 +407,21 @@ def _colwise(
     module: nn.Module, name: str, how: TensorParallel, state: _Forward, gathers: bool
 ) -> Callable[..., Any]:
     own, gathered = _own(module), any(name.startswith(f"{parent}.") for parent in _gathering(how))
-    in_blocks = how.first is not None and name.startswith(f"{how.first.rpartition('.')[0]}.")
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not gathered:
-            x = _let_in(x, how, state, in_blocks)
-        y = own(x, *args, **kwargs)
+        y = own(x if gathered else _let_in(x, how, state, False), *args, **kwargs)
         return ops.collect(y, -1, AXIS, how.size) if gathers else y
 
     return forward
 
 
-def _rowwise(module: nn.Module, how: TensorParallel) -> Callable[..., Any]:
+def _rowwise(module: nn.Module, name: str, how: TensorParallel, splits: bool) -> Callable[..., Any]:
     own = _own(module)
+    scatters = how.first is not None and name.startswith(f"{how.first.rpartition('.')[0]}.")
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if splits:
+            x = ops.chunk(x, -1, AXIS, how.size)
         bias = module._parameters.get("bias")
         if bias is not None and type(module).__name__ == "Conv1D":
             weight = module._parameters["weight"]
@@ -390,7 +435,7 @@ def _rowwise(module: nn.Module, how: TensorParallel) -> Callable[..., Any]:
                 module._parameters["bias"] = bias
         else:
             y = own(x, *args, **kwargs)
-        if how.sequence:
+        if scatters:
             y = ops.scatter(y, SEQUENCE_DIM, AXIS, how.size)
         else:
             y = ops.reduce(y, AXIS, how.size)
@@ -400,8 +445,10 @@ def _rowwise(module: nn.Module, how: TensorParallel) -> Callable[..., Any]:
 
 
 def _embedding(module: nn.Embedding, how: TensorParallel) -> Callable[..., Any]:
+    own = _own(module)
+
     def forward(tokens: Tensor) -> Tensor:
-        return embed(module, tokens, AXIS, how.size)
+        return embed(module, own, tokens, AXIS, how.size)
 
     return forward
 
@@ -415,23 +462,36 @@ def _head(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[.
     return forward
 
 
-def _enter(module: nn.Module, how: TensorParallel) -> Callable[..., Any]:
+def _enter(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
     """The first block: its input, whole until here (positions and masks were made from it), is cut."""
     own = _own(module)
 
     def cut(x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            raise ValueError(
+                f"sequence_parallel: {how.first} is given a tensor of shape {list(x.shape)}; (batch, "
+                "sequence, hidden) is expected"
+            )
+        state.sliced = True
         return ops.chunk(x, SEQUENCE_DIM, AXIS, how.size)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if state.sliced:
+            return own(*args, **kwargs)  # the first block once more
         return own(*_first_changed(args, kwargs, cut, str(how.first)), **kwargs)
 
     return forward
 
 
-def _leave(module: nn.Module, how: TensorParallel) -> Callable[..., Any]:
+def _leave(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
+    """A norm beside the blocks: the first that is called after them puts the sequence together again."""
     own = _own(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return ops.collect(own(*args, **kwargs), SEQUENCE_DIM, AXIS, how.size)
+        found = own(*args, **kwargs)
+        if not state.sliced:
+            return found
+        state.sliced = False
+        return ops.collect(found, SEQUENCE_DIM, AXIS, how.size)
 
     return forward

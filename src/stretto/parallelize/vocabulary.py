@@ -13,6 +13,7 @@ Dims as suffixes: N tokens, P this rank's part of the vocabulary.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,21 +25,29 @@ from torch import Tensor, nn
 from stretto.parallelize import ops
 
 
-def embed(module: nn.Embedding, tokens: Tensor, axis: str, size: int) -> Tensor:
-    """Step 1. `module.weight` holds this rank's rows. Returns the embedding, equal on all ranks."""
+def embed(
+    module: nn.Embedding, own: Callable[[Tensor], Tensor], tokens: Tensor, axis: str, size: int
+) -> Tensor:
+    """Step 1. `module.weight` holds this rank's rows; `own` is the module's forward, which may scale what it
+    looks up. Returns the embedding, equal on all ranks; NaN for tokens that are not in the vocabulary."""
     rows = module.weight.shape[0]
     local = tokens - ops.index(tokens, axis, size) * rows
-    elsewhere = (local < 0) | (local >= rows)
-    found = F.embedding(local.masked_fill(elsewhere, 0), module.weight)
-    if module.padding_idx is not None:
+    elsewhere = ((local < 0) | (local >= rows)).unsqueeze(-1)
+    padding, module.padding_idx = module.padding_idx, None
+    try:
+        found = own(local.masked_fill(elsewhere.squeeze(-1), 0))
+    finally:
+        module.padding_idx = padding
+    if padding is not None:
         # The padding token's row is read, but never learns.
-        padding = (tokens == module.padding_idx).unsqueeze(-1)
-        found = torch.where(padding, found.detach(), found)
-    return ops.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis, size)
+        found = torch.where((tokens == padding).unsqueeze(-1), found.detach(), found)
+    unknown = ((tokens < 0) | (tokens >= rows * size)).unsqueeze(-1)
+    fill = torch.zeros_like(unknown, dtype=found.dtype).masked_fill(unknown, math.nan)
+    return ops.reduce(torch.where(elsewhere, fill, found), axis, size)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Step 3: the loss of each token, 0 where the target is ignored."""
+    """Step 3: each token's loss, 0 where the target is ignored, NaN where it is not in the vocabulary."""
 
     @staticmethod
     def forward(
@@ -56,8 +65,10 @@ class _CrossEntropy(torch.autograd.Function):
         sums_2N = ops.all_reduce(torch.stack((exp_NP.sum(dim=1), picked_N)), axis, size)
         total_N, picked_N = sums_2N[0], sums_2N[1]
         ignored_N = target_N == ignore_index
+        unknown_N = ((target_N < 0) | (target_N >= part * size)) & ~ignored_N
         ctx.save_for_backward(exp_NP, total_N, local_N, elsewhere_N, ignored_N)
-        return (total_N.log() - picked_N).masked_fill(ignored_N, 0.0)
+        # A target that is no token has no loss; where the whole is at hand, PyTorch refuses it.
+        return (total_N.log() - picked_N).masked_fill(ignored_N, 0.0).masked_fill(unknown_N, math.nan)
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> Any:
@@ -173,6 +184,12 @@ class SplitLogits:
 
     __rmul__ = __mul__
 
+    def __neg__(self) -> SplitLogits:
+        return self._like(-self._part)
+
+    def __len__(self) -> int:
+        return self._part.shape[0]
+
     def __truediv__(self, divisor: Any) -> Any:
         return self._like(self._part / divisor) if _is_number(divisor) else self.full() / divisor
 
@@ -201,7 +218,23 @@ class SplitLogits:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.dim() == 0)
+    return isinstance(value, numbers.Number) or (isinstance(value, nn.Parameter) and value.dim() == 0)
+
+
+def _on_the_whole(name: str) -> Callable[..., Any]:
+    def operator(self: SplitLogits, *args: Any) -> Any:
+        whole = [a.full() if isinstance(a, SplitLogits) else a for a in args]
+        return getattr(self.full(), name)(*whole)
+
+    return operator
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "floordiv", "mod"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "abs"),
+):
+    setattr(SplitLogits, f"__{_name}__", _on_the_whole(f"__{_name}__"))
+SplitLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _cross_entropy(

@@ -50,10 +50,11 @@ class Hooks(Protocol):
 
 @dataclass(slots=True)
 class Started:
-    """A communication under way. name: for the record; result: complete once `handle` is done; source: kept
-    alive until then."""
+    """A communication under way. name, lane: for the record; result: complete once `handle` is done; source:
+    kept alive until then."""
 
     name: str
+    lane: str
     handle: Handle
     result: torch.Tensor
     source: torch.Tensor

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
 from stretto.ir.varying import varying_in_job
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.record import Marks, now
@@ -222,18 +222,23 @@ class RankState:
         else:
             source = self._peer(self.plan.rank_of(self.plan.job.loss[0]))
             self._told = (self.transport.broadcast("loss", value, source), value)
+        self.marks.starts.append(("pp loss", 0, now()))  # a latency; its bytes are nothing
 
     def _heard(self, _: Instruction) -> None:
         assert self._told is not None
         start = now()
         self._told[0].wait()
-        self.marks.others.append(("pp loss", start, now()))
+        self.marks.finishes.append(("pp loss", "loss", start, now()))
 
     def _reduce(self, instruction: Instruction) -> None:
         bucket = self._buckets[str(instruction.ref)]
         grads = [self._grad_of(name) for name in bucket.parameters]
         total = grads[0] if len(grads) == 1 else torch.cat([grad.reshape(-1) for grad in grads])
+        self.marks.starts.append((self._label(bucket), total.nbytes, now()))
         self._summing[bucket.name] = (self.transport.all_reduce(bucket.communicator, total), total, grads)
+
+    def _label(self, bucket: Bucket) -> str:
+        return f"pp {bucket.communicator}" if bucket.communicator.startswith("tied ") else bucket.name
 
     def _grad_of(self, name: str) -> torch.Tensor:
         """The gradient of a tied group as this rank has it, in one piece, and kept under one parameter."""
@@ -255,8 +260,8 @@ class RankState:
         handle, total, grads = self._summing.pop(name)
         start = now()
         handle.wait()
-        tied = self._buckets[name].communicator.startswith("tied ")
-        self.marks.others.append((f"pp tied {name}" if tied else name, start, now()))
+        bucket = self._buckets[name]
+        self.marks.finishes.append((self._label(bucket), bucket.communicator, start, now()))
         if len(grads) > 1:
             for grad, part in zip(grads, torch.split(total, [grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
@@ -303,12 +308,12 @@ class RankState:
                 handle = self.transport.reduce_scatter(lane, result, source)
         whole = max(result.nbytes, source.nbytes)
         self.marks.starts.append((name, whole, began))
-        return Started(name, handle, result, source)
+        return Started(name, lane, handle, result, source)
 
     def finish(self, started: Started) -> torch.Tensor:
         start = now()
         started.handle.wait()
-        self.marks.finishes.append((started.name, start, now()))
+        self.marks.finishes.append((started.name, started.lane, start, now()))
         return started.result
 
     def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None:

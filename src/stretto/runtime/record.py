@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
@@ -42,11 +43,12 @@ class Marks:
     sends: list[tuple[int, int, int]] = field(default_factory=list)
     """(edge, microbatch, start)."""
     starts: list[tuple[str, int, int]] = field(default_factory=list)
-    """(name, bytes, start) of the program's communications; names begin with the lane."""
-    finishes: list[tuple[str, int, int]] = field(default_factory=list)
-    """(name, start, end) of waits for them."""
+    """(name, bytes, start) of collectives: the program's, sums of gradients, the loss; names begin with the
+    axis."""
+    finishes: list[tuple[str, str, int, int]] = field(default_factory=list)
+    """(name, communicator, start, end) of waits for them."""
     others: list[tuple[str, int, int]] = field(default_factory=list)
-    """(axis and name, start, end) of waits for sends, the loss and sums of gradients."""
+    """(axis and name, start, end) of waits for sends."""
     peak_bytes: int = 0
 
 
@@ -74,14 +76,14 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
             spans.append(_message(plan, place, edge_index, mb, left, waited))
             # Until the sender had made the value there was nothing to transfer: that is a bubble.
             idle += _idle(place, spans[-1].name, waited[0], left, waited[1])
-        for at, (name, start_ns, end_ns) in _numbered(marks[rank].finishes):
+        for at, (name, lane, start_ns, end_ns) in _numbered(marks[rank].finishes):
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
-            axis, kind, _ = name.split(" ", 2)
-            group = mesh.group(rank, (axis,), range(mesh.size(axis))) or (rank,)
+            members = plan.communicator(lane)
+            group = mesh.group(rank, members.axes, members.ranks) or (rank,)
             # It is under way once its last member has started it.
             begun = max(started[member].get((name, at), (waited[0], 0))[0] for member in group)
             nbytes = started[rank].get((name, at), (0.0, 0))[1]
-            spans.append(_collective(plan, place, axis, kind, name, begun, waited, nbytes))
+            spans.append(_collective(plan, place, lane, name, begun, waited, nbytes))
             idle += _idle(place, name, waited[0], begun, waited[1])
         for name, start_ns, end_ns in marks[rank].others:
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
@@ -110,9 +112,10 @@ class _Clock:
         return ns / 1000.0 + self._offsets_us[rank] - self._begin
 
 
-def _numbered(
-    marks: Sequence[tuple[str, int, int]],
-) -> Iterator[tuple[int, tuple[str, int, int]]]:
+Mark = TypeVar("Mark", tuple[str, int, int], tuple[str, str, int, int])
+
+
+def _numbered(marks: Sequence[Mark]) -> Iterator[tuple[int, Mark]]:
     """Each mark with how many of its name came before: an op runs once for each microbatch, in one order."""
     seen: dict[str, int] = defaultdict(int)
     for mark in marks:
@@ -152,20 +155,15 @@ def _message(
 
 
 def _collective(
-    plan: Plan,
-    place: int,
-    axis: str,
-    kind: str,
-    name: str,
-    begun: float,
-    waited: tuple[float, float],
-    nbytes: int,
+    plan: Plan, place: int, lane: str, name: str, begun: float, waited: tuple[float, float], nbytes: int
 ) -> Span:
     done = waited[1]
-    cost = plan.costs.collectives.get((axis, kind))
+    words = name.split(" ")
+    kind = words[1] if (words[0], words[1]) in plan.costs.collectives else "all_reduce"
+    cost = plan.costs.collectives.get((words[0], kind))
     if waited[1] - waited[0] < THERE_US and cost is not None:
         done = min(done, begun + cost.curve.us(nbytes))
-    return Span(place, axis, SpanKind.MESSAGE, name, begun, max(done, begun), nbytes=nbytes)
+    return Span(place, lane, SpanKind.MESSAGE, name, begun, max(done, begun), nbytes=nbytes)
 
 
 def _idle(rank: int, name: str, start: float, begun: float, stop: float) -> list[Span]:

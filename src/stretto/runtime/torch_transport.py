@@ -49,16 +49,22 @@ class TorchTransport:
         self._timeout_s = timeout_s
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._members: dict[str, tuple[int, ...]] = {}
-        self._opened: set[str] = set()
+        self._opened: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         for communicator in communicators:
             # All ranks take part in making every group, so all must skip the same ones.
-            if communicator.name in self._opened:
+            groups = mesh.groups(communicator.axes, communicator.ranks)
+            known = self._opened.setdefault(communicator.name, groups)
+            if known is not groups:
+                if known != groups:
+                    raise UsageError(
+                        f"lane {communicator.name!r} was opened for ranks {known}, and is wanted for "
+                        f"{groups}: give a Runner of another layout a transport of its own"
+                    )
                 continue
-            self._opened.add(communicator.name)
-            for members in mesh.groups(communicator.axes, communicator.ranks):
+            for members in groups:
                 group = dist.new_group(list(members), timeout=timedelta(seconds=self._timeout_s))
                 if self.rank not in members:
                     continue
