@@ -32,6 +32,7 @@ def capture(
     device: torch.device | str | None = None,
     stages: int | None = None,
     tp_plan: Mapping[str, Any] | None = None,
+    equal_layers: bool = True,
 ) -> Job:
     """Capture one training step of `model` without running it, and cut it into pipeline stages.
 
@@ -40,10 +41,13 @@ def capture(
     loss: `loss(model, microbatch)` returns the mean loss of a microbatch, a scalar.
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
     precision: "float32" computes with the parameters as they are; "bf16" with bfloat16 copies of them.
-    device: where the step will run; the model's own device by default, "cpu" for a model on "meta".
+    device: where the step will run; the model's own device by default, "cpu" for a model on "meta". For
+        "cuda" the machine that captures needs none (`stretto.capture.absent_cuda`).
     tp_plan: which modules are spread over tensor-parallel ranks, pattern of module names -> style (a word, or
         PyTorch's `ColwiseParallel()` and its like; `stretto.parallelize.styles`); `parallel.tp_plan`, or the
         model's own, by default.
+    equal_layers: False traces every layer, where equal ones are else traced twice and repeated. The job is the
+        same; logging of `stretto.capture.trace` (DEBUG) tells why layers are not repeated.
     stages: number of stages when it is not one a rank (a schedule of one's own with virtual stages).
 
     Returns a Job of plain data. The step's loss is the mean of the microbatches' losses.
@@ -65,6 +69,7 @@ def capture(
         param_dtype=DTYPES[precision],
         device=device,
         tensor=tensor,
+        equal_layers=equal_layers,
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     count = stages or named or parallel.pp

@@ -12,7 +12,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
 
 SEGMENT = "stretto_segment"
@@ -140,8 +141,16 @@ class _Segments:
             for handle in handles:
                 handle.remove()
 
+    def follow(self, names: Sequence[str]) -> None:
+        """Number stretches in which nothing is executed, and go on in the last of them."""
+        self.names.extend(names)
+        self._mark()
+
     def _switch(self) -> None:
         self.names.append(self._running[-1] if self._running else "")
+        self._mark()
+
+    def _mark(self) -> None:
         fx_traceback.current_meta["custom"] = {SEGMENT: len(self.names) - 1}
 
 
@@ -154,14 +163,18 @@ class _Step(nn.Module):
         loss: Callable[[nn.Module, Any], torch.Tensor],
         rebuild: Callable[[Sequence[torch.Tensor]], Any],
         segments: _Segments,
+        layers: Layers | None,
     ) -> None:
         super().__init__()
         self.model = model
+        self._layers = layers
         self._loss = loss
         self._rebuild = rebuild
         self._segments = segments
 
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        if self._layers is not None:
+            self._layers.begin(self._segments)
         with self._segments.forward():
             loss = self._loss(self.model, self._rebuild(leaves))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -186,10 +199,14 @@ def export_joint(
     rebuild: Callable[[Sequence[torch.Tensor]], Any],
     leaves: Sequence[torch.Tensor],
     mode: FakeTensorMode,
+    layers: Layers | None = None,
 ) -> JointGraph:
-    """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake."""
+    """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake.
+
+    layers: the equal layers that are not all traced; `stretto.capture.expand` then gives the whole graph.
+    """
     segments = _Segments()
-    step = _Step(model, loss, rebuild, segments)
+    step = _Step(model, loss, rebuild, segments, layers)
     with (
         ExitStack() as stack,
         torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
@@ -197,6 +214,7 @@ def export_joint(
         tracing_state(),
         fx_traceback.preserve_node_meta(),
         segments.hooks(model),
+        nullcontext() if layers is None else layers.installed(),
     ):
         joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
     module = joint.graph_module

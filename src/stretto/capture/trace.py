@@ -10,10 +10,12 @@ The result knows no stages: `stretto.capture.split` chooses them, `stretto.captu
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from stretto.capture import torch_adapter, tree
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
+from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explain
+from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import CHUNK, INDEX, WAIT, Arg, Const, Constant, Op, Ref, Shard, TensorSpec
 from stretto.ir.varying import varying
@@ -31,14 +35,7 @@ from stretto.parallelize.tensor import AXIS as TENSOR_AXIS
 from stretto.parallelize.tensor import TensorParallel, local_shape, spread
 from stretto.passes import Graph, run_passes
 
-
-@dataclass(frozen=True, slots=True)
-class TracedOp:
-    """An op with where it came from. segment: see `torch_adapter`; None for sums of gradients."""
-
-    op: Op
-    segment: int | None
-    backward: bool
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +82,7 @@ def trace(
     param_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     tensor: TensorParallel | None = None,
+    equal_layers: bool = True,
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
@@ -92,10 +90,32 @@ def trace(
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
     "cuda" there need not be one here (`absent_cuda` says what is chosen then). tensor: trace one rank's part
-    of a model that is spread so; None traces the whole.
+    of a model that is spread so; None traces the whole. equal_layers: whether layers that are equal are
+    traced twice and repeated (`repeat`); False traces every layer, for the same result.
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
+    attempt = partial(_trace, model, batch, loss, microbatches, param_dtype, device, tensor)
+    if equal_layers:
+        try:
+            return attempt(repeats=True)
+        except (NotRepeatedError, CaptureError) as reason:
+            # Whether a model can be captured is for the trace of all of it to say.
+            _log.debug("all layers are traced: %s", reason)
+    return attempt(repeats=False)
+
+
+def _trace(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    microbatches: int,
+    param_dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    tensor: TensorParallel | None,
+    repeats: bool,
+) -> Traced:
+    """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
     shapes = tree.microbatch_shapes(batch, microbatches)
     leaves = tree.flatten(batch)
     at = torch.device(device) if device is not None else _device_of(model)
@@ -129,9 +149,14 @@ def trace(
             **{n: spec_of(p) for n, p in model.named_parameters(remove_duplicate=False)},
             **{n: spec_of(b) for n, b in model.named_buffers(remove_duplicate=False)},
         }
+        layers = layers_of(model) if repeats else None
+        if repeats and layers is None:
+            raise NotRepeatedError("no layers are equal")
         try:
             with CudaChoices() if absent else nullcontext():
-                joint = torch_adapter.export_joint(model, loss, tree.rebuilder(batch), fakes, mode)
+                joint = torch_adapter.export_joint(model, loss, tree.rebuilder(batch), fakes, mode, layers)
+        except NotRepeatedError:
+            raise
         except Exception as error:
             raise explain(model, error) from error
 
@@ -151,24 +176,25 @@ def trace(
     if absent:
         made = with_cuda_results(traced.op for traced in ops)
         ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
-    loss_value = ""
-    roots: set[str] = set()
+    gradients: dict[str, str | None] = {}
+    kept: dict[str, str] = {}
     for kind, key, out in joint.outputs:
-        if out is None:
-            continue
-        value = names[out]
-        if kind == "loss":
-            loss_value = value
-        elif kind == "grad" and key not in frozen:
-            parameters[key] = (*parameters[key][:2], value)
-        elif kind == "update":
-            buffers[key] = (buffers[key][0], value)
-        else:
-            continue
-        roots.add(value)
+        if kind == "grad" and key not in frozen:
+            gradients[key] = None if out is None else names[out]
+        elif kind in ("loss", "update") and out is not None:
+            kept[kind if kind == "loss" else f"buffer/{key}"] = names[out]
+    step = Step(tuple(ops), gradients, kept)
+    step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
+    ops, gradients, kept = list(step.ops), dict(step.grads), dict(step.kept)
+    for key, value in gradients.items():
+        parameters[key] = (*parameters[key][:2], value)
+    for key in buffers:
+        buffers[key] = (buffers[key][0], kept.get(f"buffer/{key}"))
+    loss_value = kept["loss"]
+    roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
     ops = _live(_passed(_live(ops, roots), roots), roots)
     shards = {} if tensor is None else dict(tensor.shards)
-    partial = _partial(ops, parameters, shards, loss_value) if tensor is not None else {}
+    parts = _partial(ops, parameters, buffers, shards, loss_value) if tensor is not None else {}
     used = {name for traced in ops for name in traced.op.uses}
     return Traced(
         name=type(model).__name__,
@@ -184,7 +210,7 @@ def trace(
         device=device_kind,
         fixed=tuple(tree.fixed(batch).items()),
         shards=shards,
-        partial=partial,
+        partial=parts,
     )
 
 
@@ -209,6 +235,7 @@ def _passed(ops: list[TracedOp], roots: set[str]) -> list[TracedOp]:
 def _partial(
     ops: list[TracedOp],
     parameters: Mapping[str, tuple[TensorSpec, str, str | None]],
+    buffers: Mapping[str, tuple[TensorSpec, str | None]],
     shards: Mapping[str, Shard],
     loss: str,
 ) -> dict[str, tuple[str, ...]]:
@@ -224,6 +251,12 @@ def _partial(
             "made. Name the module whose output it takes 'colwise_gather_output', or leave it out of tp_plan"
         )
     by_name = {traced.op.name: traced.op for traced in ops}
+    for name, (_, update) in buffers.items():
+        if update in differs:
+            raise CaptureError(
+                f"buffer {name!r} would get other values on every {axis} rank: what is written to it was "
+                "made from a part. Keep what writes it out of tp_plan, and do without sequence_parallel"
+            )
     found: dict[str, tuple[str, ...]] = {}
     for name, (_, _, value) in parameters.items():
         if value is None or name in shards or value not in differs:
@@ -235,7 +268,34 @@ def _partial(
                 "its gradient cannot be summed. Give all modules that use it one style in tp_plan"
             )
         found[name] = (axis,)
+    _refuse_mixed(ops, by_name, differs)
     return found
+
+
+SUMS = ("aten.add.Tensor", "aten.cat.default", "aten.stack.default")
+"""Ops that put gradients of several uses of one value together."""
+
+
+def _refuse_mixed(ops: list[TracedOp], by_name: Mapping[str, Op], differs: set[str]) -> None:
+    """Raises CaptureError where a gradient is put together from a whole one and from a part of a sum: a value
+    is used both wholly and, with no copy or gather between, beside what is spread."""
+    gradients = {"tangent"}
+    for traced in ops:
+        op = traced.op
+        if gradients.isdisjoint(op.uses):
+            continue
+        gradients.add(op.name)
+        if op.target not in SUMS:
+            continue
+        addends = [name for name in op.uses if name in gradients]
+        parts = [name for name in addends if name in differs]
+        if parts and len(parts) < len(addends):
+            module = next((by_name[p].module for p in parts if by_name[p].module), op.module)
+            raise CaptureError(
+                f"{module or 'the model'} uses a value that all {TENSOR_AXIS} ranks hold whole beside one "
+                "that is spread over them, so its gradient is partly a part and partly the whole. Give the "
+                "module that makes the one a style ('colwise'), or the other's 'colwise_gather_output'"
+            )
 
 
 def _addends(value: str, ops: Mapping[str, Op]) -> list[str]:
