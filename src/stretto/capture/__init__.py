@@ -46,8 +46,8 @@ def capture(
     tp_plan: which modules are spread over tensor-parallel ranks, pattern of module names -> style (a word, or
         PyTorch's `ColwiseParallel()` and its like; `stretto.parallelize.styles`); `parallel.tp_plan`, or the
         model's own, by default.
-    equal_layers: False traces every layer, where equal ones are else traced twice and repeated. The job is the
-        same; logging of `stretto.capture.trace` (DEBUG) tells why layers are not repeated.
+    equal_layers: False traces every layer, where equal ones are else traced twice and repeated. The job is
+        the same; logging of `stretto.capture.trace` (DEBUG) tells why layers are not repeated.
     stages: number of stages when it is not one a rank (a schedule of one's own with virtual stages).
 
     Returns a Job of plain data. The step's loss is the mean of the microbatches' losses.
