@@ -58,8 +58,8 @@ def _exchange(
     Gloo announces a receive to the sender before data may leave. Posted behind a send, the announcement waits
     behind that send's data. Gloo's own collectives do so: for 131 kB each way at 100 Mbit/s its all-gather
     takes 13.8 ms and its all-to-all 18.6 ms; its reduce-scatter is an all-reduce of which most is thrown
-    away, 21.3 ms. With all receives posted first it is 10.6 ms, where the wire takes 10.5 ms (measured between
-    two hosts, PyTorch 2.13).
+    away, 21.3 ms. With all receives posted first it is 10.6 ms, where the wire takes 10.5 ms (measured
+    between two hosts, PyTorch 2.13).
     """
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     # Each member begins with its neighbour, so that no member is sent to by all at once.

@@ -79,9 +79,11 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         for at, (name, lane, start_ns, end_ns) in _numbered(marks[rank].finishes):
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
             members = plan.communicator(lane)
-            group = mesh.group(rank, members.axes, members.ranks) or (rank,)
-            # It is under way once its last member has started it.
-            begun = max(started[member].get((name, at), (waited[0], 0))[0] for member in group)
+            # Places of the pipeline start when their work is done: until the last has, there is nothing to
+            # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
+            # communicating.
+            group = mesh.group(rank, members.axes, members.ranks) if members.axes[0] == "pp" else None
+            begun = max(started[member].get((name, at), (waited[0], 0))[0] for member in group or (rank,))
             nbytes = started[rank].get((name, at), (0.0, 0))[1]
             spans.append(_collective(plan, place, lane, name, begun, waited, nbytes))
             idle += _idle(place, name, waited[0], begun, waited[1])
