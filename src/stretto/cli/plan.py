@@ -13,6 +13,7 @@ import typer
 import stretto
 from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
 from stretto.cost.cluster import Description, describe
+from stretto.cost.cluster_file import Hardware
 from stretto.errors import StrettoError, UsageError
 
 plan = typer.Typer(add_completion=False)
@@ -22,8 +23,9 @@ plan = typer.Typer(add_completion=False)
 def run(
     config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where the plan is saved.", show_default=False)
-    ],
+        Path | None,
+        typer.Option("--output", "-o", help="Where the plan is saved; without it, it is only printed."),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as parallel.pp=4."),
@@ -36,15 +38,17 @@ def run(
         ),
     ] = "local",
 ) -> None:
-    """Plan a training step for this machine, or for one that is described, and save the plan."""
+    """Plan a training step for this machine, or for one that is described; print the plan and save it."""
     settings = load_settings(config, list(changes or []))
     made = make(settings, read_cluster(cluster))
-    try:
-        made.save(output)
-    except OSError as error:
-        raise StrettoError(f"cannot write {output}: {error.strerror}") from None
+    if output is not None:
+        try:
+            made.save(output)
+        except OSError as error:
+            raise StrettoError(f"cannot write {output}: {error.strerror}") from None
     typer.echo(str(made))
-    typer.echo(f"wrote {output}")
+    if output is not None:
+        typer.echo(f"wrote {output}")
 
 
 def make(settings: TrainSettings, cluster: str | Description) -> stretto.Plan:
@@ -62,7 +66,9 @@ def make(settings: TrainSettings, cluster: str | Description) -> stretto.Plan:
     shape = (settings.training.global_batch, settings.data.sequence_length + 1)
     batch = torch.empty(shape, dtype=torch.int64, device="meta")
     loss = loss_function(settings.model)
-    job = stretto.capture(model, batch, loss, settings.parallel, precision=settings.precision)
+    # The catalogue's devices are accelerators: their kernels are captured, with none of them at hand.
+    device = "cuda" if isinstance(cluster, Hardware) else None
+    job = stretto.capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
     return stretto.plan(job, cluster)
 
 
