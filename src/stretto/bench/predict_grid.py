@@ -19,7 +19,7 @@ import torch
 
 from stretto.bench.predict import Cell, Found
 from stretto.bench.transfer import transferred
-from stretto.errors import RunError
+from stretto.errors import PlanError, RunError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.lab import Lab
@@ -49,7 +49,7 @@ def run_grid(cells: Sequence[Cell], rounds: int, folder: Path, say: Callable[[st
     rows = [Found(**json.loads((folder / f"{cell}.json").read_text())) for cell in cells]
     plans = {cell: load_plan(folder / f"{cell}.plan.json") for cell in cells}
     say("predicting the cells that were not calibrated")
-    predicted = _transfer(cells, plans)
+    predicted = _transfer(cells, plans, say)
     return {
         "setup": {
             "rounds": rounds,
@@ -88,21 +88,27 @@ def bits_per_s(rate: str) -> float:
     return math.inf if found is None else float(found)
 
 
-def _transfer(cells: Sequence[Cell], plans: Mapping[Cell, Plan]) -> dict[Cell, Plan]:
+def _transfer(
+    cells: Sequence[Cell], plans: Mapping[Cell, Plan], say: Callable[[str], None]
+) -> dict[Cell, Plan]:
     """Cell -> its plan from others, for cells that are not calibrated.
 
     Sequence parallelism has other collectives than its absence: a cell is priced by calibrated cells of its
-    own layout, in which each kind of both occurs.
+    own layout, in which each kind of both occurs. One that they cannot price is told, and left out.
     """
     known: dict[Layout, dict[float, list[Plan]]] = defaultdict(lambda: defaultdict(list))
     for cell in cells:
         if is_calibrated(cell):
             known[cell.pp, cell.tp][bits_per_s(cell.rate)].append(plans[cell])
-    return {
-        cell: transferred(plans[cell], bits_per_s(cell.rate), known[cell.pp, cell.tp])
-        for cell in cells
-        if not is_calibrated(cell) and known[cell.pp, cell.tp]
-    }
+    found: dict[Cell, Plan] = {}
+    for cell in cells:
+        if is_calibrated(cell):
+            continue
+        try:
+            found[cell] = transferred(plans[cell], bits_per_s(cell.rate), known[cell.pp, cell.tp])
+        except (PlanError, UsageError) as error:
+            say(f"{cell}: no calibrated cell prices it: {error}")
+    return found
 
 
 def _row(cell: Cell, found: Found, plan: Plan | None) -> dict[str, Any]:

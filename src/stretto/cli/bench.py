@@ -61,18 +61,21 @@ def pipeline(
 @bench.command()
 def predict(
     rounds: Annotated[int, typer.Option(help="Counted steps of each cell.")] = 7,
-    quick: Annotated[bool, typer.Option("--quick", help="Three shapes at two rates.")] = False,
+    rates: Annotated[str, typer.Option(help="Rates of the network, with commas between.")] = "",
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
-    from stretto.bench.predict import SHAPES, grid
-    from stretto.bench.predict_grid import run_grid
+    from stretto.bench.predict import RATES, SHAPES, grid
+    from stretto.bench.predict_grid import bits_per_s, run_grid
 
     if rounds < 3:
         raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 3 rounds or more")
     if json_out is not None and not json_out.parent.is_dir():
         raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
-    cells = grid(SHAPES[:3], ("100mbit", "unlimited")) if quick else grid()
+    chosen = tuple(rate.strip() for rate in rates.split(",")) if rates else RATES
+    for rate in chosen:
+        bits_per_s(rate)  # before the first lab is up
+    cells = grid(SHAPES, chosen)
     progress = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         result = run_grid(cells, rounds, Path(folder), progress.print)

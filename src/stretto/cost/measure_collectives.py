@@ -2,7 +2,7 @@
 
     1. A process group for every group of an axis. All groups work at once, as they do in a step, so links and
        processors that they share are shared here.
-    2. Each size several times in a row: the ranks compute for a while as in a step, start and wait. How long a
+    2. Each size several times in a row: ranks compute for a while as in a step, start and wait. How long a
        member waits, on average, is what the collective costs a step: with it come the members that compute
        a little longer, and a quota that computing has spent. Measured at 300 Mbit/s between hosts of 0.8
        processors: 9.2 ms, where one that follows no compute takes 6.9. Of the rounds, the mean without the

@@ -1,0 +1,74 @@
+"""A cell predicted from others: exact where the others are the same, near where they are alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import stretto
+from stretto.bench.predict import SHAPES, Cell, Found, cell_from, grid
+from stretto.bench.predict_grid import bits_per_s, is_calibrated
+from stretto.bench.transfer import calibration_of, transferred
+from stretto.ir.curve import Curve
+from stretto.ir.plan import CollectiveCost, Plan
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.planning import make_plan
+
+
+def plan_of(layers: int, hidden: int, bytes_per_us: float) -> Plan:
+    model = GPT(GPTConfig(vocab_size=64, layers=layers, hidden=hidden, heads=4, context=16))
+    batch = {key: torch.zeros(4, 16, dtype=torch.int64) for key in ("input_ids", "labels")}
+    job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=2, tp=2, microbatches=2))
+    cluster = stretto.Cluster(link_bytes_per_us=bytes_per_us, latency_us=50.0)
+    costs = stretto.plan(job, cluster).costs
+    curve = Curve(((0.0, 50.0), (1e6, 50.0 + 1e6 / bytes_per_us)))
+    kinds = {("tp", "all_reduce"): CollectiveCost(curve)}
+    return make_plan(job, replace(costs, collectives=kinds))
+
+
+def test_the_same_shape_at_a_known_rate_is_what_was_known() -> None:
+    plan = plan_of(2, 32, 10.0)
+    found = transferred(plan, 8e7, {8e7: [plan], math.inf: [plan_of(2, 32, 1e4)]})
+    assert plan.prediction is not None
+    assert found.prediction is not None
+    assert found.prediction.step_us == pytest.approx(plan.prediction.step_us, rel=0.02)
+
+
+def test_another_shape_and_rate_lies_near() -> None:
+    target = plan_of(3, 48, 20.0)
+    known = {rate: [plan_of(2, 32, rate / 8e6), plan_of(2, 64, rate / 8e6)] for rate in (8e7, 8e8)}
+    found = transferred(target, 1.6e8, known)
+    assert target.prediction is not None
+    assert found.prediction is not None
+    assert found.prediction.step_us == pytest.approx(target.prediction.step_us, rel=0.1)
+    assert "transferred" in found.costs.source
+
+
+def test_ops_of_equal_signature_have_one_time() -> None:
+    one, other = plan_of(2, 32, 10.0), plan_of(3, 32, 10.0)
+    ops = calibration_of([one]).ops
+    assert ops.keys() == calibration_of([one, other]).ops.keys(), "another layer has no new op"
+    assert any(key.startswith("aten.mm.default(float32[") for key in ops)
+
+
+def test_the_grid_has_every_layout_and_rates_that_were_not_calibrated() -> None:
+    cells = grid()
+    assert {(c.pp, c.tp) for c in cells} == {(1, 1), (2, 1), (1, 2), (2, 2)}
+    assert {c.rate for c in cells if not is_calibrated(c)} >= {"50mbit", "200mbit"}
+    assert {c.shape for c in cells if is_calibrated(c)} < set(SHAPES)
+    assert {c.sequence_parallel for c in cells if c.tp == 2 and is_calibrated(c)} == {False, True}
+    assert bits_per_s("unlimited") == math.inf
+    assert bits_per_s("50mbit") == 5e7
+
+
+def test_figures_of_a_cell() -> None:
+    found = Found("a", 110.0, 100.0, (100.0,), 0.25, 0.2, (105, 90), (100, 100))
+    assert found.error == pytest.approx(0.1)
+    assert found.exposed_points == pytest.approx(5.0)
+    assert found.peak_error == pytest.approx(-0.1)
+    cell = Cell(SHAPES[0], 2, 2, "50mbit")
+    assert cell_from(asdict(cell)) == cell
+    assert str(cell) == "wide pp=2 tp=2 50mbit"
