@@ -160,7 +160,8 @@ def test_wrong_settings_are_found_before_a_rank_is_started(
 )
 def test_every_example_fits_its_layout(example: Path) -> None:
     settings = load_settings(example)
-    assert settings.parallel.world == 2
+    # The one is for planning alone; the others train on a machine of two cores.
+    assert settings.parallel.world == (1024 if example.stem == "gpt3_175b" else 2)
     with torch.device("meta"):
         model = build_model(settings.model, settings.data.vocab_size, 0)
     said: list[str] = []
