@@ -41,9 +41,22 @@ def results_of(name: str, dtype: torch.dtype, stages: int, microbatches: int) ->
     return {family: run(plan(job, family), model_of(name, dtype), batch) for family in FAMILIES}
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
-@pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+CELLS = [
+    pytest.param(
+        dtype,
+        stages,
+        microbatches,
+        # Float32 differs from float64 in the tolerance alone: half of its cells are for the longer run.
+        marks=[pytest.mark.slow] if dtype is torch.float32 and microbatches in (1, 8) else [],
+        id=f"{str(dtype).removeprefix('torch.')}-{stages}-{microbatches}",
+    )
+    for dtype in DTYPES
+    for stages in STAGES
+    for microbatches in MICROBATCHES
+]
+
+
+@pytest.mark.parametrize(("dtype", "stages", "microbatches"), CELLS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_equals_the_plain_model(
     name: str, dtype: torch.dtype, stages: int, microbatches: int

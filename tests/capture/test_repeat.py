@@ -61,7 +61,9 @@ def test_gpt(layers: int, positions: Any, tied: bool, dropout: float, tp: int, s
 
 
 @pytest.mark.parametrize(("tp", "sp"), SPREADS)
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "GPT2"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("Llama", "Qwen2")), "GPT2"]
+)
 def test_huggingface(kind: str, tp: int, sp: bool, caplog: Any) -> None:
     assert both(huggingface(kind, 6), huggingface_loss, TOKENS, caplog, tp, sp) == (True, "")
 

@@ -63,7 +63,7 @@ def tokens_of(seed: int) -> Tensor:
     return torch.randint(0, VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_on_split_logits(name: str, tp: int) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -29,6 +29,9 @@ TOLERANCE = 1e-5
 
 SPREAD = "tp = 2\nsequence_parallel = true\nmicrobatches = 2"
 
+pytestmark = pytest.mark.slow
+"""Five short runs of several processes; continuous integration trains over tp in its main job."""
+
 
 def write(
     folder: Path, run: str, *, layout: str = "", model: str = "", dropout: float = 0.0, **rest: Any
