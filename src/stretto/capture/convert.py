@@ -1,0 +1,179 @@
+"""From nodes of the exported graph to `Op`s: arguments, results, views, draws, flops.
+
+Knows one node at a time, and nothing of what the step is for. Touches PyTorch by way of `torch_adapter`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from stretto.capture import torch_adapter
+from stretto.capture.expand import TracedOp
+from stretto.errors import CaptureError
+from stretto.ir.program import CHUNK, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
+from stretto.parallelize.ops import NAMESPACE
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """The spec of a tensor, fake or real."""
+    stride = None if tensor.is_contiguous() else tuple(int(s) for s in tensor.stride())
+    return TensorSpec(tuple(int(n) for n in tensor.shape), dtype_name(tensor.dtype), stride)
+
+
+def convert(
+    joint: torch_adapter.JointGraph, names: dict[torch.fx.Node, str]
+) -> tuple[list[TracedOp], list[Constant]]:
+    """All nodes in order; puts the ops' names into `names`.
+
+    Everything after the first op that depends on the tangent belongs to the backward. Raises CaptureError
+    that names the module of what cannot be written down.
+    """
+    ops: list[TracedOp] = []
+    constants: list[Constant] = []
+    roots: dict[str, str] = {}
+    backward = False
+    tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
+    for node in joint.module.graph.nodes:
+        segment = torch_adapter.segment_of(node)
+        module = joint.segments[segment] if segment is not None else ""
+        try:
+            if node.op == "get_attr":
+                constants.append(_constant(joint.module, node))
+                names[node] = f"const/{node.target}"
+                continue
+            if node.op != "call_function" or ("val" not in node.meta and not node.users):
+                continue  # an assertion on values makes nothing that anyone needs
+            names[node] = node.name
+            op = _op(node, names, roots)
+        except CaptureError as error:
+            raise CaptureError(f"cannot capture {module or 'the model'}: {error}") from None
+        backward = backward or any(source in tainted for source in node.all_input_nodes)
+        roots[op.name] = op.alias if op.alias is not None else op.name
+        ops.append(TracedOp(replace(op, module=module), segment, backward))
+    return ops, constants
+
+
+def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str]) -> Op:
+    args = tuple(_arg(a, names, node) for a in node.args)
+    kwargs = tuple((key, _arg(value, names, node)) for key, value in node.kwargs.items())
+    value = node.meta["val"]
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    outputs = tuple(spec_of(part) if isinstance(part, torch.Tensor) else None for part in parts)
+    first = next((a.name for a in args if isinstance(a, Ref)), None)
+    if node.target is operator.getitem:
+        # A part of a tuple of views is a view; a part of a tuple of new tensors owns its bytes.
+        assert first is not None
+        root = roots[first]
+        alias = root if root != first else None
+        return Op(node.name, "getitem", args, kwargs, outputs, alias)
+    if str(node.target).startswith(f"{NAMESPACE}."):
+        return _communication(node, args, outputs, roots)
+    if not torch_adapter.is_dispatched(node.target):
+        raise CaptureError(
+            f"the model calls {node.target}, which is not an op of the dispatcher; "
+            "control flow operators and compiled regions cannot be captured: call their body directly"
+        )
+    alias = None
+    if first is not None and torch_adapter.returns_view(node.target):
+        alias = roots.get(first, first)
+    return Op(
+        name=node.name,
+        target=str(node.target),
+        args=args,
+        kwargs=kwargs,
+        outputs=outputs,
+        alias=alias,
+        random=torch_adapter.draws_random(node.target, node.args, node.kwargs),
+        flops=_flops(node),
+    )
+
+
+def _communication(
+    node: torch.fx.Node,
+    args: tuple[Arg, ...],
+    outputs: tuple[TensorSpec | None, ...],
+    roots: Mapping[str, str],
+) -> Op:
+    """An op of `stretto.parallelize.ops` in the words of programs."""
+    word = str(node.target).split(".")[1]
+    if word == "axis_index":
+        return Op(node.name, INDEX, args[1:], (), outputs)
+    if word == "axis_chunk":
+        return Op(node.name, CHUNK, args, (), outputs, roots.get(args[0].name, args[0].name))
+    if word == "wait":
+        return Op(node.name, WAIT, args, (), outputs, args[0].name)
+    return Op(node.name, f"comm.{word}", args, (), outputs)
+
+
+def _arg(value: Any, names: Mapping[torch.fx.Node, str], node: torch.fx.Node) -> Arg:
+    if isinstance(value, torch.fx.Node):
+        return Ref(names[value])
+    if isinstance(value, (tuple, list)):
+        return tuple(_arg(item, names, node) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return Const("dtype", dtype_name(value))
+    if isinstance(value, torch.device):
+        # Plans are free of any machine: "job" stands for the device on which the rank computes.
+        return Const("device", "job")
+    if isinstance(value, torch.layout):
+        return Const("layout", str(value).removeprefix("torch."))
+    if isinstance(value, torch.memory_format):
+        return Const("memory_format", str(value).removeprefix("torch."))
+    if isinstance(value, torch.SymInt):
+        raise CaptureError("an op's argument depends on data; shapes must be known")
+    raise CaptureError(f"cannot write down the argument {value!r} of {node.target}")
+
+
+def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
+    found: Any = module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    tensor = torch_adapter.constant_value(found) if isinstance(found, torch.Tensor) else None
+    if tensor is None:
+        raise CaptureError("the model's code holds a constant whose elements are not known")
+    return Constant(str(node.target), spec_of(tensor), tuple(tensor.flatten().tolist()))
+
+
+def _flops(node: torch.fx.Node) -> int:
+    """Floating-point operations by PyTorch's formulas; its attention formula serves all attention ops."""
+    assert torch_adapter.is_dispatched(node.target)
+    packet = node.target.overloadpacket
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            found = value.meta.get("val")
+            return found.shape if isinstance(found, torch.Tensor) else found
+        return value
+
+    name = packet.__name__
+    if packet in flop_registry:
+        kwargs = {key: shape(value) for key, value in node.kwargs.items()}
+        out = node.meta["val"]
+        out_shape = (
+            tuple(o.shape if isinstance(o, torch.Tensor) else None for o in out)
+            if isinstance(out, (tuple, list))
+            else out.shape
+        )
+        raw = getattr(flop_registry[packet], "_get_raw", False)
+        if not raw:
+            shapes = [shape(a) for a in node.args]
+            formula = getattr(flop_registry[packet], "__wrapped__", flop_registry[packet])
+            return int(formula(*shapes, out_shape=out_shape, **kwargs))
+    if "scaled_dot_product" in name:
+        shapes = [s for s in map(shape, node.args) if isinstance(s, torch.Size) and len(s) == 4]
+        if name.endswith("backward"):
+            return int(sdpa_backward_flop_count(*shapes[:4]))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop_count(*shapes[:3]))  # type: ignore[no-untyped-call]
+    return 0
