@@ -6,6 +6,8 @@ the next stage, gradients to the one before. Op times are the phase's time, halv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Costs, Link, Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
@@ -19,7 +21,6 @@ WEIGHT = TensorSpec((512, 512), "float32")
 def make_job(stages: int, microbatches: int, activation: TensorSpec = ACTIVATION) -> Job:
     """A chain of `stages`, each with one parameter; stage 0 reads the batch, the last makes the loss."""
     made: list[Stage] = []
-    edges: list[Edge] = []
     parameters: list[Parameter] = []
     last = stages - 1
     for s in range(stages):
@@ -36,20 +37,34 @@ def make_job(stages: int, microbatches: int, activation: TensorSpec = ACTIVATION
         weight = (op(f"p{s}", f"g{s}", source), op(f"dw{s}", f"p{s}", spec=WEIGHT))
         made.append(Stage(s, {Phase.F: forward, Phase.I: into, Phase.W: weight}))
         parameters.append(Parameter(f"w{s}", WEIGHT, (s,), ((s, Phase.W, f"dw{s}"),), f"w{s}"))
-    for s in range(last):
-        edges.append(Edge(len(edges), f"y{s}", s, Phase.F, s + 1, Phase.F, activation))
-    for s in range(1, stages):
-        edges.append(Edge(len(edges), f"dx{s}", s, Phase.I, s - 1, Phase.I, activation))
+    return chain("synthetic", microbatches, made, parameters, activation)
+
+
+def chain(
+    name: str,
+    microbatches: int,
+    stages: Sequence[Stage],
+    parameters: Sequence[Parameter],
+    activation: TensorSpec,
+    axes: tuple[tuple[str, int], ...] = (),
+) -> Job:
+    """A job of stages that hand `y{stage}` forward and `dx{stage}` backward; the last makes `loss`."""
+    last = len(stages) - 1
+    edges = [Edge(s, f"y{s}", s, Phase.F, s + 1, Phase.F, activation) for s in range(last)]
+    edges += [
+        Edge(last + s - 1, f"dx{s}", s, Phase.I, s - 1, Phase.I, activation) for s in range(1, last + 1)
+    ]
     return Job(
-        name="synthetic",
+        name=name,
         microbatches=microbatches,
-        stages=tuple(made),
+        stages=tuple(stages),
         edges=tuple(edges),
         parameters=tuple(parameters),
         buffers=(),
         constants=(),
         batch=(("x", activation),),
         loss=(last, "loss"),
+        axes=axes,
     )
 
 

@@ -16,11 +16,11 @@ from itertools import pairwise
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.curve import Curve
 from stretto.ir.plan import CollectiveCost, Costs, Item, ItemKind, Link, Plan, Window
-from stretto.ir.program import Arg, Edge, Job, Op, Parameter, Ref, Shard, Stage, TensorSpec
+from stretto.ir.program import Arg, Job, Op, OverlapMode, Parameter, Ref, Shard, Stage, TensorSpec
 from stretto.schedule.lower import lower
 from stretto.schedule.sums import make_sums
+from tests.synthetic import ACTIVATION, chain
 
-ACTIVATION = TensorSpec((256, 512), "float32")
 WEIGHT = TensorSpec((512, 256), "float32")
 NORM = TensorSpec((512,), "float32")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -69,21 +69,7 @@ def make_comm_job(
             parameters.append(Parameter(name, WEIGHT, (s,), grads, tie, shards=shards))
         partial = ("tp",) if size > 1 else ()
         parameters.append(Parameter(f"n{s}", NORM, (s,), ((s, Phase.W, f"dn{s}"),), f"n{s}", partial=partial))
-    edges = [Edge(s, f"y{s}", s, Phase.F, s + 1, Phase.F, ACTIVATION) for s in range(last)]
-    for s in range(1, stages):
-        edges.append(Edge(len(edges), f"dx{s}", s, Phase.I, s - 1, Phase.I, ACTIVATION))
-    return Job(
-        name="synthetic with collectives",
-        microbatches=microbatches,
-        stages=tuple(made),
-        edges=tuple(edges),
-        parameters=tuple(parameters),
-        buffers=(),
-        constants=(),
-        batch=(("x", ACTIVATION),),
-        loss=(last, "loss"),
-        axes=axes,
-    )
+    return chain("synthetic with collectives", microbatches, made, parameters, ACTIVATION, axes)
 
 
 class _Stage:
@@ -152,11 +138,18 @@ def make_comm_costs(
     return Costs(times, {}, link, 0.0, "made up", collectives, shared)
 
 
-def plan_with(job: Job, schedule: Schedule, costs: Costs, *, overlap: bool = True) -> Plan:
+def plan_with(job: Job, schedule: Schedule, costs: Costs, *, overlap: OverlapMode = "local") -> Plan:
     """Lower `schedule` onto `job`, with buckets."""
     windows, orders, communicators = lower(job, schedule, overlap=overlap)
     return Plan(
-        job, schedule, windows, orders, communicators, costs, buckets=make_sums(job, schedule).buckets
+        job,
+        schedule,
+        windows,
+        orders,
+        communicators,
+        costs,
+        buckets=make_sums(job, schedule).buckets,
+        overlap=overlap,
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.capture import capture
+    from stretto.check import Check, check
     from stretto.config import Parallel
     from stretto.cost import Cluster
     from stretto.errors import CaptureError, PlanError, RunError, StrettoError, UsageError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from stretto.ir.timeline import Timeline
     from stretto.planning import plan
     from stretto.runtime import Runner, run_threads
+    from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.simulate import simulate
     from stretto.verify import verify
 
@@ -32,19 +34,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "Check",
     "Cluster",
     "Job",
     "Parallel",
     "Plan",
     "PlanError",
+    "Rehearsal",
     "RunError",
     "Runner",
     "StrettoError",
     "Timeline",
     "UsageError",
     "capture",
+    "check",
     "load_plan",
     "plan",
+    "rehearse",
     "run_threads",
     "simulate",
     "verify",
@@ -52,11 +58,13 @@ __all__ = [
 
 _HOMES = {
     "CaptureError": "stretto.errors",
+    "Check": "stretto.check",
     "Cluster": "stretto.cost",
     "Job": "stretto.ir.program",
     "Parallel": "stretto.config",
     "Plan": "stretto.ir.plan",
     "PlanError": "stretto.errors",
+    "Rehearsal": "stretto.runtime.rehearse",
     "RunError": "stretto.errors",
     "Runner": "stretto.runtime",
     "StrettoError": "stretto.errors",
@@ -64,10 +72,11 @@ _HOMES = {
     "UsageError": "stretto.errors",
     "load_plan": "stretto.ir.serialize",
     "plan": "stretto.planning",
+    "rehearse": "stretto.runtime.rehearse",
     "run_threads": "stretto.runtime",
 }
 
-_WITH_SAVERS = ("Runner", "Timeline", "run_threads", "simulate")
+_WITH_SAVERS = ("Runner", "Timeline", "rehearse", "run_threads", "simulate")
 """Names that lead to timelines: `stretto.report` teaches those to save themselves."""
 
 
@@ -84,13 +93,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _function_of_package(name: str) -> property:
-    """`stretto.capture` is the function, although a package has the same name: importing the package binds
-    it to this attribute, which is let pass without effect."""
+    """`stretto.capture` is the function, although a package (or module) has the same name: importing that
+    binds it to this attribute, which is let pass without effect."""
     return property(lambda _self: _load(name, f"stretto.{name}"), lambda _self, _package: None)
 
 
 class _Face(ModuleType):
     capture = _function_of_package("capture")
+    check = _function_of_package("check")
     simulate = _function_of_package("simulate")
     verify = _function_of_package("verify")
 

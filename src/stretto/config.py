@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from stretto.errors import UsageError
 from stretto.settings_file import read_settings, refusal
@@ -93,6 +93,20 @@ class DataSettings(Settings):
     """Decides the order in which sequences are visited."""
 
 
+RECOMPUTE = ("none", "selective", "full", "gathers")
+"""Words for what the backward computes again; a number is a limit of memory."""
+
+
+def _recompute(given: Any) -> str | int:
+    """A word, or a limit: one message for both."""
+    if given in RECOMPUTE and isinstance(given, str):
+        return str(given)
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    words = ", ".join(repr(word) for word in RECOMPUTE)
+    raise ValueError(f"{given!r} is neither {words} nor a number of bytes that a rank may hold")
+
+
 class ParallelSettings(Settings):
     """How the model and the batch are spread over ranks."""
 
@@ -116,6 +130,18 @@ class ParallelSettings(Settings):
     """Where the model is cut: "auto", or the modules that begin a new stage, such as ["blocks.4"]."""
     max_live: int | None = Field(default=None, ge=1)
     """The most microbatches whose activations a rank keeps at once; without it, the family's own limit."""
+    overlap: Literal["off", "local", "window"] = "window"
+    """What hides communication: "off" waits for each at once (the baseline), "local" orders the ops within an
+    action, "window" also those of one microbatch's forward with another's backward, where that is faster."""
+    split_ops: bool = False
+    """Whether products and the collectives of their results are cut in parts where that is predicted to be
+    faster. Parts may be rounded otherwise than the whole."""
+    skip_passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of passes over the captured graph to leave out (`stretto.passes`), to find what one does."""
+    recompute: Annotated[str | int, PlainValidator(_recompute)] = "none"
+    """What the backward computes again instead of keeping it: "none", "selective" (what is cheap for the
+    memory that it saves), "full" (all but the inputs of the model's blocks), "gathers" (what sequence
+    parallelism gathers), or the most bytes that a rank may hold, for which the planner chooses."""
 
     @property
     def world(self) -> int:
@@ -271,6 +297,8 @@ class TrainSettings(Settings):
     """How the learning rate changes."""
     precision: Literal["float32", "bf16"] = "float32"
     """"bf16" computes in bfloat16; weights and the optimizer's state stay in float32."""
+    compile: Literal["inductor"] | None = None
+    """"inductor" compiles stretches of compute between communications; the first step waits for it."""
     training: TrainingSettings = TrainingSettings()
     """How long to train."""
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -1,11 +1,12 @@
 """Planning: from a job and costs to a proved plan with its prediction.
 
-1. The schedule: a family's order, or the user's CSV.
-2. Lowering: windows, orders, communicators.
-3. A first simulation tells when every message has left; then sends are waited for a while after
+1. The schedule: a family's order, or the user's CSV; then what the backward computes again.
+2. Lowering, in several ways that overlap more or less (`stretto.candidates`): windows, orders, communicators.
+3. A first simulation of each tells which is fastest; that one goes on, the next if it is refused.
+4. The simulation also tells when every message has left; then sends are waited for a while after
    that, so that buffers do not pile up and no wait stands in the way.
-4. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
-5. Prediction: step time, exposed communication, bubble, memory, bound.
+5. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
+6. Prediction: step time, exposed communication, bubble, memory, bound.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from stretto.candidates import Candidate, candidates, why_less
 from stretto.cost.cluster import Description, costs_of, describe, memory_limit
-from stretto.errors import UsageError
+from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.plan import Costs, InstructionKind, Plan
-from stretto.ir.program import Job
+from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.passes.split_ops import split_for_overlap
+from stretto.recomputed import recomputed
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.lower import Message, lower
-from stretto.schedule.sums import make_sums
+from stretto.schedule.order.policies import DEFAULT, policy_of
 from stretto.schedule.timing import peak_live
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
@@ -32,6 +36,10 @@ from stretto.verify import verify
 SENT_MARGIN = 2.0
 """A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
 a message that is twice as slow as predicted still does not hold up its sender."""
+
+CLEAR = 0.97
+"""A candidate that takes at most this share of the baseline's time over a shorter step does so over the whole
+one. Assumed."""
 
 
 def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Schedule:
@@ -85,28 +93,103 @@ def make_plan(
     costs: Costs,
     *,
     schedule: str | Schedule | None = None,
-    overlap: bool = True,
+    overlap: OverlapMode | None = None,
+    order: str = DEFAULT,
     max_bytes: int | None = None,
 ) -> Plan:
-    """Plan the job: order, lower, prove, predict.
+    """Plan the job: schedule, lower, overlap, prove, predict. overlap, order: as in `plan`.
+
+    With `job.split_ops` the job is also planned with products cut (`stretto.passes.split_ops`), and the
+    faster of the two plans is taken.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
-    order = choose_schedule(job, schedule=schedule)
+    made = _planned(job, costs, schedule, overlap, order, max_bytes)
+    cut, cut_costs = split_for_overlap(job, costs) if job.split_ops and job.trains else (job, costs)
+    if cut is job:
+        return made
+    try:
+        other = _planned(cut, cut_costs, schedule, overlap, order, max_bytes)
+    except PlanError:
+        return made  # more buffers than may be held
+    assert made.prediction is not None
+    assert other.prediction is not None
+    return other if other.prediction.step_us < made.prediction.step_us else made
+
+
+def _planned(
+    job: Job,
+    costs: Costs,
+    schedule: str | Schedule | None,
+    overlap: OverlapMode | None,
+    order: str,
+    max_bytes: int | None,
+) -> Plan:
+    """`make_plan` of the ops as they are."""
+    asked = _overlap_mode(job.overlap if overlap is None else overlap)
+    policy_of(order)  # an unknown name is told even where there is nothing to order
+    chosen = choose_schedule(job, schedule=schedule)
     if job.trains:
-        verify(order)  # on its own, so that a schedule's faults are told in a schedule's words
-    windows, orders, communicators = lower(job, order, overlap=overlap)
-    draft = Plan(job, order, windows, orders, communicators, costs, buckets=make_sums(job, order).buckets)
-    if overlap and any(i.kind is InstructionKind.SENT for instructions in orders for i in instructions):
+        verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
+    job, costs, max_bytes = recomputed(
+        job, costs, chosen, max_bytes, lambda made, priced: _peaks(made, priced, chosen, asked)
+    )
+    found, missing = candidates(job, costs, chosen, asked, order)
+    refused: PlanError | None = None
+    for candidate in found:
+        try:
+            made = _finished(candidate, max_bytes)
+        except PlanError as error:
+            refused = error if refused is None or candidate.overlap == "off" else refused
+            missing.append(f"{candidate.overlap} is refused: {error.faults[0]}")
+            continue
+        off = next((other for other in found if other.overlap == "off" and other is not candidate), None)
+        if off is None or not _slower(made, candidate, off):
+            return replace(made, overlap_why=why_less(asked, candidate, found, missing))
+    assert refused is not None
+    raise refused
+
+
+def _slower(made: Plan, candidate: Candidate, off: Candidate) -> bool:
+    """Whether the finished plan is slower than waiting at once, where the comparison was close."""
+    if candidate.step_us < CLEAR * off.step_us:
+        return False
+    assert made.prediction is not None
+    return simulate(off.make()).step_us < made.prediction.step_us
+
+
+def _peaks(job: Job, costs: Costs, schedule: Schedule, overlap: OverlapMode) -> tuple[int, ...]:
+    """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
+    pairs that hold more are refused."""
+    found, _ = candidates(job, costs, schedule, "off" if overlap == "off" else "local", "captured")
+    made = _finished(max(found, key=lambda one: one.overlap != "off"), None).prediction
+    assert made is not None
+    return made.peak_bytes
+
+
+def _overlap_mode(text: str) -> OverlapMode:
+    for mode in OVERLAP_MODES:
+        if text == mode:
+            return mode
+    raise UsageError(f"overlap is {text!r}; choose one of: {', '.join(OVERLAP_MODES)}")
+
+
+def _finished(candidate: Candidate, max_bytes: int | None) -> Plan:
+    """Steps 4 to 6 for a candidate. Raises PlanError for one that cannot work."""
+    draft = candidate.make()
+    sends = any(i.kind is InstructionKind.SENT for order in draft.orders for i in order)
+    if sends and draft.overlap != "off":
         placed = _sent_before(draft, simulate(draft))
-        windows, orders, communicators = lower(job, order, sent_before=placed)
+        _, orders, _ = lower(
+            draft.job, draft.schedule, overlap=draft.overlap, windows=draft.windows, sent_before=placed
+        )
         draft = replace(draft, orders=orders)
     verify(draft, max_bytes)
     return replace(draft, prediction=predict(draft))
 
 
 def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
-    """Step 3: message -> the sender's run before which its send is waited for."""
+    """Step 4: message -> the sender's run before which its send is waited for."""
     # A run is one or more spans: it may wait inside, and its parts have names of their own.
     runs = {
         (rank, str(action)): at
@@ -151,22 +234,27 @@ def plan(
     cluster: str | Description = "local",
     *,
     schedule: str | Schedule | None = None,
-    overlap: bool = True,
+    overlap: OverlapMode | None = None,
+    order: str = DEFAULT,
 ) -> Plan:
     """Plan a captured job for a cluster.
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
     stages, and all must call). A name (`h100x64`), a cluster file (.toml), a calibration (.json) or a
     `stretto.Cluster(...)` stands for one that is not at hand. schedule: a
-    family, the path of a CSV in PyTorch's format, or a Schedule; the job's own wish by default. overlap:
-    False waits for every message at once, the baseline against which overlap is measured.
+    family, the path of a CSV in PyTorch's format, or a Schedule; the job's own wish by default.
+    overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
+    "local" orders the ops within each action; "window" also joins forwards and backwards of different
+    microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
+    order: the policy that orders ops in windows: "improve", "list", "exact" (needs `ortools`), "captured", or
+    one of your own (`stretto.schedule.order.register`).
 
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
     """
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
-    order = choose_schedule(job, schedule=schedule)
+    chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
-    costs = costs_of(job, order, "local" if found is None else found)
-    return make_plan(job, costs, schedule=order, overlap=overlap, max_bytes=memory_limit(found))
+    costs = costs_of(job, chosen, "local" if found is None else found)
+    return make_plan(job, costs, schedule=chosen, overlap=overlap, order=order, max_bytes=memory_limit(found))

@@ -7,7 +7,8 @@ scatters, so that every kind occurs.
 from __future__ import annotations
 
 from stretto.ir.action import Phase
-from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Shard, Stage, TensorSpec
+from stretto.ir.program import Job, Op, Parameter, Ref, Shard, Stage, TensorSpec
+from tests.synthetic import chain
 
 
 def comm_job(
@@ -24,7 +25,7 @@ def comm_job(
     down_t = TensorSpec((hidden, 4 * hidden // tp), "float32", (1, hidden))
     x_t = TensorSpec((hidden, rows), "float32", (1, hidden))
     scalar = TensorSpec((), "float32")
-    made, edges, parameters = [], [], []
+    made, parameters = [], []
     last = stages - 1
 
     def mm(name: str, a: str, b: str, spec: TensorSpec, deep: int) -> Op:
@@ -80,19 +81,4 @@ def comm_job(
             shards = (Shard("tp", dim),) if tp > 1 else ()
             grads = ((s, Phase.W, f"{grad}{s}"),)
             parameters.append(Parameter(name, spec, (s,), grads, name, shards=shards))
-    for s in range(last):
-        edges.append(Edge(len(edges), f"y{s}", s, Phase.F, s + 1, Phase.F, x))
-    for s in range(1, stages):
-        edges.append(Edge(len(edges), f"dx{s}", s, Phase.I, s - 1, Phase.I, x))
-    return Job(
-        name="comm",
-        microbatches=microbatches,
-        stages=tuple(made),
-        edges=tuple(edges),
-        parameters=tuple(parameters),
-        buffers=(),
-        constants=(),
-        batch=(("x", x),),
-        loss=(last, "loss"),
-        axes=axes,
-    )
+    return chain("comm", microbatches, made, parameters, x, axes)

@@ -31,7 +31,7 @@ def graph(*, users: tuple[Op, ...] = (), roots: tuple[str, ...] = (), kind: str 
         Op("y", "aten.relu.default", (Ref("cut"),), (), (TensorSpec((2, 2, 6), "float32"),)),
         *users,
     )
-    return Graph(found, frozenset(("y", *roots)))
+    return Graph(found, frozenset(("y", *roots, *(user.name for user in users))))
 
 
 def kinds(found: Graph) -> list[str]:

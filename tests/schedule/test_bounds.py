@@ -165,7 +165,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
     links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
     costs = Costs(op_us, links, Link(0, 1e9), draw(st.sampled_from([0.0, 15.0])), "drawn")
-    return plan_with(job, order, costs, overlap=draw(st.booleans()))
+    return plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
 
 
 @settings(max_examples=150, deadline=None)

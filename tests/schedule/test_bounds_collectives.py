@@ -156,7 +156,7 @@ def plans(draw: st.DrawFn) -> Plan:
     shared = draw(st.sampled_from([(), ("tp",), ("dp", "tp")]))
     action_us = draw(st.sampled_from([0.0, 15.0]))
     costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared)
-    plan = plan_with(job, order, costs, overlap=draw(st.booleans()))
+    plan = plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
     return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan
 
 

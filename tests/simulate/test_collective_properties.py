@@ -67,6 +67,7 @@ def test_collectives_that_cost_nothing_change_nothing(plan: Plan) -> None:
     stages = []
     for stage in plan.job.stages:
         programs = {}
+        starts = {op.name: op for ops in stage.ops.values() for op in ops if op.collective is not None}
         for phase, ops in stage.ops.items():
             replaced = []
             for op in ops:
@@ -74,7 +75,10 @@ def test_collectives_that_cost_nothing_change_nothing(plan: Plan) -> None:
                     op_us[stage.index, op.name] = 0.0
                     op = replace(op, target="aten.clone.default", args=op.args[:1])
                 elif op.target == "comm.wait":
-                    op = replace(op, target="aten.view.default")
+                    start = starts[op.uses[0]]
+                    # What is gathered or scattered is held until the wait; a sum has a copy.
+                    held = () if start.target == "comm.all_reduce" else start.args[:1]
+                    op = replace(op, target="aten.view.default", args=(*op.args, *held))
                 replaced.append(op)
             programs[phase] = tuple(replaced)
         stages.append(replace(stage, ops=programs))

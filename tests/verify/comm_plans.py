@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import Job, Op, OverlapMode, Ref, Stage, TensorSpec
 from stretto.schedule.families import FAMILIES, make_schedule
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 
@@ -54,7 +54,7 @@ def comm_job(
     return replace(job, stages=(*job.stages[:last], ended), parameters=tuple(parameters))
 
 
-def comm_plan(family: str, job: Job, *, overlap: bool = True) -> Plan:
+def comm_plan(family: str, job: Job, *, overlap: OverlapMode = "local") -> Plan:
     """The job, lowered in a family's order."""
     schedule = make_schedule(family, len(job.stages), job.microbatches)
     return plan_with(job, schedule, make_comm_costs(job), overlap=overlap)
@@ -76,4 +76,5 @@ def comm_plans(draw: st.DrawFn) -> Plan:
         sequence=draw(st.booleans()),
         tied=draw(st.booleans()),
     )
-    return comm_plan(draw(st.sampled_from(sorted(FAMILIES))), job, overlap=draw(st.booleans()))
+    mode: OverlapMode = draw(st.sampled_from(["off", "local"]))
+    return comm_plan(draw(st.sampled_from(sorted(FAMILIES))), job, overlap=mode)

@@ -270,6 +270,6 @@ def test_tied_gradients_start_in_one_order() -> None:
         1, "reduce w0; run 1B:0; run 1B:1; reduce w1; ", "run 1B:0; run 1B:1; reduce w1; reduce w0; "
     )(both)
     assert [str(fault) for fault in plan_faults(swapped)] == [
-        "rank 1, reduce w1: starts before `reduce w0`, but rank 0 starts `reduce w0` first. "
-        "Start tied gradients in the same order on all ranks"
+        "rank 1, reduce w1: starts before `reduce w0`, but rank 0 starts `reduce w0` first: the order here "
+        "is w1, w0, that of rank 0 is w0, w1. Start tied gradients in the same order on all ranks"
     ]

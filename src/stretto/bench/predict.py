@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import stretto
 from stretto.ir.plan import Plan
+from stretto.ir.program import OverlapMode
 from stretto.ir.serialize import plan_to_text
 from stretto.ir.timeline import SpanKind
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
@@ -50,13 +51,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One place of the grid. rate: as `tc` writes it, or "unlimited"."""
+    """One place of the grid. rate: as `tc` writes it, or "unlimited"; overlap: as in `stretto.plan`."""
 
     shape: Shape
     pp: int
     tp: int
     rate: str
     sequence_parallel: bool = False
+    overlap: OverlapMode = "window"
 
     @property
     def world(self) -> int:
@@ -109,13 +111,16 @@ RATES = ("50mbit", "100mbit", "200mbit", "1gbit", "unlimited")
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 
 
-def grid(shapes: tuple[Shape, ...] = SHAPES, rates: tuple[str, ...] = RATES) -> list[Cell]:
+def grid(
+    shapes: tuple[Shape, ...] = SHAPES, rates: tuple[str, ...] = RATES, overlap: OverlapMode = "window"
+) -> list[Cell]:
     """All cells; one rank alone has no network, and one rate. Every other shape has sequence parallelism."""
     cells = []
     for pp, tp in LAYOUTS:
         for rate in rates if pp * tp > 1 else ("unlimited",):
             for number, shape in enumerate(shapes):
-                cells.append(Cell(shape, pp, tp, rate, sequence_parallel=tp > 1 and number % 2 == 1))
+                sp = tp > 1 and number % 2 == 1
+                cells.append(Cell(shape, pp, tp, rate, sequence_parallel=sp, overlap=overlap))
     return cells
 
 
@@ -142,6 +147,7 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
         sequence_parallel=cell.sequence_parallel,
         microbatches=shape.microbatches,
         schedule="1f1b",
+        overlap=cell.overlap,
     )
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
     plan = stretto.plan(job, "local")

@@ -25,7 +25,7 @@ from stretto.ir.serialize import load_plan
 from stretto.lab import Lab
 from stretto.lab.rates import parse_rate
 
-CALIBRATED_SHAPES = ("wide", "deep")
+CALIBRATED_SHAPES = ("deep", "long")
 CALIBRATED_RATES = ("100mbit", "1gbit", "unlimited")
 """Cells of these shapes at these rates price the others; no other cell's costs are used for that."""
 
@@ -53,6 +53,7 @@ def run_grid(cells: Sequence[Cell], rounds: int, folder: Path, say: Callable[[st
     return {
         "setup": {
             "rounds": rounds,
+            "overlap": cells[0].overlap,
             "cores": CORES,
             "torch": torch.__version__,
             "calibrated_shapes": list(CALIBRATED_SHAPES),

@@ -37,15 +37,17 @@ def race(
     *,
     after: Callable[[str], None] | None = None,
     say: Callable[[str], None] | None = None,
+    warm_ups: int = WARM_UPS,
 ) -> dict[str, Times]:
     """Time one step of each system, `rounds` times in turn. Every rank calls it with equal names in order.
 
-    after(name): called after each counted turn, outside the clock. say: told of progress.
+    after(name): called after each counted turn, outside the clock. say: told of progress. warm_ups: turns of
+    each system that do not count.
     """
     names = list(systems)
     found: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
-        for _ in range(WARM_UPS):
+        for _ in range(warm_ups):
             _turn(systems[name])
     for number in range(rounds):
         shift = number % len(names)

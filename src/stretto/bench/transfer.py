@@ -4,7 +4,8 @@
    up, others lie between ops of the same kind with less and more work (`stretto.cost.priced`).
 2. Links and collectives at the cell's rate lie between those of the calibrated rates
    (`stretto.cost.at_rate`).
-3. The cell's job is planned with these costs; nothing that was measured in the cell is used.
+3. The cell's plan, the very order that ran, is simulated with these costs; nothing that was measured in the
+   cell is used.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from stretto.cost.priced import priced_ops
 from stretto.cost.roofline import sizes_of, specs_of, traffic_bytes
 from stretto.ir.curve import Curve
 from stretto.ir.plan import CollectiveCost, Costs, Plan
-from stretto.planning import make_plan
+from stretto.simulate import predict
 
 
 def transferred(plan: Plan, rate: float, known: Mapping[float, Iterable[Plan]]) -> Plan:
-    """The plan of the same job and schedule with costs from other plans.
+    """The same plan with costs from other plans, and what they predict.
 
     rate: of the cell, in bits per second, `inf` for no limit. known: rate -> plans of calibrated cells of the
     same layout.
@@ -35,7 +36,8 @@ def transferred(plan: Plan, rate: float, known: Mapping[float, Iterable[Plan]]) 
     merged = {r: _merged([p.costs for p in found]) for r, found in plans.items()}
     costs = merged[rate] if rate in merged else costs_at_rate(merged, rate)
     costs = replace(costs, op_us=times, shared=plan.costs.shared, source=f"transferred: {costs.source}")
-    return make_plan(plan.job, costs, schedule=plan.schedule)
+    made = replace(plan, costs=costs)
+    return replace(made, prediction=predict(made))
 
 
 def calibration_of(plans: Iterable[Plan]) -> Calibration:

@@ -70,13 +70,21 @@ def capture(
         device=device,
         tensor=tensor,
         equal_layers=equal_layers,
+        skip_passes=parallel.skip_passes,
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     count = stages or named or parallel.pp
     placement = split(traced, count, parallel.split)
     job = cut(traced, placement, count, parallel.microbatches)
     return replace(
-        job, schedule=parallel.schedule, max_live=parallel.max_live, pp=parallel.pp, axes=parallel.axes
+        job,
+        schedule=parallel.schedule,
+        max_live=parallel.max_live,
+        pp=parallel.pp,
+        axes=parallel.axes,
+        overlap=parallel.overlap,
+        recompute=parallel.recompute,
+        split_ops=parallel.split_ops,
     )
 
 

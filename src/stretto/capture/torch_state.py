@@ -78,6 +78,7 @@ def _checkpoints_told() -> Iterator[None]:
             warnings.warn(
                 "the model asks for activation checkpointing (torch.utils.checkpoint), which has no effect: "
                 "activations are kept from the forward to the backward, and the plan's peak memory counts "
-                "them. Limit them with max_live, more stages or smaller microbatches",
+                "them. Give recompute='full', 'selective' or a limit to Parallel (parallel.recompute in "
+                "a settings file) instead",
                 stacklevel=2,
             )

@@ -3,7 +3,7 @@
     1. The model's parameters and buffers, and one microbatch, become fake tensors (no storage, no device).
     2. Forward, loss and backward are exported as one functional graph of dispatcher calls.
     3. Every node becomes an `Op`; what it means (parameter, gradient, buffer update, loss) goes beside it.
-    4. Passes improve the graph; ops that nothing needs are dropped.
+    4. Passes improve the graph (`stretto.passes`).
 
 The result knows no stages: `stretto.capture.split` chooses them, `stretto.capture.stages` cuts.
 """
@@ -11,7 +11,7 @@ The result knows no stages: `stretto.capture.split` chooses them, `stretto.captu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,8 +29,10 @@ from stretto.capture.explain import explain
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Shard, TensorSpec
-from stretto.parallelize.tensor import TensorParallel, local_shape, spread
-from stretto.passes import Graph, run_passes
+from stretto.parallelize.parts import local_shape
+from stretto.parallelize.spread import spread
+from stretto.parallelize.tensor import TensorParallel
+from stretto.passes import Graph, check_names, run_passes
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +72,7 @@ def trace(
     device: torch.device | str | None = None,
     tensor: TensorParallel | None = None,
     equal_layers: bool = True,
+    skip_passes: Collection[str] = (),
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
@@ -78,11 +81,13 @@ def trace(
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
     "cuda" there need not be one here (`absent_cuda` says what is chosen then). tensor: trace one rank's part
     of a model that is spread so; None traces the whole. equal_layers: whether layers that are equal are
-    traced twice and repeated (`repeat`); False traces every layer, for the same result.
+    traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
+    passes to leave out.
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
-    attempt = partial(_trace, model, batch, loss, microbatches, param_dtype, device, tensor)
+    check_names(skip_passes)
+    attempt = partial(_trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes)
     if equal_layers:
         try:
             return attempt(repeats=True)
@@ -100,6 +105,7 @@ def _trace(
     param_dtype: torch.dtype | None,
     device: torch.device | str | None,
     tensor: TensorParallel | None,
+    skip_passes: Collection[str],
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
@@ -173,13 +179,16 @@ def _trace(
     step = Step(tuple(ops), gradients, kept)
     step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
     ops, gradients, kept = list(step.ops), dict(step.grads), dict(step.kept)
+    roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
+    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
+    ops, renamed = _passed(ops, roots, given, skip_passes)
     for key, value in gradients.items():
-        parameters[key] = (*parameters[key][:2], value)
+        now = value if value is None else renamed.get(value, value)
+        parameters[key] = (*parameters[key][:2], now)
+    kept = {what: renamed.get(value, value) for what, value in kept.items()}
     for key in buffers:
         buffers[key] = (buffers[key][0], kept.get(f"buffer/{key}"))
     loss_value = kept["loss"]
-    roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
-    ops = _live(_passed(_live(ops, roots), roots), roots)
     shards = {} if tensor is None else dict(tensor.shards)
     parts = partial_axes(ops, parameters, buffers, shards, loss_value) if tensor is not None else {}
     used = {name for traced in ops for name in traced.op.uses}
@@ -212,11 +221,17 @@ def _parts(model: nn.Module, tensor: TensorParallel | None) -> dict[int, tuple[i
     }
 
 
-def _passed(ops: list[TracedOp], roots: set[str]) -> list[TracedOp]:
-    """Step 4: after all passes; what a pass made stands where the op stood that it replaces."""
+def _passed(
+    ops: list[TracedOp], roots: set[str], given: Mapping[str, TensorSpec], skip: Collection[str]
+) -> tuple[list[TracedOp], Mapping[str, str]]:
+    """Step 4: after all passes, with what roots are called now. What a pass made stands where the op stood
+    that it replaces."""
     known = {traced.op.name: traced for traced in ops}
-    graph = run_passes(Graph(tuple(traced.op for traced in ops), frozenset(roots)))
-    return [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
+    backward = frozenset(name for name, traced in known.items() if traced.backward)
+    graph = Graph(tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given)
+    graph = run_passes(graph, skip)
+    made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
+    return made, graph.renamed
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -234,14 +249,3 @@ def _ties(model: nn.Module) -> dict[str, str]:
     """Parameter name -> the first name of the same tensor."""
     first: dict[int, str] = {}
     return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
-
-
-def _live(ops: list[TracedOp], roots: set[str]) -> list[TracedOp]:
-    """Step 4: ops from which a root can be reached, in order."""
-    needed = set(roots)
-    kept: list[TracedOp] = []
-    for traced in reversed(ops):
-        if traced.op.name in needed:
-            needed.update(traced.op.uses)
-            kept.append(traced)
-    return kept[::-1]

@@ -13,7 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stretto.cli.bench_compute import compute
 from stretto.errors import RunError, UsageError
+from stretto.ir.program import OVERLAP_MODES
 
 NOISY = 1.15
 """Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
@@ -22,6 +24,9 @@ machine of 2 cores: 1.03 to 1.08."""
 bench = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Race other systems; check the cost model."
 )
+
+
+bench.command()(compute)
 
 
 @bench.callback()
@@ -59,9 +64,64 @@ def pipeline(
 
 
 @bench.command()
+def tensor(
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Rates of the network, with commas between: 50mbit, unlimited; `balanced` is where "
+            "communication takes about as long as compute."
+        ),
+    ] = "balanced",
+    hidden: Annotated[str, typer.Option(help="Hidden sizes of the GPTs: 1024, 2048.")] = "1024,2048",
+    pp: Annotated[str, typer.Option(help="Pipeline stages: 1, 2.")] = "1,2",
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Share the sequence between matrices too.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")] = 5,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """PyTorch's eager tensor parallelism against ours, with overlap off, local and window: tp = 2."""
+    from stretto.bench.tensor_race import BALANCED, SHAPES, races, run_races
+    from stretto.cli.bench_tensor import print_race
+    from stretto.lab.rates import parse_rate
+
+    if rounds < 3:
+        raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 3 rounds or more")
+    if json_out is not None and not json_out.parent.is_dir():
+        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    rates = [word.strip() for word in rate.split(",")]
+    for word in rates:
+        if word != BALANCED:
+            parse_rate(word)  # before the first lab is up
+    setups = races(
+        rates,
+        _numbers("--hidden", hidden, tuple(SHAPES)),
+        _numbers("--pp", pp, (1, 2)),
+        sequence_parallel=sequence_parallel,
+        rounds=rounds,
+    )
+    result = run_races(setups, Console(stderr=True).print)
+    for race in result["races"]:
+        print_race(race)
+    if json_out is not None:
+        json_out.write_text(json.dumps(result, indent=1) + "\n")
+        Console(stderr=True).print(f"wrote {json_out}")
+
+
+def _numbers(option: str, text: str, known: tuple[int, ...]) -> list[int]:
+    """Numbers with commas between, of those that are known."""
+    words = [word.strip() for word in text.split(",")]
+    wrong = [word for word in words if word not in map(str, known)]
+    if wrong:
+        raise UsageError(f"{option} {text}: {wrong[0]!r} is none of {', '.join(map(str, known))}")
+    return [int(word) for word in words]
+
+
+@bench.command()
 def predict(
     rounds: Annotated[int, typer.Option(help="Counted steps of each cell.")] = 7,
     rates: Annotated[str, typer.Option(help="Rates of the network, with commas between.")] = "",
+    overlap: Annotated[str, typer.Option(help="off, local or window, as in a plan.")] = "window",
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
@@ -75,7 +135,9 @@ def predict(
     chosen = tuple(rate.strip() for rate in rates.split(",")) if rates else RATES
     for rate in chosen:
         bits_per_s(rate)  # before the first lab is up
-    cells = grid(SHAPES, chosen)
+    if overlap not in OVERLAP_MODES:
+        raise UsageError(f"--overlap {overlap}: choose one of {', '.join(OVERLAP_MODES)}")
+    cells = grid(SHAPES, chosen, overlap)
     progress = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         result = run_grid(cells, rounds, Path(folder), progress.print)

@@ -19,8 +19,14 @@ COMMANDS = {
     # name: (module, attribute, one line of help)
     "train": ("stretto.cli.train", "train", "Train a model as a settings file says."),
     "plan": ("stretto.cli.plan", "plan", "Plan a training step and save the plan."),
+    "check": ("stretto.cli.check", "check", "Compare one step with the plain model's, in this process."),
     "verify": ("stretto.cli.verify", "verify", "Prove a plan or a schedule free of faults."),
     "simulate": ("stretto.cli.simulate", "simulate", "Walk a plan with no device and say how long it takes."),
+    "rehearse": (
+        "stretto.cli.rehearse",
+        "rehearse",
+        "Run one rank of a plan alone, its communication emulated.",
+    ),
     "schedule": ("stretto.cli.schedule", "schedule", "Print, draw or time a schedule."),
     "calibrate": (
         "stretto.cli.calibrate",

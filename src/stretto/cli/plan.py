@@ -37,10 +37,22 @@ def run(
             "calibration (.json) stands for another."
         ),
     ] = "local",
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            help='What hides communication: "off", "local" or "window"; parallel.overlap of the settings '
+            "without it."
+        ),
+    ] = None,
+    order: Annotated[
+        str, typer.Option(help='How ops are ordered in windows: "improve", "list", "exact" or "captured".')
+    ] = "improve",
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it."""
-    settings = load_settings(config, list(changes or []))
-    made = make(settings, read_cluster(cluster))
+    wishes = list(changes or [])
+    if overlap is not None:
+        wishes.append(f"parallel.overlap={overlap}")
+    made = make(load_settings(config, wishes), read_cluster(cluster), order)
     if output is not None:
         try:
             made.save(output)
@@ -51,8 +63,11 @@ def run(
         typer.echo(f"wrote {output}")
 
 
-def make(settings: TrainSettings, cluster: str | Description) -> stretto.Plan:
-    """The plan of one training step. Raises UsageError, CaptureError and PlanError as its parts do."""
+def make(settings: TrainSettings, cluster: str | Description, order: str = "improve") -> stretto.Plan:
+    """The plan of one training step; order: the policy that orders ops in windows.
+
+    Raises UsageError, CaptureError and PlanError as its parts do.
+    """
     import torch
 
     from stretto.models.build import build_model, loss_function
@@ -69,7 +84,7 @@ def make(settings: TrainSettings, cluster: str | Description) -> stretto.Plan:
     # The catalogue's devices are accelerators: their kernels are captured, with none of them at hand.
     device = "cuda" if isinstance(cluster, Hardware) else None
     job = stretto.capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
-    return stretto.plan(job, cluster)
+    return stretto.plan(job, cluster, order=order)
 
 
 def read_cluster(cluster: str) -> str | Description:

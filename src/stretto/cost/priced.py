@@ -4,6 +4,7 @@ An op's time, the first that is known:
 
     measured      an op of the same signature
     traced        an op of the same name and shapes in a profiler's trace
+    fitted        a matrix product like others of its op, dtype and layout (`stretto.cost.matmul_fit`)
     interpolated  ops of the same target and dtype with less and with more work (arithmetic, or bytes where
                   there is none): the time between theirs, on logarithmic scales
     roofline      the best rates that any measured op reached, and the shortest time of one
@@ -23,6 +24,7 @@ from functools import cached_property
 
 from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming
 from stretto.cost.local_processes import scaled
+from stretto.cost.matmul_fit import MatmulFit
 from stretto.cost.op_cache import signature
 from stretto.cost.profiler_trace import trace_key
 from stretto.cost.roofline import ACTION_US, FREE, op_times, sizes_of, specs_of, traffic_bytes
@@ -42,7 +44,8 @@ NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A time and how it is known: `measured`, `traced`, `interpolated`, `roofline` or `free`."""
+    """A time and how it is known: `measured`, `traced`, `fitted`, `interpolated`, `roofline` or
+    `free`."""
 
     us: float
     how: str
@@ -66,6 +69,10 @@ class Pricer:
             family: sorted((work, math.exp(sum(map(math.log, us)) / len(us))) for work, us in times.items())
             for family, times in found.items()
         }
+
+    @cached_property
+    def _matmuls(self) -> MatmulFit:
+        return MatmulFit((key, timing.us) for key, timing in self.calibration.ops.items())
 
     @cached_property
     def _roof(self) -> tuple[float, float, float]:
@@ -92,6 +99,9 @@ class Pricer:
             us = self.calibration.traced.get(trace_key(op, specs))
             if us is not None:
                 return Priced(us, "traced")
+        us = self._matmuls.us(key)
+        if us is not None:
+            return Priced(us, "fitted")
         moved = traffic_bytes(op, sizes)
         us = _between(self._alike.get(_family(key), []), float(op.flops or moved))
         if us is not None:

@@ -12,7 +12,17 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.mesh import AXES
 from stretto.ir.op_text import decode_op, decode_spec, encode_float, encode_op
-from stretto.ir.program import Buffer, Constant, Edge, Job, Parameter, Shard, Stage
+from stretto.ir.program import (
+    OVERLAP_MODES,
+    Buffer,
+    Constant,
+    Edge,
+    Job,
+    OverlapMode,
+    Parameter,
+    Shard,
+    Stage,
+)
 from stretto.ir.reading import Cursor
 
 Made = tuple[int, Phase, str]
@@ -34,6 +44,9 @@ def encode_job(job: Job) -> dict[str, Any]:
         "schedule": job.schedule,
         "max_live": job.max_live,
         "pp": job.pp,
+        "overlap": job.overlap,
+        "recompute": job.recompute,
+        "split_ops": job.split_ops,
         "device": job.device,
         "axes": Line([list(axis) for axis in job.axes]),
         "fixed": [Line(list(leaf)) for leaf in job.fixed],
@@ -94,6 +107,9 @@ def decode_job(cursor: Cursor) -> Job:
             "schedule",
             "max_live",
             "pp",
+            "overlap",
+            "recompute",
+            "split_ops",
             "device",
             "axes",
             "fixed",
@@ -130,10 +146,26 @@ def decode_job(cursor: Cursor) -> Job:
         schedule=fields["schedule"].text(),
         max_live=None if fields["max_live"].value is None else fields["max_live"].integer(),
         pp=None if fields["pp"].value is None else fields["pp"].integer(),
+        overlap=decode_overlap(fields["overlap"]),
+        recompute=_decode_recompute(fields["recompute"]),
+        split_ops=fields["split_ops"].flag(),
         device=fields["device"].text(),
         fixed=tuple(fixed),
         axes=fields["axes"].sequence(_decode_axis),
     )
+
+
+def decode_overlap(cursor: Cursor) -> OverlapMode:
+    """An overlap mode."""
+    text = cursor.text()
+    for mode in OVERLAP_MODES:
+        if text == mode:
+            return mode
+    raise cursor.error(f"expected an overlap mode ({', '.join(OVERLAP_MODES)}), found {text!r}")
+
+
+def _decode_recompute(cursor: Cursor) -> str | int:
+    return cursor.text() if isinstance(cursor.value, str) else cursor.integer()
 
 
 def decode_phase(cursor: Cursor) -> Phase:

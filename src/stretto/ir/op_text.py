@@ -1,6 +1,6 @@
 """Ops as lines of JSON: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[16,32]"]`.
 
-A sixth element holds what differs from its default: alias, random, flops, module. Arguments:
+A sixth element holds what differs from its default: alias, random, flops, module, repeats. Arguments:
 
     %name            the value of that name
     'text            a string
@@ -21,7 +21,7 @@ from stretto.errors import StrettoError
 from stretto.ir.program import Arg, Const, Op, Ref, TensorSpec
 from stretto.ir.reading import SPECIAL_FLOATS, Cursor
 
-EXTRAS = ("alias", "random", "flops", "module")
+EXTRAS = ("alias", "random", "flops", "module", "repeats")
 
 
 def encode_float(value: float) -> float | str:
@@ -90,6 +90,8 @@ def encode_op(op: Op) -> list[Any]:
         extras["flops"] = op.flops
     if op.module:
         extras["module"] = op.module
+    if op.repeats:
+        extras["repeats"] = op.repeats
     return [*line, extras] if extras else line
 
 
@@ -113,6 +115,7 @@ def decode_op(cursor: Cursor) -> Op:
         random=extras["random"].flag() if "random" in extras else False,
         flops=extras["flops"].integer() if "flops" in extras else 0,
         module=extras["module"].text() if "module" in extras else "",
+        repeats=extras["repeats"].text() if "repeats" in extras else "",
     )
 
 

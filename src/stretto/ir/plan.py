@@ -30,10 +30,10 @@ from pathlib import Path
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.ir.program import Job
+from stretto.ir.program import Job, OverlapMode
 
-VERSION = 2
-"""Of the plan file. 2 has axes beside pp: collectives, shards, buckets."""
+VERSION = 3
+"""Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps."""
 
 
 class ItemKind(StrEnum):
@@ -240,7 +240,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk."""
+    """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk.
+
+    overlap: what hides communication in this plan; overlap_why: in words, when that is less than the job
+        wishes, or "".
+    """
 
     job: Job
     schedule: Schedule
@@ -250,6 +254,8 @@ class Plan:
     costs: Costs
     prediction: Prediction | None = None
     buckets: tuple[Bucket, ...] = ()
+    overlap: OverlapMode = "local"
+    overlap_why: str = ""
 
     @property
     def ranks(self) -> int:
@@ -288,6 +294,25 @@ class Plan:
         edge = self.job.edges[edge_index]
         return f"pp {self.rank_of(edge.source)}>{self.rank_of(edge.target)}"
 
+    @property
+    def again_us(self) -> tuple[float, ...]:
+        """By rank: time of a step's ops that compute again what the forward made."""
+        found = [0.0] * self.ranks
+        for stage in self.job.stages:
+            for op in (op for ops in stage.ops.values() for op in ops):
+                if op.repeats:
+                    us = self.costs.op_us[stage.index, op.name] * self.job.microbatches
+                    found[self.rank_of(stage.index)] += us
+        return tuple(found)
+
+    def _recompute(self) -> str:
+        """What was asked for, and what it costs."""
+        asked = self.job.recompute
+        wish = asked if isinstance(asked, str) else f"to hold at most {asked:,} bytes"
+        if not any(self.again_us):
+            return f"{wish}: nothing needs to be computed again"
+        return f"{wish}: {', '.join(f'{us / 1000:.1f}' for us in self.again_us)} ms of the compute by rank"
+
     def save(self, path: str | Path) -> None:
         """Write the plan file: readable, versioned; equal plans give equal bytes. Raises StrettoError."""
         from stretto.ir.serialize import save_plan  # here, because the file's text form reads this module
@@ -319,8 +344,10 @@ class Plan:
                 head,
                 f"  predicted step   {found.step_us / 1000:.1f} ms",
                 f"  compute by rank  {ms(found.compute_us)} ms",
+                *([f"  recompute        {self._recompute()}"] if self.job.recompute != "none" else []),
                 *(exposed or [f"  exposed by rank  {ms(found.exposed_us)} ms"]),
                 f"  hidden           {hidden or 'nothing is communicated'}",
+                f"  overlap          {self.overlap}" + (f": {self.overlap_why}" if self.overlap_why else ""),
                 f"  bubble by rank   {ms(found.bubble_us)} ms",
                 f"  peak by rank     {', '.join(f'{b / 2**20:.0f}' for b in found.peak_bytes)} MiB",
                 f"  lower bound      {found.bound_us / 1000:.1f} ms: {found.binds}",

@@ -30,7 +30,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from stretto.ir.action import Phase
 
@@ -140,6 +140,7 @@ class Op:
         which `getitem` ops take the parts (None for a part that is no tensor).
     alias: the value whose storage the result shares (a view), or None when the op allocates.
     random: the op draws from the generator; its draw depends on (seed, step, microbatch, name) alone.
+    repeats: the op of F that this one computes again for the backward; it draws the same numbers.
     flops: floating-point operations, 0 for ops that only move memory.
     module: the module whose code made the op; for people, and for splitting.
     """
@@ -153,6 +154,7 @@ class Op:
     random: bool = False
     flops: int = 0
     module: str = ""
+    repeats: str = ""
 
     @property
     def uses(self) -> tuple[str, ...]:
@@ -278,6 +280,12 @@ class Constant:
     data: tuple[float | int | bool, ...] = field(repr=False)
 
 
+OverlapMode = Literal["off", "local", "window"]
+"""What may hide communication: nothing, the ops of its own action, or those of another microbatch as well."""
+
+OVERLAP_MODES: tuple[OverlapMode, ...] = ("off", "local", "window")
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A captured training step, cut into stages: what one microbatch computes, and where.
@@ -285,8 +293,10 @@ class Job:
     batch: leaf name -> spec of one microbatch's leaf.
     loss: (stage, value) of the microbatch's mean loss.
     param_dtype: the dtype in which parameters are computed with, when it is not their own.
-    schedule, max_live, pp: what the user asked for (a family or a CSV file; a limit of live microbatches;
-        pipeline ranks, None for as many as the schedule has).
+    schedule, max_live, pp, recompute: what the user asked for (a family or a CSV file; a limit of live
+        microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes again,
+        `stretto.passes.recompute`).
+    split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
@@ -309,6 +319,9 @@ class Job:
     device: str = "cpu"
     fixed: tuple[tuple[str, str], ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
+    recompute: str | int = "none"
+    overlap: OverlapMode = "window"
+    split_ops: bool = False
 
     def size(self, axis: str) -> int:
         """The size of an axis beside pp."""

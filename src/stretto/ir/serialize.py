@@ -15,7 +15,7 @@ from typing import Any
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.action import Phase, Schedule, parse_slot
 from stretto.ir.cost_text import decode_costs, decode_prediction, encode_costs, encode_prediction
-from stretto.ir.job_text import Line, decode_job, encode_job
+from stretto.ir.job_text import Line, decode_job, decode_overlap, encode_job
 from stretto.ir.op_text import one_line
 from stretto.ir.plan import VERSION, Bucket, Communicator, Instruction, Item, Plan, Window
 from stretto.ir.reading import Cursor, read_json
@@ -30,6 +30,8 @@ def plan_to_text(plan: Plan) -> str:
         "format": FORMAT,
         "version": VERSION,
         "job": encode_job(plan.job),
+        "overlap": plan.overlap,
+        "overlap_why": plan.overlap_why,
         "schedule": _encode_schedule(plan.schedule),
         "windows": {name: _encode_window(plan.windows[name]) for name in sorted(plan.windows)},
         "orders": [[_written(i, Instruction.parse) for i in order] for order in plan.orders],
@@ -67,6 +69,8 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
             "format",
             "version",
             "job",
+            "overlap",
+            "overlap_why",
             "schedule",
             "windows",
             "orders",
@@ -86,6 +90,8 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
         costs=decode_costs(fields["costs"]),
         prediction=None if prediction.value is None else decode_prediction(prediction),
         buckets=fields["buckets"].sequence(_decode_bucket),
+        overlap=decode_overlap(fields["overlap"]),
+        overlap_why=fields["overlap_why"].text(),
     )
     for broken in broken_references(plan):
         raise UsageError(f"{where}: {broken}")

@@ -19,12 +19,15 @@ hold: *equal* values, and *parts* (a slice, or an addend of a sum).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 NAMESPACE = "stretto"
+
+OneToOne = Callable[[Tensor], Tensor]
 
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _library.define("all_reduce(Tensor x, str op, str axis, int size) -> Tensor")
@@ -130,96 +133,57 @@ def check_divides(n: int, size: int, axis: str, what: str) -> None:
         raise ValueError(f"{what} cannot be spread equally over {axis} = {size}: {n} is not a multiple of it")
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: str, size: int) -> Tensor:
-        ctx.axis, ctx.size = axis, size
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """A function and the one that its gradient goes through."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_reduce(grad, ctx.axis, ctx.size), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: str, size: int) -> Tensor:
-        return all_reduce(x, axis, size)
+    def forward(ctx: Any, x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None, None
+        return ctx.back(grad), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-        ctx.dim, ctx.axis, ctx.size = dim, axis, size
-        return all_gather(x, dim, axis, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return reduce_scatter(grad.contiguous(), ctx.dim, ctx.axis, ctx.size), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-        ctx.dim, ctx.axis, ctx.size = dim, axis, size
-        return reduce_scatter(x.contiguous(), dim, axis, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_gather(grad, ctx.dim, ctx.axis, ctx.size), None, None, None
-
-
-class _Chunk(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-        ctx.dim, ctx.axis, ctx.size = dim, axis, size
-        return own_chunk(x, dim, axis, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_gather(grad, ctx.dim, ctx.axis, ctx.size), None, None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-        ctx.dim, ctx.axis, ctx.size = dim, axis, size
-        return all_gather(x, dim, axis, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return own_chunk(grad, ctx.dim, ctx.axis, ctx.size), None, None, None
+def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
+    made: Tensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return made
 
 
 def copy(x: Tensor, axis: str, size: int) -> Tensor:
     """Equal values, from here on used in parts."""
-    return _Copy.apply(x, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _pair(x, lambda t: t.view_as(t), lambda grad: all_reduce(grad, axis, size))
 
 
 def reduce(x: Tensor, axis: str, size: int) -> Tensor:
     """Addends become their sum, equal on all ranks."""
-    return _Reduce.apply(x, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _pair(x, lambda t: all_reduce(t, axis, size), lambda grad: grad)
 
 
 def gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` become the whole, from here on used in parts."""
-    return _Gather.apply(x, dim, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _pair(
+        x,
+        lambda t: all_gather(t, dim, axis, size),
+        lambda grad: reduce_scatter(grad.contiguous(), dim, axis, size),
+    )
 
 
 def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Addends become slices of their sum along `dim`."""
-    return _Scatter.apply(x, dim, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _pair(
+        x,
+        lambda t: reduce_scatter(t.contiguous(), dim, axis, size),
+        lambda grad: all_gather(grad, dim, axis, size),
+    )
 
 
 def chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Equal values become slices along `dim`."""
-    return _Chunk.apply(x, dim, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _pair(x, lambda t: own_chunk(t, dim, axis, size), lambda grad: all_gather(grad, dim, axis, size))
 
 
 def collect(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` become the whole, equal on all ranks, and used equally."""
-    return _Collect.apply(x, dim, axis, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _pair(x, lambda t: all_gather(t, dim, axis, size), lambda grad: own_chunk(grad, dim, axis, size))

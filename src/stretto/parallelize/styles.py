@@ -41,6 +41,10 @@ KNOWN = (
     "replicated",
 )
 
+COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
+ROWWISE = ("rowwise", "rowwise_split_input")
+"""Styles of matrices whose output, or input, features are spread."""
+
 SYNONYMS = {
     "colwise_rep": "colwise_gather_output",
     "embedding_rowwise": "vocabulary",
@@ -127,13 +131,11 @@ def _plain(side: str, layouts: Any, allowed: tuple[Any, ...], where: str) -> Non
         )
 
 
-def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
-    """Module name -> style, for the modules that have one.
+def given_plan(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Pattern -> style as it was written: the user's plan, or with None the model's own, its attribute
+    `tp_plan` (own models; `transformers`), or a built-in one for its type.
 
-    given: the user's plan, or None for the model's own: its attribute `tp_plan` (own models; `transformers`),
-    or a built-in one for its type.
-
-    Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
+    Raises UsageError for a model without a plan.
     """
     plan: Mapping[str, Any] | None = given
     if plan is None:
@@ -145,6 +147,15 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
             f"{type(model).__name__} has no plan for tensor parallelism: give one, "
             'tp_plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}'
         )
+    return plan
+
+
+def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
+    """Module name -> style, for the modules that have one; given: as for `given_plan`.
+
+    Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
+    """
+    plan = given_plan(model, given)
     found: dict[str, Style] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():

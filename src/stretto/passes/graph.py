@@ -9,17 +9,25 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stretto.ir.program import Op
+from stretto.ir.program import Op, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """ops: in an order that can be run. roots: values that must keep their names (the loss, gradients,
-    updates). origin: for an op that a pass made, the captured op in whose place it stands."""
+    """ops: in an order that can be run. roots: values that the step is for (the loss, gradients, updates).
+
+    origin: for an op that a pass made, the captured op in whose place it stands.
+    backward: names of the captured ops that belong to the backward.
+    renamed: a captured root -> the value that it is now, where a pass found it to be equal to another.
+    given: specs of values that no op makes (parameters, leaves of the batch), as far as they are known.
+    """
 
     ops: tuple[Op, ...]
     roots: frozenset[str]
     origin: Mapping[str, str] = field(default_factory=dict)
+    backward: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     def users(self) -> dict[str, list[Op]]:
         """Value -> the ops that use it."""
@@ -28,3 +36,15 @@ class Graph:
             for name in op.uses:
                 found[name].append(op)
         return found
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Value -> spec, for what is given and for all values of ops that are one tensor."""
+        found = dict(self.given)
+        for op in self.ops:
+            if len(op.outputs) == 1 and op.outputs[0] is not None:
+                found[op.name] = op.outputs[0]
+        return found
+
+    def is_backward(self, name: str) -> bool:
+        """Whether an op belongs to the backward; one that a pass made, where what it replaces did."""
+        return self.origin.get(name, name) in self.backward

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from stretto.ir.program import CHUNK, WAIT, Const, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
+from stretto.passes.rewrite import dense_strides, rebuilt
 
 COPIES = ("aten.clone.default",)
 
@@ -27,7 +28,7 @@ def reduce_scatter_chunks(graph: Graph) -> Graph:
     users = graph.users()
     made: dict[str, list[Op]] = {}
     gone: set[str] = set()
-    origin = dict(graph.origin)
+    origin: dict[str, str] = {}
     for start in graph.ops:
         if start.target != "comm.all_reduce" or start.args[1] != "sum":
             continue
@@ -48,7 +49,7 @@ def reduce_scatter_chunks(graph: Graph) -> Graph:
     for op in graph.ops:
         if op.name not in gone:
             ops += made.get(op.name, [op])
-    return Graph(tuple(_rooted(ops)), graph.roots, origin)
+    return rebuilt(graph, ops, origin=origin)
 
 
 def _chunks(
@@ -88,7 +89,7 @@ def _scattered(start: Op, chunk: Op) -> Iterator[Op]:
         split = (*shape[:dim], size, part, *shape[dim + 1 :])
         order = (dim, *(d for d in range(len(split)) if d != dim))
         moved = tuple(split[d] for d in order)
-        strides = _strides(split)
+        strides = dense_strides(split)
         yield _op(
             f"{name}_split", "aten.view.default", (Ref(value), split), TensorSpec(split, dtype), module, value
         )
@@ -127,21 +128,3 @@ def _view(name: str, source: str, spec: TensorSpec | None, alias: str | None) ->
     assert spec is not None
     plain = TensorSpec(spec.shape, spec.dtype)
     return Op(name, "aten.view.default", (Ref(source), plain.shape), (), (plain,), alias)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides))
-
-
-def _rooted(ops: list[Op]) -> Iterator[Op]:
-    """Aliases name the value that owns the storage, through views of views."""
-    roots: dict[str, str] = {}
-    for op in ops:
-        if op.alias is not None:
-            owner = roots.get(op.alias, op.alias)
-            op = replace(op, alias=owner)
-            roots[op.name] = owner
-        yield op

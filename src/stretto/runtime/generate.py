@@ -9,14 +9,15 @@ The function's text is what it does, op by op; nothing is looked up while it run
     3. `wait` returns a received tensor; `send` starts a message right after its op. A communication of the
        program is started and waited for where its ops stand.
     4. Gradients, the loss and buffer updates go to the rank's state where they arise; updates of buffers
-       come last, so that every op of the window reads the microbatch's own version.
+       come last, so that every op of the window reads the microbatch's own version. A gradient that is a
+       matrix product is given as its two factors: the product is added where the gradient is kept.
     5. Values that later windows read go into the store.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ class Hooks(Protocol):
     def wait(self, edge: int, microbatch: int) -> torch.Tensor: ...
     def send(self, edge: int, microbatch: int, value: torch.Tensor) -> None: ...
     def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None: ...
+    def add_product(self, parameter: int, left: torch.Tensor, right: torch.Tensor) -> None: ...
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None: ...
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None: ...
     def draw(self, microbatch: int, op: int) -> None: ...
@@ -88,10 +90,12 @@ def generate(job: Job, window: Window, externals: Externals, *, timed: bool = Fa
 
     timed: the function tells `hooks.tick` after every item, so that the time of each op can be known.
     """
-    return _Writer(job, window, externals, timed).write()
+    return Writer(job, window, externals, timed).write()
 
 
-class _Writer:
+class Writer:
+    """Writes a window's function, item by item (`compiled_window` writes stretches of them)."""
+
     def __init__(self, job: Job, window: Window, externals: Externals, timed: bool) -> None:
         self.job = job
         self.timed = timed
@@ -122,33 +126,49 @@ class _Writer:
         parts = range(len(self.window.parts))
         arguments = ", ".join(f"batch{p}, store{p}, m{p}" for p in parts)
         last_item = self._last_uses()
-        for at, item in enumerate(self.window.items):
-            stage, phase = self.window.parts[item.part]
-            if item.kind is ItemKind.OP:
-                op = self.ops[stage, str(item.ref)]
-                self._call(item.part, op)
-                self._results(item.part, op, stage, phase)
-            elif item.kind is ItemKind.WAIT:
-                edge = self.job.edges[int(item.ref)]
-                self._line(f"{self._name(item.part, edge.value)} = hooks.wait({edge.index}, m{item.part})")
-                if self._later(stage, phase, edge.value):
-                    self._keep(item.part, edge.value)
-            else:
-                edge = self.job.edges[int(item.ref)]
-                value = self._name(item.part, edge.value)
-                self._line(f"hooks.send({edge.index}, m{item.part}, {value})")
-            if self.timed:
-                made = str(item.ref) if item.kind is ItemKind.OP else ""
-                self._line(f"hooks.tick({stage}, {made!r})")
-            done = [self.names[key] for key in last_item.get(at, ()) if key in self.names]
-            if done:
-                self._line(f"del {', '.join(done)}")
+        self.items(last_item)
         self._updates()
         body = "\n".join(f"    {line}" for line in self.lines) or "    pass"
         source = f"def run(hooks, {arguments}):\n{body}\n"
         scope: dict[str, Any] = dict(self.bound)
         exec(compile(source, f"<stretto window {self.window.name}>", "exec"), scope)
         return Generated(scope["run"], source, tuple(stage for stage, _ in self.window.parts))
+
+    def items(self, last_item: Mapping[int, list[tuple[int, str]]]) -> None:
+        """All items in order. last_item: item position -> values that are not used after it."""
+        for at in range(len(self.window.items)):
+            self.item(at)
+            self.delete(last_item.get(at, ()))
+
+    def item(self, at: int) -> None:
+        """One item: its op, wait or send."""
+        item = self.window.items[at]
+        stage, phase = self.window.parts[item.part]
+        if item.kind is ItemKind.OP:
+            op = self.ops[stage, str(item.ref)]
+            if self.is_product(op, stage, phase):
+                self.product(item.part, op, stage, phase)
+            else:
+                self.call(item.part, op)
+                self.keep_results(item.part, op, stage, phase)
+        elif item.kind is ItemKind.WAIT:
+            edge = self.job.edges[int(item.ref)]
+            self.line(f"{self.name(item.part, edge.value)} = hooks.wait({edge.index}, m{item.part})")
+            if self.later(stage, phase, edge.value):
+                self._keep(item.part, edge.value)
+        else:
+            edge = self.job.edges[int(item.ref)]
+            value = self.name(item.part, edge.value)
+            self.line(f"hooks.send({edge.index}, m{item.part}, {value})")
+        if self.timed:
+            made = str(item.ref) if item.kind is ItemKind.OP else ""
+            self.line(f"hooks.tick({stage}, {made!r})")
+
+    def delete(self, values: Iterable[tuple[int, str]]) -> None:
+        """Values that are not used any more."""
+        done = [self.names[key] for key in values if key in self.names]
+        if done:
+            self.line(f"del {', '.join(done)}")
 
     # What the window reads and when it reads it last.
 
@@ -180,23 +200,23 @@ class _Writer:
             return False
         return name not in self.externals.written
 
-    def _later(self, stage: int, phase: Phase, name: str) -> bool:
+    def later(self, stage: int, phase: Phase, name: str) -> bool:
         """Whether a window after this one reads the value in this stage."""
         after = PHASES[PHASES.index(phase.parts[-1]) + 1 :]
         return any(name in self.reads[stage, sub] for sub in after)
 
     # Lines.
 
-    def _line(self, text: str) -> None:
+    def line(self, text: str) -> None:
         self.lines.append(text)
 
-    def _name(self, part: int, value: str) -> str:
+    def name(self, part: int, value: str) -> str:
         return self.names.setdefault((part, value), f"v{len(self.names)}")
 
     def _keep(self, part: int, value: str) -> None:
-        self._line(f"store{part}[{value!r}] = {self._name(part, value)}")
+        self.line(f"store{part}[{value!r}] = {self.name(part, value)}")
 
-    def _bind(self, prefix: str, key: str, value: Any) -> str:
+    def bind(self, prefix: str, key: str, value: Any) -> str:
         name = f"{prefix}_{key}"
         name = "".join(c if c.isalnum() else "_" for c in name)
         while name in self.bound and self.bound[name] is not value:
@@ -204,62 +224,63 @@ class _Writer:
         self.bound[name] = value
         return name
 
-    def _read(self, part: int, name: str) -> str:
+    def read(self, part: int, name: str) -> str:
         """Step 1: an expression for a value, loading it on first use."""
         if self._is_fixed(name):
-            return self._bind("x", name, self.externals.fixed[name])
+            return self.bind("x", name, self.externals.fixed[name])
         if (part, name) in self.names:
             return self.names[part, name]
         stage, phase = self.window.parts[part]
-        variable = self._name(part, name)
-        later = self._later(stage, phase, name)
+        variable = self.name(part, name)
+        later = self.later(stage, phase, name)
         if name.startswith("batch/"):
-            self._line(f"{variable} = batch{part}[{name.removeprefix('batch/')!r}]")
+            self.line(f"{variable} = batch{part}[{name.removeprefix('batch/')!r}]")
         elif name in self.externals.written and not self._earlier(stage, phase, name):
-            buffer = self._bind("x", name, self.externals.fixed[name])
-            self._line(f"{variable} = {buffer}.clone()" if later else f"{variable} = {buffer}")
+            buffer = self.bind("x", name, self.externals.fixed[name])
+            self.line(f"{variable} = {buffer}.clone()" if later else f"{variable} = {buffer}")
             if later:
                 self._keep(part, name)
         else:
-            self._line(f"{variable} = store{part}" + (f"[{name!r}]" if later else f".pop({name!r})"))
+            self.line(f"{variable} = store{part}" + (f"[{name!r}]" if later else f".pop({name!r})"))
         return variable
 
     def _earlier(self, stage: int, phase: Phase, name: str) -> bool:
         before = PHASES[: PHASES.index(phase.parts[0])]
         return any(name in self.reads[stage, sub] for sub in before)
 
-    def _call(self, part: int, op: Op) -> None:
+    def call(self, part: int, op: Op) -> None:
         for name in op.uses:
-            self._read(part, name)
+            self.read(part, name)
         if op.random:
-            self._line(f"hooks.draw(m{part}, {self._key(op)})")
-        result = self._name(part, op.name)
+            self.line(f"hooks.draw(m{part}, {self._key(op)})")
+        result = self.name(part, op.name)
         if op.target in STARTS or op.target in (WAIT, INDEX, CHUNK):
-            self._line(f"{result} = {self._communication(part, op)}")
+            self.line(f"{result} = {self._communication(part, op)}")
             return
         if op.target == "getitem":
-            self._line(f"{result} = {self._text(part, op.args[0])}[{op.args[1]}]")
+            self.line(f"{result} = {self._text(part, op.args[0])}[{op.args[1]}]")
             return
-        function = self._bind("f", op.target, resolve(op.target))
+        function = self.bind("f", op.target, resolve(op.target))
         arguments = [self._text(part, a) for a in op.args]
         arguments += [f"{key}={self._text(part, value)}" for key, value in op.kwargs]
-        self._line(f"{result} = {function}({', '.join(arguments)})")
+        self.line(f"{result} = {function}({', '.join(arguments)})")
         if op.random:
-            self._line("hooks.drawn()")
+            self.line("hooks.drawn()")
 
     def _key(self, op: Op) -> int:
-        """What the op's draws depend on beside step and microbatch."""
+        """What the op's draws depend on beside step and microbatch: what is computed again draws the same."""
+        drawn = op.repeats or op.name
         if op.name in self.externals.differing:
-            return op_key(f"{op.name} tp {self.externals.coordinates.get('tp', 0)}")
-        return op_key(op.name)
+            return op_key(f"{drawn} tp {self.externals.coordinates.get('tp', 0)}")
+        return op_key(drawn)
 
     def _communication(self, part: int, op: Op) -> str:
         """The expression for an op that is not the framework's."""
         at, size = self.externals.coordinates, int(op.args[-1]) if op.target != WAIT else 0
         if op.target == INDEX:
             number = torch.tensor(at.get(str(op.args[0]), 0), device=self.externals.device)
-            return self._bind("index", str(op.args[0]), number)
-        value = self._read(part, op.args[0].name)
+            return self.bind("index", str(op.args[0]), number)
+        value = self.read(part, op.args[0].name)
         if op.target == WAIT:
             return f"hooks.finish({value})"
         if op.target == CHUNK:
@@ -275,13 +296,13 @@ class _Writer:
 
     def _text(self, part: int, arg: Arg) -> str:
         if isinstance(arg, Ref):
-            return self._read(part, arg.name)
+            return self.read(part, arg.name)
         if isinstance(arg, tuple):
             return "[" + ", ".join(self._text(part, item) for item in arg) + "]"
         if isinstance(arg, Const):
             if arg.kind == "device":
                 return "DEVICE"
-            return self._bind("c", arg.text, getattr(torch, arg.text))
+            return self.bind("c", arg.text, getattr(torch, arg.text))
         if isinstance(arg, float):
             if arg != arg:
                 return "NAN"
@@ -289,19 +310,32 @@ class _Writer:
                 return "INF" if arg > 0 else "-INF"
         return repr(arg)
 
-    def _results(self, part: int, op: Op, stage: int, phase: Phase) -> None:
-        """Steps 4 and 5 for one op."""
-        value = self._name(part, op.name)
+    def keep_results(self, part: int, op: Op, stage: int, phase: Phase, may_own: bool = True) -> None:
+        """Steps 4 and 5 for one op. may_own: False where another value may lie in the result's storage."""
+        value = self.name(part, op.name)
         uses = [use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ())]
-        owned = len(uses) == 1 and self._is_owned(stage, op)
+        owned = may_own and len(uses) == 1 and self._is_owned(stage, op)
         for use in uses:
             kind, _, name = use.partition(" ")
             if kind == "grad":
-                self._line(f"hooks.add_grad({self.parameters[name]}, {value}, {owned})")
+                self.line(f"hooks.add_grad({self.parameters[name]}, {value}, {owned})")
             elif kind == "loss":
-                self._line(f"hooks.add_loss(m{part}, {value})")
-        if self._later(stage, phase, op.name):
+                self.line(f"hooks.add_loss(m{part}, {value})")
+        if self.later(stage, phase, op.name):
             self._keep(part, op.name)
+
+    def is_product(self, op: Op, stage: int, phase: Phase) -> bool:
+        """Whether the op is a matrix product that is a parameter's gradient and nothing else."""
+        uses = [use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ())]
+        alone = len(uses) == 1 and uses[0].startswith("grad ")
+        return op.target == "aten.mm.default" and alone and self._is_owned(stage, op)
+
+    def product(self, part: int, op: Op, stage: int, phase: Phase) -> None:
+        """Step 4: added where the gradient is kept, with no tensor between."""
+        uses = (use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ()))
+        name = next(uses).removeprefix("grad ")
+        left, right = (self._text(part, arg) for arg in op.args)
+        self.line(f"hooks.add_product({self.parameters[name]}, {left}, {right})")
 
     def _is_owned(self, stage: int, op: Op) -> bool:
         """Whether nothing else reads the value's storage, so that a gradient may be accumulated in place."""
@@ -326,6 +360,4 @@ class _Writer:
                     for use in uses:
                         kind, _, name = use.partition(" ")
                         if kind == "update":
-                            self._line(
-                                f"hooks.update_buffer({self.buffers[name]}, {self._name(part, value)})"
-                            )
+                            self.line(f"hooks.update_buffer({self.buffers[name]}, {self.name(part, value)})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -17,13 +17,18 @@ T = TypeVar("T")
 
 
 def run_threads(
-    plan: Plan, model_of: Callable[[int], nn.Module], work: Callable[[Runner], T], *, seed: int = 0
+    plan: Plan,
+    model_of: Callable[[int], nn.Module],
+    work: Callable[[Runner], T],
+    *,
+    seed: int = 0,
+    compile: Literal["inductor"] | None = None,
 ) -> list[T]:
     """Call `work(runner)` on one thread for each rank and return the results by rank.
 
     model_of: rank -> the model whose parameters that rank uses; one model for all ranks is right as long
     as no two ranks hold the same parameter whole (tied across stages, or copied along dp or tp): each rank
-    must then have its own copy.
+    must then have its own copy. seed, compile: as for `Runner`.
 
     Raises the first error of any rank; the other ranks are woken and end.
     """
@@ -37,7 +42,8 @@ def run_threads(
         # product before that would use all cores, and round in another way than the same one after it.
         torch.set_num_threads(processors)
         try:
-            results[end.rank] = work(Runner(plan, model_of(end.rank), transport=end, seed=seed))
+            runner = Runner(plan, model_of(end.rank), transport=end, seed=seed, compile=compile)
+            results[end.rank] = work(runner)
         except BaseException as error:
             errors.append(error)
             end.fail(f"rank {end.rank} failed: {error}")

@@ -2,17 +2,19 @@
 
 On accelerators the allocator keeps this figure. On processors nothing does, so the first step of a
 `Runner` is walked under a dispatch mode that sees every new storage and when it goes; later steps pay
-nothing. Uses one private name, `torch.utils._python_dispatch.TorchDispatchMode`.
+nothing. Compiled functions run outside of the mode: of these it sees what they return, and not what they
+allocate between. Uses two private names, `TorchDispatchMode` and `_disable_current_modes` of
+`torch.utils._python_dispatch`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -29,10 +31,24 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor)
         self.peak_bytes = self._bytes
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let `torch.compile` compile while the mode is on, here or on another thread; it would not else, as
+        it asks a flag of the whole process."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        return self._seen(func(*args, **(kwargs or {})))
+
+    def outside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a compiled function returns, called outside of the mode; its results count."""
+        with _disable_current_modes():
+            result = function(*args)
+        return self._seen(result)
+
+    def _seen(self, result: Any) -> Any:
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, torch.Tensor):
                 self._see(item)

@@ -13,6 +13,8 @@ import torch
 
 from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
 from stretto.ir.varying import varying_in_job
+from stretto.runtime.compile import Compiler
+from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.record import Marks, now
 from stretto.runtime.transport import Handle, Transport
@@ -47,9 +49,11 @@ class RankState:
         buffers: Mapping[int, torch.Tensor],
         seed: int,
         grad_dtypes: Mapping[int, torch.dtype],
+        compiler: Compiler | None = None,
     ) -> None:
         """parameters, buffers: index in the job -> the tensor that ops read. grad_dtypes: index of a
-        parameter -> the dtype in which its gradient is summed, finer than that of ops in mixed precision."""
+        parameter -> the dtype in which its gradient is summed, finer than that of ops in mixed precision.
+        compiler: compiles stretches of compute; without it every op is a call."""
         self.plan = plan
         self.transport = transport
         self.device = device
@@ -82,7 +86,10 @@ class RankState:
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
         self._externals = externals
         self.windows: dict[str, Generated] = {
-            name: generate(job, plan.windows[name], externals) for name in sorted(used)
+            name: generate(job, plan.windows[name], externals)
+            if compiler is None
+            else generate_compiled(job, plan.windows[name], externals, compiler)
+            for name in sorted(used)
         }
         self._grad_dtype = grad_dtypes
         self._times: dict[tuple[int, str], list[int]] = {}
@@ -327,6 +334,15 @@ class RankState:
         elif not owned:
             value = value.clone()
         self.grads[parameter] = value
+
+    def add_product(self, parameter: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add a matrix product to a gradient. BLAS adds while it multiplies, which saves writing and reading
+        a tensor of the parameter's size for every microbatch; it rounds otherwise than product, then sum."""
+        held = self.grads.get(parameter)
+        if held is None or held.dtype is not left.dtype:
+            self.add_grad(parameter, torch.mm(left, right), True)
+        else:
+            torch.addmm(held, left, right, out=held)
 
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None:
         self._losses[microbatch] = value

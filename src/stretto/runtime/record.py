@@ -75,7 +75,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
             spans.append(_message(plan, place, edge_index, mb, left, waited))
             # Until the sender had made the value there was nothing to transfer: that is a bubble.
-            idle += _idle(place, spans[-1].name, waited[0], left, waited[1])
+            idle += idle_spans(place, spans[-1].name, waited[0], left, waited[1])
         for at, (name, lane, start_ns, end_ns) in _numbered(marks[rank].finishes):
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
             members = plan.communicator(lane)
@@ -86,14 +86,16 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
             begun = max(started[member].get((name, at), (waited[0], 0))[0] for member in group or (rank,))
             nbytes = started[rank].get((name, at), (0.0, 0))[1]
             spans.append(_collective(plan, place, lane, name, begun, waited, nbytes))
-            idle += _idle(place, name, waited[0], begun, waited[1])
+            idle += idle_spans(place, name, waited[0], begun, waited[1])
         for name, start_ns, end_ns in marks[rank].others:
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
-            idle += _idle(place, name, waited[0], waited[0], waited[1])
+            idle += idle_spans(place, name, waited[0], waited[0], waited[1])
         idle.sort(key=lambda span: span.start_us)
-        spans += _compute(plan, place, marks[rank], partial(clock.us, rank), idle)
+        spans += compute_spans(plan, place, marks[rank], partial(clock.us, rank), idle)
         spans += idle
-        spans += _gaps(place, [s for s in spans if s.rank == place and s.lane == COMPUTE_LANE], clock.step_us)
+        spans += gap_spans(
+            place, [s for s in spans if s.rank == place and s.lane == COMPUTE_LANE], clock.step_us
+        )
     peaks = [0] * plan.ranks
     for rank, m in enumerate(marks):
         place = mesh.coordinates(rank)["pp"]
@@ -168,7 +170,7 @@ def _collective(
     return Span(place, lane, SpanKind.MESSAGE, name, begun, max(done, begun), nbytes=nbytes)
 
 
-def _idle(rank: int, name: str, start: float, begun: float, stop: float) -> list[Span]:
+def idle_spans(rank: int, name: str, start: float, begun: float, stop: float) -> list[Span]:
     """The lane stood from `start` to `stop`; what it waited for was under way from `begun` on."""
     if stop - start < LEAST_SPAN_US:
         return []
@@ -181,7 +183,7 @@ def _idle(rank: int, name: str, start: float, begun: float, stop: float) -> list
     return found
 
 
-def _compute(
+def compute_spans(
     plan: Plan, rank: int, marks: Marks, at: Callable[[int], float], idle: Sequence[Span]
 ) -> list[Span]:
     """Runs of windows, with the waits inside them cut out."""
@@ -207,7 +209,7 @@ def _run(rank: int, name: str, start: float, stop: float, stage: int, phase: Pha
     return Span(rank, COMPUTE_LANE, SpanKind.COMPUTE, name, start, stop, stage, phase, mb)
 
 
-def _gaps(rank: int, spans: Sequence[Span], end: float) -> list[Span]:
+def gap_spans(rank: int, spans: Sequence[Span], end: float) -> list[Span]:
     """Bubbles where the compute lane shows nothing, so that its accounts add up to the step."""
     found: list[Span] = []
     cursor = 0.0

@@ -8,9 +8,9 @@ loss = runner.step(batch)                          # gradients are in .grad, as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Parameter, TensorSpec
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
+from stretto.runtime.compile import Compiler
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
@@ -40,10 +41,11 @@ class Runner:
     it must not be on "meta". transport: how messages travel; `torch.distributed` by default. seed: random
     ops draw from (seed, step, microbatch, op), whatever the schedule. shares: another Runner on this rank, of
     a plan that spreads the same model in the same way; its parts are used, so that this one reads what that
-    one trains.
+    one trains. compile: "inductor" compiles stretches of compute between communications; it takes some
+    seconds for each kind of stretch here, and results differ in rounding (`docs/compute.md`).
 
-    Raises UsageError when the world has another size than the plan, or the model does not fit the plan;
-    RunError when a rank is lost.
+    Raises UsageError when the world has another size than the plan, the model does not fit the plan, or
+    there is no compiler; RunError when a rank is lost.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Runner:
         transport: Transport | None = None,
         seed: int = 0,
         shares: Runner | None = None,
+        compile: Literal["inductor"] | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
             raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
@@ -76,12 +79,18 @@ class Runner:
                 f"the plan was captured for {plan.job.device}, but the model is on {self.device}: kernels "
                 f"differ. Capture with device={self.device.type!r}, or move the model"
             )
+        threads = plan.world > 1 and isinstance(self.transport, ThreadTransport)
+        self.compiler = _make_compiler(compile, self.device, threads)
         self._compute = self._compute_copies()
         self._owned = self._find_owned()
         agree(plan, self.transport, seed)
         self.transport.open(plan.communicators, self.device, plan.mesh)
         dtypes = {k: parameter.dtype for k, parameter in self._parameters.items()}
-        self.state = RankState(plan, self.transport, self.device, self._compute, self._buffers, seed, dtypes)
+        self.state = RankState(
+            plan, self.transport, self.device, self._compute, self._buffers, seed, dtypes, self.compiler
+        )
+        if self.compiler is not None:
+            self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
         self._addresses = {k: parameter.data_ptr() for k, parameter in self._parameters.items()}
         self._last: Marks | None = None
         self._op_us: dict[tuple[int, str], float] = {}
@@ -291,7 +300,8 @@ class Runner:
             yield
             return
         held = (*self._compute.values(), *self._parameters.values(), *self._buffers.values())
-        with MemoryMeter(held) as meter:
+        meter = MemoryMeter(held)
+        with meter, nullcontext() if self.compiler is None else self.compiler.metered(meter):
             yield
         self._peak_bytes = meter.peak_bytes
 
@@ -316,6 +326,17 @@ class Runner:
     def report(self) -> Report:
         """Predicted against measured of the last step; every rank must call it. `print` shows a table."""
         return Report(self.plan, self.timeline())
+
+
+def _make_compiler(how: str | None, device: torch.device, threads: bool) -> Compiler | None:
+    if how is None:
+        return None
+    if how != "inductor":
+        raise UsageError(f'compile={how!r}: give compile="inductor", or leave it out to call op by op')
+    from stretto.runtime.inductor_adapter import require_compiler  # here, because Inductor loads slowly
+
+    require_compiler(device)
+    return Compiler(device, threads=threads)
 
 
 def _default_transport(plan: Plan) -> Transport:

@@ -1,6 +1,6 @@
 """Parameters that are spread over ranks: a rank's part of the whole, and the whole from all parts.
 
-May touch `stretto.ir` and the formulas of `stretto.parallelize.tensor`.
+May touch `stretto.ir` and the formulas of `stretto.parallelize.parts`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from stretto.ir.program import Job, Parameter, TensorSpec
-from stretto.parallelize.tensor import local_part, whole_of
+from stretto.parallelize.parts import local_part, whole_of
 
 
 def whole_spec(job: Job, parameter: Parameter) -> TensorSpec:

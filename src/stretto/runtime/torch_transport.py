@@ -1,8 +1,19 @@
 """Messages between processes on `torch.distributed`: NCCL on accelerators, Gloo on processors.
 
-Every communicator is a process group of its own, created up front in the plan's order, so that no lane
-waits for another and creation order cannot differ between ranks. A rank whose connection breaks or stays
-silent is named, except in a collective, where it may be any.
+A rank whose connection breaks or stays silent is named, except in a collective, where it may be any. Lanes:
+
+1. Every communicator is a process group of its own, so that no lane waits for another. On Gloo it has threads
+   and connections of its own; on NCCL a stream of its own, of high priority, so that a collective that is
+   ready is not held back by a long kernel. What it reads was written on the compute stream, and what it
+   writes is read there: the process group joins the two with events, at the start and at the wait. Nothing
+   relies on the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), for nothing relies on kernels
+   starting in the order in which they were queued on different streams.
+2. They are created when the transport is opened, in the plan's order, which all ranks compare first: groups
+   that are made in different orders would wait for each other for ever. An accelerator's communicators are
+   used once then, because they connect on first use.
+3. No lane comes to be later: what starts on a lane that was not opened is refused.
+4. Gloo's threads of these lanes do not take a computing thread's core (`stretto.gloo_adapter`).
+5. A buffer that a transfer reads or writes is held by its handle until it was waited for.
 """
 
 from __future__ import annotations
@@ -18,11 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto import collectives
+from stretto import collectives, gloo_adapter
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.transport import Handle
+from stretto.runtime.transport import Handle, not_open
 
 TIMEOUT_S = 300.0
 """How long a rank waits for a message before it gives the peer up. Assumed: ten times a long step."""
@@ -50,9 +61,14 @@ class TorchTransport:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._opened: dict[str, tuple[tuple[int, ...], ...]] = {}
+        theirs = gloo_adapter.loop_threads()
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
+        """Step 2. Raises UsageError on every rank when ranks would open other lanes, or in another order."""
+        self._agree([(c.name, c.ranks, c.axes) for c in communicators])
+        theirs = gloo_adapter.loop_threads()
         for communicator in communicators:
             # All ranks take part in making every group, so all must skip the same ones.
             groups = mesh.groups(communicator.axes, communicator.ranks)
@@ -65,7 +81,9 @@ class TorchTransport:
                     )
                 continue
             for members in groups:
-                group = dist.new_group(list(members), timeout=timedelta(seconds=self._timeout_s))
+                group = dist.new_group(
+                    list(members), timeout=timedelta(seconds=self._timeout_s), **_lane_options(device)
+                )
                 if self.rank not in members:
                     continue
                 assert isinstance(group, dist.ProcessGroup)
@@ -73,11 +91,22 @@ class TorchTransport:
                 self._groups[communicator.name] = group
                 if device.type != "cpu":
                     self._connect(communicator.name, device)
+        gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)  # step 4
+
+    def _agree(self, lanes: list[tuple[str, tuple[int, ...], tuple[str, ...]]]) -> None:
+        """All ranks are about to open the same lanes in the same order."""
+        for rank, others in enumerate(self.all_gather(lanes)):
+            if others != lanes:
+                raise UsageError(
+                    f"rank {self.rank} opens lanes {', '.join(name for name, *_ in lanes) or 'none'}, but "
+                    f"rank {rank} opens {', '.join(name for name, *_ in others) or 'none'}: load one plan on "
+                    "all ranks, and make their Runners in the same order"
+                )
 
     def _connect(self, lane: str, device: torch.device) -> None:
         """Use a new communicator once, in the common order: a device backend connects on first use, and the
         first message that a rank posts would hold its processor until the peer posts the matching one."""
-        group = self._groups[lane]
+        group = self._group(lane)
         touch = torch.zeros(1, device=device)
         if lane.startswith("pp "):
             sender, receiver = self._members[lane]
@@ -99,24 +128,28 @@ class TorchTransport:
         self._opened.clear()
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
-        return self._start(lane, to, lambda: dist.isend(value, to, group=self._groups[lane]))
+        return self._start(lane, to, lambda: dist.isend(value, to, group=self._group(lane)), value)
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
-        return self._start(lane, source, lambda: dist.irecv(buffer, source, group=self._groups[lane]))
+        return self._start(lane, source, lambda: dist.irecv(buffer, source, group=self._group(lane)), buffer)
 
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
         return self._start(
-            lane, None, lambda: dist.broadcast(value, source, group=self._groups[lane], async_op=True)
+            lane, None, lambda: dist.broadcast(value, source, group=self._group(lane), async_op=True), value
         )
 
     def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        return self._start(lane, None, lambda: collectives.all_reduce(value, self._groups[lane], op))
+        return self._start(lane, None, lambda: collectives.all_reduce(value, self._group(lane), op), value)
 
     def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        return self._start(lane, None, lambda: collectives.all_gather(result, value, self._groups[lane]))
+        return self._start(
+            lane, None, lambda: collectives.all_gather(result, value, self._group(lane)), result, value
+        )
 
     def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        return self._start(lane, None, lambda: collectives.reduce_scatter(result, value, self._groups[lane]))
+        return self._start(
+            lane, None, lambda: collectives.reduce_scatter(result, value, self._group(lane)), result, value
+        )
 
     def all_gather(self, item: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
@@ -155,9 +188,16 @@ class TorchTransport:
                         offset = (float(theirs[0]) - (now + reply_at) / 2) / 1000.0
         return offset
 
-    def _start(self, lane: str, peer: int | None, begin: Any) -> Handle:
+    def _group(self, lane: str) -> dist.ProcessGroup:
+        """Step 3."""
+        group = self._groups.get(lane)
+        if group is None:
+            raise not_open(self.rank, lane, self._groups)
+        return group
+
+    def _start(self, lane: str, peer: int | None, begin: Any, *buffers: torch.Tensor) -> Handle:
         try:
-            return _Work(self, lane, peer, begin())
+            return _Work(self, lane, peer, begin(), buffers)
         except RuntimeError as error:
             raise self._lost(lane, peer, error) from error
 
@@ -194,12 +234,27 @@ def _boot_id() -> str:
         return f"unknown {os.getpid()}"
 
 
+def _lane_options(device: torch.device) -> dict[str, Any]:
+    """Step 1: Gloo with one worker on a processor; with NCCL the group's stream has high priority."""
+    if device.type == "cpu":
+        return {"backend": gloo_adapter.lane_backend()}
+    if device.type != "cuda" or "nccl" not in dist.get_backend_config():
+        return {}
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return {"backend": "nccl", "pg_options": options}
+
+
 class _Work:
-    def __init__(self, end: TorchTransport, lane: str, peer: int | None, work: Any) -> None:
+    def __init__(
+        self, end: TorchTransport, lane: str, peer: int | None, work: Any, buffers: tuple[torch.Tensor, ...]
+    ) -> None:
         self._end, self._lane, self._peer, self._work = end, lane, peer, work
+        self._buffers = buffers
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._end._lost(self._lane, self._peer, error) from None
+        self._buffers = ()  # step 5

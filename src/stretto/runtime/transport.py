@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,6 +61,15 @@ class Transport(Protocol):
         """Rank 0's clock minus this rank's, in microseconds."""
 
 
+def not_open(rank: int, lane: str, lanes: Iterable[str]) -> RunError:
+    """What a transport raises for a start on a lane that it does not have."""
+    known = ", ".join(map(repr, lanes)) or "none"
+    return RunError(
+        f"rank {rank}: lane {lane!r} was not opened on this rank, and none can be made while others work: a "
+        f"communicator that ranks make in different orders never comes to be. Open are {known}"
+    )
+
+
 class Done:
     """A communication that was over when it began."""
 
@@ -102,6 +111,7 @@ class ThreadTransport:
 
     def close(self) -> None:
         self._members.clear()
+        self._board_of.clear()
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         for communicator in communicators:
@@ -110,6 +120,17 @@ class ThreadTransport:
                 self._members[communicator.name] = group
                 # Groups of one lane have a board of their own.
                 self._board_of[communicator.name] = f"{communicator.name} of {group}"
+
+    def _members_of(self, lane: str) -> tuple[int, ...]:
+        if lane not in self._members:
+            raise not_open(self.rank, lane, self._members)
+        return self._members[lane]
+
+    def _of(self, lane: str) -> str:
+        """The board of the lane's group that this rank is in."""
+        if lane not in self._board_of:
+            raise not_open(self.rank, lane, self._board_of)
+        return self._board_of[lane]
 
     def fail(self, reason: str) -> None:
         """Wake all ranks that wait, with an error."""
@@ -120,20 +141,21 @@ class ThreadTransport:
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         with self._board.changed:
             # A copy, so that a plan that frees or reuses the buffer too early is not excused here.
-            self._board.mail[self._board_of[lane]].append(value.clone())
+            self._board.mail[self._of(lane)].append(value.clone())
             self._board.changed.notify_all()
         return Done()
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
-        receive = _Receive(self, lane, buffer)
+        receive = _Receive(self, lane, self._of(lane), buffer)
         self._posted[lane].append(receive)
         return receive
 
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
+        self._members_of(lane)
         return _Collective(self, lane, value, lambda parts: value.copy_(parts[source]), {source})
 
     def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        members = self._members[lane]
+        members = self._members_of(lane)
 
         def add(parts: dict[int, torch.Tensor]) -> None:
             value.copy_(_reduced(parts, members, op))
@@ -141,13 +163,13 @@ class ThreadTransport:
         return _Collective(self, lane, value, add, set(members))
 
     def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        members = self._members[lane]
+        members = self._members_of(lane)
         return _Collective(
             self, lane, value, lambda parts: torch.cat([parts[m] for m in members], out=result), set(members)
         )
 
     def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        members = self._members[lane]
+        members = self._members_of(lane)
         mine = members.index(self.rank)
 
         def add(parts: dict[int, torch.Tensor]) -> None:
@@ -177,14 +199,14 @@ class ThreadTransport:
 
 
 class _Receive:
-    def __init__(self, end: ThreadTransport, lane: str, buffer: torch.Tensor) -> None:
-        self._end, self._lane, self._buffer = end, lane, buffer
+    def __init__(self, end: ThreadTransport, lane: str, board_of: str, buffer: torch.Tensor) -> None:
+        self._end, self._lane, self._board_of, self._buffer = end, lane, board_of, buffer
         self._done = False
 
     def wait(self) -> None:
         # Receives posted before this one take their messages first, as on a communicator.
         posted = self._end._posted[self._lane]
-        mail = self._end._board.mail[self._end._board_of[self._lane]]
+        mail = self._end._board.mail[self._board_of]
         while not self._done:
             first = posted[0]
             self._end.wait_for(lambda: bool(mail), f"a message on lane {self._lane!r}")

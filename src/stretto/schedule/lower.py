@@ -1,6 +1,7 @@
 """Lower a schedule onto a job: windows of ops, and every rank's order of instructions.
 
-The contract: the schedule is legal (`stretto.verify` checks), stages match the job. Costs play no part.
+The contract: the schedule is legal (`stretto.verify` checks), stages match the job. Costs play no part: who
+knows them may give windows in a better order of items (`stretto.schedule.order`).
 
     1. A window for each kind of slot: the ops of its parts, a wait before the first op that reads a
        received value, a send after the op that makes a value that leaves. So a message leaves when its
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 
 from stretto.ir.action import Phase, Schedule, Slot
 from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Window
-from stretto.ir.program import Job
+from stretto.ir.program import Job, OverlapMode
+from stretto.schedule.lean import is_lean, lean_order
+from stretto.schedule.order.at_once import waits_at_once
 from stretto.schedule.sums import Sums, communicators_of, make_sums, tells_loss
 
 LOOKAHEAD = 3
@@ -36,30 +39,44 @@ def lower(
     job: Job,
     schedule: Schedule,
     *,
-    overlap: bool = True,
+    overlap: OverlapMode = "local",
+    windows: Mapping[str, Window] | None = None,
     sent_before: Mapping[Message, int] | None = None,
 ) -> tuple[dict[str, Window], tuple[tuple[Instruction, ...], ...], tuple[Communicator, ...]]:
     """Windows by name, orders by rank, and communicators in the order of their creation.
 
-    overlap: False waits for every message as soon as it is started, and posts a receive one message ahead
-    (less would deadlock): the baseline that hides nothing.
+    overlap: "off" waits for every message and collective as soon as it is started, and posts a receive one
+    message ahead (less would deadlock): the baseline that hides nothing. The others differ in schedule and
+    windows alone.
+    windows: by name, every kind that the schedule has, in the order of their items; as captured without it.
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
     """
     sums = make_sums(job, schedule)
-    windows: dict[str, Window] = {}
-    for order in schedule.orders:
-        for slot in order:
-            if window_name(slot) not in windows:
-                windows[window_name(slot)] = make_window(job, slot)
+    if windows is None:
+        windows = captured_windows(job, schedule, at_once=overlap == "off")
     traffic = {name: _Traffic.of(window) for name, window in windows.items()}
     sends = {rank: _sends(job, schedule, traffic, rank) for rank in range(schedule.ranks)}
     start_order = _start_order(sums, schedule)
     orders = tuple(
-        _order(job, schedule, traffic, sends, rank, overlap, sent_before or {}, sums, start_order)
+        _order(job, schedule, traffic, sends, rank, overlap != "off", sent_before or {}, sums, start_order)
         for rank in range(schedule.ranks)
     )
-    return windows, orders, communicators_of(job, schedule)
+    return dict(windows), orders, communicators_of(job, schedule)
+
+
+def captured_windows(job: Job, schedule: Schedule, *, at_once: bool = False) -> dict[str, Window]:
+    """Step 1: every kind of window that the schedule has, by name.
+
+    at_once: collectives are waited for directly after their starts, else where the captured ops have it.
+    """
+    windows: dict[str, Window] = {}
+    for order in schedule.orders:
+        for slot in order:
+            if window_name(slot) not in windows:
+                made = make_window(job, slot)
+                windows[made.name] = waits_at_once(job, made) if at_once else made
+    return windows
 
 
 def window_name(slot: Slot) -> str:
@@ -81,13 +98,13 @@ def make_window(job: Job, slot: Slot) -> Window:
         for edge in job.edges:
             if edge.source == stage and edge.phase in phase.parts:
                 leaving[edge.value].append(edge.index)
-        for sub in phase.parts:
-            for op in job.stages[stage].ops[sub]:
-                for name in op.uses:
-                    if name in arriving:
-                        items.append(Item(ItemKind.WAIT, part, arriving.pop(name)))
-                items.append(Item(ItemKind.OP, part, op.name))
-                items.extend(Item(ItemKind.SEND, part, edge) for edge in leaving.get(op.name, ()))
+        captured = [op for sub in phase.parts for op in job.stages[stage].ops[sub]]
+        for op in lean_order(job, stage, phase) if is_lean(job) else captured:
+            for name in op.uses:
+                if name in arriving:
+                    items.append(Item(ItemKind.WAIT, part, arriving.pop(name)))
+            items.append(Item(ItemKind.OP, part, op.name))
+            items.extend(Item(ItemKind.SEND, part, edge) for edge in leaving.get(op.name, ()))
         assert not arriving, f"window of {slot}: received values that no op reads: {arriving}"
     return Window(window_name(slot), parts, tuple(items))
 

@@ -16,6 +16,7 @@ Knows places and times; nothing of edges, ops or instructions. The contract:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from stretto.simulate.clock import Clock
 
@@ -30,51 +31,27 @@ def nothing() -> None:
     """What a transfer does when nobody waits for that moment."""
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
-    """One message or collective in flight. `leave` is called after busy_us, `arrive` latency_us later."""
+    """One message or collective in flight. `leave` is called after busy_us, `arrive` latency_us later.
 
-    __slots__ = (
-        "arrive",
-        "cards",
-        "latency_us",
-        "leave",
-        "left_us",
-        "load",
-        "places",
-        "processor",
-        "rate",
-        "since_us",
-        "slowdown",
-        "until_arrival",
-        "version",
-    )
+    left_us: of busy_us, at the start and at `since_us`; until_arrival: processors are given back with the
+    arrival, not when the transfer leaves.
+    """
 
-    def __init__(
-        self,
-        busy_us: float,
-        latency_us: float,
-        cards: Sequence[Card],
-        places: Sequence[int],
-        processor: float,
-        slowdown: float,
-        leave: Callable[[], None],
-        arrive: Callable[[], None],
-        until_arrival: bool,
-    ) -> None:
-        """until_arrival: processors are given back with the arrival, not when the transfer leaves."""
-        self.left_us = busy_us
-        self.latency_us = latency_us
-        self.cards = cards
-        self.places = places
-        self.processor = processor
-        self.slowdown = slowdown
-        self.leave = leave
-        self.arrive = arrive
-        self.until_arrival = until_arrival
-        self.rate = 0.0
-        self.since_us = 0.0
-        self.load = 0.0
-        self.version = 0
+    left_us: float
+    latency_us: float
+    cards: Sequence[Card]
+    places: Sequence[int]
+    processor: float
+    slowdown: float
+    leave: Callable[[], None]
+    arrive: Callable[[], None]
+    until_arrival: bool
+    rate: float = 0.0
+    since_us: float = 0.0
+    load: float = 0.0
+    version: int = 0
 
 
 class Cards:

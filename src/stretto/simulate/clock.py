@@ -25,9 +25,23 @@ class Clock:
 
     def run(self) -> None:
         """Let events happen until none is left."""
-        while self._events:
-            self.now_us, _, event = heapq.heappop(self._events)
-            event()
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Let the next event happen; False when there is none."""
+        if not self._events:
+            return False
+        self.now_us, _, event = heapq.heappop(self._events)
+        event()
+        return True
+
+    def advance(self, time_us: float) -> None:
+        """Let the events up to `time_us` happen; then it is that time, or stays what it was if that is
+        later."""
+        while self._events and self._events[0][0] <= time_us:
+            self.step()
+        self.now_us = max(self.now_us, time_us)
 
 
 class Moment:

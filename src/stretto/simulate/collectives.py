@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
@@ -29,38 +30,22 @@ from stretto.simulate.windows import Call
 LOSS = "loss"
 
 
+@dataclass(slots=True, eq=False)
 class Collective:
-    """One collective of one step. name: `<axis> ...`, as in the timeline."""
+    """One collective of one step. track: the communicator, whose lane the timeline shows; name: `<axis> ...`,
+    as in the timeline."""
 
-    __slots__ = (
-        "done",
-        "lane",
-        "microbatch",
-        "missing",
-        "name",
-        "nbytes",
-        "phase",
-        "places",
-        "stage",
-        "time",
-        "track",
-    )
-
-    def __init__(
-        self, lane: Lane, track: str, name: str, places: Sequence[int], nbytes: int, time: CollectiveTime
-    ) -> None:
-        """track: the communicator, whose lane the timeline shows."""
-        self.lane = lane
-        self.track = track
-        self.name = name
-        self.places = places
-        self.nbytes = nbytes
-        self.time = time
-        self.missing: set[int] = set()
-        self.done = Moment()
-        self.stage: int | None = None
-        self.phase: Phase | None = None
-        self.microbatch: int | None = None
+    lane: Lane
+    track: str
+    name: str
+    places: Sequence[int]
+    nbytes: int
+    time: CollectiveTime
+    missing: set[int] = field(default_factory=set)
+    done: Moment = field(default_factory=Moment)
+    stage: int | None = None
+    phase: Phase | None = None
+    microbatch: int | None = None
 
     def why_missing(self) -> str:
         """Which ranks have not started it, in words."""
@@ -68,14 +53,12 @@ class Collective:
         return f"collective {self.name}, which {ranks} has not started"
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
     """Step 2: the collectives of one communicator (at one place) that are ready, in order."""
 
-    __slots__ = ("busy", "waiting")
-
-    def __init__(self) -> None:
-        self.busy = False
-        self.waiting: deque[Collective] = deque()
+    busy: bool = False
+    waiting: deque[Collective] = field(default_factory=deque)
 
 
 class Collectives:

@@ -48,13 +48,16 @@ def simulate(plan: Plan) -> Timeline:
     as this module's contract says. Raises PlanError when ranks wait for each other for ever, and for
     windows, ops or costs that are missing.
     """
-    return _Walk(plan).run()
+    return Walk(plan).run()
 
 
-class _Walk:
-    """One simulated step."""
+class Walk:
+    """One simulated step. absent: a rank whose lane is not walked here, because it is real
+    (`stretto.simulate.live`). windows: what another walk of the plan has made ready."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(
+        self, plan: Plan, absent: int | None = None, windows: dict[str, ReadyWindow] | None = None
+    ) -> None:
         self.plan = plan
         self.clock = Clock()
         self.spans: list[Span] = []
@@ -62,27 +65,41 @@ class _Walk:
         self.network = Network(plan, self.clock, cards, self.spans)
         self.collectives = Collectives(plan, self.clock, cards, self.spans)
         self.made: set[tuple[int, int]] = set()
-        self._windows: dict[str, ReadyWindow] = {}
-        self.ranks = [_Rank(self, rank) for rank in range(plan.ranks)]
+        self._windows = {} if windows is None else windows
+        self.ranks = {rank: _Rank(self, rank) for rank in range(plan.ranks) if rank != absent}
+
+    def begin(self) -> None:
+        """Let every rank go until it works or stands."""
+        for rank in self.ranks.values():
+            rank.resume()
+
+    def stuck(self) -> list[str]:
+        """Where ranks stand, and for what; empty when all have ended."""
+        return [rank.stuck() for rank in self.ranks.values() if not rank.finished]
+
+    def end(self, least_us: float = 0.0) -> float:
+        """When the last rank ended, or `least_us` if that is later; the others stand until then."""
+        step_us = max((rank.end_us for rank in self.ranks.values()), default=0.0)
+        step_us = max(step_us, least_us)
+        for rank in self.ranks.values():
+            rank.accounts.stand(rank.end_us, step_us, step_us, "end of the step")
+        return step_us
 
     def run(self) -> Timeline:
-        for rank in self.ranks:
-            rank.resume()
+        self.begin()
         self.clock.run()
-        stuck = [rank.stuck() for rank in self.ranks if not rank.finished]
+        stuck = self.stuck()
         if stuck:
             raise PlanError("the plan stops: its ranks wait for each other for ever", stuck)
-        step_us = max((rank.end_us for rank in self.ranks), default=0.0)
-        for rank in self.ranks:
-            rank.accounts.stand(rank.end_us, step_us, step_us, "end of the step")
+        step_us = self.end()
         self.spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
         return Timeline(
             "simulated",
             len(self.ranks),
             step_us,
             tuple(self.spans),
-            tuple(rank.accounts.peak_bytes for rank in self.ranks),
-            tuple(tuple(rank.accounts.steps) for rank in self.ranks),
+            tuple(rank.accounts.peak_bytes for rank in self.ranks.values()),
+            tuple(tuple(rank.accounts.steps) for rank in self.ranks.values()),
         )
 
     def window(self, name: str) -> ReadyWindow:
@@ -92,13 +109,14 @@ class _Walk:
         return self._windows[name]
 
     def _change_load(self, rank: int, was: float, share: float) -> None:
-        self.ranks[rank].change_load(was, share)
+        if rank in self.ranks:
+            self.ranks[rank].change_load(was, share)
 
 
 class _Rank:
     """One rank's compute lane."""
 
-    def __init__(self, walk: _Walk, index: int) -> None:
+    def __init__(self, walk: Walk, index: int) -> None:
         self._walk = walk
         self._clock = walk.clock
         self._index = index

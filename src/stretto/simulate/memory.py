@@ -173,18 +173,20 @@ class RankMemory:
         """What the run's segments do to the bytes held, in order (None: nothing); the caller applies each
         when it runs."""
         window = ready.window
-        programs: dict[Program, int] = {}
         ending: set[tuple[int, int]] = set()
-        for (stage, phase), microbatch in zip(window.parts, microbatches, strict=True):
-            for sub in phase.parts:
-                programs[stage, sub] = microbatch
-        for program, microbatch in programs.items():
+        # A window may run one program for two microbatches.
+        programs: list[tuple[Program, int]] = [
+            ((stage, sub), microbatch)
+            for (stage, phase), microbatch in zip(window.parts, microbatches, strict=True)
+            for sub in phase.parts
+        ]
+        for program, microbatch in programs:
             for group in self._groups_of_program[program]:
                 if self._use(group, microbatch):
                     ending.add((group, microbatch))
         first = {
             name
-            for program in programs
+            for program, _ in programs
             for name in self._grad_names[program]
             if name not in self._begun_grads
         }

@@ -106,7 +106,7 @@ class Trainer:
         plan = make_plan(job, cluster="local")
         for line in str(plan).splitlines():
             say(line)
-        self.runner = Runner(plan, model, seed=settings.training.seed)
+        self.runner = Runner(plan, model, seed=settings.training.seed, compile=settings.compile)
         self.held_out = HeldOut(
             self.runner, model, batch, loss, data.held_out, settings.training.eval_batches, tensor
         )

@@ -250,6 +250,7 @@ def _one_order(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
                 yield Fault(
                     second,
                     f"reduce {b}",
-                    f"starts before `reduce {a}`, but rank {first} starts `reduce {a}` first",
+                    f"starts before `reduce {a}`, but rank {first} starts `reduce {a}` first: the order "
+                    f"here is {', '.join(there)}, that of rank {first} is {', '.join(here)}",
                     "Start tied gradients in the same order on all ranks",
                 )

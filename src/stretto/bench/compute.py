@@ -1,0 +1,272 @@
+"""The compute alone: our window functions against eager PyTorch, on one rank with no communication.
+
+    1. A cell is a model and a number of threads; each has a process of its own, this module as a program.
+    2. All systems compute the same step, gradient accumulation over microbatches, on the same parameters:
+       eager PyTorch, our windows op by op, `torch.compile` of the model with its loss, our windows compiled.
+       Losses and gradients are compared first, or the cell is void.
+    3. They take turns, the order rotating. A system's ratio is the median over rounds of its time over
+       eager's in the same round, so that what slows a whole round counts for nothing.
+
+Touches `transformers` for the models that come from there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.errors import RunError, UsageError
+from stretto.models.build import huggingface_loss
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+
+EAGER, OURS = "torch eager", "stretto"
+COMPILED, OURS_COMPILED = "torch.compile", "stretto inductor"
+
+WARM_UPS = 4
+"""Turns that do not count. Measured: the C library's allocator goes on returning memory, and the system on
+giving it anew, for three steps; later steps fault no pages."""
+
+SAME = 1e-5
+"""Relative error up to which float32 losses and gradients are the same. Measured: 2e-6 at most."""
+
+ROWS, SEQUENCE, VOCABULARY = 1, 256, 4096
+"""Of a microbatch, and of all models."""
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One place of the grid. model: a name of `MODELS`."""
+
+    model: str
+    threads: int
+    microbatches: int = 4
+    rounds: int = 9
+    compile: bool = True
+
+
+def _gpt(hidden: int, layers: int) -> tuple[nn.Module, Loss]:
+    config = GPTConfig(
+        vocab_size=VOCABULARY, layers=layers, hidden=hidden, heads=hidden // 64, context=SEQUENCE
+    )
+    return GPT(config), next_token_loss
+
+
+def _llama() -> tuple[nn.Module, Loss]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=SEQUENCE,
+    )
+    return LlamaForCausalLM(config), huggingface_loss
+
+
+def _gpt2() -> tuple[nn.Module, Loss]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=512,
+        n_layer=4,
+        n_head=8,
+        n_positions=SEQUENCE,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return GPT2LMHeadModel(config), huggingface_loss
+
+
+MODELS: Mapping[str, Callable[[], tuple[nn.Module, Loss]]] = {
+    "gpt 512": partial(_gpt, 512, 4),
+    "gpt 768": partial(_gpt, 768, 3),
+    "gpt 1024": partial(_gpt, 1024, 2),
+    "llama 512": _llama,
+    "gpt2 512": _gpt2,
+}
+"""Name -> a model and its loss: hidden sizes at which a step takes about a second on one core."""
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """Steps 2 and 3 in this process: {"cell": ..., "rows": [...]}. Raises RunError when systems disagree."""
+    torch.set_num_threads(cell.threads)
+    torch.manual_seed(0)
+    model, loss = MODELS[cell.model]()
+    model.train()
+    batch = _batch(cell, loss)
+    job = stretto.capture(model, batch, loss=loss, parallel=stretto.Parallel(microbatches=cell.microbatches))
+    plan = stretto.plan(job, "local")
+    torch.set_num_threads(cell.threads)  # measuring has threads of its own
+    parts = [_part(batch, k) for k in range(cell.microbatches)]
+
+    def theirs(forward: Callable[[Any], Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for part in parts:
+            value = forward(part) / cell.microbatches
+            value.backward()  # type: ignore[no-untyped-call]
+            total += value.detach()
+        return total
+
+    plain = partial(loss, model)
+    systems: dict[str, Callable[[], Tensor]] = {
+        EAGER: partial(theirs, plain),
+        OURS: partial(stretto.Runner(plan, model).step, batch),
+    }
+    compile_s: dict[str, float] = {}
+    if cell.compile:
+        start = time.perf_counter()
+        compiled = torch.compile(plain, dynamic=False)
+        _turn(model, partial(theirs, compiled))
+        compile_s[COMPILED] = time.perf_counter() - start
+        systems[COMPILED] = partial(theirs, compiled)
+        start = time.perf_counter()
+        runner = stretto.Runner(plan, model, compile="inductor")
+        compile_s[OURS_COMPILED] = time.perf_counter() - start
+        systems[OURS_COMPILED] = partial(runner.step, batch)
+    errors = _compare(model, systems)
+    seconds = _race(model, systems, cell.rounds)
+    rows = [
+        {
+            "system": name,
+            "step_s": statistics.median(times),
+            "ratio_to_eager": statistics.median(
+                mine / eager for mine, eager in zip(times, seconds[EAGER], strict=True)
+            ),
+            "error": errors[name],
+            "compile_s": compile_s.get(name),
+            "rounds_s": times,
+        }
+        for name, times in seconds.items()
+    ]
+    return {"cell": asdict(cell), "rows": rows}
+
+
+def _batch(cell: Cell, loss: Loss) -> Any:
+    rows = ROWS * cell.microbatches
+    if loss is next_token_loss:
+        return torch.randint(0, VOCABULARY, (rows, SEQUENCE + 1))
+    ids = torch.randint(0, VOCABULARY, (rows, SEQUENCE))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _part(batch: Any, k: int) -> Any:
+    """Microbatch k."""
+    if isinstance(batch, Tensor):
+        return batch[k * ROWS : (k + 1) * ROWS]
+    return {name: leaf[k * ROWS : (k + 1) * ROWS] for name, leaf in batch.items()}
+
+
+def _turn(model: nn.Module, step: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    """Seconds of one step that begins without gradients, and its loss."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    gc.collect()  # so that no turn pays for the one before
+    start = time.perf_counter()
+    loss = step()
+    return time.perf_counter() - start, loss
+
+
+def _compare(model: nn.Module, systems: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """The largest relative error of each system's loss and gradients against eager's; and warms up."""
+    errors: dict[str, float] = {}
+    want: dict[str, Tensor] = {}
+    for name, step in systems.items():
+        for _ in range(WARM_UPS):
+            _, loss = _turn(model, step)
+        found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        found["loss"] = loss.detach().clone()
+        want = want or found
+        if found.keys() != want.keys():
+            raise RunError(f"{name} has other gradients than {EAGER}: {sorted(found.keys() ^ want.keys())}")
+        off = {key: float((found[key] - value).norm() / value.norm()) for key, value in want.items()}
+        worst = max(off, key=lambda key: off[key])
+        errors[name] = off[worst]
+        if off[worst] > SAME:
+            raise RunError(f"{name} differs from {EAGER} in {worst} by {off[worst]:.1e}")
+    return errors
+
+
+def _race(
+    model: nn.Module, systems: Mapping[str, Callable[[], Tensor]], rounds: int
+) -> dict[str, list[float]]:
+    names = list(systems)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds[name].append(_turn(model, systems[name])[0])
+    return seconds
+
+
+def compute(
+    models: Sequence[str],
+    threads: Sequence[int],
+    rounds: int,
+    folder: Path,
+    *,
+    compile: bool = True,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Step 1: all cells, one process after the other: {"setup": ..., "cells": [...]}.
+
+    folder: for the processes' files. Raises UsageError for an unknown model, RunError when a cell failed.
+    """
+    for model in models:
+        if model not in MODELS:
+            raise UsageError(f"unknown model {model!r}; known: {', '.join(MODELS)}")
+    found: list[dict[str, Any]] = []
+    for count in threads:
+        for model in models:
+            cell = Cell(model, count, rounds=rounds, compile=compile)
+            say(f"{model}, {count} {'thread' if count == 1 else 'threads'}")
+            out = folder / f"{len(found)}.json"
+            command = [sys.executable, "-m", "stretto.bench.compute", json.dumps(asdict(cell)), str(out)]
+            environment = {**os.environ, "OMP_NUM_THREADS": str(count)}
+            status = subprocess.run(command, env=environment, check=False).returncode
+            if status:
+                raise RunError(f"{model} with {count} threads failed (status {status}); its output is above")
+            found.append(json.loads(out.read_text()))
+    setup = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": ROWS,
+        "sequence": SEQUENCE,
+        "vocabulary": VOCABULARY,
+        "dtype": "float32",
+        "rounds": rounds,
+    }
+    return {"setup": setup, "cells": found}
+
+
+def main() -> None:
+    """A cell's entry: `python -m stretto.bench.compute CELL_JSON OUT`."""
+    cell = Cell(**json.loads(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps(run_cell(cell)))
+
+
+if __name__ == "__main__":
+    main()

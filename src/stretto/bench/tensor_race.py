@@ -1,0 +1,100 @@
+"""The races of `stretto bench tensor`: labs one after the other, the balanced rate, one result for all.
+
+Needs root, as every lab does. Touches the lab and the worker's files.
+
+    1. A race has a lab of one rank a host. As many hosts as cores have a core each and stay on it; more share
+       the cores equally, by quota.
+    2. The balanced rate is found before the race, in a lab without limit: ops and collectives are timed, and
+       the rate is the one at which the bytes that a microbatch moves take as long as its compute.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from stretto.bench.hidden import Work
+from stretto.bench.tensor_result import Setup
+from stretto.errors import RunError
+from stretto.lab import Lab
+
+CORES = 2
+"""Cores that the ranks of a lab share, whatever the machine has, so that figures of machines compare."""
+
+BALANCED = "balanced"
+UNLIMITED = "unlimited"
+
+SHAPES = {
+    1024: Setup(hidden=1024, heads=16, layers=3, microbatch=2),
+    2048: Setup(hidden=2048, heads=32, layers=2, microbatch=1),
+}
+"""Hidden size -> the GPT of that size. With Gloo a megabyte all-reduced takes about 8 ms of the processor, so
+smaller models would measure the processor and not the overlap."""
+
+
+def races(
+    rates: Sequence[str], hidden: Sequence[int], pps: Sequence[int], *, sequence_parallel: bool, rounds: int
+) -> list[Setup]:
+    """The races of all combinations, layouts outermost."""
+    return [
+        replace(SHAPES[size], rate=rate, pp=pp, sequence_parallel=sequence_parallel, rounds=rounds)
+        for pp in pps
+        for size in hidden
+        for rate in rates
+    ]
+
+
+def run_races(setups: Sequence[Setup], say: Callable[[str], None]) -> dict[str, Any]:
+    """Run all races. Returns {"cores": ..., "races": [{"setup", "rows"}, ...]}. Raises RunError when ranks
+    fail."""
+    found = []
+    for number, setup in enumerate(setups, 1):
+        say(f"race {number} of {len(setups)}: {setup}")
+        asked = setup.rate
+        if asked == BALANCED:
+            setup = replace(setup, rate=balanced_rate(_in_lab(replace(setup, rate=UNLIMITED), "probe")))
+            say(f"the balanced rate is {setup.rate}")
+        result = _in_lab(setup)
+        result["setup"]["asked_rate"] = asked
+        found.append(result)
+    return {"cores": CORES, "races": found}
+
+
+def balanced_rate(places: Sequence[dict[str, float]]) -> str:
+    """Step 2: the rate, as the lab takes it, for the work of each place, of which the one with most compute
+    counts. Where collectives take longer than compute without any limit, there is none: "unlimited"."""
+    work = max((Work(**place) for place in places), key=lambda work: work.compute_us)
+    if work.collective_us >= work.compute_us:
+        return UNLIMITED
+    mbit_per_s = 8.0 * work.wire_bytes / work.compute_us
+    # Two digits: more would be noise.
+    digits = max(0, 1 - math.floor(math.log10(mbit_per_s)))
+    step = 10.0 ** max(0, math.floor(math.log10(mbit_per_s)) - 1)
+    return f"{round(mbit_per_s, digits):g}mbit" if digits else f"{round(mbit_per_s / step) * step:.0f}mbit"
+
+
+def _in_lab(setup: Setup, *words: str) -> Any:
+    """Step 1: what rank 0 wrote."""
+    shared = setup.world > CORES
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Lab(
+            setup.world,
+            setup.rate,
+            CORES / setup.world if shared else None,
+            pin=not shared,
+        ) as lab,
+    ):
+        out = Path(folder) / "out.json"
+        command = [sys.executable, "-m", "stretto.bench.tensor", json.dumps(asdict(setup)), str(out), *words]
+        environment = {"OMP_NUM_THREADS": str(setup.threads_per_rank), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        statuses = lab.run(command, environment, quiet_others=True)
+        if statuses.exit_status:
+            raise RunError(f"{setup}: host {statuses.first_failed} failed; its output is above")
+        return json.loads(out.read_text())

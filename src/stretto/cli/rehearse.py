@@ -1,0 +1,54 @@
+"""`stretto rehearse`: one rank of a plan on one device. Thin: `stretto.runtime.rehearse` does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.errors import StrettoError, UsageError
+from stretto.ir.serialize import load_plan
+from stretto.report import save_perfetto
+
+rehearse = typer.Typer(add_completion=False)
+
+
+@rehearse.command()
+def run(
+    plan: Annotated[
+        Path, typer.Argument(help="A plan file, as `stretto plan` writes it.", show_default=False)
+    ],
+    rank: Annotated[int, typer.Option(help="The rank of the run, from 0.", show_default=False)],
+    steps: Annotated[int, typer.Option(help="Steps that count, after one to warm up.")] = 3,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline as a trace for ui.perfetto.dev (.perfetto-trace).")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="What to run on; it must be what the plan was captured for."),
+    ] = None,
+    load: Annotated[
+        bool, typer.Option("--load", help="Take the processor time of communication as well.")
+    ] = False,
+) -> None:
+    """Run one rank of a plan alone: real compute, communication that takes the predicted time."""
+    loaded = load_plan(plan)
+    if device is not None and device != loaded.job.device:
+        raise UsageError(
+            f"--device {device}: the plan was captured for {loaded.job.device}, whose kernels differ; "
+            f"capture with device={device!r} and plan again"
+        )
+
+    from stretto.runtime.rehearse import (
+        rehearse as walk,
+    )  # loads PyTorch: not for a wrong plan
+
+    found = walk(loaded, rank, steps=steps, load=load)
+    typer.echo(str(found))
+    if trace is not None:
+        try:
+            save_perfetto(found.timeline, trace, loaded)
+        except OSError as error:
+            raise StrettoError(f"cannot write {trace}: {error.strerror}") from None
+        typer.echo(f"wrote {trace}")

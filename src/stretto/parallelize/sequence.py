@@ -1,0 +1,92 @@
+"""The part of a model between whose modules sequence parallelism keeps slices of the sequence.
+
+    1. The blocks are the one list of modules that holds the rowwise modules.
+    2. Modules of a block in which colwise modules stand (attention, MLP) gather their input; what is in them
+       sees whole sequences.
+    3. Every other module of a block with parameters must have a style, or be a norm, which works on every
+       token alone.
+    4. The norm after the blocks is where the sequence is put together again.
+
+Reads names and classes of modules; changes nothing but the styles that it completes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from stretto.errors import UsageError
+from stretto.parallelize.styles import COLWISE, ROWWISE, Style
+
+
+def sequence_region(
+    model: nn.Module, modules: Mapping[str, nn.Module], styles: dict[str, Style]
+) -> tuple[str, tuple[str, ...]]:
+    """The first block and the norms beside the blocks; these are the list that holds the rowwise modules."""
+    rowwise = [name for name, style in styles.items() if style.kind in ROWWISE]
+    lists = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList) and any(r.startswith(f"{name}.") for r in rowwise)
+    }
+    if len(lists) != 1:
+        raise UsageError(
+            f"sequence_parallel needs one list of blocks with rowwise modules in it; {type(model).__name__} "
+            f"has {', '.join(lists) or 'none'}"
+        )
+    ((name, blocks),) = lists.items()
+    inside = whole_inside(name, styles)
+    for part, module in blocks.named_modules(prefix=name, remove_duplicate=False):
+        own = list(module.parameters(recurse=False))
+        sees_all = any(part.startswith(f"{parent}.") for parent in inside)
+        if not own or (part in styles and styles[part].kind != "replicated"):
+            continue
+        if not sees_all and not _is_norm(module):
+            raise UsageError(
+                f"sequence_parallel: {part} ({type(module).__name__}) has no style, and would see a slice of "
+                "the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it works on every "
+                "token alone)"
+            )
+        # A norm in attention (of queries, of keys) sees whole sequences.
+        styles[part] = Style("replicated" if sees_all else "sequence")
+    parent = name.rpartition(".")[0]
+    prefix = f"{parent}." if parent else ""
+    children = [prefix + child for child, _ in modules[parent].named_children()]
+    after = tuple(
+        child
+        for child in children
+        if child != name
+        and ((child in styles and styles[child].kind == "sequence") or _is_norm(modules[child]))
+    )
+    if not after or len(blocks) == 0:
+        raise UsageError(
+            f"sequence_parallel: no norm follows the blocks {name!r}, at which the sequence could be put "
+            "together again"
+        )
+    styles.update(dict.fromkeys(after, Style("sequence")))
+    return f"{name}.0", after
+
+
+def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
+    """Modules of a block (attention, MLP) that gather their input, because colwise modules in them need it.
+
+    They gather it, and not the colwise modules: their code may look at its shape before it calls them.
+    Raises UsageError for colwise modules that stand in no such module.
+    """
+    found: dict[str, None] = {}
+    for name, style in styles.items():
+        if style.kind in COLWISE and name.startswith(f"{blocks}."):
+            parent = name.rpartition(".")[0]
+            if parent.count(".") == blocks.count(".") + 1:
+                raise UsageError(
+                    f"sequence_parallel: {name} stands directly in its block, whose code would see a slice "
+                    "of the sequence: put it in a module of its own (attention, MLP), which then gathers its "
+                    "input"
+                )
+            found[parent] = None
+    return list(found)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith("norm") or isinstance(module, nn.LayerNorm)

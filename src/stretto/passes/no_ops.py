@@ -1,0 +1,241 @@
+"""Ops that change nothing go, and what used them uses what they were given.
+
+Ops of a step write to no value, so a copy is as good as the original, unless it is there to outlive it (a
+buffer that the model writes) or to be smaller (a part of a large tensor).
+
+    1. In order, every op gets what its inputs are by now.
+    2. An op whose result is its input, element by element and in the same layout, is gone: detach, alias,
+       casts to the same dtype, times 1, copies, slices of all, expansions and concatenations of one.
+    3. Swaps of dims that cancel are gone; reshapes of what is in one piece become one reshape of the first.
+       Not where the value between is needed as well: two stages might then exchange both.
+    4. What is dead thereby is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from stretto.ir.flow import is_external
+from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.passes.graph import Graph
+from stretto.passes.rewrite import live, rebuilt, with_uses
+
+SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
+"""Views of all of their input."""
+
+RESHAPES = (
+    "aten.view.default",
+    "aten._unsafe_view.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+)
+"""The same elements in the same order, when input and result are contiguous."""
+
+SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
+
+
+def no_ops(graph: Graph) -> Graph:
+    """See the module."""
+    work = _Work(graph)
+    for op in graph.ops:
+        work.add(op)
+    if not work.changed:
+        return graph
+    roots = {work.same.get(root, root) for root in graph.roots}
+    return rebuilt(graph, live(work.ops, roots), work.same)
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is known of the graph so far. same: value that is gone -> what stands for it; made: the op that
+    makes a value, as it is now; owners: value -> the value that has its storage."""
+
+    graph: Graph
+    ops: list[Op] = field(default_factory=list)
+    same: dict[str, str] = field(default_factory=dict)
+    made: dict[str, Op] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    users: Mapping[str, list[Op]] = field(default_factory=dict)
+    changed: bool = False
+
+    def __post_init__(self) -> None:
+        self.users = self.graph.users()
+
+    def add(self, op: Op) -> None:
+        """Steps 1 to 3 for one op."""
+        now = with_uses(op, lambda name: self.same.get(name, name))
+        source = self._unchanged(now)
+        if source is None:
+            source = self._undone(now)
+        if source is not None and self._may_stand(op.name, source):
+            self.same[op.name] = source
+            self.changed = True
+            return
+        now = self._one_reshape(now)
+        self.changed = self.changed or now != op
+        if now.alias is not None:
+            given = _given(now)
+            self.owners[op.name] = self.owners.get(given, given)
+        self.made[op.name] = now
+        self.ops.append(now)
+
+    def _may_stand(self, name: str, source: str) -> bool:
+        """A root stays a value that an op makes: an external one would be a gradient without a place."""
+        return name not in self.graph.roots or not is_external(source)
+
+    def spec(self, name: str) -> TensorSpec | None:
+        op = self.made.get(name)
+        return op.outputs[0] if op is not None and len(op.outputs) == 1 else None
+
+    # Step 2.
+
+    def _unchanged(self, op: Op) -> str | None:
+        """The value that the op's result equals in everything, or None."""
+        if op.target in SAME:
+            return _given(op)
+        test = IDENTITIES.get(op.target)
+        if test is None or len(op.outputs) != 1:
+            return None
+        source = test(self, op)
+        return source if source is not None and self.spec(source) == op.outputs[0] else None
+
+    def may_share(self, source: str) -> str | None:
+        """The value, where it may be used in the place of a copy of it."""
+        owner = self.owners.get(source, source)
+        if owner.startswith("buffer/"):
+            return None  # which a later op of the step may find written
+        whole = self.made.get(owner)
+        if whole is not None and whole.outputs[0] is not None:
+            spec = self.spec(source)
+            if spec is None or spec.nbytes < sum(s.nbytes for s in whole.outputs if s is not None):
+                return None  # the copy lets the larger tensor go
+        return source
+
+    # Step 3.
+
+    def _undone(self, op: Op) -> str | None:
+        """The value before a swap that this op swaps back, or before a reshape that this one takes back."""
+        if op.target in SWAPS:
+            before = self.made.get(_given(op))
+            if before is None or before.target not in SWAPS or not self._passing(before, SWAPS):
+                return None
+            first, second = _order(before), _order(op)
+            if first is None or second is None or [first[d] for d in second] != sorted(first):
+                return None
+            return _given(before)
+        base = self._reshaped(op)
+        return base if base is not None and self.spec(base) == op.outputs[0] else None
+
+    def _one_reshape(self, op: Op) -> Op:
+        """The op, or one view of the value before all reshapes."""
+        base = self._reshaped(op)
+        spec = op.outputs[0] if op.outputs else None
+        if base is None or base == _given(op) or spec is None:
+            return op
+        return replace(op, target="aten.view.default", args=(Ref(base), spec.shape), kwargs=())
+
+    def _reshaped(self, op: Op) -> str | None:
+        """For a reshape of what is in one piece: the first value of the chain of reshapes."""
+        if op.target not in RESHAPES or op.outputs[0] is None or op.outputs[0].stride is not None:
+            return None
+        base = _given(op)
+        spec = self.spec(base)
+        if spec is None or spec.stride is not None:
+            return None
+        before = self.made[base]
+        while before.target in RESHAPES and self._passing(before, RESHAPES):
+            source = self.spec(_given(before))
+            if source is None or source.stride is not None:
+                break
+            base = _given(before)
+            before = self.made[base]
+        return base
+
+    def _passing(self, op: Op, through: tuple[str, ...]) -> bool:
+        """Whether the value is there for ops alone that look past it, and so is dead, or costs nothing: the
+        swap of a parameter is where the parameter is."""
+        if op.name in self.graph.roots:
+            return False
+        if is_external(_given(op)) and through is SWAPS:
+            return True
+        return all(user.target in through for user in self.users.get(op.name, ()))
+
+
+def _given(op: Op) -> str:
+    name: str = next((arg.name for arg in op.args if isinstance(arg, Ref)), "")
+    return name
+
+
+def _order(op: Op) -> list[int] | None:
+    """The dims of the input in the order of the result."""
+    spec = op.outputs[0]
+    assert spec is not None
+    count = len(spec.shape)
+    dims = list(range(count))
+    if op.target == "aten.permute.default":
+        return [int(d) % count for d in op.args[1]]
+    if op.target == "aten.transpose.int":
+        a, b = (int(d) % count for d in op.args[1:3])
+    elif count == 2:
+        a, b = 0, 1
+    else:
+        return dims
+    dims[a], dims[b] = b, a
+    return dims
+
+
+# Step 2, by target: the input that the result may equal; that layout and dtype are the same is seen after it.
+
+
+def _view(work: _Work, op: Op) -> str | None:
+    return _given(op)
+
+
+def _swap(work: _Work, op: Op) -> str | None:
+    order = _order(op)
+    return _given(op) if order is not None and order == sorted(order) else None
+
+
+def _slice(work: _Work, op: Op) -> str | None:
+    return _given(op) if len(op.args) < 5 or op.args[4] == 1 else None
+
+
+def _times_one(work: _Work, op: Op) -> str | None:
+    """x * 1, x / 1, x ** 1; (x + 0 changes a negative zero)."""
+    number = op.args[1]
+    plain = not op.kwargs and isinstance(number, (int, float)) and not isinstance(number, bool)
+    return work.may_share(_given(op)) if plain and isinstance(op.args[0], Ref) and number == 1 else None
+
+
+def _cat(work: _Work, op: Op) -> str | None:
+    """Of one tensor beside empty ones."""
+    specs = {ref.name: work.spec(ref.name) for ref in op.args[0]}
+    if any(spec is None for spec in specs.values()):
+        return None
+    full = [ref.name for ref in op.args[0] if specs[ref.name].numel]  # type: ignore[union-attr]
+    return work.may_share(full[0]) if len(full) == 1 else None
+
+
+def _copy(work: _Work, op: Op) -> str | None:
+    return work.may_share(_given(op))
+
+
+IDENTITIES: dict[str, Callable[[_Work, Op], str | None]] = {
+    "aten.view.default": _view,
+    "aten._unsafe_view.default": _view,
+    "aten.expand.default": _view,
+    "aten.t.default": _swap,
+    "aten.transpose.int": _swap,
+    "aten.permute.default": _swap,
+    "aten.slice.Tensor": _slice,
+    "aten.clone.default": _copy,
+    "aten._to_copy.default": _copy,
+    "aten.mul.Tensor": _times_one,
+    "aten.div.Tensor": _times_one,
+    "aten.pow.Tensor_Scalar": _times_one,
+    "aten.cat.default": _cat,
+}
+"""Targets whose result may be their input."""

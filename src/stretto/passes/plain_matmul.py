@@ -1,0 +1,129 @@
+"""Batched matrix products that are one plain product: of a batch of one, with one matrix for all, or summed.
+
+A linear layer that is written with three dims (einsum, matmul of expanded weights) multiplies batch by batch,
+and makes its weight's gradient as a batch of gradients that is then summed. One product of all rows does the
+same, without the batch of gradients, and is one op that can stand under the input gradient's communication.
+
+    1. sum over b of A[b] B[b] is [A[0] A[1] ...] times [B[0]; B[1]; ...], where the layouts make both views.
+    2. A[b] W for all b is the product of A's rows, one below the other, and W.
+    3. A batch of one is a plain product.
+
+Sums are regrouped: results differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.passes.graph import Graph
+from stretto.passes.rewrite import live, rebuilt, spec_with, strides_of
+
+BMM = "aten.bmm.default"
+
+
+def plain_matmuls(graph: Graph) -> Graph:
+    """See the module."""
+    specs, users = graph.specs(), graph.users()
+    products = {op.name: op for op in graph.ops if op.target == BMM}
+    alone = {name for name in products if len(users[name]) == 1 and name not in graph.roots}
+    ops: list[Op] = []
+    origin: dict[str, str] = {}
+    for op in graph.ops:
+        new: list[Op] | None = None
+        if op.target == BMM:
+            new = _shared(op, specs) or _single(op, specs)
+        elif op.target == "aten.sum.dim_IntList" and op.args[0].name in alone:
+            new = _summed(op, products[op.args[0].name], specs)
+        ops += new or [op]
+        origin.update((made.name, op.name) for made in new or () if made.name != op.name)
+    if not origin:
+        return graph
+    return rebuilt(graph, live(ops, graph.roots), origin=origin)
+
+
+def _summed(op: Op, product: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
+    """Step 1: a view of [m, batch, k] as [m, batch * k], and of [batch, k, n] as [batch * k, n]."""
+    left, right = (specs.get(ref.name) for ref in product.args)
+    if left is None or right is None or tuple(op.args[1]) != (0,) or op.kwargs:
+        return None
+    (batch, m, k), n = left.shape, right.shape[2]
+    across, down, along = strides_of(left)
+    over, step, beside = strides_of(right)
+    if across != k * along or over != k * step:
+        return None
+    make = _Maker(op, left.dtype)
+    swapped = make.view(
+        "swapped", "permute", product.args[0], ((1, 0, 2),), (m, batch, k), (down, across, along)
+    )
+    a = make.view("left", "view", swapped, ((m, batch * k),), (m, batch * k), (down, along))
+    b = make.view("right", "view", product.args[1], ((batch * k, n),), (batch * k, n), (step, beside))
+    return make.product(a, b, (m, n), product.flops)
+
+
+def _shared(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
+    """Step 2: the second matrix is expanded from one."""
+    left, right = (specs.get(ref.name) for ref in op.args)
+    if left is None or right is None or left.stride is not None or strides_of(right)[0] != 0:
+        return None
+    (batch, m, k), n = left.shape, right.shape[2]
+    make = _Maker(op, left.dtype)
+    a = make.view("left", "view", op.args[0], ((batch * m, k),), (batch * m, k), (k, 1))
+    b = make.view("right", "select", op.args[1], (0, 0), (k, n), strides_of(right)[1:])
+    return make.product(a, b, (batch * m, n), op.flops)
+
+
+def _single(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
+    """Step 3."""
+    left, right = (specs.get(ref.name) for ref in op.args)
+    if left is None or right is None or left.shape[0] != 1:
+        return None
+    make = _Maker(op, left.dtype)
+    a = make.view("left", "squeeze", op.args[0], (0,), left.shape[1:], strides_of(left)[1:])
+    b = make.view("right", "squeeze", op.args[1], (0,), right.shape[1:], strides_of(right)[1:])
+    return make.product(a, b, (left.shape[1], right.shape[2]), op.flops)
+
+
+TARGETS = {
+    "permute": "aten.permute.default",
+    "view": "aten.view.default",
+    "select": "aten.select.int",
+    "squeeze": "aten.squeeze.dim",
+}
+
+
+@dataclass(slots=True)
+class _Maker:
+    """The ops that take an op's place, the last of which has its name."""
+
+    op: Op
+    dtype: str
+    ops: list[Op] = field(default_factory=list)
+
+    def view(
+        self,
+        what: str,
+        how: str,
+        source: Ref,
+        args: tuple[object, ...],
+        shape: Sequence[int],
+        strides: Sequence[int],
+    ) -> Ref:
+        name, spec = f"{self.op.name}_{what}", spec_with(shape, self.dtype, strides)
+        made = Op(name, TARGETS[how], (source, *args), (), (spec,), source.name, module=self.op.module)
+        self.ops.append(made)
+        return Ref(name)
+
+    def product(self, a: Ref, b: Ref, shape: tuple[int, int], flops: int) -> list[Op]:
+        """The product, seen as the result that the op had."""
+        op, plain = self.op, TensorSpec(shape, self.dtype)
+        as_it_is = op.outputs[0] == plain
+        name = op.name if as_it_is else f"{op.name}_mm"
+        made = Op(name, "aten.mm.default", (a, b), (), (plain,), flops=flops, module=op.module)
+        self.ops.append(made)
+        if not as_it_is:
+            assert op.outputs[0] is not None
+            view = Op(op.name, TARGETS["view"], (Ref(name), op.outputs[0].shape), (), op.outputs, name)
+            self.ops.append(replace(view, module=op.module))
+        return self.ops

@@ -1,0 +1,237 @@
+"""Recomputation: what the forward made is not kept for the backward, but computed again there.
+
+A job in, a job out. What F keeps for I and W is memory for as long as a microbatch lives; an op that is
+repeated where the backward needs its result is time. Repeated ops are ordinary ops on ordinary lanes, their
+collectives too, so that an order of ops may put them under a communication. Which ops are worth it is for
+`stretto.passes.recompute_choice`; this room repeats them. Touches `stretto.ir` only.
+
+    1. What is not kept (`again`): with a value all views of its storage; with a part of a tuple the op that
+       makes the tuple, which would keep the other parts alive.
+    2. What is needed: the values of `again` that I and W read, and what it takes to make them. Nothing else
+       is repeated, and nothing twice: a block's last matrix, whose result no gradient reads, is not.
+    3. Where: in I what I needs. What W alone needs stands in W, unless more would then have to be kept from I
+       to W than the result is.
+    4. A repeated op stands directly before the first op that needs it. It has the name of the op that it
+       repeats and a suffix, and `Op.repeats`, by which a random op draws the same numbers again.
+
+Received values, parameters, buffers and the batch are kept in any case, so edges do not change.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from stretto.ir.action import Phase
+from stretto.ir.plan import Costs
+from stretto.ir.program import WAIT, Arg, Job, Op, Ref, Stage
+
+AGAIN = "_again"
+"""Ends the name of a repeated op."""
+
+
+def repeat(job: Job, again: Mapping[int, Collection[str]]) -> Job:
+    """The job whose backward computes ops of the forward again. again: stage -> names of ops of its F whose
+    results are not kept; what nothing in the backward needs is not repeated either.
+
+    Losses and gradients are those of `job`, bit by bit. Raises ValueError for a name that the stage's F does
+    not have.
+    """
+    sizes = {edge.value: edge.spec.nbytes for edge in job.edges}
+    return replace(
+        job,
+        stages=tuple(
+            _Repeat(stage, again[stage.index], sizes).stage() if again.get(stage.index) else stage
+            for stage in job.stages
+        ),
+    )
+
+
+def forget(job: Job) -> Job:
+    """The job as it was before `repeat`: without the repeated ops."""
+    return replace(job, stages=tuple(_forget(stage) for stage in job.stages))
+
+
+def is_repeated(op: Op) -> bool:
+    """Whether the op is one that `repeat` made."""
+    return bool(op.repeats) and op.name == op.repeats + AGAIN
+
+
+def costs_of_repeated(job: Job, costs: Costs) -> Costs:
+    """The costs of `job` from those of the job before `repeat`: a repeated op takes as long as the first."""
+    known = costs.op_us
+    found: dict[tuple[int, str], float] = {}
+    for stage in job.stages:
+        for op in (op for ops in stage.ops.values() for op in ops):
+            name = op.repeats if is_repeated(op) else op.name
+            if (stage.index, name) in known:
+                found[stage.index, op.name] = known[stage.index, name]
+    return costs if found == known else replace(costs, op_us=found)
+
+
+def storages(ops: Sequence[Op]) -> dict[str, str]:
+    """Value -> the value that owns its storage: itself, or what it is a view of."""
+    return {op.name: op.name if op.alias is None else op.alias for op in ops}
+
+
+def closed(forward: Sequence[Op], again: Collection[str]) -> set[str]:
+    """Step 1: `again` with all that goes with it. Views of parameters and of received values cost nothing to
+    keep and stay."""
+    root = storages(forward)
+    unknown = sorted(set(again) - root.keys())
+    if unknown:
+        raise ValueError(f"the stage's forward has no {', '.join(unknown)}")
+    roots = {root[name] for name in again}
+    for op in reversed(forward):
+        if op.target == "getitem" and root[op.name] in roots:
+            roots.add(root[op.uses[0]])
+    return {op.name for op in forward if root[op.name] in roots and root[op.name] in root}
+
+
+class _Repeat:
+    """Steps 1 to 4 for one stage. sizes: received value -> bytes."""
+
+    def __init__(self, stage: Stage, again: Collection[str], sizes: Mapping[str, int]) -> None:
+        self.old = stage
+        self.forward = stage.ops[Phase.F]
+        self.made = {op.name: op for op in self.forward}
+        self.position = {op.name: at for at, op in enumerate(self.forward)}
+        self.root = storages(self.forward)
+        self.sizes = sizes
+        self.again = closed(self.forward, again)
+        self.needed = self._needed((Phase.I, Phase.W))
+        self.new_name = {name: name + AGAIN for name in self.needed}
+        taken = {op.name for ops in stage.ops.values() for op in ops}.intersection(self.new_name.values())
+        assert not taken, f"stage {stage.index} has ops named as repeated ones would be: {sorted(taken)}"
+
+    def stage(self) -> Stage:
+        """The stage with its repeated ops."""
+        in_i = self._in_i()
+        for_i = self._needed((Phase.I,))
+        done: set[str] = set()
+        into = tuple(self._placed(Phase.I, done, sorted(in_i - for_i, key=self.position.__getitem__)))
+        weight = tuple(self._placed(Phase.W, done, []))
+        return Stage(self.old.index, {Phase.F: self.forward, Phase.I: into, Phase.W: weight})
+
+    def _needed(self, phases: Sequence[Phase]) -> set[str]:
+        """Step 2: what the phases read of `again`, and what it takes to make that."""
+        needed = {
+            name for phase in phases for op in self.old.ops[phase] for name in op.uses if name in self.again
+        }
+        for op in reversed(self.forward):
+            if op.name in needed:
+                needed.update(self._inputs(op.name))
+        return needed
+
+    def _inputs(self, name: str) -> list[str]:
+        return [use for use in self.made[name].uses if use in self.again]
+
+    def _in_i(self) -> set[str]:
+        """Step 3: the repeated ops that stand in I; the others stand in W."""
+        found = self._needed((Phase.I,))
+        in_w: set[str] = set()
+        # Storages that W reads, whoever made them: they are kept until then.
+        until_w = {self._owner(name) for op in self.old.ops[Phase.W] for name in op.uses}
+        parts: dict[str, list[Op]] = defaultdict(list)
+        for op in reversed(self.forward):
+            if op.name in found:
+                found.update(self._inputs(op.name))
+            elif op.name not in self.needed or op.name in in_w:
+                continue
+            elif op.target in ("getitem", WAIT) and op.uses[0] in self.needed:
+                # A part goes with its tuple, a wait with its start: what decides is there.
+                parts[op.uses[0]].append(op)
+                if op.uses[0] in found:
+                    found.add(op.name)
+            elif op.alias is not None:
+                until_w |= {self._owner(name) for name in op.uses}
+            else:
+                together = (op, *parts[op.name])
+                result = sum(one.nbytes for one in together if one.name in until_w)
+                chain, reads = self._chain(op, found)
+                if sum(map(self._nbytes, reads - until_w)) <= result:
+                    in_w |= chain
+                    until_w |= reads
+                else:
+                    found.update(one.name for one in together)
+                    found.update(self._inputs(op.name))
+        return found
+
+    def _chain(self, op: Op, in_i: Collection[str]) -> tuple[set[str], set[str]]:
+        """The op and those that have to stand in W if it does, and the storages that these read of others."""
+        chain = {op.name}
+        reached = [op.name]
+        while reached:
+            more = [use for use in self._inputs(reached.pop()) if use not in in_i and use not in chain]
+            chain.update(more)
+            reached += more
+        reads = {self._owner(use) for name in chain for use in self.made[name].uses}
+        return chain, reads - chain
+
+    def _owner(self, name: str) -> str:
+        return self.root.get(name, name)
+
+    def _nbytes(self, owner: str) -> int:
+        """Bytes of a storage; nothing for what is given from outside."""
+        return self.made[owner].nbytes if owner in self.made else self.sizes.get(owner, 0)
+
+    def _placed(self, phase: Phase, done: set[str], for_w: Sequence[str]) -> Iterator[Op]:
+        """Step 4: the phase's ops, each after the repeated ops that it needs. done: those that stand already;
+        grows. for_w: those that stand here for W alone, as soon as what they read is there."""
+        late = list(for_w)
+        for op in self.old.ops[phase]:
+            wanted = [name for name in op.uses if name in self.needed]
+            found: set[str] = set()
+            while wanted:
+                name = wanted.pop()
+                if name not in done and name not in found:
+                    found.add(name)
+                    wanted += self._inputs(name)
+            if found:
+                for name in late:
+                    inputs = self._inputs(name)
+                    if inputs and all(use in done or use in found for use in inputs):
+                        found.add(name)
+                late = [name for name in late if name not in found]
+            yield from self._clones(found, done)
+            yield renamed(op, self.new_name)
+        yield from self._clones(late, done)
+
+    def _clones(self, names: Collection[str], done: set[str]) -> Iterator[Op]:
+        for name in sorted(names, key=self.position.__getitem__):
+            done.add(name)
+            yield replace(renamed(self.made[name], self.new_name), name=self.new_name[name], repeats=name)
+
+
+def _forget(stage: Stage) -> Stage:
+    first = {op.name: op.repeats for ops in stage.ops.values() for op in ops if is_repeated(op)}
+    if not first:
+        return stage
+    return Stage(
+        stage.index,
+        {
+            phase: tuple(renamed(op, first) for op in ops if op.name not in first)
+            for phase, ops in stage.ops.items()
+        },
+    )
+
+
+def renamed(op: Op, names: Mapping[str, str]) -> Op:
+    """The op with other names for what it reads."""
+    if not any(name in names for name in op.uses) and op.alias not in names:
+        return op
+    return replace(
+        op,
+        args=tuple(_renamed(arg, names) for arg in op.args),
+        kwargs=tuple((key, _renamed(value, names)) for key, value in op.kwargs),
+        alias=None if op.alias is None else names.get(op.alias, op.alias),
+    )
+
+
+def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref(names.get(arg.name, arg.name))
+    if isinstance(arg, tuple):
+        return tuple(_renamed(item, names) for item in arg)
+    return arg

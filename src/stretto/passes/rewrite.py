@@ -1,0 +1,88 @@
+"""Shared by passes: put one value in another's place, drop what is not needed, tell views their storage.
+
+Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from stretto.ir.program import Arg, Op, Ref, TensorSpec
+from stretto.passes.graph import Graph
+
+
+def with_uses(op: Op, name: Callable[[str], str]) -> Op:
+    """The op with other values in the places of those that it uses; its own name stays."""
+    if all(name(used) == used for used in op.uses):
+        return op
+
+    def arg(value: Arg) -> Arg:
+        if isinstance(value, Ref):
+            return Ref(name(value.name))
+        return tuple(arg(item) for item in value) if isinstance(value, tuple) else value
+
+    args = tuple(arg(value) for value in op.args)
+    return replace(op, args=args, kwargs=tuple((key, arg(value)) for key, value in op.kwargs))
+
+
+def rooted(ops: Iterable[Op]) -> Iterator[Op]:
+    """The ops, with every view's `alias` the value that owns its storage, through views of views."""
+    owners: dict[str, str] = {}
+    for op in ops:
+        if op.alias is not None:
+            source = next(arg.name for arg in op.args if isinstance(arg, Ref))
+            owner = owners.get(source, source)
+            owners[op.name] = owner
+            op = op if op.alias == owner else replace(op, alias=owner)
+        yield op
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides))
+
+
+def strides_of(spec: TensorSpec) -> tuple[int, ...]:
+    return dense_strides(spec.shape) if spec.stride is None else spec.stride
+
+
+def spec_with(shape: Sequence[int], dtype: str, strides: Sequence[int]) -> TensorSpec:
+    """A spec, whose strides are left out where they are those of a contiguous tensor."""
+    dense = all(s == d or n == 1 for s, d, n in zip(strides, dense_strides(shape), shape, strict=True))
+    return TensorSpec(tuple(shape), dtype, None if dense else tuple(strides))
+
+
+def live(ops: Iterable[Op], roots: Iterable[str]) -> list[Op]:
+    """The ops from which a root can be reached, in order."""
+    needed = set(roots)
+    kept: list[Op] = []
+    for op in reversed(list(ops)):
+        if op.name in needed:
+            needed.update(op.uses)
+            kept.append(op)
+    return kept[::-1]
+
+
+def rebuilt(
+    graph: Graph,
+    ops: Iterable[Op],
+    same: Mapping[str, str] | None = None,
+    origin: Mapping[str, str] | None = None,
+) -> Graph:
+    """The graph with other ops. same: value that is gone -> the value in its place (not itself gone), which
+    the ops name already; origin: of ops that are new."""
+    same = same or {}
+    roots = frozenset(same.get(root, root) for root in graph.roots)
+    renamed = {was: same.get(now, now) for was, now in graph.renamed.items()}
+    renamed |= {root: same[root] for root in graph.roots if root in same}
+    return replace(
+        graph,
+        ops=tuple(rooted(ops)),
+        roots=roots,
+        origin={**graph.origin, **(origin or {})},
+        renamed=renamed,
+    )

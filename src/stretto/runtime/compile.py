@@ -1,0 +1,297 @@
+"""Stretches of compute go through Inductor: ops between communications become one compiled function.
+
+Knows ops and windows, and calls `torch.compile`; `stretto.runtime.compiled_window` writes the calls.
+
+    1. Cut the window's items into stretches: ops that follow each other with no communication, message or
+       random op between. Between two of these, ops of each part of the window stand together. A stretch also
+       ends where another block of the model begins, so that equal blocks give equal stretches, and what a
+       block has read is freed before the next.
+    2. A weight gradient that is a matrix product stays outside: it is added where the gradient is kept. So
+       do views that are read outside; they are made anew from what they are views of.
+    3. What is left becomes a graph whose outputs are the values that are read outside of it.
+    4. Graphs that are equal but for names are compiled once. A stretch with too little to fuse is not
+       compiled: its ops are called one by one.
+
+What a stretch reads lives until it ends, so the peak of memory is not that of the plan to the byte.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from stretto.dispatch import resolve
+from stretto.ir.plan import ItemKind, Window
+from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Arg, Const, Op, Ref, TensorSpec
+from stretto.runtime.memory_adapter import MemoryMeter
+
+Key = tuple[int, str]
+"""A value of a window: (part, name)."""
+
+LEAST_FUSED = 2
+"""Ops that Inductor could fuse, below which a stretch is not compiled. One op alone is what PyTorch's own
+kernel does; a call of a compiled function costs its guards, 25 to 50 us (measured, 2 to 30 inputs)."""
+
+GETITEM = "getitem"
+_KERNELS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "embedding", "embedding_dense_backward")
+"""Ops that stay calls of PyTorch's kernels under Inductor, without overloads."""
+_BLOCK = re.compile(r"^(?:[^.]*\.)*?\d+(?=\.|$)")
+
+
+_CALLING = threading.Lock()
+"""Ranks that are threads compile, and call what was compiled, one after the other."""
+
+
+def is_compute(op: Op) -> bool:
+    """Whether the op may be part of a stretch."""
+    return not op.random and op.target not in (*STARTS, WAIT, INDEX, CHUNK)
+
+
+def _fuses(op: Op) -> bool:
+    name = op.target.split(".")[1] if "." in op.target else op.target
+    kernel = name in _KERNELS or name.startswith("_scaled_dot_product")
+    return op.alias is None and op.target != GETITEM and not kernel
+
+
+def block_of(module: str) -> str:
+    """The block that a module is in, `blocks.3` of `blocks.3.mlp.up`; "-" for a module that is in none, and
+    "" for no module."""
+    found = _BLOCK.match(module)
+    return found[0] if found else module and "-"
+
+
+def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ...]]:
+    """Step 1: positions of the window's items, in the order in which they are to run; each item alone or in a
+    stretch. ops: (stage, name) -> op."""
+    found: list[tuple[int, ...]] = []
+    between: dict[int, list[tuple[int, Op]]] = {}
+
+    def close() -> None:
+        for part in between.values():
+            found.extend(_by_block(part))
+        between.clear()
+
+    for at, item in enumerate(window.items):
+        op = ops[window.parts[item.part][0], str(item.ref)] if item.kind is ItemKind.OP else None
+        if op is None or not is_compute(op):
+            close()
+            found.append((at,))
+        else:
+            between.setdefault(item.part, []).append((at, op))
+    close()
+    return found
+
+
+def _by_block(ops: Sequence[tuple[int, Op]]) -> Iterator[tuple[int, ...]]:
+    """Ops of one part with their positions, cut where another block begins."""
+    stretch: list[int] = []
+    block = ""
+    for at, op in ops:
+        here = block_of(op.module)  # what no module made belongs to what is before it
+        if here and block and here != block:
+            yield tuple(stretch)
+            stretch = []
+        block = here or block
+        stretch.append(at)
+    yield tuple(stretch)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Steps 2 and 3 of one stretch.
+
+    before: parts of tuples that are made earlier, taken before the call. inputs: what the graph reads.
+    graph: its ops. outputs: what it makes that is read outside. tuples: values of several outputs that are
+    read outside as a whole; their parts are outputs, named (part, "<name>#<index>"). after: products and
+    views, to be called afterwards.
+    """
+
+    before: tuple[tuple[int, Op], ...]
+    inputs: tuple[Key, ...]
+    graph: tuple[tuple[int, Op], ...]
+    outputs: tuple[Key, ...]
+    tuples: Mapping[Key, int]
+    after: frozenset[Key]
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is worth a call. What reads no tensor `torch.compile` leaves alone."""
+        return bool(self.inputs) and sum(_fuses(op) for _, op in self.graph) >= LEAST_FUSED
+
+
+def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set[Key]) -> Stretch:
+    """Steps 2 and 3. ops: (part, op) in order; outside: values of them that are read outside or kept;
+    products: those that are matrix products to add to a gradient."""
+    made = {(part, op.name) for part, op in ops}
+    before = tuple((part, op) for part, op in ops if op.target == GETITEM and (part, op.uses[0]) not in made)
+    given = {(part, op.name) for part, op in before}
+    # 2. Backwards: what is read outside, and what it is made of.
+    needed = set(outside)
+    after: set[Key] = set()
+    for part, op in reversed(ops):
+        key = (part, op.name)
+        if key in given:
+            continue
+        if key in products or (key in needed and op.alias is not None):
+            after.add(key)
+            needed.update((part, name) for name in op.uses)
+    # 3. The graph: what the outputs need, and nothing else.
+    outputs: list[Key] = []
+    tuples: dict[Key, int] = {}
+    live: set[Key] = set()
+    graph: list[tuple[int, Op]] = []
+    for part, op in reversed(ops):
+        key = (part, op.name)
+        if key in given:
+            continue
+        if key in needed and key not in after:
+            if len(op.outputs) > 1:
+                tuples[key] = len(op.outputs)
+                outputs += [(part, f"{op.name}#{k}") for k in range(len(op.outputs))]
+            else:
+                outputs.append(key)
+            live.add(key)
+        if key in live:
+            graph.append((part, op))
+            live.update((part, name) for name in op.uses)
+    graph.reverse()
+    inside = {(part, op.name) for part, op in graph}
+    inputs = dict.fromkeys((p, name) for p, op in graph for name in op.uses if (p, name) not in inside)
+    return Stretch(before, tuple(inputs), tuple(graph), tuple(outputs), tuples, frozenset(after))
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A compiled graph: inputs in order -> outputs in order. meter: counts memory while it is set."""
+
+    number: int
+    function: Callable[..., tuple[torch.Tensor, ...]]
+    meter: MemoryMeter | None = None
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with _CALLING:
+            if self.meter is None:
+                return self.function(*inputs)
+            found: tuple[torch.Tensor, ...] = self.meter.outside(self.function, *inputs)
+            return found
+
+
+class Compiler:
+    """Step 4: compiles graphs, each once. `graphs` is how many were compiled, `calls` for how many stretches.
+
+    Compiling happens at once, on zeros of the inputs' shapes, and not in the first step. Inductor keeps what
+    it compiled on disk, for other processes and later runs.
+
+    threads: ranks are threads of one process. PyTorch 2.13 counts for the whole process whether a call ran
+    compiled, so it is not asked to refuse one that did not: that runs op by op, with equal numbers.
+    """
+
+    def __init__(self, device: torch.device, *, threads: bool = False) -> None:
+        self._device = device
+        self._threads = threads
+        self._known: dict[str, Compiled] = {}
+        self.calls = 0
+
+    @property
+    def graphs(self) -> int:
+        return len(self._known)
+
+    @contextmanager
+    def metered(self, meter: MemoryMeter) -> Iterator[None]:
+        """What compiled functions return is counted meanwhile."""
+        for compiled in self._known.values():
+            compiled.meter = meter
+        try:
+            yield
+        finally:
+            for compiled in self._known.values():
+                compiled.meter = None
+
+    def compiled(self, stretch: Stretch, specs: Iterable[TensorSpec]) -> Compiled:
+        """The function of a stretch. specs: of its inputs, in order."""
+        self.calls += 1
+        specs = tuple(specs)
+        text = _text(stretch, specs)
+        if text not in self._known:
+            graph = _graph(stretch, self._device)
+            with _CALLING, torch.no_grad():
+                function = torch.compile(
+                    graph, fullgraph=not self._threads, dynamic=False, backend="inductor"
+                )
+                function(*(_zeros(spec, self._device) for spec in specs))
+            self._known[text] = Compiled(len(self._known), function)
+        return self._known[text]
+
+
+def _text(stretch: Stretch, specs: Sequence[TensorSpec]) -> str:
+    """Equal for stretches that are equal but for names."""
+    number = {key: f"%{k}" for k, key in enumerate(stretch.inputs)}
+    for part, op in stretch.graph:
+        number[part, op.name] = f"%{len(number)}"
+
+    def told(part: int, arg: Arg) -> str:
+        if isinstance(arg, Ref):
+            return number[part, arg.name]
+        if isinstance(arg, tuple):
+            return f"({', '.join(told(part, item) for item in arg)})"
+        return repr(arg)
+
+    lines = [str(spec) for spec in specs]
+    for part, op in stretch.graph:
+        lines.append(f"{op.target} {told(part, op.args)} {told(part, op.kwargs)}")
+    lines += [number[_whole(key)] + _index(key) for key in stretch.outputs]
+    return "\n".join(lines)
+
+
+def _whole(key: Key) -> Key:
+    return key[0], key[1].partition("#")[0]
+
+
+def _index(key: Key) -> str:
+    return key[1].partition("#")[2]
+
+
+def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
+    """The stretch as a graph of dispatcher calls."""
+    graph = fx.Graph()
+    nodes: dict[Key, fx.Node] = {key: graph.placeholder(f"x{k}") for k, key in enumerate(stretch.inputs)}
+
+    def given(part: int, arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return nodes[part, arg.name]
+        if isinstance(arg, tuple):
+            return [given(part, item) for item in arg]
+        if isinstance(arg, Const):
+            return device if arg.kind == "device" else getattr(torch, arg.text)
+        return arg
+
+    for part, op in stretch.graph:
+        function = operator.getitem if op.target == GETITEM else resolve(op.target)
+        arguments = tuple(given(part, arg) for arg in op.args)
+        named = {name: given(part, arg) for name, arg in op.kwargs}
+        nodes[part, op.name] = graph.call_function(function, arguments, named)
+    results = []
+    for key in stretch.outputs:
+        node = nodes[_whole(key)]
+        if _index(key):
+            node = graph.call_function(operator.getitem, (node, int(_index(key))))
+        results.append(node)
+    graph.output(tuple(results))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if spec.stride is None:
+        return torch.zeros(spec.shape, dtype=dtype, device=device)
+    # An expanded tensor has fewer elements than its shape says.
+    reach = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
+    return torch.zeros(reach, dtype=dtype, device=device).as_strided(spec.shape, spec.stride)

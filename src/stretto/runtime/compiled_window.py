@@ -1,0 +1,105 @@
+"""A window's function whose stretches of compute are calls of compiled functions.
+
+The order of communications, messages, draws and gradients is that of the plan, as in
+`stretto.runtime.generate`; `stretto.runtime.compile` says what a stretch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stretto.ir.flow import is_external
+from stretto.ir.plan import Window
+from stretto.ir.program import Job, Op, TensorSpec
+from stretto.runtime.compile import Compiler, Key, Stretch, cut, find_stretch
+from stretto.runtime.generate import Externals, Generated, Writer
+
+
+def generate_compiled(job: Job, window: Window, externals: Externals, compiler: Compiler) -> Generated:
+    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
+    return CompiledWriter(job, window, externals, compiler).write()
+
+
+class CompiledWriter(Writer):
+    """Writes stretches as calls, and all other items as they are."""
+
+    def __init__(self, job: Job, window: Window, externals: Externals, compiler: Compiler) -> None:
+        super().__init__(job, window, externals, timed=False)
+        self.compiler = compiler
+
+    def items(self, last_item: Mapping[int, list[Key]]) -> None:
+        last = {key: at for at, keys in last_item.items() for key in keys}
+        for places in cut(self.window, self.ops):
+            stretch = self._stretch(places, last) if len(places) > 1 else None
+            if stretch is None:
+                for at in places:
+                    self.item(at)
+                    self.delete(last_item.get(at, ()))
+            else:
+                self._call_compiled(stretch, self._ops(places))
+                self.delete(dict.fromkeys(key for at in places for key in last_item.get(at, ())))
+
+    def _ops(self, places: Sequence[int]) -> list[tuple[int, Op]]:
+        items = (self.window.items[at] for at in places)
+        return [(item.part, self.ops[self.window.parts[item.part][0], str(item.ref)]) for item in items]
+
+    def _stretch(self, places: Sequence[int], last: Mapping[Key, int]) -> Stretch | None:
+        """The stretch of these items when it is worth compiling."""
+        ops = self._ops(places)
+        products: set[Key] = set()
+        outside: set[Key] = set()
+        for part, op in ops:
+            stage, phase = self.window.parts[part]
+            key = (part, op.name)
+            if self.is_product(op, stage, phase):
+                products.add(key)
+                continue
+            result = any(op.name in self.results[stage, sub] for sub in phase.parts)
+            # What has no last use becomes a buffer when the window ends.
+            if result or last.get(key, places[-1] + 1) > places[-1] or self.later(stage, phase, op.name):
+                outside.add(key)
+        found = find_stretch(ops, outside, products)
+        return found if found.pays else None
+
+    def _call_compiled(self, stretch: Stretch, ops: Sequence[tuple[int, Op]]) -> None:
+        for part, op in stretch.before:
+            self.call(part, op)
+            self.keep_results(part, op, *self.window.parts[part])
+        arguments = [self.read(*key) for key in stretch.inputs]
+        function = self.compiler.compiled(stretch, [self._spec(*key) for key in stretch.inputs])
+        bound = self.bind("stretch", str(function.number), function)
+        results = [self.name(*key) for key in stretch.outputs]
+        self.line(f"{', '.join(results)}, = {bound}({', '.join(arguments)})")
+        for (part, name), count in stretch.tuples.items():
+            parts = [self.name(part, f"{name}#{k}") for k in range(count)]
+            self.line(f"{self.name(part, name)} = ({', '.join(parts)})")
+            self.line(f"del {', '.join(parts)}")
+        made = {*stretch.outputs, *stretch.tuples}
+        for part, op in ops:
+            stage, phase = self.window.parts[part]
+            key = (part, op.name)
+            if key in made:
+                # Two results that are equal may be one tensor now.
+                self.keep_results(part, op, stage, phase, may_own=False)
+            elif key in stretch.after and self.is_product(op, stage, phase):
+                self.product(part, op, stage, phase)
+            elif key in stretch.after:
+                self.call(part, op)
+                self.keep_results(part, op, stage, phase, may_own=False)
+
+    def _spec(self, part: int, name: str) -> TensorSpec:
+        """Shape, dtype and strides of a value that a stretch reads."""
+        stage, _ = self.window.parts[part]
+        found: TensorSpec | None
+        if name.startswith("batch/"):
+            found = dict(self.job.batch)[name.removeprefix("batch/")]
+        elif is_external(name):
+            held = self.externals.fixed[name]
+            stride = None if held.is_contiguous() else tuple(held.stride())
+            return TensorSpec(tuple(held.shape), str(held.dtype).removeprefix("torch."), stride)
+        elif (stage, name) in self.ops:
+            found = self.ops[stage, name].outputs[0]
+        else:
+            found = next(e.spec for e in self.job.edges if e.value == name and e.target == stage)
+        assert found is not None, f"{name} is no tensor"
+        return found

@@ -1,0 +1,237 @@
+"""The emulated transport of an accelerator: every lane is a side stream, on which a transfer is a kernel that
+lasts as long as the plan predicts.
+
+Public API only. May touch `stretto.simulate`. The contract:
+
+1. A lane is a stream of high priority. A transfer waits there for what was queued on the compute stream
+   before it (an event), then takes its time; a wait makes the compute stream wait for the transfer's event.
+   The processor that queues the work never stands.
+2. What takes time is a running sum down the rows of a tensor of two columns: one block of two threads, which
+   runs as long as there are rows, and leaves all other multiprocessors and nearly all memory bandwidth
+   alone. How many rows a microsecond has is measured when lanes are opened.
+3. A received message begins when the plan's simulation says, counted from the step's start, or when its
+   receive is posted and the one before it has arrived, whichever is later. The peers do not answer to this
+   rank's pace, as they do on processors: nothing knows the time on the device while work is queued.
+4. Lanes do not share network cards here: each has its own time.
+5. Times are those of the device's events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import Communicator, Link, Plan
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.runtime.lone import LoneEnd
+from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
+from stretto.schedule.transfers import bucket_time, grad_bytes, loss_time, message_us
+from stretto.simulate import simulate
+from stretto.simulate.live import LOSS, Work, messages_of, ready_windows, works_of
+from stretto.simulate.windows import Call
+from stretto.verify.trace import EventKind, ends_of
+
+LONG_ROWS = 2**18
+"""Rows of the longest single kernel. Assumed: tens of milliseconds, from 4 MiB."""
+
+SHORT_ROWS = 2**12
+"""Rows of the shorter of the two kernels by which the rate is measured."""
+
+HIGH_PRIORITY = -1
+"""The priority of lanes; streams have 0 by default, and lower numbers go first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A transfer that was queued."""
+
+    name: str
+    lane: str
+    begun: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
+class CudaTransport(LoneEnd["Queued"]):
+    """The end of rank `rank` of a plan on `device`. `begin` comes before each step, `timeline` after it."""
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        super().__init__(rank, plan.world)
+        self._plan = plan
+        self._place = plan.mesh.coordinates(rank)["pp"]
+        self._device = device
+        self._works = works_of(plan, self._place, ready_windows(plan))
+        self._sends = messages_of(plan, self._place, EventKind.SEND)
+        self._posts = messages_of(plan, self._place, EventKind.RECV)
+        self._begins_us, self._ends_us = self._predicted()
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        self._rows_per_us = 0.0
+        self._least_us = 0.0
+
+    def _predicted(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Name of a received message -> when it begins and ends in the simulation."""
+        spans = [
+            span
+            for span in simulate(self._plan).spans
+            if span.rank == self._place and span.kind is SpanKind.MESSAGE and span.sender is not None
+        ]
+        return {s.name: s.start_us for s in spans}, {s.name: s.end_us for s in spans}
+
+    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
+        for communicator in communicators:
+            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
+            if group is not None:
+                self._members[communicator.name] = group
+                stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+                self._streams[communicator.name] = stream
+                self._sums[communicator.name] = torch.empty(LONG_ROWS, 2, device=device)
+        self._ones = torch.ones(LONG_ROWS, 2, device=device)
+        self._measure()
+
+    def _measure(self) -> None:
+        """Step 2: the time of a short and of a long kernel, the second time each, give rows a microsecond."""
+        out = torch.empty_like(self._ones)
+        took: dict[int, float] = {}
+        for rows in (SHORT_ROWS, LONG_ROWS, SHORT_ROWS, LONG_ROWS):
+            start = self._mark(torch.cuda.current_stream(self._device))
+            torch.cumsum(self._ones[:rows], 0, out=out[:rows])
+            end = self._mark(torch.cuda.current_stream(self._device))
+            end.synchronize()
+            took[rows] = 1000.0 * start.elapsed_time(end)
+        self._rows_per_us = (LONG_ROWS - SHORT_ROWS) / max(took[LONG_ROWS] - took[SHORT_ROWS], 1.0)
+        self._least_us = max(0.0, took[SHORT_ROWS] - SHORT_ROWS / self._rows_per_us)
+
+    def close(self) -> None:
+        self._streams.clear()
+        self._sums.clear()
+        self._members.clear()
+
+    # The step.
+
+    def begin(self) -> None:
+        """A step begins here."""
+        torch.cuda.synchronize(self._device)
+        self._next_send = {lane: deque(messages) for lane, messages in self._sends.items()}
+        self._next_post = {lane: deque(messages) for lane, messages in self._posts.items()}
+        self._next_work = {lane: deque(works) for lane, works in self._works.items()}
+        self._until_us: dict[str, float] = {}
+        self._taken: list[Taken] = []
+        self._waits: list[tuple[Taken, torch.cuda.Event, torch.cuda.Event]] = []
+        self._start = self._mark(torch.cuda.current_stream(self._device))
+        for stream in self._streams.values():
+            stream.wait_event(self._start)
+
+    def timeline(self, peak_bytes: int) -> Timeline:
+        """What the device did since `begin`; the compute lane has one span between two waits."""
+        end = self._mark(torch.cuda.current_stream(self._device))
+        torch.cuda.synchronize(self._device)
+
+        def us(event: torch.cuda.Event) -> float:
+            return 1000.0 * float(self._start.elapsed_time(event))
+
+        place, step_us = self._place, us(end)
+        spans = [
+            Span(place, taken.lane, SpanKind.MESSAGE, taken.name, us(taken.begun), us(taken.ended))
+            for taken in self._taken
+        ]
+        idle = [
+            span
+            for taken, before, after in self._waits
+            for span in idle_spans(place, taken.name, us(before), us(taken.begun), us(after))
+        ]
+        cursor = 0.0
+        for start_us, end_us in [*((s.start_us, s.end_us) for s in idle), (step_us, step_us)]:
+            if start_us - cursor > LEAST_SPAN_US:
+                spans.append(Span(place, COMPUTE_LANE, SpanKind.COMPUTE, "compute", cursor, start_us))
+            cursor = max(cursor, end_us)
+        spans += idle
+        spans += gap_spans(place, [s for s in spans if s.lane == COMPUTE_LANE], step_us)
+        peaks = tuple(peak_bytes if rank == place else 0 for rank in range(self._plan.ranks))
+        return Timeline("measured", self._plan.ranks, step_us, tuple(spans), peaks)
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    # The transport's words.
+
+    def send(self, lane: str, value: torch.Tensor, to: int) -> Queued:
+        edge, microbatch = self._take(self._next_send, lane)
+        return self._queue(lane, f"{lane} e{edge}:{microbatch}", self._message_us(edge))
+
+    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Queued:
+        edge, microbatch = self._take(self._next_post, lane)
+        name = f"{lane} e{edge}:{microbatch}"
+        gap_us = self._begins_us[name] - self._until_us.get(lane, 0.0)
+        self._until_us[lane] = self._ends_us[name]
+        self._spend(lane, gap_us)
+        key = (buffer.shape, buffer.dtype)
+        if key not in self._noise:
+            self._noise[key] = torch.zeros_like(buffer)
+        return self._queue(lane, name, self._message_us(edge), lambda: buffer.copy_(self._noise[key]))
+
+    # Behind them.
+
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Queued:
+        work, _ = self._take(self._next_work, lane)
+        name, us = self._named(work)
+        return self._queue(lane, name, us, fill)
+
+    def _named(self, work: Work) -> tuple[str, float]:
+        plan = self._plan
+        if isinstance(work, Call):
+            return work.name, work.time.us
+        if work == LOSS:
+            return "pp loss", loss_time(plan.costs, plan.job, plan.communicator(LOSS).ranks).us
+        bucket = plan.bucket(work)
+        nbytes = sum(grad_bytes(plan.job).get(group, 0) for group in bucket.parameters)
+        return work, bucket_time(plan.costs, plan.communicator(bucket.communicator), nbytes).us
+
+    def _message_us(self, edge: int) -> float:
+        link: Link = self._plan.costs.link(*ends_of(self._plan, edge))
+        return message_us(link, self._plan.job.edges[edge].spec.nbytes)
+
+    def _queue(self, lane: str, name: str, us: float, fill: Callable[[], object] | None = None) -> Queued:
+        """Step 1: the transfer, behind what is queued on the compute stream and on its lane."""
+        stream = self._streams[lane]
+        stream.wait_event(self._mark(torch.cuda.current_stream(self._device)))
+        begun = self._mark(stream)
+        self._spend(lane, us)
+        if fill is not None:
+            with torch.cuda.stream(stream), torch.no_grad():
+                fill()
+        taken = Taken(name, lane, begun, self._mark(stream))
+        self._taken.append(taken)
+        return Queued(self, taken)
+
+    def _spend(self, lane: str, us: float) -> None:
+        """Step 2."""
+        with torch.cuda.stream(self._streams[lane]):
+            while us > self._least_us:
+                rows = int((us - self._least_us) * self._rows_per_us)
+                rows = max(1, min(rows, LONG_ROWS))
+                torch.cumsum(self._ones[:rows], 0, out=self._sums[lane][:rows])
+                us -= self._least_us + rows / self._rows_per_us
+
+    def wait_for(self, taken: Taken) -> None:
+        """The compute stream waits for the transfer."""
+        stream = torch.cuda.current_stream(self._device)
+        before = self._mark(stream)
+        stream.wait_event(taken.ended)
+        self._waits.append((taken, before, self._mark(stream)))
+
+
+class Queued:
+    """A transfer under way on its lane."""
+
+    def __init__(self, end: CudaTransport, taken: Taken) -> None:
+        self._end, self._taken = end, taken
+
+    def wait(self) -> None:
+        self._end.wait_for(self._taken)

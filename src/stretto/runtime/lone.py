@@ -1,0 +1,62 @@
+"""What the ends of a lone rank have in common, whatever makes their transfers take time.
+
+The contract: the k-th start on a lane is the k-th that the plan's order has there; other members of a
+collective hold what this rank holds, and an all-reduce leaves its value as it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from stretto.errors import RunError
+from stretto.runtime.transport import not_open
+
+Under = TypeVar("Under")
+"""The handle of a transfer under way."""
+
+
+class LoneEnd(ABC, Generic[Under]):
+    """The transport of rank `rank` of `size`, of which no other runs."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._members: dict[str, tuple[int, ...]] = {}
+
+    @abstractmethod
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Under:
+        """Start the lane's next collective; `fill` writes what it gives."""
+
+    def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Under:
+        return self._collective(lane)
+
+    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Under:
+        return self._collective(lane)
+
+    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Under:
+        members = len(self._members[lane])
+        return self._collective(lane, lambda: [part.copy_(value) for part in result.chunk(members)])
+
+    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Under:
+        members = self._members[lane]
+        rows = value.chunk(len(members))[members.index(self.rank)]
+        return self._collective(lane, lambda: result.copy_(rows))
+
+    def all_gather(self, item: Any) -> list[Any]:
+        return [item] * self.size
+
+    def clock_offset_us(self) -> float:
+        return 0.0
+
+    def _take(self, queues: dict[str, deque[Any]], lane: str) -> Any:
+        """What the plan's order starts next on a lane. Raises RunError when that is nothing."""
+        if lane not in self._members:
+            raise not_open(self.rank, lane, self._members)
+        if not queues.get(lane):
+            raise RunError(f"rank {self.rank}: the plan's order has nothing more to start on lane {lane!r}")
+        return queues[lane].popleft()

@@ -1,0 +1,114 @@
+"""What a lone rank computes with when nobody gives it a model or a batch: values of the right shapes.
+
+May touch `stretto.ir`. The contract:
+
+1. Matrices are normal with the variance 1 / columns and vectors (norms, biases) lie around one, so that
+   values neither vanish nor grow, however many layers there are. Tied parameters are one tensor.
+2. Buffers are ones; integer ones are zeros, which are valid indices into anything.
+3. A batch's integers name rows of the embedding that they reach, where they reach one; else they are 0 or 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from stretto.ir.action import Phase
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job, Op, Ref, TensorSpec
+
+EMBEDDING = "aten.embedding.default"
+
+OTHER_NUMBERS = ("cumsum", "cumprod", "add", "mul", "arange")
+"""Ops after which an integer is no row of an embedding any more: positions are counted from masks so."""
+
+
+def made_up_parameters(
+    plan: Plan, place: int, device: torch.device, seed: int
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Step 1, for one place: index in the job -> the parameter in its own dtype, and the tensor that ops read
+    (the same one unless the plan computes in another dtype)."""
+    generator = torch.Generator().manual_seed(seed)
+    stages = set(plan.schedule.stages_of(place))
+    own: dict[int, torch.Tensor] = {}
+    read: dict[int, torch.Tensor] = {}
+    first: dict[str, int] = {}
+    for k, parameter in enumerate(plan.job.parameters):
+        if not stages & set(parameter.stages):
+            continue
+        like = first.setdefault(parameter.tied_to, k)
+        if like != k and plan.job.parameters[like].spec == parameter.spec:
+            own[k], read[k] = own[like], read[like]
+            continue
+        read[k] = own[k] = _weights(parameter.spec, generator, device)
+        if parameter.own_dtype is not None:
+            own[k] = read[k].to(getattr(torch, parameter.own_dtype))
+    return own, read
+
+
+def _weights(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=dtype, device=device)
+    made = torch.randn(spec.shape, generator=generator)
+    made = made.div_(math.sqrt(spec.shape[-1])) if len(spec.shape) > 1 else made.mul_(0.02).add_(1.0)
+    return made.to(device, dtype)
+
+
+def made_up_buffers(plan: Plan, place: int, device: torch.device) -> dict[int, torch.Tensor]:
+    """Step 2, for one place: index in the job -> the buffer."""
+    stages = set(plan.schedule.stages_of(place))
+    found: dict[int, torch.Tensor] = {}
+    for k, buffer in enumerate(plan.job.buffers):
+        if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
+            dtype = getattr(torch, buffer.spec.dtype)
+            fill = 1 if dtype.is_floating_point or dtype is torch.bool else 0
+            found[k] = torch.full(buffer.spec.shape, fill, dtype=dtype, device=device)
+    return found
+
+
+def made_up_batch(job: Job, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    """Step 3: leaf -> the whole batch's values, all microbatches and data-parallel copies along dim 0."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = rows_named(job)
+    leaves: dict[str, torch.Tensor] = {}
+    for name, spec in job.batch:
+        shape = (spec.shape[0] * job.microbatches * job.size("dp"), *spec.shape[1:])
+        dtype = getattr(torch, spec.dtype)
+        if dtype.is_floating_point:
+            made = torch.randn(shape, generator=generator).to(dtype)
+        else:
+            made = torch.randint(0, rows.get(name, 2), shape, generator=generator).to(dtype)
+        leaves[name] = made.to(device)
+    return leaves
+
+
+def rows_named(job: Job) -> dict[str, int]:
+    """Leaf of the batch -> the rows of the smallest embedding that it picks from (on one rank), for leaves
+    that pick from any."""
+    shapes = {f"param/{p.name}": p.spec.shape for p in job.parameters}
+    leaf_of: dict[str, str] = {f"batch/{name}": name for name, _ in job.batch}
+    found: dict[str, int] = {}
+    # A leaf is shifted and cut in the stage that picks, or its part arrives from an earlier one.
+    for stage in job.stages:
+        for op in stage.ops[Phase.F]:
+            if op.target == EMBEDDING and len(op.args) > 1:
+                weight, index = op.args[0], op.args[1]
+                if isinstance(weight, Ref) and isinstance(index, Ref) and index.name in leaf_of:
+                    rows = shapes.get(weight.name, (2,))[0]
+                    leaf = leaf_of[index.name]
+                    found[leaf] = min(found.get(leaf, rows), rows)
+            elif _still_rows(op, leaf_of):
+                leaf_of[op.name] = next(leaf_of[name] for name in op.uses if name in leaf_of)
+    return found
+
+
+def _still_rows(op: Op, leaf_of: Mapping[str, str]) -> bool:
+    """Whether the op's result holds numbers of rows as one of its arguments does."""
+    made = op.outputs[0] if len(op.outputs) == 1 else None
+    if made is None or not made.dtype.startswith("int"):
+        return False
+    name = op.target.split(".")[1] if "." in op.target else op.target
+    return name not in OTHER_NUMBERS and any(used in leaf_of for used in op.uses)

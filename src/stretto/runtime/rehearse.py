@@ -1,0 +1,230 @@
+"""Rehearsal: one rank of a plan on one device, alone. Its compute is real; its communication takes the time
+that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.emulated_cuda`).
+
+So a plan for many devices can be tried on one: whether ops take what the plan says, whether the order hides
+what it should, whether a rank's memory suffices.
+
+1. Parameters, buffers and the batch: from the model and batch if they are given, else made up.
+2. A step to warm up, in which peak memory is counted; then the steps that count.
+3. The step in the middle by time is told: its accounts and its timeline, in which the other places are those
+   of the simulation that answered to this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.errors import UsageError
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.runtime.emulated_cuda import CudaTransport
+from stretto.runtime.emulated_transport import EmulatedTransport
+from stretto.runtime.fit import fit_batch
+from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters
+from stretto.runtime.memory_adapter import MemoryMeter
+from stretto.runtime.rank import RankState
+from stretto.runtime.record import compute_spans, gap_spans, idle_spans
+from stretto.runtime.runner import Runner
+from stretto.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What one rank did alone. Times are microseconds of the step in the middle, by time, of `steps_us`.
+
+    step_us: from the step's start until the last place's end, this one's real, the others' simulated.
+    exposed_us: axis -> time for which the compute lane stood for a communication under way. bubble_us: for
+    one that had not begun, or for the step's end. peak_bytes: of all tensors on this rank. emulation_us: what
+    the emulation itself took of the rank's time (0 on accelerators). `str()` is a table.
+    """
+
+    plan: Plan = field(repr=False)
+    rank: int
+    steps_us: tuple[float, ...]
+    step_us: float
+    compute_us: float
+    exposed_us: Mapping[str, float]
+    bubble_us: float
+    peak_bytes: int
+    emulation_us: float
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def place(self) -> int:
+        """The rank's place of the pipeline, which the plan calls its rank."""
+        return self.plan.mesh.coordinates(self.rank)["pp"]
+
+    def __str__(self) -> str:
+        found, place = self.plan.prediction, self.place
+        head = f"{self.plan.job.name}, {self.plan.schedule.family}, rank {self.rank} of {self.plan.world}"
+        where = f" (place {place} of the pipeline)" if self.plan.ranks > 1 else ""
+        times = [("step", found.step_us if found else None, self.step_us)]
+        times.append(("compute", found.compute_us[place] if found else None, self.compute_us))
+        for axis, us in self.exposed_us.items():
+            guess = found.exposed_axis_us.get(axis) if found else None
+            times.append((f"exposed, {axis}", guess[place] if guess else (0.0 if found else None), us))
+        times.append(("bubble", found.bubble_us[place] if found else None, self.bubble_us))
+        lines = [f"{head}{where}: predicted, rehearsed"]
+        for name, guess_us, us in times:
+            guess_ms = "-" if guess_us is None else f"{guess_us / 1000:.1f} ms"
+            lines.append(f"  {name:14}{guess_ms:>12}{us / 1000:>10.1f} ms{_off(guess_us, us):>10}")
+        peak = found.peak_bytes[place] if found else None
+        guess_mib = "-" if peak is None else f"{peak / 2**20:.1f} MiB"
+        lines.append(
+            f"  {'peak memory':14}{guess_mib:>12}{self.peak_bytes / 2**20:>9.1f} MiB"
+            f"{_off(peak, self.peak_bytes):>10}"
+        )
+        return "\n".join(lines)
+
+
+def _off(guess: float | None, found: float) -> str:
+    """How far the prediction is from what was found."""
+    return f"{100 * (guess / found - 1):+.1f} %" if guess and found else ""
+
+
+def rehearse(
+    plan: Plan,
+    rank: int,
+    *,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    steps: int = 3,
+    load: bool = False,
+    seed: int = 0,
+) -> Rehearsal:
+    """Walk one rank of `plan` on one device, with communication that takes the predicted time.
+
+    rank: of the run, 0 to `plan.world - 1`. model: the model that was captured, whose values are used;
+    without it parameters are random numbers of the right shapes. batch: as `Runner.step` takes it; made up
+    without. steps: that count, after one to warm up. load: let a thread take the processor time that the plan
+    says communication takes (not on accelerators, where it takes none).
+
+    Raises UsageError when the plan has no such rank, when this machine lacks the plan's kind of device, or
+    when model or batch do not fit; PlanError for a plan that is refused.
+    """
+    device = _device(plan)
+    if not 0 <= rank < plan.world:
+        raise UsageError(f"there is no rank {rank}: the plan's ranks are 0 to {plan.world - 1}")
+    if steps < 1:
+        raise UsageError(f"{steps} steps cannot be rehearsed: give 1 or more")
+    verify(plan)
+    transport: EmulatedTransport | CudaTransport
+    if device.type == "cuda":
+        transport = CudaTransport(plan, rank, device)
+    else:
+        transport = EmulatedTransport(plan, rank, load=load)
+    try:
+        # 1. What is computed with.
+        if model is not None:
+            state, held = _of_model(plan, model, transport, seed)
+        else:
+            state, held = _made_up(plan, transport, device, seed)
+        if batch is not None:
+            leaves = fit_batch(plan.job, batch, device)
+        else:
+            leaves = made_up_batch(plan.job, device, seed)
+        # 2. The steps.
+        peak_bytes = _warm_up(state, transport, leaves, held)
+        measured = [_step(state, transport, leaves, peak_bytes) for _ in range(steps)]
+    finally:
+        transport.close()
+    # 3. The one in the middle.
+    middle, emulation_us = sorted(measured, key=lambda found: found[0].step_us)[(steps - 1) // 2]
+    place = state.place
+    return Rehearsal(
+        plan,
+        rank,
+        tuple(timeline.step_us for timeline, _ in measured),
+        middle.step_us,
+        middle.total_us(SpanKind.COMPUTE, place),
+        {axis: by_rank[place] for axis, by_rank in middle.exposed_axis_us().items()},
+        middle.total_us(SpanKind.BUBBLE, place),
+        peak_bytes,
+        emulation_us,
+        middle,
+    )
+
+
+def _device(plan: Plan) -> torch.device:
+    kind = plan.job.device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "the plan was captured for cuda, and this machine has no such device: rehearse where there is "
+            "one, or capture with device='cpu' and plan again"
+        )
+    return torch.device(kind)
+
+
+def _of_model(
+    plan: Plan, model: nn.Module, transport: EmulatedTransport | CudaTransport, seed: int
+) -> tuple[RankState, tuple[torch.Tensor, ...]]:
+    runner = Runner(plan, model, transport=transport, seed=seed)
+    for copy, parameter in runner._copies:
+        copy.copy_(parameter.detach())
+    buffers = [buffer for _, buffer in runner.named_buffers()]
+    return runner.state, (*runner.parameters(), *runner._compute.values(), *buffers)
+
+
+def _made_up(
+    plan: Plan, transport: EmulatedTransport | CudaTransport, device: torch.device, seed: int
+) -> tuple[RankState, tuple[torch.Tensor, ...]]:
+    place = plan.mesh.coordinates(transport.rank)["pp"]
+    own, read = made_up_parameters(plan, place, device, seed)
+    buffers = made_up_buffers(plan, place, device)
+    transport.open(plan.communicators, device, plan.mesh)
+    dtypes = {k: parameter.dtype for k, parameter in own.items()}
+    state = RankState(plan, transport, device, read, buffers, seed, dtypes)
+    return state, (*own.values(), *read.values(), *buffers.values())
+
+
+def _warm_up(
+    state: RankState,
+    transport: EmulatedTransport | CudaTransport,
+    leaves: Mapping[str, torch.Tensor],
+    held: tuple[torch.Tensor, ...],
+) -> int:
+    """A step that does not count; returns its peak memory in bytes."""
+    if state.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(state.device)
+        _step(state, transport, leaves, 0)
+        return int(torch.cuda.max_memory_allocated(state.device))
+    with MemoryMeter(held) as meter:
+        _step(state, transport, leaves, 0)
+    return int(meter.peak_bytes)
+
+
+def _step(
+    state: RankState,
+    transport: EmulatedTransport | CudaTransport,
+    leaves: Mapping[str, torch.Tensor],
+    peak_bytes: int,
+) -> tuple[Timeline, float]:
+    """One step: its timeline, and what the emulation took."""
+    transport.begin()
+    state.step(leaves)
+    state.grads = {}
+    if isinstance(transport, CudaTransport):
+        return transport.timeline(peak_bytes), 0.0
+    step_us, live = transport.end()
+    plan, place = state.plan, state.place
+    idle = [
+        span
+        for found in transport.idle
+        for span in idle_spans(place, found.name, found.start_us, found.begun_us, found.end_us)
+    ]
+    spans = [*live.spans, *idle]
+    spans += compute_spans(plan, place, state.marks, transport.us_of, idle)
+    lane = [span for span in spans if span.rank == place and span.lane == COMPUTE_LANE]
+    spans += gap_spans(place, lane, step_us)
+    spans.sort(key=_order)
+    peaks = tuple(live.peak_bytes.get(rank, peak_bytes) for rank in range(plan.ranks))
+    return Timeline("measured", plan.ranks, step_us, tuple(spans), peaks), transport.emulation_us
+
+
+def _order(span: Span) -> tuple[int, bool, str, float, float]:
+    return span.rank, span.lane != COMPUTE_LANE, span.lane, span.start_us, span.end_us

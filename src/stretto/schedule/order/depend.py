@@ -1,0 +1,274 @@
+"""What an order of a window's items must respect, and what each item costs: the graph that policies order.
+
+    1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
+       for its time on the lane of its axis; a wait for a collective; a message's wait and its send.
+    2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives.
+    3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
+       their order, and an order of ops must not change numbers. Nothing else is written in place before
+       the window's end, and draws of random ops do not depend on when they happen.
+    4. The memory that nodes make and read, so that a policy can keep a limit.
+
+May touch `stretto.ir` and `stretto.schedule.transfers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from stretto.ir.flow import PHASES, is_external
+from stretto.ir.plan import Costs, Item, ItemKind, Window
+from stretto.ir.program import WAIT, Job, Op
+from stretto.schedule.transfers import axis_time, is_free, message_us, op_time_us
+
+
+class Role(StrEnum):
+    """What a node is for the scheduler."""
+
+    COMPUTE = "compute"
+    START = "start"
+    FINISH = "finish"
+    RECEIVE = "receive"
+    SEND = "send"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One item. work_us: on the compute lane.
+
+    lane, time_us, load: of the collective that a START starts: its axis, its time when it has its lane for
+        itself, the share of the compute lane's speed that it takes. For a SEND `time_us` is the message's
+        time; for a RECEIVE, and for a FINISH whose start stands in an earlier window, when it can be used,
+        counted from the window's begin.
+    start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
+    lazy: costs nothing and allocates nothing (waits, views), so it may stand directly before its first user.
+    """
+
+    item: Item
+    role: Role
+    work_us: float = 0.0
+    lane: str = ""
+    time_us: float = 0.0
+    load: float = 0.0
+    start: int = -1
+    lazy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory that a node allocates (`maker`; -1: it was there before). users: nodes that read it; when the
+    last of them is done it is free, unless it is `kept` for later windows."""
+
+    nbytes: int
+    maker: int
+    users: tuple[int, ...]
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WindowGraph:
+    """A window's nodes in the captured order (its parts one after the other), and what must precede what.
+
+    before[n], after[n]: the nodes that n needs, and those that need n; both ascending. A legal order names
+    every node once, each after all of `before`.
+    """
+
+    window: Window
+    nodes: tuple[Node, ...] = field(repr=False)
+    before: tuple[tuple[int, ...], ...] = field(repr=False)
+    after: tuple[tuple[int, ...], ...] = field(repr=False)
+    storages: tuple[Storage, ...] = field(repr=False)
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for windows that differ in names alone: the same order serves them."""
+        nodes = tuple(
+            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy)
+            for n in self.nodes
+        )
+        storages = tuple((s.nbytes, s.maker, s.users, s.kept) for s in self.storages)
+        return nodes, self.before, storages
+
+    @property
+    def work_us(self) -> float:
+        """All work on the compute lane."""
+        return sum(node.work_us for node in self.nodes)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any collective is started or waited for: without one there is nothing to order for."""
+        return any(node.role in (Role.START, Role.FINISH) for node in self.nodes)
+
+
+def make_graph(
+    job: Job,
+    costs: Costs,
+    window: Window,
+    stage_ranks: Sequence[int],
+    arrivals: Mapping[tuple[int, int], float] | None = None,
+) -> WindowGraph:
+    """The graph of a window.
+
+    arrivals: (part, edge) -> microseconds from the window's begin until a message can be used; 0 for those
+    that are not named. Raises PlanError for a collective without a cost.
+    """
+    maker = _Maker(job, costs, window, stage_ranks, arrivals or {})
+    return maker.make()
+
+
+class _Maker:
+    def __init__(
+        self,
+        job: Job,
+        costs: Costs,
+        window: Window,
+        stage_ranks: Sequence[int],
+        arrivals: Mapping[tuple[int, int], float],
+    ) -> None:
+        self.job = job
+        self.costs = costs
+        self.window = window
+        self.stage_ranks = stage_ranks
+        self.arrivals = arrivals
+        stages = {stage for stage, _ in window.parts}
+        # Where phases use one name, that of the window counts.
+        self.ops: list[dict[str, Op]] = [
+            {
+                op.name: op
+                for sub in sorted(PHASES, key=lambda made: made in phase.parts)
+                for op in job.stages[stage].ops[sub]
+            }
+            for stage, phase in window.parts
+        ]
+        self.bytes_in = {
+            (edge.target, edge.value): edge.spec.nbytes for edge in job.edges if edge.target in stages
+        }
+        self.made: dict[tuple[int, str], int] = {}
+        """(part, value) -> the node that makes it."""
+
+    def make(self) -> WindowGraph:
+        nodes: list[Node] = []
+        needs: list[set[int]] = []
+        sent: dict[int, int] = {}
+        last_add: dict[int, int] = {}
+        adds = self._adds()
+        for at, item in enumerate(self.window.items):
+            need: set[int] = set()
+            if item.kind is ItemKind.OP:
+                op = self.ops[item.part][str(item.ref)]
+                # 2. What it reads.
+                need |= {self.made[item.part, u] for u in op.uses if (item.part, u) in self.made}
+                # 3. One order of additions.
+                for parameter in adds.get((item.part, op.name), ()):
+                    if parameter in last_add:
+                        need.add(last_add[parameter])
+                    last_add[parameter] = at
+                self.made[item.part, op.name] = at
+                nodes.append(self._op(item, op))
+            else:
+                edge = self.job.edges[int(item.ref)]
+                if item.kind is ItemKind.SEND:
+                    if (item.part, edge.value) in self.made:
+                        need.add(self.made[item.part, edge.value])
+                    sent[edge.index] = at
+                    ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
+                    link = self.costs.link(*ends)
+                    us = message_us(link, edge.spec.nbytes) if ends[0] != ends[1] else 0.0
+                    nodes.append(Node(item, Role.SEND, time_us=us))
+                else:
+                    if edge.index in sent:
+                        need.add(sent[edge.index])  # from a part of the same rank, perhaps for the same data
+                    self.made[item.part, edge.value] = at
+                    when = self.arrivals.get((item.part, edge.index), 0.0)
+                    nodes.append(Node(item, Role.RECEIVE, time_us=when, lazy=True))
+            needs.append(need)
+        after: list[list[int]] = [[] for _ in nodes]
+        for at, need in enumerate(needs):
+            for other in sorted(need):
+                after[other].append(at)
+        return WindowGraph(
+            self.window,
+            tuple(nodes),
+            tuple(tuple(sorted(need)) for need in needs),
+            tuple(tuple(found) for found in after),
+            self._storages(),
+        )
+
+    def _op(self, item: Item, op: Op) -> Node:
+        """Step 1 for an op."""
+        stage, _ = self.window.parts[item.part]
+        work_us = op_time_us(self.costs, stage, op.name, is_free(op)) or 0.0
+        asked = op.collective
+        if asked is not None:
+            time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes)
+            return Node(item, Role.START, work_us, asked.axis, time.us, time.load)
+        if op.target == WAIT:
+            start = self.made.get((item.part, op.uses[0]), -1)
+            us = 0.0
+            begun = self.ops[item.part].get(op.uses[0])
+            if start < 0 and begun is not None and begun.collective is not None:
+                # It may have started just before the window: its wait comes as late as can be.
+                asked = begun.collective
+                us = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes).us
+            return Node(item, Role.FINISH, work_us, time_us=us, start=start, lazy=True)
+        view = op.alias is not None and not work_us
+        return Node(item, Role.COMPUTE, work_us, lazy=view)
+
+    def _adds(self) -> dict[tuple[int, str], list[int]]:
+        """(part, value) -> the parameters to whose gradients it is added, by index."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for index, parameter in enumerate(self.job.parameters):
+            for stage, phase, value in parameter.grads:
+                for part, (at, runs) in enumerate(self.window.parts):
+                    if at == stage and phase in runs.parts:
+                        found.setdefault((part, value), []).append(index)
+        return found
+
+    def _storages(self) -> tuple[Storage, ...]:
+        """Step 4."""
+        users: dict[tuple[int, str], list[int]] = {}
+        for at, item in enumerate(self.window.items):
+            if item.kind is not ItemKind.OP:
+                names: tuple[str, ...] = (self.job.edges[int(item.ref)].value,)
+            else:
+                op = self.ops[item.part][str(item.ref)]
+                names = (op.name, *op.uses)
+                if op.target == WAIT:
+                    start = self.ops[item.part].get(op.uses[0])
+                    if start is not None and start.target != "comm.all_reduce":  # which sums a copy
+                        names = (*names, *start.uses)
+            for name in names:
+                if not is_external(name):
+                    root = self._root(item.part, name)
+                    if not is_external(root):
+                        users.setdefault((item.part, root), []).append(at)
+        kept = self._kept()
+        found: list[Storage] = []
+        for (part, root), readers in users.items():
+            stage, _ = self.window.parts[part]
+            made = self.ops[part].get(root)
+            nbytes = made.nbytes if made is not None else self.bytes_in.get((stage, root), 0)
+            if nbytes:
+                # What arrives was allocated when its receive was posted.
+                maker = self.made.get((part, root), -1) if made is not None else -1
+                found.append(Storage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept))
+        return tuple(found)
+
+    def _root(self, part: int, name: str) -> str:
+        """The value in whose memory a value lies."""
+        op = self.ops[part].get(name)
+        while op is not None and op.alias is not None:
+            name = op.alias
+            op = self.ops[part].get(name)
+        return name
+
+    def _kept(self) -> set[tuple[int, str]]:
+        """(part, root) of what later windows read, or what leaves."""
+        found: set[tuple[int, str]] = set()
+        for part, (stage, phase) in enumerate(self.window.parts):
+            for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
+                for op in self.job.stages[stage].ops[sub]:
+                    found.update((part, self._root(part, name)) for name in op.uses)
+            leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
+            found.update((part, self._root(part, value)) for value in leaves)
+        return found

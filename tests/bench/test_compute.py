@@ -1,0 +1,73 @@
+"""The compute race on a tiny model: what it tells, and what makes it void."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from stretto.bench import compute as bench
+from stretto.cli.bench import bench as commands
+from stretto.cli.bench_compute import _print
+from stretto.errors import RunError, UsageError
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+
+
+def tiny() -> tuple[nn.Module, bench.Loss]:
+    config = GPTConfig(vocab_size=bench.VOCABULARY, layers=2, hidden=32, heads=2, context=bench.SEQUENCE)
+    return GPT(config), next_token_loss
+
+
+def test_a_cell_compares_and_times_both(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "MODELS", {"tiny": tiny})
+    found = bench.run_cell(bench.Cell("tiny", 1, microbatches=2, rounds=3, compile=False))
+    assert [row["system"] for row in found["rows"]] == [bench.EAGER, bench.OURS]
+    eager, ours = found["rows"]
+    assert eager["ratio_to_eager"] == 1.0
+    assert eager["error"] == 0.0
+    assert 0.0 < ours["error"] < bench.SAME
+    pairs = zip(ours["rounds_s"], eager["rounds_s"], strict=True)
+    assert ours["ratio_to_eager"] == sorted(mine / theirs for mine, theirs in pairs)[1]
+    setup = {"sequence": bench.SEQUENCE, "dtype": "float32", "rounds": 3}
+    _print(json.loads(json.dumps({"setup": setup, "cells": [found]})))
+    assert f"{ours['ratio_to_eager']:.3f}" in capsys.readouterr().out
+
+
+def test_systems_that_disagree_void_the_race() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    x = torch.ones(2, 3)
+
+    def step(scale: float) -> Tensor:
+        loss: Tensor = model(x).mean() * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    systems: dict[str, Any] = {"torch eager": lambda: step(1.0), "other": lambda: step(1.001)}
+    with pytest.raises(RunError, match=r"other differs from torch eager in (weight|loss) by 1.0e-03"):
+        bench._compare(model, systems)
+
+
+def test_an_unknown_model_is_told_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown model 'bert'; known: gpt 512"):
+        bench.compute(["bert"], [1], 5, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--rounds", "2"], "wants 5 rounds or more"),
+        (["--threads", "1,none"], "give numbers from 1 on"),
+        (["--json", "/nowhere/at/all.json"], "does not exist"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(commands, ["compute", *arguments])
+    assert isinstance(result.exception, UsageError)
+    assert text in str(result.exception)

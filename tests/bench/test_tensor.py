@@ -1,0 +1,185 @@
+"""The tensor race in small: every system runs, gradients agree, and the JSON is what the docs promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.bench.tensor_race import SHAPES, balanced_rate, races
+from stretto.bench.tensor_result import MODES, NAMED, Setup
+from stretto.cli.bench import bench
+from stretto.cli.bench_tensor import print_race
+from stretto.errors import UsageError
+
+SMALL = {
+    "hidden": 128,
+    "heads": 4,
+    "layers": 2,
+    "vocab": 256,
+    "sequence": 32,
+    "microbatch": 1,
+    "microbatches": 4,
+    "rounds": 3,
+}
+
+
+def run_small(out: Path, *words: str, **changes: Any) -> Any:
+    setup = {**SMALL, **changes}
+    world = setup.get("pp", 1) * 2
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "stretto.bench.tensor", json.dumps(setup), str(out), *words]
+    base = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            command, env={**base, "RANK": str(r), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
+        )
+        for r in range(world)
+    ]
+    errors = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, errors
+    return json.loads(out.read_text())
+
+
+def check(result: Any, places: int) -> None:
+    rows = {row["system"]: row for row in result["rows"]}
+    assert list(rows) == ["torch", "off", "local", "window"]
+    setup = result["setup"]
+    assert 0 < setup["worst_error_vs_plain"] < 1e-5
+    assert len(setup["microbatch_work"]) == places
+    off, torch = rows["off"]["step_s"], rows["torch"]["step_s"]
+    for name, row in rows.items():
+        assert row["step_s"] == sorted(row["rounds_s"])[1]
+        assert row["speedup_vs_off"] == off / row["step_s"]
+        assert row["speedup_vs_torch"] == torch / row["step_s"]
+        assert row["ratio_to_bound"] == row["step_s"] / setup["bound_s"]
+        if name in MODES:
+            assert row["predicted_s"] >= setup["bound_s"] * (1 - 1e-9)
+            assert row["predicted_over_measured"] == pytest.approx(row["predicted_s"] / row["step_s"])
+            assert row["overlap"] == name or row["overlap_why"]
+            assert len(row["hidden"]) == len(row["accounts"]) == places
+            assert all(0 <= us <= row["step_s"] for us in row["exposed_s"])
+            assert all(peak > 0 for peak in row["peak_bytes"])
+    assert rows["off"]["hidden"] == [0.0] * places
+    for key in ("total_us", "backward_total_us", "covered_us"):
+        assert rows["off"]["accounts"][0][key] > 0, key
+    named = rows["off"]["steady_waits_ms"][0]
+    assert 0 < len(named) <= NAMED
+    assert all(name.startswith("tp all_reduce ") for name in named)
+    print_race(result)  # what it prints can be printed
+
+
+@pytest.mark.slow
+def test_small_race_runs_every_system(tmp_path: Path) -> None:
+    check(run_small(tmp_path / "race.json"), places=1)
+
+
+@pytest.mark.slow
+def test_small_race_with_sequence_parallelism(tmp_path: Path) -> None:
+    result = run_small(tmp_path / "race.json", sequence_parallel=True)
+    waits = result["rows"][1]["steady_waits_ms"][0]
+    assert {name.split()[1] for name in waits} >= {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.slow
+def test_small_race_in_a_pipeline(tmp_path: Path) -> None:
+    check(run_small(tmp_path / "race.json", pp=2), places=2)
+
+
+@pytest.mark.slow
+def test_a_probe_finds_the_work_of_every_place(tmp_path: Path) -> None:
+    (work,) = run_small(tmp_path / "probe.json", "probe")
+    layers, rows_nbytes = 2, 32 * 128 * 4
+    # The embedding, two sums a block forward and two backward, the head's input gradient.
+    assert work["wire_bytes"] >= (2 + 4 * layers) * rows_nbytes
+    assert work["wire_bytes"] < 1.1 * (2 + 4 * layers) * rows_nbytes
+    assert work["compute_us"] > 0
+    assert work["collective_us"] > 0
+
+
+def place(compute_us: float, collective_us: float, wire_bytes: float) -> dict[str, float]:
+    return {
+        "compute_us": compute_us,
+        "collective_us": collective_us,
+        "processor_us": 0.0,
+        "wire_bytes": wire_bytes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("places", "rate"),
+    [
+        ([place(8e5, 1e4, 3.14159e7)], "310mbit"),
+        ([place(8e6, 1e4, 3.14159e7)], "31mbit"),
+        ([place(8e7, 1e4, 3.14159e7)], "3.1mbit"),
+        ([place(8e4, 1e4, 3.14159e7)], "3100mbit"),
+        # The place with most compute counts.
+        ([place(1e5, 1e4, 3.14159e7), place(8e5, 1e4, 3.14159e7)], "310mbit"),
+        # Even a network without limit is slower than compute.
+        ([place(8e5, 9e5, 3.14159e7)], "unlimited"),
+    ],
+)
+def test_the_balanced_rate(places: list[dict[str, float]], rate: str) -> None:
+    assert balanced_rate(places) == rate
+
+
+def test_races_are_the_documented_work() -> None:
+    found = races(["50mbit", "balanced"], [1024, 2048], [1, 2], sequence_parallel=True, rounds=7)
+    assert len(found) == 8
+    assert {(s.hidden, s.layers, s.microbatch) for s in found} == {(1024, 3, 2), (2048, 2, 1)}
+    assert {(s.sequence, s.microbatches, s.tp, s.dtype) for s in found} == {(256, 8, 2, "float32")}
+    assert {s.world for s in found} == {2, 4}
+    assert all(s.sequence_parallel and s.rounds == 7 for s in found)
+    assert SHAPES[1024].cuts == ()
+    assert {s.cuts for s in found if s.pp == 2} == {(2,), (1,)}
+    assert Setup(**asdict(found[0])) == found[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "2"], "--rounds 2: a median on a noisy machine wants 3 rounds or more"),
+        (["--json", "/no/such/folder/x.json"], "the folder /no/such/folder does not exist"),
+        (["--rate", "balanced,fast"], "--rate 'fast': expected a number and kbit, mbit or gbit"),
+        (["--hidden", "512"], "--hidden 512: '512' is none of 1024, 2048"),
+        (["--pp", "1,3"], "--pp 1,3: '3' is none of 1, 2"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(bench, ["tensor", *arguments])
+    assert isinstance(result.exception, UsageError)
+    assert message in str(result.exception)
+
+
+def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "system": "window",
+        "overlap": "off",
+        "step_s": 2.0,
+        "speedup_vs_off": 1.0,
+        "speedup_vs_torch": 1.5,
+        "ratio_to_bound": 1.25,
+        "rounds_s": [2.0, 2.0, 2.5],
+        "predicted_over_measured": 0.95,
+        "predicted_s": 1.9,
+        "exposed_s": [0.1, 0.3],
+        "hidden": [0.5, None],
+        "hidden_of_w": [0.9, 0.8],
+    }
+    setup = {**asdict(Setup(pp=2)), "communication_over_compute": 1.0, "bound_s": 1.6, "binds": "compute"}
+    print_race({"setup": setup, "rows": [row]})
+    printed = capsys.readouterr()
+    for text in ("window (as off)", "2.000", "1.500", "1.250", "-5.0 %", "0.300", "50 %,"):
+        assert text in printed.out, text
+    assert "90 %" not in printed.out, "of W is for local alone"
+    assert "The rounds of window spread by more than 15 %" in printed.err

@@ -1,0 +1,129 @@
+"""Losses and gradients are the same bits, whatever the backward computes again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.ir.flow import PHASES
+from stretto.ir.plan import Costs
+from stretto.ir.program import Job
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.passes.recompute import is_repeated
+from stretto.planning import choose_schedule
+from stretto.recomputed import recomputed
+from stretto.runtime.local import run_threads
+from stretto.runtime.runner import Runner
+from stretto.verify import verify
+from stretto.verify.memory import peak_bytes
+from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of
+from tests.runtime.equality import lowered, made_up_costs
+
+DROPPING = GPTConfig(vocab_size=64, layers=3, hidden=32, heads=4, context=8, dropout=0.2)
+
+LAYOUTS = {
+    "one rank": {},
+    "pp": {"pp": 2},
+    "tp": {"tp": 2},
+    "tp sp": {"tp": 2, "sequence_parallel": True},
+    "pp tp sp": {"pp": 2, "tp": 2, "sequence_parallel": True},
+}
+
+CASES = [
+    ("dropping", "one rank", "1f1b"),
+    ("dropping", "pp", "zb-h1"),
+    ("dropping", "tp", "1f1b"),
+    ("dropping", "pp tp sp", "zb-h1"),
+    ("llama", "pp", "1f1b"),
+    ("llama", "tp sp", "zb-h1"),
+    ("gpt2", "one rank", "zb-h1"),
+    ("gpt2", "pp tp sp", "1f1b"),
+    ("gpt tied, learned positions", "pp", "1f1b"),
+]
+
+
+@functools.cache
+def model_of(name: str) -> nn.Module:
+    return GPT(DROPPING, seed=3) if name == "dropping" else MODELS[name]()
+
+
+@functools.cache
+def job_of(name: str, layout: str) -> Job:
+    loss = next_token_loss if name == "dropping" else loss_of(name)
+    parallel = Parallel(microbatches=4, **LAYOUTS[layout])
+    return capture(model_of(name), batch_of(8), loss, parallel)
+
+
+def peaks(job: Job, costs: Costs, schedule: str) -> list[int]:
+    plan = replace(lowered(job, schedule), costs=costs)
+    return [peak_bytes(plan, rank) for rank in range(plan.ranks)]
+
+
+def changed(job: Job, schedule: str, choice: str | int) -> Job:
+    order = choose_schedule(job, schedule=schedule)
+    wish = replace(job, recompute=choice)
+    return recomputed(wish, made_up_costs(job), order, None, lambda j, c: peaks(j, c, schedule))[0]
+
+
+def halfway(job: Job, schedule: str) -> list[int]:
+    """A limit between what the job needs and what it needs when all of its blocks are repeated; none where
+    one microbatch is live and the repeated block itself needs as much."""
+    costs = made_up_costs(job)
+    most = max(peaks(replace(job, recompute=2**50), costs, schedule))
+    least = max(peaks(changed(job, schedule, "full"), costs, schedule))
+    return [(most + least) // 2] if least < most else []
+
+
+def results(job: Job, model: nn.Module, schedule: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """By rank, loss and gradients after two steps, whose draws differ."""
+    plan = lowered(job, schedule)
+    verify(plan)
+
+    def work(runner: Runner) -> tuple[Tensor, dict[str, Tensor]]:
+        for _ in range(2):
+            loss = runner.step(batch_of(8))
+        return loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+
+    found: list[Any] = run_threads(plan, lambda _: copy.deepcopy(model), work)
+    return found
+
+
+def repeated(job: Job) -> int:
+    return sum(is_repeated(op) for stage in job.stages for phase in PHASES for op in stage.ops[phase])
+
+
+@pytest.mark.filterwarnings("ignore:.*is not spread over tp:UserWarning")
+@pytest.mark.parametrize(("name", "layout", "schedule"), CASES)
+def test_the_same_bits(name: str, layout: str, schedule: str) -> None:
+    job, model = job_of(name, layout), model_of(name)
+    expected = results(job, model, schedule)
+    assert any(grads for _, grads in expected)
+    for choice in ("selective", "full", *halfway(job, schedule)):
+        made = changed(job, schedule, choice)
+        assert repeated(made), f"{choice} repeats nothing"
+        for (loss, grads), (want_loss, want) in zip(results(made, model, schedule), expected, strict=True):
+            assert torch.equal(loss, want_loss), choice
+            assert grads.keys() == want.keys()
+            for parameter, grad in grads.items():
+                assert torch.equal(grad, want[parameter]), f"{choice}: {parameter}"
+
+
+def test_dropout_that_draws_anew_would_be_seen() -> None:
+    """The comparison above can fail: a repeated op that does not know what it repeats draws other numbers."""
+    job, model = job_of("dropping", "one rank"), model_of("dropping")
+    made = changed(job, "1f1b", "full")
+    stages = tuple(
+        replace(stage, ops={p: tuple(replace(op, repeats="") for op in stage.ops[p]) for p in PHASES})
+        for stage in made.stages
+    )
+    expected = results(job, model, "1f1b")[0][1]
+    found = results(replace(made, stages=stages), model, "1f1b")[0][1]
+    assert any(not torch.equal(found[name], grad) for name, grad in expected.items())

@@ -1,0 +1,131 @@
+"""Products are cut with their collectives when the costs say so, and not else; numbers stay."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.ir.curve import Curve
+from stretto.ir.plan import CollectiveCost, Costs, Link
+from stretto.ir.program import Job
+from stretto.passes.split_ops import chains, split_for_overlap
+from stretto.planning import make_plan
+from stretto.runtime.local import run_threads
+from stretto.verify import verify
+from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of
+from tests.passes.test_passes import job_of, ops_of
+from tests.runtime.equality import plain
+
+PRODUCT_US, OTHER_US, BYTE_US = 800.0, 2.0, 0.1
+
+
+def costs_of(
+    job: Job, *, product_us: float = PRODUCT_US, byte_us: float = BYTE_US, latency_us: float = 5.0
+) -> Costs:
+    """Products of one length, collectives by their bytes, all else short."""
+    op_us = {
+        (stage.index, op.name): product_us
+        if op.target == "aten.mm.default"
+        else 0.0
+        if op.alias
+        else OTHER_US
+        for stage in job.stages
+        for ops in stage.ops.values()
+        for op in ops
+    }
+    line = CollectiveCost(Curve(((0.0, latency_us), (1e6, latency_us + 1e6 * byte_us))))
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    link = Link(1.0, 1000.0)
+    return Costs(op_us, {}, link, 1.0, "made up", {("tp", kind): line for kind in kinds})
+
+
+def parts_of(job: Job) -> set[str]:
+    return {op.name for op in ops_of(job) if "_part" in op.name}
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_every_sum_that_a_product_makes_can_be_cut(sp: bool) -> None:
+    """Two layers have two rowwise and two colwise matrices each; the head's input gradient is a sum, too."""
+    job = job_of("gpt", 2, sp)
+    assert len(chains(job.stages[0])) == 2 * 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("more", "pays"),
+    [
+        ({}, True),
+        ({"latency_us": 5000.0}, False),
+        ({"byte_us": 1e-6}, False),
+        ({"product_us": OTHER_US}, False),
+    ],
+    ids=["as long as each other", "all latency", "no time on the lane", "all overhead"],
+)
+def test_cut_when_and_only_when_it_pays(more: dict[str, float], pays: bool) -> None:
+    job = job_of("gpt", 2)
+    cut, costs = split_for_overlap(job, costs_of(job, **more))
+    assert bool(parts_of(cut)) is pays
+    assert (cut is job) is not pays
+    assert {(0, op.name) for op in ops_of(cut)} <= costs.op_us.keys()
+    assert sum(op.flops for op in ops_of(cut)) == sum(op.flops for op in ops_of(job))
+    nbytes = [sum(op.collective.nbytes for op in ops_of(j) if op.collective is not None) for j in (job, cut)]
+    assert nbytes[0] == nbytes[1]
+
+
+def test_the_best_number_of_parts_grows_with_less_overhead() -> None:
+    job = job_of("gpt", 2)
+    counts = []
+    for latency_us in (300.0, 0.0):
+        cut, _ = split_for_overlap(job, costs_of(job, latency_us=latency_us))
+        counts.append(sum(op.collective is not None for op in ops_of(cut)))
+    assert counts[0] < counts[1]
+
+
+def test_a_plan_is_cut_only_when_asked_and_when_it_is_faster() -> None:
+    job = job_of("gpt", 2)
+    whole = make_plan(job, costs_of(job), overlap="local")
+    asked = make_plan(replace(job, split_ops=True), costs_of(job), overlap="local")
+    assert not parts_of(whole.job)
+    assert parts_of(asked.job)
+    assert whole.prediction is not None
+    assert asked.prediction is not None
+    assert asked.prediction.step_us < 0.97 * whole.prediction.step_us
+    baseline = make_plan(replace(job, split_ops=True), costs_of(job), overlap="off")
+    assert not parts_of(baseline.job), "waited for at once, parts only add ops"
+
+
+@pytest.mark.parametrize(("tp", "sp", "pp"), [(2, False, 1), (2, True, 1), (4, True, 1), (2, True, 2)])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_numbers_stay(name: str, tp: int, sp: bool, pp: int) -> None:
+    if name != "gpt" and tp == 4:
+        pytest.skip("one model is enough for four ranks")
+    job = job_of(name, tp, sp, pp)
+    cut, costs = split_for_overlap(job, costs_of(job))
+    assert parts_of(cut)
+    plan = make_plan(cut, costs, schedule="1f1b", overlap="local")
+    verify(plan)
+    batch, model = batch_of(), MODELS[name]().double()
+
+    def step(plan: Any) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        def work(runner: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = runner.step(batch)
+            return loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+
+        return run_threads(plan, lambda _: copy.deepcopy(model), work)
+
+    parts, whole = step(plan), step(make_plan(job, costs_of(job), schedule="1f1b", overlap="off"))
+    loss = plain(model, batch, lambda m, b: _mean(name, m, b)).loss
+    for (told, grads), (want, wanted) in zip(parts, whole, strict=True):
+        assert torch.allclose(told, want, rtol=1e-12, atol=0)
+        assert torch.allclose(told, loss, rtol=1e-10, atol=0)
+        assert grads.keys() == wanted.keys()
+        for key, grad in wanted.items():
+            assert (grads[key] - grad).norm() <= 1e-10 * grad.norm(), key
+
+
+def _mean(name: str, model: Any, batch: Any) -> torch.Tensor:
+    pieces = [{k: v.chunk(2)[m] for k, v in batch.items()} for m in range(2)]
+    return torch.stack([loss_of(name)(model, piece) for piece in pieces]).mean()

@@ -1,0 +1,174 @@
+"""Buffers live, and are left alone, until their communication is done; in every mode of overlap."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.ir.plan import Plan
+from stretto.models.gpt import next_token_loss
+from stretto.planning import make_plan
+from stretto.runtime.generate import Started
+from stretto.runtime.rank import RankState
+from stretto.runtime.runner import Runner
+from stretto.runtime.transport import ThreadTransport
+from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.runtime.poison import PoisonError, PoisonTransport
+from tests.schedule.order.test_order_equality import costs_of
+
+Numbers = list[tuple[Tensor, dict[str, Tensor]]]
+
+MODES = ("off", "local", "window")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2, "microbatches": 4},
+    "sequence": {"tp": 2, "sequence_parallel": True, "microbatches": 4},
+    "pipeline": {"pp": 2, "microbatches": 4, "schedule": "1f1b"},
+    "both": {"pp": 2, "tp": 2, "sequence_parallel": True, "microbatches": 4, "schedule": "zb-h1"},
+    "data": {"dp": 2, "tp": 2, "microbatches": 2},
+}
+
+
+@functools.cache
+def plan_of(layout: str, mode: Any) -> Plan:
+    """Tied embeddings, so that gradients are summed over places, too."""
+    model = gpt(tie_embeddings=True).double()
+    job = capture(model, batch_of(), next_token_loss, Parallel(**LAYOUTS[layout]))
+    return make_plan(job, costs_of(job), overlap=mode)
+
+
+def numbers(plan: Plan, poisoned: bool) -> Numbers:
+    """Loss and gradients of every rank. Raises the first error of any."""
+    ends: list[Any] = ThreadTransport.group(plan.world, timeout_s=20)
+    if poisoned:
+        ends = PoisonTransport.around(ends)
+    results: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+    errors: list[BaseException] = []
+
+    def body(end: ThreadTransport) -> None:
+        torch.set_num_threads(1)
+        try:
+            runner = Runner(plan, gpt(tie_embeddings=True).double(), transport=end)
+            loss = runner.step(batch_of())
+            grads = {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+            results[end.rank] = (loss, copy.deepcopy(grads))
+            if isinstance(end, PoisonTransport):
+                assert end.checked > 8, "the step communicates"
+        except BaseException as error:
+            errors.append(error)
+            end.fail(f"rank {end.rank} failed")
+
+    threads = [threading.Thread(target=body, args=(end,)) for end in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if isinstance(e, PoisonError)), errors[0])
+    return [results[rank] for rank in range(plan.world)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_buffer_outlives_its_communication(layout: str, mode: str) -> None:
+    expected = numbers(plan_of(layout, "off"), poisoned=False)
+    for (loss, grads), (same_loss, same_grads) in zip(
+        numbers(plan_of(layout, mode), poisoned=True), expected, strict=True
+    ):
+        assert torch.equal(loss, same_loss)
+        assert grads.keys() == same_grads.keys()
+        for name, grad in grads.items():
+            assert torch.equal(grad, same_grads[name]), name
+
+
+# A runtime with each of the mistakes is found out.
+
+
+def drops_what_it_sends(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def send(self: RankState, edge: int, microbatch: int, value: Tensor) -> None:
+        plain(self, edge, microbatch, value.clone())
+        key = (edge, microbatch)
+        if key in self._leaving:
+            self._leaving[key] = (self._leaving[key][0], torch.empty(0))
+
+    return send
+
+
+def writes_what_it_sends(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def send(self: RankState, edge: int, microbatch: int, value: Tensor) -> None:
+        plain(self, edge, microbatch, mine := value.clone())
+        mine.zero_()
+
+    return send
+
+
+def drops_the_source(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def start(self: RankState, name: str, kind: str, op: str, lane: str, value: Tensor, size: int) -> Started:
+        found: Started = plain(self, name, kind, op, lane, value.clone(), size)
+        found.source = torch.empty(0)
+        return found
+
+    return start
+
+
+def drops_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def start(self: RankState, name: str, kind: str, op: str, lane: str, value: Tensor, size: int) -> Started:
+        found: Started = plain(self, name, kind, op, lane, value, size)
+        found.result = found.source = torch.empty(0)
+        return found
+
+    return start
+
+
+def writes_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def start(self: RankState, name: str, kind: str, op: str, lane: str, value: Tensor, size: int) -> Started:
+        found: Started = plain(self, name, kind, op, lane, value, size)
+        found.result.zero_()
+        return found
+
+    return start
+
+
+MISTAKES = (
+    ("pipeline", "send", drops_what_it_sends, "what is sent on pp .* was freed"),
+    ("pipeline", "send", writes_what_it_sends, "what is sent on pp .* was written"),
+    ("sequence", "start", drops_the_source, "what is (gathered|scattered) on tp was freed"),
+    ("tp", "start", drops_the_result, "the result of lane tp was freed"),
+    ("tp", "start", writes_the_result, "the result of lane tp was written"),
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "wrong", "said"), MISTAKES, ids=[m[2].__name__ for m in MISTAKES]
+)
+def test_a_runtime_that_errs_is_found_out(
+    layout: str,
+    method: str,
+    wrong: Callable[[Callable[..., Any]], Callable[..., Any]],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RankState, method, wrong(getattr(RankState, method)))
+    with pytest.raises(PoisonError, match=said):
+        numbers(plan_of(layout, "local"), poisoned=True)
+
+
+def test_a_read_before_the_wait_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = RankState.finish
+
+    def finish(self: RankState, started: Started) -> Tensor:
+        early = started.result.clone()
+        plain(self, started)
+        return early
+
+    monkeypatch.setattr(RankState, "finish", finish)
+    for loss, _ in numbers(plan_of("tp", "local"), poisoned=True):
+        assert bool(loss.isnan())

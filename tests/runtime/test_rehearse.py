@@ -1,0 +1,388 @@
+"""Rehearsal: one rank alone, with real compute and communication that takes the predicted time."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import stretto
+from stretto.capture import capture
+from stretto.cli.main import app
+from stretto.config import Parallel
+from stretto.errors import RunError, UsageError
+from stretto.ir.curve import Curve
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import CollectiveCost, Communicator, Costs, Link, Plan
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.planning import make_plan
+from stretto.report.perfetto import to_perfetto
+from stretto.runtime.emulated_cuda import CudaTransport
+from stretto.runtime.emulated_transport import EmulatedTransport, Load
+from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, rows_named
+from stretto.runtime.rank import RankState
+from stretto.runtime.rehearse import rehearse
+from tests.runtime.equality import from_transformers, huggingface_loss, made_up_costs, tokens
+
+COLLECTIVE_US = 3000.0
+LATENCY_US = 4000.0
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=16), seed=1)
+
+
+def batch() -> Tensor:
+    return torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def plan_of(**layout: Any) -> Plan:
+    """Communication takes milliseconds, and compute what it really takes: next to nothing."""
+    job = capture(gpt(), batch(), next_token_loss, Parallel(microbatches=4 // layout.get("dp", 1), **layout))
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    curve = Curve(((0.0, COLLECTIVE_US),))
+    collectives = {(axis, kind): CollectiveCost(curve) for axis, _ in job.axes for kind in kinds}
+    costs: Costs = replace(
+        made_up_costs(job), collectives=collectives, default_link=Link(LATENCY_US, 1e6), action_us=0.0
+    )
+    return make_plan(job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)))
+
+
+LAYOUTS = (
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 2, "tp": 2, "sequence_parallel": True},
+    {"dp": 2},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_takes_what_communication_takes(layout: dict[str, Any]) -> None:
+    plan = plan_of(**layout)
+    assert plan.prediction is not None
+    for rank in range(plan.world):
+        found = rehearse(plan, rank, steps=3)
+        place = found.place
+        assert len(found.steps_us) == 3
+        assert found.step_us == sorted(found.steps_us)[1]
+        stood_us = found.step_us - found.compute_us
+        guess_us = plan.prediction.step_us - plan.prediction.compute_us[place]
+        assert 0.85 * guess_us < stood_us < 2.0 * guess_us
+        for axis, _ in plan.job.axes:
+            assert 0.85 * plan.prediction.exposed_axis_us[axis][place] < found.exposed_us[axis]
+        peak_bytes = plan.prediction.peak_bytes[place]
+        assert 0.9 * peak_bytes < found.peak_bytes < 1.1 * peak_bytes
+        accounts_us = found.compute_us + found.bubble_us + sum(found.exposed_us.values())
+        assert accounts_us == pytest.approx(found.step_us, rel=0.02)
+
+
+def test_the_timeline_shows_the_rank_and_its_simulated_peers() -> None:
+    found = rehearse(plan_of(pp=2), 1, steps=1)
+    spans = found.timeline.spans
+    ran = {span.name for span in spans if span.rank == 1 and span.kind is SpanKind.COMPUTE}
+    assert ran == {f"1{phase}{m}" for phase in "FB" for m in range(4)}
+    peer = [span for span in spans if span.rank == 0 and span.lane == COMPUTE_LANE]
+    assert sum(span.duration_us for span in peer) == pytest.approx(found.step_us, rel=1e-6)
+    arrived = {s.name: s.end_us for s in spans if s.rank == 1 and s.sender == 0}
+    assert arrived.keys() == {f"pp 0>1 e0:{m}" for m in range(4)}
+    stood = [s for s in spans if s.rank == 1 and s.lane == COMPUTE_LANE and s.name == "pp 0>1 e0:0"]
+    assert [span.kind for span in stood] == [SpanKind.BUBBLE, SpanKind.EXPOSED]
+    assert stood[1].end_us - arrived["pp 0>1 e0:0"] < 20_000.0, "it goes on when the message is there"
+    assert stood[1].end_us >= arrived["pp 0>1 e0:0"]
+
+
+def test_a_model_and_a_batch_may_be_given() -> None:
+    plan = plan_of(tp=2)
+    made_up, given = rehearse(plan, 1, steps=1), rehearse(plan, 1, model=gpt(), batch=batch(), steps=1)
+    assert made_up.peak_bytes == given.peak_bytes
+    assert "predicted, rehearsed" in str(given)
+    assert "exposed, tp" in str(given)
+    with pytest.raises(UsageError, match="shape"):
+        rehearse(plan, 1, batch=batch()[:, :9], steps=1)
+
+
+def values_of(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The losses of all microbatches on all ranks that have one."""
+    seen: list[float] = []
+    plain = RankState.add_loss
+
+    def add_loss(self: RankState, microbatch: int, value: Tensor) -> None:
+        seen.append(float(value))
+        plain(self, microbatch, value)
+
+    monkeypatch.setattr(RankState, "add_loss", add_loss)
+    for rank in range(plan.world):
+        rehearse(plan, rank, steps=1)
+    return seen
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2}, {"dp": 2}], ids=str)
+def test_made_up_values_are_finite(layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = values_of(plan_of(**layout), monkeypatch)
+    assert losses
+    assert all(math.isfinite(value) and value > 0 for value in losses)
+
+
+def test_made_up_tokens_are_rows_of_the_embedding_and_masks_are_bits() -> None:
+    assert rows_named(plan_of(pp=2).job) == {"batch": 64}
+    # Of a vocabulary that is spread, a rank holds half the rows.
+    assert set(rows_named(plan_of(tp=2).job).values()) <= {32, 64}
+    model = from_transformers(
+        "LlamaForCausalLM",
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    ids = tokens(2)
+    data = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    job = capture(model, data, huggingface_loss, Parallel(microbatches=2))
+    assert rows_named(job) == {"input_ids": 61}
+    made = made_up_batch(job, torch.device("cpu"), seed=0)
+    assert int(made["input_ids"].max()) > 1
+    assert made["input_ids"].shape == ids.shape
+    assert set(made["attention_mask"].unique().tolist()) <= {0, 1}
+
+
+def test_tied_parameters_are_one_tensor() -> None:
+    model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=16, tie_embeddings=True))
+    plan = make_plan(job := capture(model, batch(), next_token_loss, Parallel()), made_up_costs(job))
+    own, read = made_up_parameters(plan, 0, torch.device("cpu"), seed=0)
+    names = {p.name: k for k, p in enumerate(job.parameters)}
+    tied = [names[p.name] for p in job.parameters if p.tied_to != p.name]
+    assert all(own[k] is own[names[job.parameters[k].tied_to]] for k in tied)
+    assert own.keys() == read.keys() == set(range(len(job.parameters)))
+
+
+def test_the_load_takes_processor_time() -> None:
+    load = Load()
+    load.owe(20_000.0)
+    until = time.monotonic() + 20
+    while load.done_us < 20_000.0 and time.monotonic() < until:
+        time.sleep(0.01)
+    load.close()
+    assert 20_000.0 <= load.done_us < 25_000.0
+
+
+def test_a_loaded_rehearsal_takes_what_the_costs_say() -> None:
+    plan = plan_of(tp=2)
+    costs = {k: replace(c, processor_us_per_mb=1e5) for k, c in plan.costs.collectives.items()}
+    loaded = replace(plan, costs=replace(plan.costs, collectives=costs))
+    transport = EmulatedTransport(loaded, 0, load=True)
+    transport.open(plan.communicators, torch.device("cpu"), plan.mesh)
+    transport.begin()
+    assert transport._load is not None
+    value = torch.zeros(100)
+    transport.all_reduce("tp", value).wait()
+    until = time.monotonic() + 20
+    while not transport._load.done_us and time.monotonic() < until:
+        time.sleep(0.01)
+    transport.close()
+    assert transport._load.done_us > 0
+
+
+# Refusals.
+
+
+def test_lanes_that_were_not_opened_and_starts_that_are_not_planned_are_refused() -> None:
+    plan = plan_of(tp=2)
+    transport = EmulatedTransport(plan, 0)
+    transport.begin()
+    with pytest.raises(RunError, match="lane 'tp' was not opened"):
+        transport.all_reduce("tp", torch.zeros(1))
+    transport.open(
+        [Communicator("loss", (0,)), *plan.communicators], torch.device("cpu"), Mesh((("pp", 1), ("tp", 2)))
+    )
+    transport.begin()
+    with pytest.raises(RunError, match="nothing more to start on lane 'loss'"):
+        transport.broadcast("loss", torch.zeros(1), 0)
+
+
+def test_what_cannot_be_rehearsed_is_refused() -> None:
+    plan = plan_of(tp=2)
+    with pytest.raises(UsageError, match="there is no rank 2: the plan's ranks are 0 to 1"):
+        rehearse(plan, 2)
+    with pytest.raises(UsageError, match="0 steps"):
+        rehearse(plan, 0, steps=0)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="captured for cuda, and this machine has no such device"):
+            rehearse(replace(plan, job=replace(plan.job, device="cuda")), 0)
+    with pytest.raises(stretto.PlanError, match="the plan cannot run"):
+        rehearse(replace(plan, communicators=()), 0)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path, trace = tmp_path / "plan.json", tmp_path / "rank.perfetto-trace"
+    plan_of(tp=2).save(path)
+    call = ["rehearse", str(path), "--rank", "1", "--steps", "1"]
+    said = CliRunner().invoke(app, [*call, "--trace", str(trace)], catch_exceptions=False)
+    assert said.exit_code == 0, said.output
+    assert "rank 1 of 2: predicted, rehearsed" in said.output
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
+
+    assert len(Trace.FromString(trace.read_bytes()).packet) > 100
+    for arguments, message in (
+        (["rehearse", str(tmp_path / "none.json"), "--rank", "0"], "none.json"),
+        ([*call[:3], "5"], "there is no rank 5"),
+        ([*call, "--device", "cuda"], "captured for cpu"),
+        ([*call, "--trace", str(tmp_path / "no" / "where")], "cannot write"),
+    ):
+        refused = CliRunner().invoke(app, arguments)
+        assert message in str(refused.exception), refused.output
+        assert isinstance(refused.exception, stretto.StrettoError)
+
+
+# The accelerator's transport, on a device whose streams and events are made up.
+
+
+class Stream:
+    """A queue whose work is done at known times."""
+
+    current: Stream
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.now_us, self.priority = 0.0, priority
+
+    def wait_event(self, event: Event) -> None:
+        self.now_us = max(self.now_us, event.at_us)
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.at_us = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.at_us = (stream or Stream.current).now_us
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at_us - self.at_us) / 1000.0
+
+
+ROW_US, LAUNCH_US = 0.05, 4.0
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device on which the sum down the rows takes time and nothing else does."""
+
+    def cumsum(value: Tensor, dim: int, out: Tensor) -> None:
+        assert (dim, value.shape) == (0, out.shape)
+        Stream.current.now_us += LAUNCH_US + ROW_US * len(value)
+
+    @contextmanager
+    def stream(inner: Stream) -> Iterator[None]:
+        outer, Stream.current = Stream.current, inner
+        yield
+        Stream.current = outer
+
+    Stream.current = Stream()
+    monkeypatch.setattr(torch, "cumsum", cumsum)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.current)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    return torch.device("cpu")
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_lanes_are_streams_that_take_the_predicted_time(layout: dict[str, Any], device: torch.device) -> None:
+    plan = plan_of(**layout)
+    rank = plan.world - 1
+    place = plan.mesh.coordinates(rank)["pp"]
+    transport = CudaTransport(plan, rank, device)
+    transport.open(plan.communicators, device, plan.mesh)
+    own, read = made_up_parameters(plan, place, device, 0)
+    dtypes = {k: p.dtype for k, p in own.items()}
+    buffers = made_up_buffers(plan, place, device)
+    state = RankState(plan, transport, device, read, buffers, 0, dtypes)
+    assert all(stream.priority < 0 for stream in transport._streams.values())
+    for _ in range(2):
+        transport.begin()
+        state.step(made_up_batch(plan.job, device, 0))
+        timeline = transport.timeline(7)
+    assert timeline.peak_bytes[place] == 7
+    messages = [s for s in timeline.spans if s.kind is SpanKind.MESSAGE and s.lane == "tp"]
+    assert all(s.duration_us == pytest.approx(COLLECTIVE_US, rel=0.01) for s in messages)
+    exposed_us = sum(by_place[place] for by_place in timeline.exposed_axis_us().values())
+    bubble_us = timeline.total_us(SpanKind.BUBBLE, place)
+    assert timeline.step_us == pytest.approx(exposed_us + bubble_us, rel=0.01)
+    if layout == {"tp": 2}:
+        assert timeline.step_us == pytest.approx(COLLECTIVE_US * len(messages), rel=0.02)
+    with pytest.raises(RunError, match="was not opened"):
+        transport.send("pp 3>4", torch.zeros(1), 4)
+
+
+def test_a_plain_module_may_be_rehearsed() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    data = torch.randn(4, 4)
+    job = capture(model, data, lambda m, x: m(x).square().mean(), Parallel(pp=2, microbatches=2, split=["2"]))
+    plan = make_plan(job, made_up_costs(job))
+    assert stretto.rehearse(plan, rank=1, steps=1).step_us > 0
+
+
+# A trace proves it.
+
+
+def under_collectives(trace: bytes) -> float:
+    """Share of the collectives' time on tp in which the same rank computes, read from a Perfetto trace."""
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+
+    tracks: dict[int, str] = {}
+    open_at: dict[int, list[tuple[int, str]]] = {}
+    slices: dict[str, list[tuple[int, int]]] = {"tp": [], COMPUTE_LANE: []}
+    for packet in sorted(Trace.FromString(trace).packet, key=lambda p: p.timestamp):
+        if packet.HasField("track_descriptor"):
+            tracks[packet.track_descriptor.uuid] = packet.track_descriptor.name
+            continue
+        event, at = packet.track_event, packet.timestamp
+        lane = tracks.get(event.track_uuid, "")
+        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+            open_at.setdefault(event.track_uuid, []).append((at, event.categories[0]))
+        elif event.type == TrackEvent.TYPE_SLICE_END and lane in slices:
+            begun, kind = open_at[event.track_uuid].pop()
+            if kind not in ("exposed", "bubble", "op"):
+                slices[lane].append((begun, at))
+    whole = sum(end - begin for begin, end in slices["tp"])
+    both = sum(
+        max(0, min(end, stop) - max(begin, start))
+        for begin, end in slices["tp"]
+        for start, stop in slices[COMPUTE_LANE]
+    )
+    return both / whole
+
+
+def test_the_trace_shows_compute_under_collectives() -> None:
+    """With overlap; and none without it, though the compute and the collectives are the same."""
+    job = capture(gpt(), batch(), next_token_loss, Parallel(microbatches=4, tp=2))
+    collectives = {("tp", "all_reduce"): CollectiveCost(Curve(((0.0, 600.0),)))}
+    costs = replace(made_up_costs(job), collectives=collectives, action_us=0.0)
+    shares = {}
+    for mode in ("off", "local", "window"):
+        plan = make_plan(job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)), overlap=mode)
+        assert plan.overlap == mode
+        found = rehearse(plan, 0, steps=1)
+        shares[mode] = under_collectives(to_perfetto(found.timeline, plan))
+        assert plan.prediction is not None
+        assert found.peak_bytes == pytest.approx(plan.prediction.peak_bytes[0], rel=0.1), mode
+    assert shares["off"] < 0.1
+    assert shares["local"] > shares["off"] + 0.05
+    assert shares["window"] > shares["local"] + 0.05

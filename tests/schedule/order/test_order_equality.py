@@ -1,0 +1,80 @@
+"""Overlap never changes numbers: losses and gradients of every mode are those of `off`, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.runtime.equality import made_up_costs
+from torch import Tensor, nn
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.ir.curve import Curve
+from stretto.ir.plan import CollectiveCost, Costs, Plan
+from stretto.ir.program import WAIT, Job
+from stretto.models.gpt import next_token_loss
+from stretto.planning import make_plan
+from stretto.runtime.local import run_threads
+from stretto.runtime.runner import Runner
+from stretto.schedule.transfers import is_free
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def costs_of(job: Job, collective_us: float = 60.0) -> Costs:
+    """Made-up costs under which collectives take about as long as compute, and waits and views nothing."""
+    costs = made_up_costs(job)
+    free = {
+        (stage.index, op.name)
+        for stage in job.stages
+        for ops in stage.ops.values()
+        for op in ops
+        if is_free(op) or op.target == WAIT
+    }
+    op_us = {key: us for key, us in costs.op_us.items() if key not in free}
+    curve = Curve(((0.0, collective_us),))
+    found = {(axis, kind): CollectiveCost(curve) for axis, _ in job.axes for kind in KINDS}
+    return replace(costs, op_us=op_us, collectives=found, action_us=0.0)
+
+
+def numbers(plan: Plan, model: nn.Module) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Loss and gradients of every rank."""
+
+    def work(runner: Runner) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = runner.step(batch_of())
+        return loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+
+    return run_threads(plan, lambda _: copy.deepcopy(model), work)
+
+
+LAYOUTS = (
+    {"tp": 2, "microbatches": 4},
+    {"tp": 2, "sequence_parallel": True, "microbatches": 4},
+    {"pp": 2, "tp": 2, "microbatches": 4, "schedule": "1f1b"},
+    {"pp": 2, "tp": 2, "sequence_parallel": True, "microbatches": 4, "schedule": "zb-h1"},
+)
+
+
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: " ".join(f"{k}={v}" for k, v in layout.items())
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_all_modes_give_the_numbers_of_off(layout: dict[str, int], tied: bool) -> None:
+    model = gpt(tie_embeddings=tied, dropout=0.1).double()
+    job = capture(model, batch_of(), next_token_loss, Parallel(**layout))
+    costs = costs_of(job)
+    plans = {mode: make_plan(job, costs, overlap=mode) for mode in ("off", "local", "window")}
+    assert [plan.overlap for plan in plans.values()] == ["off", "local", "window"]
+    steps = [plan.prediction.step_us for plan in plans.values() if plan.prediction is not None]
+    assert steps[0] > steps[1] > steps[2]
+    expected = numbers(plans["off"], model)
+    for mode in ("local", "window"):
+        for (loss, grads), (same_loss, same_grads) in zip(numbers(plans[mode], model), expected, strict=True):
+            assert torch.equal(loss, same_loss)
+            assert grads.keys() == same_grads.keys()
+            for name, grad in grads.items():
+                assert torch.equal(grad, same_grads[name]), f"{mode}: {name}"

@@ -1,0 +1,201 @@
+"""Orders of windows by hand: the made-up case, odd cases, exact search, memory, and policies of one's own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from stretto.errors import UsageError
+from stretto.ir.action import Phase
+from stretto.ir.plan import Item, ItemKind, Window
+from stretto.schedule.order import (
+    POLICIES,
+    Node,
+    Role,
+    Storage,
+    WindowGraph,
+    improve_order,
+    legal_order,
+    list_order,
+    register,
+    replay,
+)
+
+C = 400.0
+"""Microseconds of a collective of the made-up case."""
+
+FORWARD = (200, 150, "C", 300, "C", 10)
+BACKWARD = (300, "C", 300, "C", 300)
+
+
+def chains(*parts: Sequence[int | str], lane_us: float = C, fillers: Sequence[int] = ()) -> WindowGraph:
+    """A window of parts, each a chain of ops (microseconds) and collectives ("C"); fillers: ops of the last
+    part that need its first op, and that nothing needs (weight gradients)."""
+    nodes: list[Node] = []
+    before: list[tuple[int, ...]] = []
+
+    def add(node: Node, *needs: int) -> int:
+        nodes.append(node)
+        before.append(tuple(needs))
+        return len(nodes) - 1
+
+    def item(part: int) -> Item:
+        return Item(ItemKind.OP, part, f"n{len(nodes)}")
+
+    first = -1
+    for part, chain in enumerate(parts):
+        last: tuple[int, ...] = ()
+        for at, link in enumerate(chain):
+            if link == "C":
+                start = add(Node(item(part), Role.START, lane="tp", time_us=lane_us), *last)
+                last = (add(Node(item(part), Role.FINISH, start=start, lazy=True), start),)
+            else:
+                last = (add(Node(item(part), Role.COMPUTE, float(link)), *last),)
+            first = last[0] if at == 0 else first
+    for us in fillers:
+        add(Node(item(len(parts) - 1), Role.COMPUTE, float(us)), first)
+    after: list[list[int]] = [[] for _ in nodes]
+    for index, needs in enumerate(before):
+        for needed in needs:
+            after[needed].append(index)
+    window = Window("by hand", tuple((0, Phase.F) for _ in parts), tuple(node.item for node in nodes))
+    return WindowGraph(window, tuple(nodes), tuple(before), tuple(map(tuple, after)), ())
+
+
+def time_of(graph: WindowGraph, policy: str) -> float:
+    return replay(graph, legal_order(policy, graph)).end_us
+
+
+def test_the_made_up_case_hides_what_can_be_hidden() -> None:
+    graph = chains(FORWARD, BACKWARD)
+    # Captured, each collective is waited for at once.
+    assert time_of(graph, "captured") == 660 + 900 + 4 * C
+    # The lane is the narrow place: it can begin after 300 us of the backward, has 1600 us of work, and then
+    # at least the forward's last 10 us are left.
+    assert time_of(graph, "improve") <= 1.01 * (300 + 4 * C + 10)
+    assert time_of(graph, "list") <= 1.05 * time_of(graph, "improve")
+
+
+@pytest.mark.parametrize(
+    ("forward", "fillers"),
+    [
+        ((500, 150, "C", 300, "C", 10), ()),
+        ((10, "C", 10), ()),
+        ((10,), ()),
+        (FORWARD, (500,)),
+        (FORWARD, (300, 300, 300)),
+        ((5000,), (7,)),
+    ],
+)
+def test_odd_lengths_break_nothing(forward: Sequence[int | str], fillers: Sequence[int]) -> None:
+    graph = chains(forward, BACKWARD, fillers=fillers)
+    floor = max(graph.work_us, 900 + 2 * C)
+    for policy in ("list", "improve"):
+        assert floor <= time_of(graph, policy) < time_of(graph, "captured")
+
+
+def test_collectives_that_cost_nothing_or_everything() -> None:
+    for lane_us in (0.0, 1e6):
+        graph = chains(FORWARD, BACKWARD, lane_us=lane_us)
+        assert time_of(graph, "improve") <= time_of(graph, "captured")
+
+
+def test_weight_gradients_stand_under_the_collective_of_the_input_gradient() -> None:
+    graph = chains((300, "C", 300), fillers=(250, 100))
+    order = list_order(graph)
+    at = [index for index in order if graph.nodes[index].role is not Role.COMPUTE]
+    assert time_of(graph, "list") == 300 + C + 300, "both fillers under the collective"
+    assert order.index(at[0]) == 1
+    assert order.index(at[1]) == len(order) - 2, "the wait directly before what reads it"
+
+
+def random_graph(seed: int) -> WindowGraph:
+    draw = random.Random(seed)
+
+    def chain() -> list[int | str]:
+        links: list[int | str] = []
+        for _ in range(draw.randrange(1, 4)):
+            links += [draw.randrange(20, 500) for _ in range(draw.randrange(1, 3))]
+            links += ["C"] if draw.random() < 0.8 else []
+        return [*links, draw.randrange(5, 300)]
+
+    fillers = [draw.randrange(20, 400) for _ in range(draw.randrange(0, 4))]
+    return chains(
+        *(chain() for _ in range(draw.randrange(1, 3))), lane_us=draw.choice((50, 200, 400)), fillers=fillers
+    )
+
+
+@pytest.mark.parametrize("graph", [chains(FORWARD, BACKWARD), *map(random_graph, range(8))], ids=str)
+def test_exact_search_agrees(graph: WindowGraph) -> None:
+    pytest.importorskip("ortools")
+    best = time_of(graph, "exact")
+    assert best <= time_of(graph, "improve")
+    assert time_of(graph, "improve") <= 1.05 * best
+    assert time_of(graph, "list") <= 1.05 * best
+
+
+def test_without_ortools_exact_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(UsageError, match=r"needs ortools.*pip install 'stretto\[exact\]'"):
+        legal_order("exact", chains(FORWARD, BACKWARD))
+
+
+def test_orders_are_the_same_every_time() -> None:
+    for seed in range(5):
+        graph = random_graph(seed)
+        assert improve_order(graph) == improve_order(graph)
+
+
+def test_a_memory_limit_holds_ops_back() -> None:
+    # Eight independent ops of 10 bytes each, each freed by a second op; both can run at any time.
+    nodes = [Node(Item(ItemKind.OP, 0, f"n{k}"), Role.COMPUTE, 10.0) for k in range(16)]
+    before = [() if k < 8 else (k - 8,) for k in range(16)]
+    after = [(k + 8,) if k < 8 else () for k in range(16)]
+    storages = tuple(Storage(10, k, (k, k + 8), False) for k in range(8))
+    window = Window("by hand", ((0, Phase.F),), tuple(node.item for node in nodes))
+    graph = WindowGraph(window, tuple(nodes), tuple(before), tuple(after), storages)
+    wide = list_order(graph, urgency=[2.0] * 8 + [1.0] * 8, limit_bytes=10**9)
+    tight = list_order(graph, urgency=[2.0] * 8 + [1.0] * 8, limit_bytes=30)
+    assert replay(graph, wide).peak_bytes == 80
+    assert replay(graph, tight).peak_bytes == 30
+
+
+def test_a_policy_of_ones_own() -> None:
+    def backward_first(graph: WindowGraph) -> list[int]:
+        return sorted(range(len(graph.nodes)), key=lambda n: -graph.nodes[n].item.part)
+
+    register("backward-first", backward_first)
+    try:
+        graph = chains(FORWARD, BACKWARD)
+        order = legal_order("backward-first", graph)
+        assert [graph.nodes[n].item.part for n in order] == [1] * 7 + [0] * 8
+    finally:
+        del POLICIES["backward-first"]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0, 1], "n2 is missing; name every node once"),
+        ([0, 1, 1, 2, 3], "n1 is there twice"),
+        ([0, 2, 1, 3], "n2 stands before n1, which it needs"),
+        ([0, 1, 2, 9], "9 is no node"),
+    ],
+)
+def test_illegal_orders_are_refused(order: list[int], message: str) -> None:
+    register("odd", lambda graph: order)
+    try:
+        with pytest.raises(UsageError, match=f"policy 'odd', window by hand: {message}"):
+            legal_order("odd", chains((10, "C", 10)))
+    finally:
+        del POLICIES["odd"]
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(UsageError, match="unknown ordering policy 'fast'; choose one of: captured, list"):
+        legal_order("fast", chains((10,)))
+    with pytest.raises(UsageError, match="has an ordering policy 'list'"):
+        register("list", list_order)
