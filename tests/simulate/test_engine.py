@@ -248,3 +248,15 @@ def test_names_of_compute_spans_are_tokens() -> None:
     spans = [s for s in simulate(make_plan(ONE_F_ONE_B)).spans if s.kind is SpanKind.COMPUTE]
     for span in spans:
         assert Action.parse(span.name) == Action(span.stage or 0, span.phase or Phase.F, span.microbatch or 0)
+
+
+def test_work_that_ends_as_a_message_begins_is_not_held_up_by_it() -> None:
+    order = schedule("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    plan = make_plan(order, f_us=90, i_us=100, w_us=100, bytes_per_us=RATE)
+    # A message takes a whole processor at both ends, so rank 0 makes value 1 when rank 1 has used value 0.
+    link = replace(plan.costs.link(0, 1), processor_us_per_mb=20 / (NBYTES / 1e6))
+    costs = replace(plan.costs, links={(a, b): link for a, b in ((0, 1), (1, 0))})
+    timeline = simulate(replace(plan, costs=costs))
+    first = next(s for s in timeline.spans if s.rank == 1 and s.name == "1F0")
+    assert message(timeline, "pp 0>1 e0:1").start_us == pytest.approx(first.end_us)
+    assert first.end_us - first.start_us == pytest.approx(90)

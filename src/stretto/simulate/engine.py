@@ -37,6 +37,9 @@ from stretto.simulate.memory import RankMemory
 from stretto.simulate.network import Message, Network
 from stretto.simulate.windows import Call, Control, ReadyWindow, Segment, make_ready
 
+DONE_US = 1e-6
+"""Work of which no more than this is left is done: what sums of times in double precision may be off by."""
+
 Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stand still for."""
 
@@ -273,9 +276,12 @@ class _Rank:
         """Put the end of the work into the clock; an earlier aim no longer counts."""
         self._version += 1
         version = self._version
-        if self._speed > 0:
-            end_us = self._clock.now_us + max(0.0, self._left_us) / self._speed
-            self._clock.at(end_us, lambda: self._finish_work(version))
+        # Work that ends as a transfer begins has ended, whichever of the two the clock tells first.
+        left_us = self._left_us if self._left_us > DONE_US else 0.0
+        if not left_us:
+            self._clock.at(self._clock.now_us, lambda: self._finish_work(version))
+        elif self._speed > 0:
+            self._clock.at(self._clock.now_us + left_us / self._speed, lambda: self._finish_work(version))
 
     def _finish_work(self, version: int) -> None:
         if version == self._version and self._working:
