@@ -18,11 +18,18 @@ $(STAMP): requirements.lock pyproject.toml
 train: venv
 	$(BIN)/stretto train examples/gpt_text.toml
 
+# Tests run side by side, a file on one worker: what a file makes once stays made. Those that measure time
+# run after the others, alone. Every worker and every rank has one thread.
+WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile
+test test-slow: export OMP_NUM_THREADS = 1
+
 test: venv
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not quiet" $(WORKERS)
+	$(BIN)/python -m pytest -m "not slow and quiet"
 
 test-slow: venv
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not quiet" $(WORKERS)
+	$(BIN)/python -m pytest -m "slow and quiet"
 
 lint: venv
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -33,6 +33,7 @@ def gpt_job(stages: int, hidden: int = 128) -> tuple[GPT, torch.Tensor, Job]:
     return model, batch, job_of(found, stages, 4, names)
 
 
+@pytest.mark.quiet
 def test_op_times_add_up_to_a_measured_run() -> None:
     """The sum over ops, for each microbatch, against the compute time of whole steps. Loose: the machine may
     be shared, and the profile is of one microbatch alone."""
@@ -54,6 +55,7 @@ def test_op_times_add_up_to_a_measured_run() -> None:
     pytest.fail(f"five measurements, none near the run: {ratios}")
 
 
+@pytest.mark.quiet
 def test_products_cost_what_their_flops_are() -> None:
     """Four times the width is sixteen times the work of a matrix product: the profile must see most of it."""
     times = []
@@ -181,6 +183,7 @@ def test_a_slower_link_makes_a_longer_step() -> None:
     assert steps[0] < steps[1] < steps[2]
 
 
+@pytest.mark.quiet
 def test_local_measures_ops_and_messages_between_processes() -> None:
     _, _, job = gpt_job(2, 32)
     plan = stretto.plan(job, cluster="local")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 
 from stretto.runtime.local import run_threads
@@ -11,6 +12,7 @@ from stretto.runtime.runner import Runner
 from tests.runtime.equality import batch_of, job_of, lowered, model_of, traced
 
 
+@pytest.mark.quiet
 def test_times_of_all_ops() -> None:
     plan = lowered(job_of(traced("gpt", torch.float32), 2, 4), "1f1b")
     batch = batch_of("gpt", 4)

@@ -68,6 +68,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_takes_what_communication_takes(layout: dict[str, Any]) -> None:
     plan = plan_of(**layout)
@@ -88,6 +89,7 @@ def test_every_rank_takes_what_communication_takes(layout: dict[str, Any]) -> No
         assert accounts_us == pytest.approx(found.step_us, rel=0.02)
 
 
+@pytest.mark.quiet
 def test_the_timeline_shows_the_rank_and_its_simulated_peers() -> None:
     found = rehearse(plan_of(pp=2), 1, steps=1)
     spans = found.timeline.spans
@@ -168,6 +170,7 @@ def test_tied_parameters_are_one_tensor() -> None:
     assert own.keys() == read.keys() == set(range(len(job.parameters)))
 
 
+@pytest.mark.quiet
 def test_the_load_takes_processor_time() -> None:
     load = Load()
     load.owe(20_000.0)
@@ -370,6 +373,7 @@ def under_collectives(trace: bytes) -> float:
     return both / whole
 
 
+@pytest.mark.quiet
 def test_the_trace_shows_compute_under_collectives() -> None:
     """With overlap; and none without it, though the compute and the collectives are the same."""
     job = capture(gpt(), batch(), next_token_loss, Parallel(microbatches=4, tp=2))

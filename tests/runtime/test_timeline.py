@@ -118,6 +118,7 @@ def test_clocks_of_other_machines_are_corrected() -> None:
         assert (one.kind, one.name) == (other.kind, other.name)
 
 
+@pytest.mark.quiet
 def test_marks_are_cheap() -> None:
     """Less than a hundredth of a window of five milliseconds: the readings and the entry in the list."""
     marks = Marks()
@@ -131,6 +132,7 @@ def test_marks_are_cheap() -> None:
     assert per_window_s < 0.01 * 5e-3
 
 
+@pytest.mark.quiet
 def test_a_window_adds_little_to_its_ops() -> None:
     """Bookkeeping of a whole step on one rank: under 0.3 ms for each of its runs, of which ops take most."""
     model, batch = Chain(), rows(64)

@@ -255,7 +255,7 @@ def test_work_that_ends_as_a_message_begins_is_not_held_up_by_it() -> None:
     plan = make_plan(order, f_us=90, i_us=100, w_us=100, bytes_per_us=RATE)
     # A message takes a whole processor at both ends, so rank 0 makes value 1 when rank 1 has used value 0.
     link = replace(plan.costs.link(0, 1), processor_us_per_mb=20 / (NBYTES / 1e6))
-    costs = replace(plan.costs, links={(a, b): link for a, b in ((0, 1), (1, 0))})
+    costs = replace(plan.costs, links=dict.fromkeys(((0, 1), (1, 0)), link))
     timeline = simulate(replace(plan, costs=costs))
     first = next(s for s in timeline.spans if s.rank == 1 and s.name == "1F0")
     assert message(timeline, "pp 0>1 e0:1").start_us == pytest.approx(first.end_us)
