@@ -12,7 +12,7 @@ import torch
 PROGRAM = """
 import os
 import torch, torch.distributed as dist
-from stretto.gloo_adapter import calm_loops, loop_threads
+from stretto.gloo_adapter import as_in_a_step, loop_threads
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.torch_transport import TorchTransport
@@ -24,9 +24,16 @@ theirs = loop_threads()
 assert theirs, "Gloo's loop threads have another name now"
 classes = lambda threads: {os.sched_getscheduler(thread) for thread in threads}
 assert classes(theirs) == {os.SCHED_OTHER}
-with calm_loops():
+torch.set_num_threads(1)
+can = os.geteuid() == 0
+with as_in_a_step():
     assert classes(theirs) == {os.SCHED_BATCH}
+    assert classes({0}) == {os.SCHED_IDLE if can else os.SCHED_OTHER}
 assert classes(theirs) == {os.SCHED_OTHER}
+assert classes({0}) == {os.SCHED_OTHER}
+torch.set_num_threads(2)
+with as_in_a_step():
+    assert classes({0}) == {os.SCHED_OTHER}, "the thread that others wait for stands behind them"
 transport = TorchTransport()
 transport.open([Communicator("tp", (0,), ("tp",))], torch.device("cpu"), Mesh((("pp", 1), ("tp", 1))))
 ours = loop_threads() - theirs

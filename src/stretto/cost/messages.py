@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from stretto.gloo_adapter import calm_loops
+from stretto.gloo_adapter import as_in_a_step
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Link
 
@@ -46,7 +46,7 @@ COMPUTE_S = 0.25
 """Length of the computation whose loss is measured."""
 
 
-@calm_loops()
+@as_in_a_step()
 def measure_links(
     pairs: Sequence[tuple[int, int]], device: torch.device, mesh: Mesh | None = None
 ) -> dict[tuple[int, int], Link]:
@@ -183,7 +183,7 @@ def _processor_loss(a: int, b: int, device: torch.device) -> float:
     return float(loss)
 
 
-@calm_loops()
+@as_in_a_step()
 def measure_both_ways(sender: int, receiver: int, nbytes: int, device: torch.device) -> float | None:
     """Time of a message while one of equal size goes the other way, over its time alone: 1 where directions
     share nothing, 2 where they share all. None on other ranks; the two call it together."""

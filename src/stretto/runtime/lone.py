@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -52,6 +53,9 @@ class LoneEnd(ABC, Generic[Under]):
 
     def clock_offset_us(self) -> float:
         return 0.0
+
+    def during_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _take(self, queues: dict[str, deque[Any]], lane: str) -> Any:
         """What the plan's order starts next on a lane. Raises RunError when that is nothing."""

@@ -244,7 +244,8 @@ class Runner:
         Raises UsageError for a batch whose leaves do not fit the plan, RunError when a rank is lost.
         """
         leaves = self._ready(batch)
-        with self._metered():
+        # The first step makes what is made on first use; threads among it would be of the lane's class.
+        with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
             loss = self.state.step(leaves)
         for k, grad in sorted(self.state.grads.items()):
             parameter = self._parameters[k]
@@ -268,7 +269,9 @@ class Runner:
         Taking the times slows the step by a microsecond or two for each op. Raises as `step` and `timeline`.
         """
         self._check_clock()
-        mine = self.state.step_timed(self._ready(batch))
+        leaves = self._ready(batch)
+        with self.transport.during_step():
+            mine = self.state.step_timed(leaves)
         self.state.grads = {}
         first = not any(at for axis, at in self.coordinates.items() if axis != "pp")
         for found in self.transport.all_gather(mine if first else {}):

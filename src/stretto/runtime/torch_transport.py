@@ -12,7 +12,8 @@ A rank whose connection breaks or stays silent is named, except in a collective,
    that are made in different orders would wait for each other for ever. An accelerator's communicators are
    used once then, because they connect on first use.
 3. No lane comes to be later: what starts on a lane that was not opened is refused.
-4. Gloo's threads of these lanes do not take a computing thread's core (`stretto.gloo_adapter`).
+4. Gloo's threads of these lanes do not take the core of one that holds what they need, and during a step they
+   come before the thread that computes (`stretto.gloo_adapter`).
 5. A buffer that a transfer reads or writes is held by its handle until it was waited for.
 """
 
@@ -22,6 +23,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,12 +64,14 @@ class TorchTransport:
         self._members: dict[str, tuple[int, ...]] = {}
         self._opened: dict[str, tuple[tuple[int, ...], ...]] = {}
         theirs = gloo_adapter.loop_threads()
+        self._on_processors = True
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         """Step 2. Raises UsageError on every rank when ranks would open other lanes, or in another order."""
         self._agree([(c.name, c.ranks, c.axes) for c in communicators])
+        self._on_processors = device.type == "cpu"
         theirs = gloo_adapter.loop_threads()
         for communicator in communicators:
             # All ranks take part in making every group, so all must skip the same ones.
@@ -158,6 +162,9 @@ class TorchTransport:
         except RuntimeError as error:
             raise self._lost("control", None, error) from None
         return found
+
+    def during_step(self) -> AbstractContextManager[None]:
+        return gloo_adapter.lanes_first() if self._on_processors else nullcontext()
 
     def clock_offset_us(self) -> float:
         """Rank 0's clock minus this rank's (perf_counter), from the fastest of some round trips."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,6 +60,9 @@ class Transport(Protocol):
 
     def clock_offset_us(self) -> float:
         """Rank 0's clock minus this rank's, in microseconds."""
+
+    def during_step(self) -> AbstractContextManager[None]:
+        """Around the walk of a step by the thread that computes: what lets lanes go on beside it."""
 
 
 def not_open(rank: int, lane: str, lanes: Iterable[str]) -> RunError:
@@ -185,6 +189,9 @@ class ThreadTransport:
 
     def clock_offset_us(self) -> float:
         return 0.0
+
+    def during_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wait_for(self, ready: Any, what: str) -> None:
         board = self._board
