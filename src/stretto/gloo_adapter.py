@@ -11,15 +11,7 @@ connection locked goes back to the kernel, which reports the same event again at
 owner lets go (gloo/transport/tcp/pair.cc, `handleEvents`). Where computing threads fill all cores, the loop
 is woken by what the owner itself just sent, takes the owner's core, and spins there until the scheduler's
 next tick. A thread of Linux' batch class does not take the core when it wakes up; it gets it when the owner
-stands or the tick comes, and data moves on in the kernel's buffers meanwhile.
-
-**The computing thread** would then hold data up until it stands. So that lanes come first, like a stream of
-high priority does on an accelerator, it is of the idle class for as long as a step lasts (`lanes_first`):
-every other thread, a calm loop too, takes its core at once. Between two hosts of one core at 200 Mbit/s,
-both computing meanwhile, an all-reduce of 128 KiB takes 4.7 ms as it does alone (8.5 with calm loops only),
-one of 512 KiB 20.9 (27.1). Nothing is done where the thread could not go back to its own class (that takes
-a limit of nice values, RLIMIT_NICE, or CAP_SYS_NICE), nor where PyTorch computes on several threads: the
-others are of the ordinary class, and the one that all wait for must not stand behind them.
+stands or the tick comes (or at once from one that gives way: `stretto.giving_way`).
 
 Measured between two hosts of one core, PyTorch 2.13, Linux 6.18, each collective after some compute: an
 all-reduce of 4 KiB after 4 ms of compute takes 0.2 ms instead of 1.5; the loop's processor time falls to a
@@ -31,16 +23,12 @@ nothing is done.
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 LANE_BACKEND = "stretto_gloo"
@@ -92,55 +80,19 @@ def calm(threads: Iterable[int]) -> tuple[int, ...]:
     of another class stays."""
     changed: list[int] = []
     for thread in threads:
-        if _move(thread, os.SCHED_OTHER, os.SCHED_BATCH):
+        if move(thread, os.SCHED_OTHER, os.SCHED_BATCH):
             changed.append(thread)
     return tuple(changed)
 
 
-@contextmanager
-def lanes_first() -> Iterator[None]:
-    """Other threads take this thread's core whenever they have something to do: a step's compute lane.
-
-    Threads that are made meanwhile are of the idle class too, and stay so.
-    """
-    idle = torch.get_num_threads() == 1 and _can_return() and _move(0, os.SCHED_OTHER, os.SCHED_IDLE)
-    try:
-        yield
-    finally:
-        if idle:
-            _move(0, os.SCHED_IDLE, os.SCHED_OTHER)
+def release(threads: Iterable[int]) -> None:
+    """Put threads that `calm` returned back into the ordinary class."""
+    for thread in threads:
+        move(thread, os.SCHED_BATCH, os.SCHED_OTHER)
 
 
-@contextmanager
-def as_in_a_step() -> Iterator[None]:
-    """All loops of this process are calm meanwhile, and lanes come first: for measuring on groups of the
-    user's own what a transport's groups will do."""
-    changed = calm(loop_threads())
-    try:
-        with lanes_first():
-            yield
-    finally:
-        for thread in changed:
-            _move(thread, os.SCHED_BATCH, os.SCHED_OTHER)
-
-
-@functools.cache
-def _can_return() -> bool:
-    """Whether a thread may leave the idle class again, tried by one that has nothing else to do."""
-    if not hasattr(os, "SCHED_IDLE"):
-        return False
-    tried: list[bool] = []
-
-    def there_and_back() -> None:
-        tried.append(_move(0, os.SCHED_OTHER, os.SCHED_IDLE) and _move(0, os.SCHED_IDLE, os.SCHED_OTHER))
-
-    thread = threading.Thread(target=there_and_back, name="stretto idle class")
-    thread.start()
-    thread.join()
-    return tried == [True]
-
-
-def _move(thread: int, old: int, new: int) -> bool:
+def move(thread: int, old: int, new: int) -> bool:
+    """Put a thread of the class `old` (0: this one) into the class `new`; whether that was done."""
     try:
         if os.sched_getscheduler(thread) != old:
             return False

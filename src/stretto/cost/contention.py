@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from stretto import gloo_adapter
+from stretto.giving_way import lanes_first
 
 BYTES_PER_MB = 10**6
 """The megabyte of `CollectiveCost.processor_us_per_mb`, as that field defines it."""
@@ -85,7 +85,7 @@ def _processor_us(
     # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
     with ThreadPoolExecutor(max_workers=1) as waiter:
         waiter.submit(int).result()  # its start is no loss to the collective
-        with gloo_adapter.lanes_first():
+        with lanes_first():
             meet()
             begin = time.perf_counter_ns()
             calling = products = 0

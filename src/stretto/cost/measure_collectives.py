@@ -33,6 +33,7 @@ from stretto import collectives, gloo_adapter
 from stretto.cost.contention import compute_loss
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
+from stretto.giving_way import lanes_first
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import CollectiveCost
@@ -220,7 +221,7 @@ def _time(
         return took[-1]
 
     _meet(device)
-    with gloo_adapter.lanes_first() if device.type == "cpu" else nullcontext():
+    with lanes_first() if device.type == "cpu" else nullcontext():
         one()
         warm_us = _agree_max(one(), device)
         one()

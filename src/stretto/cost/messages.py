@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from stretto.gloo_adapter import as_in_a_step
+from stretto.giving_way import as_in_a_step
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Link
 

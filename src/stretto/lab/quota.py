@@ -1,4 +1,6 @@
-"""Processor quotas: one control group for each host, by the `cpu` controller of version 1 or 2.
+"""Processors: one control group for each host, by the `cpu` controller of version 1 or 2.
+
+Within a group its processes are weighed against each other, and the group as a whole against other hosts.
 
 A host with `cpus=0.5` may run for 5 ms in each period of 10 ms. The kernel's default period of 100 ms would
 stop a process for up to 50 ms at a time, longer than many a collective takes; 10 ms is what the design fixes.
@@ -58,17 +60,19 @@ def why_no_quota() -> str:
     )
 
 
-def make_group(controller: CpuController, name: str, cpus: float) -> Path:
-    """Make a group limited to `cpus` processors; returns the file that takes process ids.
+def make_group(controller: CpuController, name: str, cpus: float | None) -> Path:
+    """Make a group limited to `cpus` processors (None: no limit); returns the file that takes process ids.
 
     Raises StrettoError when the kernel refuses.
     """
-    quota_us = round(cpus * PERIOD_US)
     group = controller.group(name)
     try:
         if controller.version == 2 and "cpu" not in _words(controller.root / "cgroup.subtree_control"):
             (controller.root / "cgroup.subtree_control").write_text("+cpu")
         group.mkdir()
+        if cpus is None:
+            return group / "cgroup.procs"
+        quota_us = round(cpus * PERIOD_US)
         if controller.version == 2:
             (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
         else:

@@ -12,8 +12,8 @@ A rank whose connection breaks or stays silent is named, except in a collective,
    that are made in different orders would wait for each other for ever. An accelerator's communicators are
    used once then, because they connect on first use.
 3. No lane comes to be later: what starts on a lane that was not opened is refused.
-4. Gloo's threads of these lanes do not take the core of one that holds what they need, and during a step they
-   come before the thread that computes (`stretto.gloo_adapter`).
+4. Gloo's threads of lanes do not take the core of one that holds what they need (`stretto.gloo_adapter`);
+   during a step the thread that computes gives way to them (`stretto.giving_way`).
 5. A buffer that a transfer reads or writes is held by its handle until it was waited for.
 """
 
@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from stretto import collectives, gloo_adapter
 from stretto.errors import LostRankError, RunError, UsageError
+from stretto.giving_way import lanes_first
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.transport import Handle, not_open
@@ -164,7 +165,7 @@ class TorchTransport:
         return found
 
     def during_step(self) -> AbstractContextManager[None]:
-        return gloo_adapter.lanes_first() if self._on_processors else nullcontext()
+        return lanes_first() if self._on_processors else nullcontext()
 
     def clock_offset_us(self) -> float:
         """Rank 0's clock minus this rank's (perf_counter), from the fastest of some round trips."""
