@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stretto import giving_way, gloo_adapter
-from stretto.giving_way import is_alone, lanes_first
+from stretto.giving_way import is_alone, keeping_core, lanes_first
 from stretto.lab import Lab
 from stretto.lab.quota import find_controller
 
@@ -67,6 +67,11 @@ def test_gives_way_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(1)
         with lanes_first():
             assert classes() == os.SCHED_IDLE
+            with keeping_core():
+                assert classes() == os.SCHED_OTHER
+            assert classes() == os.SCHED_IDLE
+        with keeping_core():
+            assert classes() == os.SCHED_OTHER
         assert classes() == os.SCHED_OTHER
         torch.set_num_threads(2)
         with lanes_first():

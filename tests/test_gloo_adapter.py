@@ -12,8 +12,7 @@ import torch
 PROGRAM = """
 import os
 import torch, torch.distributed as dist
-from stretto.giving_way import as_in_a_step
-from stretto.gloo_adapter import loop_threads
+from stretto.gloo_adapter import calm_loops, loop_threads
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.torch_transport import TorchTransport
@@ -24,7 +23,7 @@ theirs = loop_threads()
 assert theirs, "Gloo's loop threads have another name now"
 classes = lambda threads: {os.sched_getscheduler(thread) for thread in threads}
 assert classes(theirs) == {os.SCHED_OTHER}
-with as_in_a_step():
+with calm_loops():
     assert classes(theirs) == {os.SCHED_BATCH}
 assert classes(theirs) == {os.SCHED_OTHER}
 transport = TorchTransport()

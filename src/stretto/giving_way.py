@@ -48,15 +48,18 @@ def lanes_first() -> Iterator[None]:
 
 
 @contextmanager
-def as_in_a_step() -> Iterator[None]:
-    """Gloo's loops of this process are calm meanwhile, and this thread gives way: for measuring on groups of
-    the user's own what a transport's groups will do."""
-    changed = gloo_adapter.calm(gloo_adapter.loop_threads())
+def keeping_core() -> Iterator[None]:
+    """This thread does not give way meanwhile, if it does at all: while it posts messages itself.
+
+    It then holds locks for which Gloo's loop spins (`stretto.gloo_adapter`), and one that had given way to it
+    would hardly get the core back.
+    """
+    idle = gloo_adapter.move(0, os.SCHED_IDLE, os.SCHED_OTHER) if hasattr(os, "SCHED_IDLE") else False
     try:
-        with lanes_first():
-            yield
+        yield
     finally:
-        gloo_adapter.release(changed)
+        if idle:
+            gloo_adapter.move(0, os.SCHED_OTHER, os.SCHED_IDLE)
 
 
 @functools.cache

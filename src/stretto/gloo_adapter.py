@@ -24,7 +24,8 @@ nothing is done.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,16 @@ def calm(threads: Iterable[int]) -> tuple[int, ...]:
     return tuple(changed)
 
 
-def release(threads: Iterable[int]) -> None:
-    """Put threads that `calm` returned back into the ordinary class."""
-    for thread in threads:
-        move(thread, os.SCHED_BATCH, os.SCHED_OTHER)
+@contextmanager
+def calm_loops() -> Iterator[None]:
+    """All loops of this process are calm meanwhile, and as before afterwards: for measuring on groups of the
+    user's own what a transport's groups will do."""
+    changed = calm(loop_threads())
+    try:
+        yield
+    finally:
+        for thread in changed:
+            move(thread, os.SCHED_BATCH, os.SCHED_OTHER)
 
 
 def move(thread: int, old: int, new: int) -> bool:

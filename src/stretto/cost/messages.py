@@ -14,11 +14,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from stretto.giving_way import as_in_a_step
+from stretto.giving_way import keeping_core, lanes_first
+from stretto.gloo_adapter import calm_loops
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Link
 
@@ -46,7 +48,7 @@ COMPUTE_S = 0.25
 """Length of the computation whose loss is measured."""
 
 
-@as_in_a_step()
+@calm_loops()
 def measure_links(
     pairs: Sequence[tuple[int, int]], device: torch.device, mesh: Mesh | None = None
 ) -> dict[tuple[int, int], Link]:
@@ -157,6 +159,11 @@ def _processor_loss(a: int, b: int, device: torch.device) -> float:
         other = torch.zeros(1)
         _swap(repeats, other, a, b)
         count = int(max(repeats.item(), other.item()))
+
+        def exchange(out: torch.Tensor, into: torch.Tensor) -> list[Any]:
+            with keeping_core():
+                return [dist.isend(out, peer), dist.irecv(into, peer)]
+
         alone = statistics.median(compute(count) for _ in range(3))
         losses: list[float] = []
         for _ in range(3):
@@ -166,15 +173,15 @@ def _processor_loss(a: int, b: int, device: torch.device) -> float:
             elapsed = 0.0
             # A message each way is always under way; the next starts when both have arrived.
             piece = max(1, count // 16)
-            works = [dist.isend(out, peer), dist.irecv(into, peer)]
-            for at in range(16):
-                elapsed += compute(piece)
-                for work in works:
-                    assert work is not None
-                    work.wait()
-                sent += out.nbytes
-                if at < 15:
-                    works = [dist.isend(out, peer), dist.irecv(into, peer)]
+            with lanes_first():
+                works = exchange(out, into)
+                for at in range(16):
+                    elapsed += compute(piece)
+                    for work in works:
+                        work.wait()
+                    sent += out.nbytes
+                    if at < 15:
+                        works = exchange(out, into)
             # Each message costs its sender and its receiver; a rank was both.
             losses.append(max(0.0, elapsed - alone * 16 * piece / count) * 1e6 / (2 * sent / 1e6))
         loss[0] = statistics.median(losses)
@@ -183,7 +190,7 @@ def _processor_loss(a: int, b: int, device: torch.device) -> float:
     return float(loss)
 
 
-@as_in_a_step()
+@calm_loops()
 def measure_both_ways(sender: int, receiver: int, nbytes: int, device: torch.device) -> float | None:
     """Time of a message while one of equal size goes the other way, over its time alone: 1 where directions
     share nothing, 2 where they share all. None on other ranks; the two call it together."""

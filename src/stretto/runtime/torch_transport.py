@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from stretto import collectives, gloo_adapter
 from stretto.errors import LostRankError, RunError, UsageError
-from stretto.giving_way import lanes_first
+from stretto.giving_way import keeping_core, lanes_first
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.transport import Handle, not_open
@@ -205,7 +205,9 @@ class TorchTransport:
 
     def _start(self, lane: str, peer: int | None, begin: Any, *buffers: torch.Tensor) -> Handle:
         try:
-            return _Work(self, lane, peer, begin(), buffers)
+            with keeping_core():
+                work = begin()
+            return _Work(self, lane, peer, work, buffers)
         except RuntimeError as error:
             raise self._lost(lane, peer, error) from error
 
