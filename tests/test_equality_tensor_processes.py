@@ -3,7 +3,6 @@ two members add up."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.ir.program import Job
+from stretto.ir.serialize import load_plan
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
@@ -42,12 +42,12 @@ def jobs(ranks: int) -> list[Job]:
 
 
 def launched(folder: Path) -> None:
-    """What each process does: the steps of all layouts, one after the other."""
+    """What each process does: a step of every layout, one after the other, with the plan from its file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = []
-    for job in jobs(dist.get_world_size()):
-        runner = Runner(lowered(job, "1f1b"), copy.deepcopy(gpt().double()))
+    for at in range(len(LAYOUTS[dist.get_world_size()])):
+        runner = Runner(load_plan(folder / f"plan{at}.json"), gpt().double())
         loss = runner.step(batch_of())
         found.append((runner.coordinates, loss, {n: p.grad for n, p in runner.named_parameters()}))
         runner.close()
@@ -61,10 +61,13 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize("ranks", sorted(LAYOUTS))
 def test_processes_equal_the_plain_model_and_threads(ranks: int, tmp_path: Path) -> None:
+    made = jobs(ranks)
+    for at, job in enumerate(made):
+        lowered(job, "1f1b").save(tmp_path / f"plan{at}.json")
     launch(ranks, "tests.test_equality_tensor_processes", str(tmp_path))
     told = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     model = gpt().double()
-    for number, job in enumerate(jobs(ranks)):
+    for number, job in enumerate(made):
         assert_plain(job, model, next_token_loss, batch_of())
         loss, whole = step(job, model, batch_of())
         parameters = {p.name: p for p in job.parameters}

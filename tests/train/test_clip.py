@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 import stretto
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.runtime.shards import part_of
 from stretto.train.clip import GradientClip
@@ -21,6 +24,16 @@ def gradients(model: nn.Module, scale: float) -> dict[str, torch.Tensor]:
     }
 
 
+@functools.cache
+def planned(pp: int, tie: bool, dtype: torch.dtype) -> tuple[nn.Module, Job, Plan]:
+    """The model, which nobody may change, and its plan."""
+    config = GPTConfig(vocab_size=40, layers=3, hidden=16, heads=2, context=8, tie_embeddings=tie)
+    model = GPT(config).to(dtype)
+    batch = torch.zeros(4, 9, dtype=torch.int64)
+    job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=pp, microbatches=2))
+    return model, job, stretto.plan(job, stretto.Cluster())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("pp", [1, 2, 3])
@@ -28,11 +41,7 @@ def gradients(model: nn.Module, scale: float) -> dict[str, torch.Tensor]:
 def test_norm_and_gradients_are_those_of_one_process(
     pp: int, tie: bool, dtype: torch.dtype, scale: float, max_norm: float
 ) -> None:
-    config = GPTConfig(vocab_size=40, layers=3, hidden=16, heads=2, context=8, tie_embeddings=tie)
-    model = GPT(config).to(dtype)
-    batch = torch.zeros(4, 9, dtype=torch.int64)
-    job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=pp, microbatches=2))
-    plan = stretto.plan(job, stretto.Cluster())
+    model, job, plan = planned(pp, tie, dtype)
     given = gradients(model, scale)
 
     plain = copy.deepcopy(model)
