@@ -126,4 +126,4 @@ def test_measured_peak_is_the_predicted_one() -> None:
         )
         assert plan.prediction is not None
         for rank, predicted in enumerate(plan.prediction.peak_bytes):
-            assert peaks[0][rank] == pytest.approx(predicted, rel=0.15), f"{family} rank {rank}"
+            assert peaks[0][rank] == pytest.approx(predicted, rel=0.03), f"{family} rank {rank}"

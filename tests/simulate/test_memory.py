@@ -6,13 +6,16 @@ from dataclasses import replace
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
-from stretto.ir.program import Op, Ref
+from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.schedule.forward import forward_schedule
 from stretto.schedule.lower import lower
 from stretto.simulate import simulate
+from stretto.verify.memory import peak_bytes
 from tests.simulate.test_engine import schedule
 from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
 
 A = ACTIVATION.nbytes
+NOTHING = {Phase.I: (), Phase.W: ()}
 
 
 def levels(steps: tuple[tuple[float, int], ...]) -> list[float]:
@@ -36,8 +39,80 @@ def test_later_gradients_are_added_and_go() -> None:
     timeline = simulate(make_plan(schedule("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")))
     # Weight and gradient, and nothing else is left.
     assert [steps[-1][1] for steps in timeline.memory] == [4 * A, 4 * A]
-    # The second time dw0 (2) stands beside the gradient (2), the weight (2), two unsent y0 and p0.
+    # The second time g0 comes beside h0, the received dx1, gradient (2), weight (2) and two unsent y0.
     assert timeline.peak_bytes[0] == 9 * A
+
+
+def part_of_gradient(**changes: object) -> Job:
+    """One stage, two microbatches, a forward of nothing: what W adds to the gradient makes the peak."""
+    job = make_job(1, 2)
+    stage = job.stages[0]
+    p0, dw0 = stage.ops[Phase.W]
+    loss = Op("loss", "aten.sum.default", (Ref("batch/x"),), (), (TensorSpec((), "float32"),))
+    weight = (replace(p0, args=(Ref("batch/x"),)), replace(dw0, **changes))  # type: ignore[arg-type]
+    ops = {Phase.F: (loss,), Phase.I: (), Phase.W: weight}
+    return replace(job, stages=(replace(stage, ops=ops),))
+
+
+def weight_peaks(job: Job) -> tuple[float, float]:
+    """The most that is held, in activations, with one microbatch and with two."""
+    found = []
+    for text in ("0F0 0B0", "0F0 0B0 0F1 0B1"):
+        order = schedule(text)
+        of = replace(job, microbatches=order.microbatches)
+        plan = Plan(of, order, *lower(of, order), make_costs(of))
+        found.append(simulate(plan).peak_bytes[0])
+        assert peak_bytes(plan, 0) == found[-1]
+    return found[0] / A, found[1] / A
+
+
+def test_a_product_is_added_where_the_gradient_is() -> None:
+    # Weight (2), p0, and dw0 (2), which becomes the gradient: later ones are added to it (2).
+    assert weight_peaks(part_of_gradient()) == (5, 5)
+    # Any other op makes its result first, beside weight (2), gradient (2) and p0.
+    assert weight_peaks(part_of_gradient(target="aten.sum.default")) == (5, 7)
+
+
+def test_a_gradient_of_another_dtype_begins_as_a_copy() -> None:
+    job = part_of_gradient()
+    [parameter] = job.parameters
+    wide = replace(job, parameters=(replace(parameter, own_dtype="float64"),))
+    # The parameter (4), what ops read (2), p0, dw0 (2), and the gradient (4) from it: both times.
+    assert weight_peaks(wide) == (13, 13)
+
+
+def test_a_gradient_that_others_read_begins_as_a_copy() -> None:
+    job = part_of_gradient()
+    [parameter] = job.parameters
+    other = replace(parameter, name="v0", tied_to="v0")
+    # Two weights (4), p0, dw0 (2), and two gradients (4): neither may be what the other is.
+    assert weight_peaks(replace(job, parameters=(parameter, other))) == (11, 11)
+
+
+def test_results_of_one_op_go_one_by_one() -> None:
+    job = make_job(1, 1)
+    stage = job.stages[0]
+    _, y0, loss = stage.ops[Phase.F]
+
+    def peak(taken: int, read_last: int) -> float:
+        """An op returns three activations; some are taken, and the loss reads one of them."""
+        made = Op("t0", "made_up", (Ref("batch/x"),), (), (ACTIVATION,) * 3)
+        parts = [Op(f"t0_{k}", "getitem", (Ref("t0"), k), (), (ACTIVATION,)) for k in range(taken)]
+        read = replace(y0, args=tuple(Ref(part.name) for part in parts))
+        end = replace(loss, args=(Ref("y0"), Ref(f"t0_{read_last}")))
+        of = replace(job, stages=(replace(stage, ops={Phase.F: (made, *parts, read, end), **NOTHING}),))
+        of = replace(of, parameters=())
+        order = forward_schedule(1, 1)
+        plan = Plan(of, order, *lower(of, order), make_costs(of))
+        assert peak_bytes(plan, 0) == simulate(plan).peak_bytes[0]
+        return simulate(plan).peak_bytes[0] / A
+
+    # All three exist when the op runs. The one that nobody takes goes at once, so y0 comes beside two.
+    assert peak(2, 0) == 3
+    # Taken, it is there with y0.
+    assert peak(3, 2) == 4
+    # After y0 only what the loss reads is left: the loss (4 bytes) is beside y0 and one part.
+    assert peak(1, 0) == 3
 
 
 def test_live_microbatches_are_what_differs_between_orders() -> None:

@@ -51,7 +51,7 @@ class CompiledWriter(Writer):
         for part, op in ops:
             stage, phase = self.window.parts[part]
             key = (part, op.name)
-            if self.is_product(op, stage, phase):
+            if self.is_product(op, stage):
                 products.add(key)
                 continue
             result = any(op.name in self.results[stage, sub] for sub in phase.parts)
@@ -72,8 +72,7 @@ class CompiledWriter(Writer):
         self.line(f"{', '.join(results)}, = {bound}({', '.join(arguments)})")
         for (part, name), count in stretch.tuples.items():
             parts = [self.name(part, f"{name}#{k}") for k in range(count)]
-            self.line(f"{self.name(part, name)} = ({', '.join(parts)})")
-            self.line(f"del {', '.join(parts)}")
+            self.take(part, name, parts, ", ".join(parts))
         made = {*stretch.outputs, *stretch.tuples}
         for part, op in ops:
             stage, phase = self.window.parts[part]
@@ -81,8 +80,8 @@ class CompiledWriter(Writer):
             if key in made:
                 # Two results that are equal may be one tensor now.
                 self.keep_results(part, op, stage, phase, may_own=False)
-            elif key in stretch.after and self.is_product(op, stage, phase):
-                self.product(part, op, stage, phase)
+            elif key in stretch.after and self.is_product(op, stage):
+                self.product(part, op, stage)
             elif key in stretch.after:
                 self.call(part, op)
                 self.keep_results(part, op, stage, phase, may_own=False)

@@ -5,7 +5,8 @@ The function's text is what it does, op by op; nothing is looked up while it run
 
     1. Values that other windows made are taken from the microbatch's store, for good when no later
        window reads them. Parameters, buffers and constants are bound once.
-    2. Every op is one call. A value is deleted after its last use.
+    2. Every op is one call. A value is deleted after its last use; results of an op that returns several are
+       values of their own from the start, so that each is.
     3. `wait` returns a received tensor; `send` starts a message right after its op. A communication of the
        program is started and waited for where its ops stand.
     4. Gradients, the loss and buffer updates go to the rank's state where they arise; updates of buffers
@@ -17,7 +18,7 @@ The function's text is what it does, op by op; nothing is looked up while it run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,8 +27,10 @@ import torch
 from stretto.dispatch import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external, results_of
+from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
+from stretto.ir.storage import GETITEM
 from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
@@ -111,13 +114,13 @@ class Writer:
             for s in stages
             for phase, ops in job.stages[s].ops.items()
         }
-        self.readers: dict[tuple[int, str], set[str]] = defaultdict(set)
-        self.families: dict[tuple[int, str], set[str]] = defaultdict(set)
-        for (s, name), op in self.ops.items():
-            self.families[s, op.alias if op.alias is not None else name].add(name)
-            for used in op.uses:
-                self.readers[s, used].add(name)
-        self.sent = {s: {edge.value for edge in job.edges if edge.source == s} for s in stages}
+        self.takers: dict[tuple[int, str], list[tuple[Phase, Op]]] = defaultdict(list)
+        for s in stages:
+            for phase, ops in job.stages[s].ops.items():
+                for op in ops:
+                    if op.target == GETITEM:
+                        self.takers[s, op.uses[0]].append((phase, op))
+        self.addends = {s: addends(job, s) for s in stages}
         self.results = {(s, phase): results_of(job, s, phase) for s in stages for phase in PHASES}
         self.parameters = {p.name: k for k, p in enumerate(job.parameters)}
         self.buffers = {b.name: k for k, b in enumerate(job.buffers)}
@@ -146,8 +149,8 @@ class Writer:
         stage, phase = self.window.parts[item.part]
         if item.kind is ItemKind.OP:
             op = self.ops[stage, str(item.ref)]
-            if self.is_product(op, stage, phase):
-                self.product(item.part, op, stage, phase)
+            if self.is_product(op, stage):
+                self.product(item.part, op, stage)
             else:
                 self.call(item.part, op)
                 self.keep_results(item.part, op, stage, phase)
@@ -249,16 +252,17 @@ class Writer:
         return any(name in self.reads[stage, sub] for sub in before)
 
     def call(self, part: int, op: Op) -> None:
+        if op.target == GETITEM:
+            self.read(part, op.name)  # it was taken when the tuple was made
+            return
         for name in op.uses:
             self.read(part, name)
         if op.random:
             self.line(f"hooks.draw(m{part}, {self._key(op)})")
-        result = self.name(part, op.name)
+        taken = (self.window.parts[part][0], op.name) in self.takers
+        result = "parts" if taken else self.name(part, op.name)
         if op.target in STARTS or op.target in (WAIT, INDEX, CHUNK):
             self.line(f"{result} = {self._communication(part, op)}")
-            return
-        if op.target == "getitem":
-            self.line(f"{result} = {self._text(part, op.args[0])}[{op.args[1]}]")
             return
         function = self.bind("f", op.target, resolve(op.target))
         arguments = [self._text(part, a) for a in op.args]
@@ -266,6 +270,20 @@ class Writer:
         self.line(f"{result} = {function}({', '.join(arguments)})")
         if op.random:
             self.line("hooks.drawn()")
+        if taken:
+            self.take(part, op.name, [f"parts[{k}]" for k in range(len(op.outputs))], "parts")
+
+    def take(self, part: int, made: str, parts: Sequence[str], whole: str) -> None:
+        """Step 2: parts of a tuple become values, or are kept for a later window; nothing else holds them.
+
+        made: the tuple; parts: an expression for each of its parts; whole: the variables in these.
+        """
+        stage, phase = self.window.parts[part]
+        for sub, op in self.takers[stage, made]:
+            here = sub in phase.parts
+            value = self.name(part, op.name) if here else f"store{part}[{op.name!r}]"
+            self.line(f"{value} = {parts[op.args[1]]}")
+        self.line(f"del {whole}")
 
     def _key(self, op: Op) -> int:
         """What the op's draws depend on beside step and microbatch: what is computed again draws the same."""
@@ -312,9 +330,11 @@ class Writer:
 
     def keep_results(self, part: int, op: Op, stage: int, phase: Phase, may_own: bool = True) -> None:
         """Steps 4 and 5 for one op. may_own: False where another value may lie in the result's storage."""
+        if (stage, op.name) in self.takers:
+            return  # a tuple is its parts
         value = self.name(part, op.name)
         uses = [use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ())]
-        owned = may_own and len(uses) == 1 and self._is_owned(stage, op)
+        owned = may_own and not any(addend.copied for addend in self.addends[stage].get(op.name, ()))
         for use in uses:
             kind, _, name = use.partition(" ")
             if kind == "grad":
@@ -324,34 +344,16 @@ class Writer:
         if self.later(stage, phase, op.name):
             self._keep(part, op.name)
 
-    def is_product(self, op: Op, stage: int, phase: Phase) -> bool:
+    def is_product(self, op: Op, stage: int) -> bool:
         """Whether the op is a matrix product that is a parameter's gradient and nothing else."""
-        uses = [use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ())]
-        alone = len(uses) == 1 and uses[0].startswith("grad ")
-        return op.target == "aten.mm.default" and alone and self._is_owned(stage, op)
+        return any(addend.product for addend in self.addends[stage].get(op.name, ()))
 
-    def product(self, part: int, op: Op, stage: int, phase: Phase) -> None:
+    def product(self, part: int, op: Op, stage: int) -> None:
         """Step 4: added where the gradient is kept, with no tensor between."""
-        uses = (use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ()))
-        name = next(uses).removeprefix("grad ")
+        [addend] = self.addends[stage][op.name]
+        name = addend.parameter
         left, right = (self._text(part, arg) for arg in op.args)
         self.line(f"hooks.add_product({self.parameters[name]}, {left}, {right})")
-
-    def _is_owned(self, stage: int, op: Op) -> bool:
-        """Whether nothing else reads the value's storage, so that a gradient may be accumulated in place."""
-        root = op.alias if op.alias is not None else op.name
-        if is_external(root):
-            return False
-        family = self.families[stage, root]
-        # The values that became this one by views alone; whatever else reads the storage shares it.
-        chain = {op.name}
-        reached = [op.name]
-        while reached:
-            sources = [n for n in self.ops[stage, reached.pop()].uses if n in family and n not in chain]
-            chain.update(sources)
-            reached += sources
-        shared = any(name in self.sent[stage] or not self.readers[stage, name] <= chain for name in family)
-        return family <= chain and not shared
 
     def _updates(self) -> None:
         for part, (stage, phase) in enumerate(self.window.parts):

@@ -4,12 +4,14 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
 
 1. Parameters, one copy a rank, and buffers are held throughout. Batch leaves, constants and the
    tangent are not counted.
-2. An op's result exists from the op's start to the end of its last use by any program of the rank for
+2. An op's results exist from the op's start, each to the end of its last use by any program of the rank for
    that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
    result is that of the op that starts it. What is gathered or scattered exists until the wait as well.
 3. A receive's buffer exists from the post to its last use. What is sent exists until `sent` as well.
-4. A parameter's gradient exists from the end of the first op that adds to it to the end of the step; the
-   first contribution becomes the gradient, later ones go as soon as they are added.
+4. A parameter's gradient exists from the first op that adds to it to the end of the step; the first
+   contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
+   added while it is multiplied has no bytes but those of a gradient that it begins
+   (`stretto.ir.gradients`).
 
 What one window does to memory depends only on which of the values that outlive a window end in it, so
 each such case is worked out once, segment by segment, relative to the window's start.
@@ -22,8 +24,10 @@ from dataclasses import dataclass, field
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
+from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Op
+from stretto.ir.storage import makes, owner, reads
 from stretto.simulate.windows import ReadyWindow
 
 Program = tuple[int, Phase]
@@ -76,6 +80,10 @@ class RankMemory:
         self._roots: dict[tuple[int, str], Storage | None] = {}
         self._received: dict[int, Storage] = {}
         self._touched: dict[tuple[int, str], tuple[Storage, ...]] = {}
+        self._addends: dict[tuple[int, str], tuple[Addend, ...]] = {
+            (stage, value): of for stage in self._stages for value, of in addends(plan.job, stage).items()
+        }
+        self._made: dict[tuple[int, str], int] = {}
         self._find_lifetimes()
         self._groups = self._make_groups()
         self._groups_of_program: dict[Program, list[int]] = defaultdict(list)
@@ -85,16 +93,14 @@ class RankMemory:
                 self._groups_of_program[program].append(index)
             for edge_index in group.sends:
                 self._groups_of_send[edge_index].append(index)
-        self._grads: dict[tuple[int, str], list[tuple[str, int]]] = defaultdict(list)
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
         held: dict[str, int] = {}
         for parameter in plan.job.parameters:
             if any(stage in self._stages for stage in parameter.stages):
                 held[parameter.tied_to] = parameter.held_nbytes
-            for stage, phase, value in parameter.grads:
+            for stage, phase, _ in parameter.grads:
                 if stage in self._stages:
-                    self._grad_names[stage, phase].append(parameter.tied_to)
-                    self._grads[stage, value].append((parameter.tied_to, parameter.grad_nbytes))
+                    self._grad_names[stage, phase].append(parameter.name)
         buffers = (b for b in plan.job.buffers if any(stage in self._stages for stage in b.stages))
         self.bytes_held = sum(held.values()) + sum(b.spec.nbytes for b in buffers)
         self._remaining: dict[tuple[int, int], int] = {}
@@ -112,10 +118,8 @@ class RankMemory:
         edge = self._edges_into.get(key)
         if key in self._ops:
             op, _ = self._ops[key]
-            if op.alias is not None:
-                found = self._root(stage, op.alias)
-            else:
-                found = Storage(op.nbytes)
+            lies_in = owner(op)
+            found = self._root(stage, lies_in) if lies_in != name else None
         elif edge is not None and edge.source in self._stages:
             found = self._root(edge.source, name)
         elif edge is not None:
@@ -124,13 +128,18 @@ class RankMemory:
         return found
 
     def _find_lifetimes(self) -> None:
+        for (stage, name), (op, _) in self._ops.items():
+            product = any(addend.product for addend in self._addends.get((stage, name), ()))
+            made = {} if product else {(stage, made): Storage(nbytes) for made, nbytes in makes(op)}
+            self._roots.update(made)
+            self._made[stage, name] = sum(storage.nbytes for storage in made.values())
         for (stage, name), (op, phase) in self._ops.items():
-            read = op.uses
+            read = reads(op)
             if op.target == WAIT and (stage, op.uses[0]) in self._ops:
                 start, _ = self._ops[stage, op.uses[0]]
                 if start.target != "comm.all_reduce":  # which sums a copy
                     read = (*read, *start.uses)
-            used = (name, *(use for use in read if not is_external(use)))
+            used = (*(made for made, _ in makes(op)), *(use for use in read if not is_external(use)))
             roots = (self._root(stage, one) for one in used)
             touched = tuple(root for root in roots if root is not None)
             self._touched[stage, name] = touched
@@ -237,15 +246,21 @@ class RankMemory:
             for at in range(segment.first, segment.last):
                 op = ready.ops[at]
                 assert op is not None
-                level += op.nbytes
+                key = (parts[ready.window.items[at].part][0], op.name)
+                level += self._made[key]
+                begun = 0
+                for addend in self._addends.get(key, ()):
+                    if addend.parameter in first:
+                        first.discard(addend.parameter)
+                        # What becomes the gradient goes as the gradient comes; a copy stands beside it.
+                        if addend.product or addend.copied:
+                            level += addend.nbytes
+                        else:
+                            begun += addend.nbytes
                 if level > peak:
                     peak, peak_us = level, at_us
                 at_us += ready.op_us[at]
-                level -= freed[at]
-                for name, nbytes in self._grads.get((parts[ready.window.items[at].part][0], op.name), ()):
-                    if name in first:
-                        first.discard(name)
-                        level += nbytes
+                level += begun - freed[at]
                 if level > peak:
                     peak, peak_us = level, at_us
             change = Change(peak, peak_us / at_us if at_us else 0.0, level)

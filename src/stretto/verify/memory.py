@@ -4,10 +4,11 @@ What a rank holds follows from the order of its program alone: receives and send
 instruction that starts them to the one that says that they are done. Counted, in bytes:
 
 1. parameters, one copy of each tied tensor a rank, and buffers, throughout;
-2. an op's result from the op to the last use of it, or of a view of it, by any program of the rank; the
+2. an op's results from the op to the last use of each, or of a view of it, by any program of the rank; the
    wait for a gather or a scatter uses what is sent too (a reduction works in a copy, its result);
 3. a received value from the post of its receive; a sent value at least to its `sent`;
-4. a parameter's gradient from the op that makes its first part to the end of the step.
+4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
+   added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins.
 
 Not counted: batch, constants, optimizer state, workspaces and the allocator's waste. `stretto.simulate`
 counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
@@ -20,8 +21,10 @@ from dataclasses import dataclass
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
+from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Op
+from stretto.ir.storage import makes, owner, reads
 from stretto.verify.fault import Fault
 
 Storage = tuple[int, str]
@@ -69,10 +72,15 @@ class _RankWalk:
             for op in plan.job.stages[stage].ops[phase]
         }
         self.edge_into = {(e.target, e.value): e for e in plan.job.edges if e.target in self.stages}
-        self.grads: dict[Storage, list[tuple[str, int]]] = defaultdict(list)
-        for parameter in plan.job.parameters:
-            for stage, _, value in parameter.grads:
-                self.grads[stage, value].append((parameter.tied_to, parameter.grad_nbytes))
+        self.addends: dict[Storage, tuple[Addend, ...]] = {
+            (stage, value): of for stage in self.stages for value, of in addends(plan.job, stage).items()
+        }
+        self.made: dict[Storage, int] = {
+            (stage, name): nbytes
+            for (stage, _), op in self.ops.items()
+            if not self.is_product(stage, op)
+            for name, nbytes in makes(op)
+        }
         self.known: dict[tuple[int, str], list[Storage]] = {}
         # Who must be done with a storage before it goes: programs that use it, and sends of it.
         self.users: dict[Storage, set[Program]] = defaultdict(set)
@@ -96,15 +104,23 @@ class _RankWalk:
         """The storage in which the value lies: follows views, and edges that stay on the rank."""
         op = self.ops.get((stage, name))
         if op is not None:
-            return (stage, name) if op.alias is None else self.storage(stage, op.alias)
+            lies_in = owner(op)
+            return (stage, name) if lies_in == name else self.storage(stage, lies_in)
         edge = self.edge_into.get((stage, name))
         return self.storage(edge.source, name) if edge and edge.source in self.stages else (stage, name)
+
+    def is_product(self, stage: int, op: Op) -> bool:
+        return any(addend.product for addend in self.addends.get((stage, op.name), ()))
+
+    def made_by(self, stage: int, op: Op) -> int:
+        return sum(self.made.get((stage, name), 0) for name, _ in makes(op))
 
     def touched(self, stage: int, op: Op) -> list[Storage]:
         """The storages that the op makes or reads, those given from outside left out."""
         key = (stage, op.name)
         if key not in self.known:
-            names = [op.name, *op.uses]
+            made = () if self.is_product(stage, op) else makes(op)
+            names = [*(name for name, _ in made), *reads(op)]
             if op.target == WAIT:
                 start = self.ops[stage, op.args[0].name]
                 names += start.uses if start.target in IN_FLIGHT else ()
@@ -113,8 +129,7 @@ class _RankWalk:
         return self.known[key]
 
     def nbytes(self, storage: Storage) -> int:
-        op = self.ops.get(storage)
-        return op.nbytes if op is not None else self.edge_into[storage].spec.nbytes
+        return self.made[storage] if storage in self.made else self.edge_into[storage].spec.nbytes
 
     def peak(self) -> tuple[int, str]:
         """(bytes, the instruction at which they are held)."""
@@ -149,8 +164,8 @@ class _RankWalk:
             self.shapes[window.name, pattern] = self.shape(window, pattern)
         shape = self.shapes[window.name, pattern]
         ends = tuple(self.ends(last.storage, microbatches[last.part], last.uses) for last in shape.lasting)
-        begins = tuple(name not in self.begun for _, name, _ in shape.grads)
-        self.begun.update(name for _, name, _ in shape.grads)
+        begins = tuple(addend.parameter not in self.begun for _, addend in shape.grads)
+        self.begun.update(addend.parameter for _, addend in shape.grads)
         key = (window.name, pattern, ends, begins)
         if key not in self.effects:
             self.effects[key] = shape.effect(self, ends, begins)
@@ -171,18 +186,18 @@ class _RankWalk:
             if item.kind is ItemKind.OP
         ]
         last: dict[tuple[Storage, int], int] = {}
-        grads: dict[str, tuple[int, str, int]] = {}
+        grads: dict[str, tuple[int, Addend]] = {}
         for at, (stage, part, op) in enumerate(calls):
             for storage in self.touched(stage, op):
                 last[storage, part] = at
-            for name, nbytes in self.grads.get((stage, op.name), ()):
-                grads.setdefault(name, (at, name, nbytes))
+            for addend in self.addends.get((stage, op.name), ()):
+                grads.setdefault(addend.parameter, (at, addend))
         running = {
             (stage, sub, part)
             for (stage, phase), part in zip(window.parts, pattern, strict=True)
             for sub in phase.parts
         }
-        changes = [(op.nbytes, 0) for _, _, op in calls]
+        changes = [(self.made_by(stage, op), 0) for stage, _, op in calls]
         lasting: list[_Last] = []
         for (storage, part), at in last.items():
             uses = sum((stage, phase, part) in running for stage, phase in self.users[storage])
@@ -222,24 +237,26 @@ class _Last:
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What runs of a window do to memory. changes: for each op, the bytes that it makes and those that go
-    after it in any run; grads: (op, tied name, bytes) of gradients that begin there if they have not."""
+    after it in any run; grads: (op, addend) of gradients that begin there if they have not."""
 
     changes: tuple[tuple[int, int], ...]
     lasting: tuple[_Last, ...]
-    grads: tuple[tuple[int, str, int], ...]
+    grads: tuple[tuple[int, Addend], ...]
 
     def effect(self, walk: _RankWalk, ends: tuple[bool, ...], begins: tuple[bool, ...]) -> tuple[int, int]:
         """(the most bytes above those before the run, bytes after it), when these values end and these
         gradients begin."""
+        made = [nbytes for nbytes, _ in self.changes]
         after = [gone for _, gone in self.changes]
         for last, end in zip(self.lasting, ends, strict=True):
             if end:
                 after[last.at] -= walk.nbytes(last.storage)
-        for (at, _, nbytes), begin in zip(self.grads, begins, strict=True):
+        for (at, addend), begin in zip(self.grads, begins, strict=True):
             if begin:
-                after[at] += nbytes
+                # A value that becomes the gradient goes as the gradient comes; a copy stands beside it.
+                (made if addend.product or addend.copied else after)[at] += addend.nbytes
         level = peak = 0
-        for (made, _), change in zip(self.changes, after, strict=True):
-            peak = max(peak, level + made, level + made + change)
-            level += made + change
+        for come, change in zip(made, after, strict=True):
+            peak = max(peak, level + come, level + come + change)
+            level += come + change
         return peak, level

@@ -1,0 +1,86 @@
+"""What becomes of a value that is a parameter's gradient, or a part of it.
+
+The first part that a rank makes in a step becomes the gradient, later ones are added to it:
+
+1. A matrix product that nothing else reads is added where the gradient is kept, while it is multiplied: once
+   the gradient has begun, the product has no memory of its own.
+2. A value whose storage nothing else reads becomes the gradient as it is.
+3. Of any other value, and of one of another dtype, the gradient begins as a copy.
+
+The runtime does so, and both counts of memory count it so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from stretto.ir.flow import PHASES, is_external, results_of
+from stretto.ir.program import Job, Op
+
+PRODUCT = "aten.mm.default"
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """A value as a part of a gradient. nbytes: of the whole gradient; product, copied: steps 1 and 3."""
+
+    parameter: str
+    nbytes: int
+    product: bool
+    copied: bool
+
+
+def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
+    """Value of the stage -> the gradients that it is a part of, in the order in which it is added."""
+    readers = _Readers(job, stage)
+    parameters = {parameter.name: parameter for parameter in job.parameters}
+    found: dict[str, tuple[Addend, ...]] = {}
+    for phase in PHASES:
+        for value, uses in results_of(job, stage, phase).items():
+            op = readers.ops.get(value)
+            owned = op is not None and len(uses) == 1 and readers.only(op)
+            made: list[Addend] = []
+            for use in uses:
+                kind, _, name = use.partition(" ")
+                if kind != "grad":
+                    continue
+                parameter = parameters[name]
+                spec = op.outputs[0] if op is not None else None
+                dtype = parameter.own_dtype or parameter.spec.dtype
+                kept = owned and spec is not None and spec.dtype == dtype
+                product = kept and op is not None and op.target == PRODUCT
+                made.append(Addend(name, parameter.grad_nbytes, product, not kept))
+            if made:
+                found[value] = tuple(made)
+    return found
+
+
+class _Readers:
+    """Who reads a stage's values, and which of them share a storage."""
+
+    def __init__(self, job: Job, stage: int) -> None:
+        self.ops = {op.name: op for ops in job.stages[stage].ops.values() for op in ops}
+        self._sent = {edge.value for edge in job.edges if edge.source == stage}
+        self._of: dict[str, set[str]] = defaultdict(set)
+        self._families: dict[str, set[str]] = defaultdict(set)
+        for name, op in self.ops.items():
+            self._families[op.alias if op.alias is not None else name].add(name)
+            for used in op.uses:
+                self._of[used].add(name)
+
+    def only(self, op: Op) -> bool:
+        """Whether nothing else reads the storage of the op's result, so that it may be added to in place."""
+        root = op.alias if op.alias is not None else op.name
+        if is_external(root):
+            return False
+        family = self._families[root]
+        # The values that became this one by views alone; whatever else reads the storage shares it.
+        chain = {op.name}
+        reached = [op.name]
+        while reached:
+            sources = [n for n in self.ops[reached.pop()].uses if n in family and n not in chain]
+            chain.update(sources)
+            reached += sources
+        shared = any(name in self._sent or not self._of[name] <= chain for name in family)
+        return family <= chain and not shared
