@@ -46,8 +46,9 @@ CELLS = [
         dtype,
         stages,
         microbatches,
-        # Float32 differs from float64 in the tolerance alone: half of its cells are for the longer run.
-        marks=[pytest.mark.slow] if dtype is torch.float32 and microbatches in (1, 8) else [],
+        # Float32 differs from float64 in the tolerance alone, and one stage has no messages: most of these
+        # cells are for the longer run.
+        marks=[pytest.mark.slow] if microbatches != 5 and (dtype is torch.float32 or stages == 1) else [],
         id=f"{str(dtype).removeprefix('torch.')}-{stages}-{microbatches}",
     )
     for dtype in DTYPES

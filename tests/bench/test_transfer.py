@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, replace
 
@@ -14,14 +15,21 @@ from stretto.bench.predict_grid import bits_per_s, is_calibrated
 from stretto.bench.transfer import calibration_of, transferred
 from stretto.ir.curve import Curve
 from stretto.ir.plan import CollectiveCost, Plan
+from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning import make_plan
 
 
-def plan_of(layers: int, hidden: int, bytes_per_us: float) -> Plan:
+@functools.cache
+def job_of(layers: int, hidden: int) -> Job:
     model = GPT(GPTConfig(vocab_size=64, layers=layers, hidden=hidden, heads=4, context=16))
     batch = {key: torch.zeros(4, 16, dtype=torch.int64) for key in ("input_ids", "labels")}
-    job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=2, tp=2, microbatches=2))
+    return stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=2, tp=2, microbatches=2))
+
+
+@functools.cache
+def plan_of(layers: int, hidden: int, bytes_per_us: float) -> Plan:
+    job = job_of(layers, hidden)
     cluster = stretto.Cluster(link_bytes_per_us=bytes_per_us, latency_us=50.0)
     costs = stretto.plan(job, cluster).costs
     curve = Curve(((0.0, 50.0), (1e6, 50.0 + 1e6 / bytes_per_us)))

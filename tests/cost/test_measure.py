@@ -54,6 +54,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.quiet
 def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
     """Two places with two tensor-parallel ranks each: ops, messages, collectives, equal everywhere."""
     script = tmp_path / "ranks.py"
@@ -90,6 +91,7 @@ def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
             assert us == 0 if op.target == "comm.wait" else us > 0
 
 
+@pytest.mark.quiet
 def test_one_process_measures_collectives_between_others() -> None:
     plan = stretto.plan(comm_job(1, tp=2, rows=16, hidden=32), cluster="local")
     found = plan.costs.collectives["tp", "all_reduce"]

@@ -26,6 +26,12 @@ def owned_by(pid: int) -> list[str]:
     return [name for name, owner in owners if owner is not None and owner.pid == pid]
 
 
+def heed_signals() -> None:
+    """Tests that run in the background may have been told to ignore these, and what they start would, too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start_sleepers(tmp_path: Path, *options: str, trap: str = "") -> subprocess.Popen[bytes]:
     """A lab whose two hosts, and a child of each, sleep; returns when they do."""
     script = f"{trap} sleep 97 & touch {tmp_path}/up-$RANK; wait; wait"
@@ -33,6 +39,7 @@ def start_sleepers(tmp_path: Path, *options: str, trap: str = "") -> subprocess.
         [*STRETTO, "lab", "run", "--rate", "100mbit", *options, "--", "sh", "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=heed_signals,
     )
     give_up_s = time.monotonic() + 20
     while not all((tmp_path / f"up-{rank}").exists() for rank in range(2)):

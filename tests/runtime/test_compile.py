@@ -174,11 +174,12 @@ CASES: dict[str, tuple[Callable[[], GPT], dict[str, Any], torch.dtype]] = {
     "tp=2, sequence, window": (lambda: gpt().double(), {"tp": 2, "sequence_parallel": True}, torch.float64),
 }
 
+MARKS = dict.fromkeys(("one rank, float64", "tp=2, sequence, window"), pytest.mark.slow)
+"""One rank and float64 are in other cases, too, and compilers take their time."""
+
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if "tp=2" in case else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_compiled_stretches_keep_the_numbers(case: str) -> None:
     make, parallel, dtype = CASES[case]
     model = make()

@@ -74,12 +74,16 @@ def test_every_rank_takes_what_communication_takes(layout: dict[str, Any]) -> No
     plan = plan_of(**layout)
     assert plan.prediction is not None
     for rank in range(plan.world):
-        found = rehearse(plan, rank, steps=3)
-        place = found.place
+        place = plan.mesh.coordinates(rank)["pp"]
+        guess_us = plan.prediction.step_us - plan.prediction.compute_us[place]
+        for _ in range(3):  # a busy machine can spoil a measurement, never make it better thrice
+            found = rehearse(plan, rank, steps=3)
+            stood_us = found.step_us - found.compute_us
+            if stood_us < 2.0 * guess_us:
+                break
+        assert found.place == place
         assert len(found.steps_us) == 3
         assert found.step_us == sorted(found.steps_us)[1]
-        stood_us = found.step_us - found.compute_us
-        guess_us = plan.prediction.step_us - plan.prediction.compute_us[place]
         assert 0.85 * guess_us < stood_us < 2.0 * guess_us
         for axis, _ in plan.job.axes:
             assert 0.85 * plan.prediction.exposed_axis_us[axis][place] < found.exposed_us[axis]
@@ -379,14 +383,20 @@ def test_the_trace_shows_compute_under_collectives() -> None:
     job = capture(gpt(), batch(), next_token_loss, Parallel(microbatches=4, tp=2))
     collectives = {("tp", "all_reduce"): CollectiveCost(Curve(((0.0, 600.0),)))}
     costs = replace(made_up_costs(job), collectives=collectives, action_us=0.0)
-    shares = {}
-    for mode in ("off", "local", "window"):
-        plan = make_plan(job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)), overlap=mode)
-        assert plan.overlap == mode
-        found = rehearse(plan, 0, steps=1)
-        shares[mode] = under_collectives(to_perfetto(found.timeline, plan))
-        assert plan.prediction is not None
-        assert found.peak_bytes == pytest.approx(plan.prediction.peak_bytes[0], rel=0.1), mode
+    plans = {
+        mode: make_plan(job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)), overlap=mode)
+        for mode in ("off", "local", "window")
+    }
+    for _ in range(3):  # a busy machine can spoil a measurement, never make it better thrice
+        shares = {}
+        for mode, plan in plans.items():
+            assert plan.overlap == mode
+            found = rehearse(plan, 0, steps=1)
+            shares[mode] = under_collectives(to_perfetto(found.timeline, plan))
+            assert plan.prediction is not None
+            assert found.peak_bytes == pytest.approx(plan.prediction.peak_bytes[0], rel=0.1), mode
+        if shares["off"] + 0.05 < shares["local"] < shares["window"] - 0.05:
+            break
     assert shares["off"] < 0.1
     assert shares["local"] > shares["off"] + 0.05
     assert shares["window"] > shares["local"] + 0.05

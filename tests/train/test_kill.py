@@ -122,6 +122,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(folder: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_killed_tensor_parallel_rank_is_named(folder: Path) -> None:
     config = write_settings(folder, steps=100_000, every=10, run="tensor", model="vocab_size = 302")
     process = start("train", config, "parallel.tp=2", "parallel.sequence_parallel=true")

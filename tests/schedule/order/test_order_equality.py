@@ -59,10 +59,20 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda layout: " ".join(f"{k}={v}" for k, v in layout.items())
-)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+CELLS = [
+    pytest.param(
+        layout,
+        tied,
+        # A tie is one more sum between stages: without stages it is for the longer run.
+        marks=[pytest.mark.slow] if tied and "pp" not in layout else [],
+        id=" ".join(["tied" if tied else "untied", *(f"{k}={v}" for k, v in layout.items())]),
+    )
+    for layout in LAYOUTS
+    for tied in (False, True)
+]
+
+
+@pytest.mark.parametrize(("layout", "tied"), CELLS)
 def test_all_modes_give_the_numbers_of_off(layout: dict[str, int], tied: bool) -> None:
     model = gpt(tie_embeddings=tied, dropout=0.1).double()
     job = capture(model, batch_of(), next_token_loss, Parallel(**layout))
