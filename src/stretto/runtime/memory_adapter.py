@@ -10,11 +10,19 @@ allocate between. Uses two private names, `TorchDispatchMode` and `_disable_curr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What is made here is no memory of the rank: a carrier's own buffers, which a network has elsewhere."""
+    with _disable_current_modes():
+        yield
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

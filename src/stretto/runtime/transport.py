@@ -18,6 +18,7 @@ import torch
 from stretto.errors import RunError
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
+from stretto.runtime.memory_adapter import uncounted
 
 
 class Handle(Protocol):
@@ -143,7 +144,7 @@ class ThreadTransport:
             self._board.changed.notify_all()
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
-        with self._board.changed:
+        with self._board.changed, uncounted():
             # A copy, so that a plan that frees or reuses the buffer too early is not excused here.
             self._board.mail[self._of(lane)].append(value.clone())
             self._board.changed.notify_all()
@@ -232,7 +233,7 @@ class _Collective:
         members = len(end._members.get(lane, range(end.size)))
         board = end._board
         lane = end._board_of.get(lane, lane)
-        with board.changed:
+        with board.changed, uncounted():
             self._parts = board.rounds[lane][number]
             self._parts[end.rank] = value.clone() if isinstance(value, torch.Tensor) else value
             if len(self._parts) == members:
@@ -242,7 +243,7 @@ class _Collective:
 
     def wait(self) -> None:
         self._end.wait_for(lambda: self._needed <= self._parts.keys(), self._name)
-        with torch.no_grad():
+        with torch.no_grad(), uncounted():
             self._finish(self._parts)
 
 

@@ -166,10 +166,15 @@ class _Rank:
                     if of_loss
                     else collectives.bucket(str(instruction.ref), self._index)
                 )
+                if kind is InstructionKind.REDUCE:
+                    self.accounts.hold(self._clock.now_us, memory.reduce(str(instruction.ref)))
                 if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
                     collectives.join(collective, self._index)
                 else:
                     yield from self._wait(collective.done, collective.name, collective)
+                if kind is InstructionKind.REDUCED:
+                    memory.reduced(str(instruction.ref))
+                self.accounts.hold(self._clock.now_us, memory.bytes_held)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
         ready = self._walk.window(name)

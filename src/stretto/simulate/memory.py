@@ -12,6 +12,8 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
    contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
    added while it is multiplied has no bytes but those of a gradient that it begins
    (`stretto.ir.gradients`).
+5. Gradients that are summed together are put into one tensor from `reduce` to `reduced`; those of tied
+   parameters become one before.
 
 What one window does to memory depends only on which of the values that outlive a window end in it, so
 each such case is worked out once, segment by segment, relative to the window's start.
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.gradients import Addend, addends
-from stretto.ir.plan import Plan
+from stretto.ir.plan import Bucket, Plan
 from stretto.ir.program import WAIT, Op
 from stretto.ir.storage import makes, owner, reads
 from stretto.simulate.windows import ReadyWindow
@@ -95,8 +97,13 @@ class RankMemory:
                 self._groups_of_send[edge_index].append(index)
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
         held: dict[str, int] = {}
+        self._buckets = {bucket.name: bucket for bucket in plan.buckets}
+        # By group of tied parameters: the names that the rank holds, bytes of one gradient.
+        self._tied: dict[str, tuple[list[str], int]] = {}
         for parameter in plan.job.parameters:
             if any(stage in self._stages for stage in parameter.stages):
+                names, _ = self._tied.setdefault(parameter.tied_to, ([], parameter.grad_nbytes))
+                names.append(parameter.name)
                 held[parameter.tied_to] = parameter.held_nbytes
             for stage, phase, _ in parameter.grads:
                 if stage in self._stages:
@@ -177,6 +184,31 @@ class RankMemory:
         for group in self._groups_of_send[edge]:
             if self._use(group, microbatch):
                 self.bytes_held -= self._groups[group].nbytes
+
+    def reduce(self, name: str) -> int:
+        """Step 5: a bucket's sum starts. Returns the most bytes that are held on the way."""
+        bucket = self._buckets[name]
+        peak = self.bytes_held
+        for group in bucket.parameters:
+            names, nbytes = self._tied[group]
+            begun = self._begun_grads.intersection(names)
+            # A sum of several, or zeros where there is none; one alone stays as it is.
+            if len(begun) != 1:
+                peak = max(peak, self.bytes_held + nbytes)
+                self.bytes_held += nbytes * (1 - len(begun))
+                self._begun_grads -= begun
+                self._begun_grads.add(names[0])
+        self.bytes_held += self._together(bucket)
+        return max(peak, self.bytes_held)
+
+    def reduced(self, name: str) -> None:
+        """Step 5: a bucket is summed."""
+        self.bytes_held -= self._together(self._buckets[name])
+
+    def _together(self, bucket: Bucket) -> int:
+        if len(bucket.parameters) == 1:
+            return 0
+        return sum(self._tied[group][1] for group in bucket.parameters)
 
     def run(self, ready: ReadyWindow, microbatches: tuple[int, ...]) -> tuple[Change | None, ...]:
         """What the run's segments do to the bytes held, in order (None: nothing); the caller applies each

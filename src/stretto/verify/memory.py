@@ -8,7 +8,8 @@ instruction that starts them to the one that says that they are done. Counted, i
    wait for a gather or a scatter uses what is sent too (a reduction works in a copy, its result);
 3. a received value from the post of its receive; a sent value at least to its `sent`;
 4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
-   added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins.
+   added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins;
+5. what gradients that are summed together are put into, from `reduce` to `reduced`.
 
 Not counted: batch, constants, optimizer state, workspaces and the allocator's waste. `stretto.simulate`
 counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
@@ -75,6 +76,15 @@ class _RankWalk:
         self.addends: dict[Storage, tuple[Addend, ...]] = {
             (stage, value): of for stage in self.stages for value, of in addends(plan.job, stage).items()
         }
+        self.buckets = {bucket.name: bucket for bucket in plan.buckets}
+        # By group of tied parameters: the names that the rank holds, bytes of one gradient.
+        self.tied: dict[str, list[str]] = defaultdict(list)
+        self.tied_bytes: dict[str, int] = {}
+        for parameter in plan.job.parameters:
+            if self.stages.intersection(parameter.stages):
+                self.tied[parameter.tied_to].append(parameter.name)
+                self.tied_bytes[parameter.tied_to] = parameter.grad_nbytes
+        self.flat: dict[str, int] = {}
         self.made: dict[Storage, int] = {
             (stage, name): nbytes
             for (stage, _), op in self.ops.items()
@@ -147,6 +157,10 @@ class _RankWalk:
                 self.done_with(self.storage(edge.source, edge.value), instruction.microbatches[0])
             elif instruction.kind is InstructionKind.RUN:
                 self.run(instruction)
+            elif instruction.kind is InstructionKind.REDUCE:
+                self.reduce(instruction)
+            elif instruction.kind is InstructionKind.REDUCED:
+                self.level -= self.flat.pop(str(instruction.ref), 0)
             self.note(instruction)
         return self.highest
 
@@ -173,6 +187,21 @@ class _RankWalk:
         if self.level + peak > self.highest[0]:
             self.highest = (self.level + peak, str(instruction))
         self.level += change
+
+    def reduce(self, instruction: Instruction) -> None:
+        """A bucket's sum starts. Gradients of tied parameters become one before; where none is, zeros."""
+        bucket = self.buckets[str(instruction.ref)]
+        for name in bucket.parameters:
+            begun = self.begun.intersection(self.tied[name])
+            if len(begun) != 1:
+                self.level += self.tied_bytes[name]
+                self.note(instruction)
+                self.level -= len(begun) * self.tied_bytes[name]
+                self.begun -= begun
+                self.begun.add(self.tied[name][0])
+        if len(bucket.parameters) > 1:
+            self.flat[bucket.name] = sum(self.tied_bytes[name] for name in bucket.parameters)
+            self.level += self.flat[bucket.name]
 
     def shape(self, window: Window, pattern: tuple[int, ...]) -> _Shape:
         """What every run of the window does. pattern: for each part, the first part of its microbatch."""
