@@ -9,10 +9,11 @@ slot, (F;B)OVERLAP_F_B, and their ops are ordered together.
        wait for a pair of the next stage that waits for this stage's last pair: each would stand half of the
        time. With one more forward for every stage behind it, they need not wait.
     2. Every forward joins the backward actions directly before it; I and W of one microbatch become B.
-    3. With `ends`, what is left alone at the begin and the end is joined in twos: forwards with forwards,
-       backwards with backwards.
+    3. With `ends`, what is left alone at the begin and at the end is joined, up to TOGETHER in a window.
+    4. With a `width`, so many pairs share a window: at its borders lanes run dry. Forwards move ahead by as
+       many more, since a window holds no forward and backward of one microbatch.
 
-A microbatch or two more are live on a stage that pairs: `stretto.schedule.timing.peak_live` says how many.
+A few microbatches more are live on a stage that pairs: `stretto.schedule.timing.peak_live` says how many.
 Backwards keep their order, so gradients are summed as they were. That no pair waits for itself by way of
 other ranks is proved on the lowered plan. May touch `stretto.ir`.
 """
@@ -24,12 +25,15 @@ from dataclasses import replace
 
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 
+TOGETHER = 4
+"""The most actions of one phase in a window (step 3): kinds of windows do not grow with the pipeline."""
 
-def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False) -> Schedule | None:
+
+def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False, width: int = 1) -> Schedule | None:
     """The schedule in pairs; None when there is nothing to join, or when its slots are overlapped already.
 
-    ahead: forwards that each rank runs earlier for every rank behind it, beside the one that joins. ends: see
-    step 3; one more forward runs earlier, where else one would be left over.
+    ahead: forwards that each rank runs earlier for every rank behind it, beside the one that joins. ends,
+    width: see steps 3 and 4.
     """
     if any(isinstance(slot, Overlap) for order in schedule.orders for slot in order):
         return None
@@ -37,14 +41,11 @@ def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False) -> Schedule 
     joined = False
     for rank, order in enumerate(schedule.orders):
         actions = [action for slot in order for action in slot.actions]
-        earlier = ahead * (schedule.ranks - 1 - rank)
-        slots = _join(_ahead(actions, earlier))
-        if ends:
-            if _warm_up(slots) % 2:
-                slots = _join(_ahead(actions, earlier + 1))
-            slots = _ends(slots)
+        # With one rank the warm-up is one forward, and one more keeps it company.
+        more = max(width - 1, int(ends and schedule.ranks == 1))
+        slots = _join(_ahead(actions, ahead * (schedule.ranks - 1 - rank) + more))
         joined = joined or any(isinstance(slot, Overlap) for slot in slots)
-        orders.append(tuple(slots))
+        orders.append(_grouped(slots, ends, width))
     return replace(schedule, orders=tuple(orders)) if joined else None
 
 
@@ -80,28 +81,33 @@ def _join(actions: Sequence[Action]) -> list[Slot]:
     return [*slots, *group]
 
 
-def _warm_up(slots: Sequence[Slot]) -> int:
-    """Forwards alone before the first slot that is something else."""
-    alone = (at for at, slot in enumerate(slots) if not isinstance(slot, Action) or slot.phase is not Phase.F)
-    return next(alone, len(slots))
+def _grouped(slots: Sequence[Slot], ends: bool, width: int) -> tuple[Slot, ...]:
+    """Steps 3 and 4."""
+    pairs = [at for at, slot in enumerate(slots) if isinstance(slot, Overlap)]
+    if not pairs:
+        return tuple(slots)
+    begin, end = pairs[0], pairs[-1] + 1
+    front, middle, back = slots[:begin], list(slots[begin:end]), slots[end:]
+    if len(middle) == len(pairs):
+        middle = [_one(middle[at : at + width]) for at in range(0, len(middle), width)]
+    if not ends:
+        return (*front, *middle, *back)
+    # Where I and W are apart, one window for all would change the order in which gradients are summed.
+    return (*_alone(front, Phase.F), *middle, *_alone(back, Phase.B))
 
 
-def _ends(slots: Sequence[Slot]) -> list[Slot]:
-    """Step 3: neighbours of one stage that both are forwards, or both whole backwards, as one slot."""
-    found: list[Slot] = []
-    for slot in slots:
-        last = found[-1] if found else None
-        if (
-            isinstance(slot, Action)
-            and isinstance(last, Action)
-            and slot.phase is last.phase
-            and slot.phase in (Phase.F, Phase.B)
-            and slot.stage == last.stage
-        ):
-            found[-1] = Overlap((last, slot))
-        else:
-            found.append(slot)
-    return found
+def _alone(slots: Sequence[Slot], phase: Phase) -> Sequence[Slot]:
+    """The slots in few, if all are of one phase and stage."""
+    kinds = {(action.phase, action.stage) for slot in slots for action in slot.actions}
+    if len(kinds) != 1 or kinds.pop()[0] is not phase:
+        return slots
+    return [_one(slots[at : at + TOGETHER]) for at in range(0, len(slots), TOGETHER)]
+
+
+def _one(slots: Sequence[Slot]) -> Slot:
+    """One slot of the actions of several."""
+    actions = tuple(action for slot in slots for action in slot.actions)
+    return Overlap(actions) if len(actions) > 1 else actions[0]
 
 
 def _whole(group: Sequence[Action]) -> list[Action]:

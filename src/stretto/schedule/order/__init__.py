@@ -5,7 +5,7 @@
 
 from stretto.schedule.order.arrange import Arranger
 from stretto.schedule.order.at_once import waits_at_once
-from stretto.schedule.order.depend import Node, Role, Storage, WindowGraph, make_graph
+from stretto.schedule.order.depend import NOTHING, Node, Outside, Role, Storage, WindowGraph, make_graph
 from stretto.schedule.order.exact import exact_order
 from stretto.schedule.order.improve import improve_order
 from stretto.schedule.order.listing import list_order
@@ -13,9 +13,11 @@ from stretto.schedule.order.policies import POLICIES, Policy, legal_order, polic
 from stretto.schedule.order.replay import Replay, replay
 
 __all__ = [
+    "NOTHING",
     "POLICIES",
     "Arranger",
     "Node",
+    "Outside",
     "Policy",
     "Replay",
     "Role",

@@ -33,6 +33,28 @@ class Role(StrEnum):
     SEND = "send"
 
 
+Ends = Mapping[tuple[int, int], float]
+"""(part, edge) -> microseconds: something about the message of an edge that a part waits for, or sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What other ranks do while a window runs: its heads and tails.
+
+    arrivals: from the window's begin until a message can be used; 0 for those that are not named.
+    tails: how long before the window's end a message should go; 0 for those that are not named.
+    """
+
+    arrivals: Ends = field(default_factory=dict)
+    tails: Ends = field(default_factory=dict)
+
+    def key(self) -> tuple[object, ...]:
+        return tuple(sorted(self.arrivals.items())), tuple(sorted(self.tails.items()))
+
+
+NOTHING = Outside()
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One item. work_us: on the compute lane.
@@ -41,6 +63,7 @@ class Node:
         itself, the share of the compute lane's speed that it takes. For a SEND `time_us` is the message's
         time; for a RECEIVE, and for a FINISH whose start stands in an earlier window, when it can be used,
         counted from the window's begin.
+    tail_us: for a SEND, how long before the window's end it should go, because another rank waits for it.
     start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
     lazy: costs nothing and allocates nothing (waits, views), so it may stand directly before its first user.
     """
@@ -53,6 +76,7 @@ class Node:
     load: float = 0.0
     start: int = -1
     lazy: bool = False
+    tail_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +107,7 @@ class WindowGraph:
     def key(self) -> tuple[object, ...]:
         """Equal for windows that differ in names alone: the same order serves them."""
         nodes = tuple(
-            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy)
+            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy, n.tail_us)
             for n in self.nodes
         )
         storages = tuple((s.nbytes, s.maker, s.users, s.kept) for s in self.storages)
@@ -105,14 +129,13 @@ def make_graph(
     costs: Costs,
     window: Window,
     stage_ranks: Sequence[int],
-    arrivals: Mapping[tuple[int, int], float] | None = None,
+    outside: Outside = NOTHING,
 ) -> WindowGraph:
-    """The graph of a window.
+    """The graph of a window. outside: what is known of other ranks.
 
-    arrivals: (part, edge) -> microseconds from the window's begin until a message can be used; 0 for those
-    that are not named. Raises PlanError for a collective without a cost.
+    Raises PlanError for a collective without a cost.
     """
-    maker = _Maker(job, costs, window, stage_ranks, arrivals or {})
+    maker = _Maker(job, costs, window, stage_ranks, outside)
     return maker.make()
 
 
@@ -123,13 +146,13 @@ class _Maker:
         costs: Costs,
         window: Window,
         stage_ranks: Sequence[int],
-        arrivals: Mapping[tuple[int, int], float],
+        outside: Outside,
     ) -> None:
         self.job = job
         self.costs = costs
         self.window = window
         self.stage_ranks = stage_ranks
-        self.arrivals = arrivals
+        self.outside = outside
         stages = {stage for stage, _ in window.parts}
         # Where phases use one name, that of the window counts.
         self.ops: list[dict[str, Op]] = [
@@ -174,12 +197,13 @@ class _Maker:
                     ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
                     link = self.costs.link(*ends)
                     us = message_us(link, edge.spec.nbytes) if ends[0] != ends[1] else 0.0
-                    nodes.append(Node(item, Role.SEND, time_us=us))
+                    tail_us = self.outside.tails.get((item.part, edge.index), 0.0)
+                    nodes.append(Node(item, Role.SEND, time_us=us, tail_us=tail_us))
                 else:
                     if edge.index in sent:
                         need.add(sent[edge.index])  # from a part of the same rank, perhaps for the same data
                     self.made[item.part, edge.value] = at
-                    when = self.arrivals.get((item.part, edge.index), 0.0)
+                    when = self.outside.arrivals.get((item.part, edge.index), 0.0)
                     nodes.append(Node(item, Role.RECEIVE, time_us=when, lazy=True))
             needs.append(need)
         after: list[list[int]] = [[] for _ in nodes]

@@ -4,8 +4,8 @@
        which begins when its start has run. No two intervals of a lane overlap.
     2. What an item needs ends before it begins; through waits, views and messages, that is when these are
        there.
-    3. The window's end is as early as can be; the search ends when that is proved, or when its budget of
-       deterministic work is spent. It begins from the list scheduler's order.
+    3. The window's end, with what must follow its messages, is as early as can be; the search ends when
+       that is proved, or when its budget of deterministic work is spent. It begins with the list order.
     4. Items in the order of their begins, waits directly before their users.
 
 Shares of the processor that collectives take are left out of the search, as they make a duration depend on
@@ -61,7 +61,7 @@ def exact_order(graph: WindowGraph) -> tuple[int, ...]:
     limit = max(captured_limit(graph), replay(graph, known).peak_bytes)
     candidates = [known, found, _by_begin(graph, begins)]
     fitting = [order for order in candidates if replay(graph, order).peak_bytes <= limit]
-    return min(fitting, key=lambda order: replay(graph, order).end_us)
+    return min(fitting, key=lambda order: replay(graph, order).late_us)
 
 
 def _solve(cp: Any, graph: WindowGraph, known: tuple[int, ...]) -> list[float] | None:
@@ -97,7 +97,8 @@ def _solve(cp: Any, graph: WindowGraph, known: tuple[int, ...]) -> list[float] |
             waits = graph.nodes[index].role is Role.FINISH and graph.nodes[index].start == needed
             ran = begins[needed] + ticks(graph.nodes[needed].work_us)
             model.add(begins[index] >= (there[needed] if waits else ran))
-        model.add(end >= begins[index] + ticks(graph.nodes[index].work_us))
+        node = graph.nodes[index]
+        model.add(end >= begins[index] + ticks(node.work_us + node.tail_us))
     for intervals in lanes.values():
         model.add_no_overlap(intervals)
     model.minimize(end)

@@ -71,10 +71,10 @@ class _Search:
         self.sequence: list[int] | None = None
         self.floor_us = floor_us(graph)
 
-    def _score(self, order: Sequence[int]) -> tuple[float, int]:
-        """Time, then bytes."""
+    def _score(self, order: Sequence[int]) -> tuple[float, float, int]:
+        """Time with what must follow its messages, the window's own, then bytes."""
         played = replay(self.graph, order)
-        return played.end_us, played.peak_bytes
+        return played.late_us, played.end_us, played.peak_bytes
 
     def _try(self, urgency: Sequence[float], fit: bool, sequence: Sequence[int] | None = None) -> bool:
         order = list_order(

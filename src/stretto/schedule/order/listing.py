@@ -4,7 +4,8 @@ The contract: a legal order, the same for the same graph and urgencies. It keeps
 something else than what would exceed it can run.
 
     1. How urgent a node is: the longest path from it to the window's end, through lanes as well as compute
-       (critical path). What nothing waits for, as weight gradients, is the least urgent and fills gaps.
+       (critical path), or to the end of what must follow a message. What nothing waits for, as weight
+       gradients, is the least urgent and fills gaps.
     2. A send that can go, goes. Of the ops whose values are there at this time the most urgent is next. With
        `fit`, if something more urgent arrives soon, one that is done by then is preferred: the longest.
     3. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile.
@@ -35,7 +36,7 @@ def urgencies(graph: WindowGraph) -> list[float]:
         behind = max((found[n] for n in graph.after[index]), default=0.0)
         # What only a later window waits for is in no hurry.
         leads = node.role is Role.SEND or (node.role is Role.START and graph.after[index])
-        on_lane_us = node.time_us if leads else 0.0
+        on_lane_us = max(node.time_us, node.tail_us) if leads else 0.0
         found[index] = node.work_us + on_lane_us + behind
     return found
 

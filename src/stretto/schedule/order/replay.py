@@ -8,8 +8,8 @@ ranks, of messages but when they are expected, and of what came before the windo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from stretto.schedule.order.depend import Role, WindowGraph
 
@@ -17,11 +17,17 @@ from stretto.schedule.order.depend import Role, WindowGraph
 @dataclass(frozen=True, slots=True)
 class Replay:
     """end_us: when the window has ended; stands_us: of that, what the compute lane waited; peak_bytes: the
-    most that it held, above what it held at its begin."""
+    most that it held, above what it held at its begin.
+
+    late_us: when the window and what must follow its messages (`Node.tail_us`) have ended; never before
+    `end_us`. reached_us: by RECEIVE, when the lane came to it.
+    """
 
     end_us: float
     stands_us: float
     peak_bytes: int
+    late_us: float
+    reached_us: Mapping[int, float] = field(repr=False)
 
 
 class Lanes:
@@ -78,10 +84,15 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
     """Walk a legal order of the graph's nodes."""
     lanes = Lanes()
     done: dict[int, float] = {}
-    now_us = stands_us = 0.0
+    reached_us: dict[int, float] = {}
+    now_us = stands_us = late_us = 0.0
     memory = Memory(graph)
     for index in order:
         node = graph.nodes[index]
+        if node.role is Role.RECEIVE:
+            reached_us[index] = now_us
+        elif node.role is Role.SEND:
+            late_us = max(late_us, now_us + node.tail_us)
         if node.role is Role.FINISH or node.role is Role.RECEIVE:
             ready_us = done[node.start] if node.start >= 0 else node.time_us
             if ready_us > now_us:
@@ -92,7 +103,7 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
         if node.role is Role.START:
             done[index] = lanes.start(node.lane, now_us, node.time_us, node.load)
         memory.take(index)
-    return Replay(now_us, stands_us, memory.peak)
+    return Replay(now_us, stands_us, memory.peak, max(now_us, late_us), reached_us)
 
 
 class Memory:
