@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stretto.ir.action import Phase
-from stretto.ir.plan import Plan
+from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.lower import lower
@@ -13,6 +13,7 @@ from stretto.simulate import simulate
 from stretto.verify.memory import peak_bytes
 from tests.simulate.test_engine import schedule
 from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
+from tests.synthetic_comm import make_comm_costs
 
 A = ACTIVATION.nbytes
 NOTHING = {Phase.I: (), Phase.W: ()}
@@ -155,3 +156,37 @@ def test_a_value_for_another_stage_of_the_rank_lives_until_that_stage_has_read_i
     # In the end two weights and two gradients; there are neither receive nor send buffers.
     assert timeline.memory[0][0][1] == 4 * A
     assert timeline.memory[0][-1][1] == 8 * A
+
+
+def test_gradients_that_are_summed_together_are_put_into_one_tensor() -> None:
+    def peak(*buckets: Bucket) -> float:
+        plan = sums_plan(buckets)
+        assert peak_bytes(plan, 0) == simulate(plan).peak_bytes[0]
+        return simulate(plan).peak_bytes[0] / A
+
+    # Two weights and two gradients, each of 2, one tensor of both, and none of what made them.
+    assert peak(Bucket("dp 0.0", "dp", ("w0", "v0"))) == 12
+    # One by one they are summed where they are; p0 and dw0 were there before (11, as above).
+    assert peak(Bucket("dp 0.0", "dp", ("w0",)), Bucket("dp 0.1", "dp", ("v0",))) == 11
+
+
+def test_gradients_of_tied_parameters_become_one() -> None:
+    plan = sums_plan((Bucket("dp 0.0", "dp", ("w0",)),), tied_to="w0")
+    assert peak_bytes(plan, 0) == simulate(plan).peak_bytes[0]
+    # One weight (2), p0, dw0 (2) and two gradients (4); then these and their sum, of which one is left.
+    assert simulate(plan).peak_bytes[0] == 9 * A
+    assert simulate(plan).memory[0][-1][1] == 4 * A
+
+
+def sums_plan(buckets: tuple[Bucket, ...], tied_to: str = "v0") -> Plan:
+    """One microbatch, whose weight gradient is that of two parameters, and sums over two copies."""
+    job = replace(part_of_gradient(), microbatches=1, axes=(("dp", 2),))
+    [parameter] = job.parameters
+    job = replace(job, parameters=(parameter, replace(parameter, name="v0", tied_to=tied_to)))
+    order = schedule("0F0 0B0")
+    windows, orders, communicators = lower(job, order)
+    reduces = (InstructionKind.REDUCE, InstructionKind.REDUCED)
+    plain = [i for i in orders[0] if i.kind not in reduces]
+    sums = [Instruction(kind, bucket.name) for kind in reduces for bucket in buckets]
+    plan = Plan(job, order, windows, ((*plain, *sums),), communicators, make_comm_costs(job))
+    return replace(plan, buckets=buckets)
