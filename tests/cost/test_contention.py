@@ -90,3 +90,12 @@ def test_a_failing_collective_is_not_passed_over() -> None:
 
     with pytest.raises(RuntimeError, match="closed by peer"):
         compute_loss(Broken, 1000, 1e6, lambda: None, torch.device("cpu"))
+
+
+def test_a_collective_that_takes_longer_under_compute_has_a_pace(
+    machine: Callable[[float, int], Machine],
+) -> None:
+    loss = compute_loss(machine(1.0, 40).start, 10**6, 20_000.0, lambda: None, torch.device("cpu"))
+    # 40 products of 1 ms, where 20 ms are enough alone; its end is seen half a product late on average.
+    assert loss.pace == pytest.approx(20 / 39.5)
+    assert compute_loss(machine(1.0, 5).start, 10**6, 2e4, lambda: None, torch.device("cpu")).pace == 1.0

@@ -74,7 +74,7 @@ def odd_plan() -> Plan:
             plan.costs,
             links={(1, 0): Link(1.0, 100.0, 2.0, "measured"), (0, 1): Link(2.0, math.inf)},
             collectives={
-                ("tp", "all_reduce"): CollectiveCost(curve, 1.5, 0.125, "measured"),
+                ("tp", "all_reduce"): CollectiveCost(curve, 1.5, 0.125, "measured", 0.625),
                 ("tp", "all_gather"): CollectiveCost(curve),
             },
             shared=("tp",),

@@ -148,7 +148,10 @@ def plans(draw: st.DrawFn) -> Plan:
         latency_us, each_us = draw(st.floats(0, 50)), draw(st.floats(0.1, 400))
         curve = Curve(((0.0, latency_us), (float(ACTIVATION.nbytes), latency_us + each_us)))
         return CollectiveCost(
-            curve, draw(st.sampled_from([0.0, 50.0, 900.0])), draw(st.sampled_from([0.0, 0.2, 0.9]))
+            curve,
+            draw(st.sampled_from([0.0, 50.0, 900.0])),
+            draw(st.sampled_from([0.0, 0.2, 0.9])),
+            pace=draw(st.sampled_from([1.0, 0.6])),
         )
 
     links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}

@@ -10,7 +10,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.curve import Curve
 from stretto.ir.plan import CollectiveCost, InstructionKind, Item, ItemKind, Plan
-from stretto.ir.timeline import COMPUTE_LANE, SpanKind
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
 from stretto.simulate import op_times, simulate
 from tests.simulate.test_engine import lane, message, schedule
 from tests.synthetic_comm import (
@@ -101,6 +101,21 @@ def test_a_collective_slows_the_ops_that_it_meets() -> None:
             simulate(reordered(slow, "0B", *order)).step_us - simulate(reordered(base, "0B", *order)).step_us
         )
         assert gained == pytest.approx(40)
+
+
+def test_a_collective_goes_at_its_pace_while_its_member_computes() -> None:
+    order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
+    base = reordered(make_comm_plan(ONE, op_us=100, collective_us=80), "0B", *order)
+    costs = {key: replace(cost, pace=0.4) for key, cost in base.costs.collectives.items()}
+    plan = replace(base, costs=replace(base.costs, collectives=costs))
+    (quick,), (slow,) = ([m for m in lane_of(found) if "br0.0" in m.name] for found in (base, plan))
+    # All of it under dn0 would take 200 us; in dn0's 100 half of it is done, the rest while the lane stands.
+    assert (quick.duration_us, slow.duration_us) == (pytest.approx(80), pytest.approx(100 + 40))
+    assert simulate(plan).step_us == pytest.approx(simulate(base).step_us + 40)
+
+
+def lane_of(plan: Plan) -> list[Span]:
+    return [s for s in simulate(plan).spans if s.kind is SpanKind.MESSAGE and s.lane == "tp"]
 
 
 def test_gather_and_scatter_count_the_whole_tensor() -> None:

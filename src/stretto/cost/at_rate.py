@@ -66,6 +66,7 @@ def _collective(found: list[CollectiveCost], inverse: list[float], at: float) ->
         _on_lines(inverse, [cost.processor_us_per_mb for cost in found], at),
         _on_lines(inverse, [cost.slowdown for cost in found], at),
         "interpolated between measured rates",
+        min(1.0, max(min(cost.pace for cost in found), _on_lines(inverse, [c.pace for c in found], at))),
     )
 
 

@@ -38,7 +38,7 @@ from stretto.ir.reading import Cursor, read_json
 FORMAT = "stretto-calibration"
 VERSION = 1
 
-COST_KEYS = ("curve", "processor_us_per_mb", "slowdown", "start_us", "spread")
+COST_KEYS = ("curve", "processor_us_per_mb", "slowdown", "pace", "start_us", "spread")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,7 @@ def _group_data(one: GroupTiming) -> dict[str, Any]:
         "curve": [[round(nbytes), round(us, 2)] for nbytes, us in one.cost.curve.points],
         "processor_us_per_mb": round(one.cost.processor_us_per_mb, 2),
         "slowdown": round(one.cost.slowdown, 4),
+        "pace": round(one.cost.pace, 4),
         "start_us": round(one.start_us, 2),
         "spread": round(one.spread, 3),
     }
@@ -154,8 +155,11 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
         curve = Curve.of(point.sequence(Cursor.number) for point in parts["curve"].elements())
     except ValueError as error:
         raise parts["curve"].error(str(error)) from None
+    pace = positive(parts["pace"])
+    if not 0.0 < pace <= 1.0:
+        raise parts["pace"].error(f"expected a share above 0 and at most 1, not {pace}")
     cost = CollectiveCost(
-        curve, positive(parts["processor_us_per_mb"]), positive(parts["slowdown"]), f"measured: {name}"
+        curve, positive(parts["processor_us_per_mb"]), positive(parts["slowdown"]), f"measured: {name}", pace
     )
     return GroupTiming(
         kind,

@@ -2,7 +2,8 @@
 
     processor    The rank multiplies small matrices for as long as a given number of collectives, one after
                  the other, are in flight. The time that it took, less what as many products take alone, was
-                 lost to the transport's own threads: microseconds for each 10**6 bytes.
+                 lost to the transport's own threads: microseconds for each 10**6 bytes. A collective takes
+                 longer meanwhile, too, by its pace.
     accelerator  As many products as last about as long as the collectives, with them and without; the
                  difference is the part of the device's speed that the collectives take.
 
@@ -45,10 +46,11 @@ large enough to fill an accelerator."""
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """processor_us_per_mb and slowdown as in `stretto.ir.plan.CollectiveCost`."""
+    """processor_us_per_mb, slowdown and pace as in `stretto.ir.plan.CollectiveCost`."""
 
     processor_us_per_mb: float
     slowdown: float
+    pace: float
 
 
 def compute_loss(
@@ -70,17 +72,19 @@ def compute_loss(
 
     with torch.no_grad():
         if device.type == "cpu":
-            losses = [_processor_us(start, count, compute, meet) for _ in range(REPEATS)]
-            lost_us = max(0.0, statistics.median(losses))
-            return Loss(lost_us * BYTES_PER_MB / max(nbytes, 1), 0.0)
+            found = [_beside(start, count, compute, meet) for _ in range(REPEATS)]
+            lost_us = max(0.0, statistics.median(lost for lost, _ in found))
+            beside_us = statistics.median(us for _, us in found)
+            return Loss(lost_us * BYTES_PER_MB / max(nbytes, 1), 0.0, min(1.0, alone_us / beside_us))
         slowdowns = [_slowdown(start, count, alone_us, compute, meet, device) for _ in range(REPEATS)]
-        return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))))
+        return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))), 1.0)
 
 
-def _processor_us(
+def _beside(
     start: Callable[[], Any], count: int, compute: Callable[[], None], meet: Callable[[], None]
-) -> float:
-    """Microseconds of compute that one of `count` collectives takes away, its own call not counted."""
+) -> tuple[float, float]:
+    """(compute that one of `count` collectives takes away, how long one takes under it), in microseconds, its
+    own call not counted."""
     before_us = _alone_us(compute, meet)
     # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
     with ThreadPoolExecutor(max_workers=1) as waiter:
@@ -100,8 +104,9 @@ def _processor_us(
                 done.result()
             end = time.perf_counter_ns()
     took_us = (end - begin - calling) / 1000.0
-    after_us = _alone_us(compute, meet)
-    return (took_us - products * (before_us + after_us) / 2.0) / count
+    product_us = (before_us + _alone_us(compute, meet)) / 2.0
+    # Its end is seen when a product ends, half of one late.
+    return (took_us - products * product_us) / count, max(1.0, took_us / count - product_us / 2.0)
 
 
 def _alone_us(compute: Callable[[], None], meet: Callable[[], None]) -> float:

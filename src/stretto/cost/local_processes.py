@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ def measure_between(
             entry["processor_us_per_mb"],
             entry["slowdown"],
             f"{entry['source']}, loopback",
+            entry["pace"],
         )
         axis, kind = entry["axis"], entry["kind"]
         cost = scaled(cost, small.size(axis), mesh.size(axis))
@@ -101,11 +102,11 @@ def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
     part = steps * members / wish
     latency = cost.curve.points[0][1]
     points = [(nbytes, latency * steps + (us - latency) * part) for nbytes, us in cost.curve.points]
-    return CollectiveCost(
-        Curve(tuple(points)),
-        cost.processor_us_per_mb * part,
-        cost.slowdown,
-        f"{cost.source}; scaled to {wish} ranks as a ring",
+    return replace(
+        cost,
+        curve=Curve(tuple(points)),
+        processor_us_per_mb=cost.processor_us_per_mb * part,
+        source=f"{cost.source}; scaled to {wish} ranks as a ring",
     )
 
 
@@ -171,6 +172,7 @@ def _probe(asked: Any) -> None:
                 "curve": cost.curve.to_list(),
                 "processor_us_per_mb": cost.processor_us_per_mb,
                 "slowdown": cost.slowdown,
+                "pace": cost.pace,
                 "source": cost.source,
                 "start_us": one.start_us,
                 "spread": one.spread,

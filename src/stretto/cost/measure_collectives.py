@@ -194,6 +194,7 @@ def _measure(
         _agree_median(loss.processor_us_per_mb),
         _agree_median(loss.slowdown),
         f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
+        _agree_median(loss.pace),
     )
     return Measured(cost, _agree_median(statistics.median(starts)), spread)
 

@@ -19,7 +19,7 @@ import bisect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming
@@ -32,7 +32,7 @@ from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import CollectiveCost, Costs, Link
+from stretto.ir.plan import Costs, Link
 from stretto.ir.program import Job, Op, TensorSpec
 
 BEYOND = 4.0
@@ -181,12 +181,7 @@ def find_group(calibration: Calibration, mesh: Mesh, axis: str, kind: str) -> Gr
     best = min(known, key=distance)
     cost = scaled(best.cost, best.members, members)
     if best.stride != stride:
-        cost = CollectiveCost(
-            cost.curve,
-            cost.processor_us_per_mb,
-            cost.slowdown,
-            f"{cost.source}; ranks {best.stride} apart for {stride}",
-        )
+        cost = replace(cost, source=f"{cost.source}; ranks {best.stride} apart for {stride}")
     return GroupTiming(kind, members, stride, best.hosts, cost, best.start_us, best.spread)
 
 

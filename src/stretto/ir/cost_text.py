@@ -14,6 +14,7 @@ from stretto.ir.op_text import encode_float
 from stretto.ir.plan import CollectiveCost, Costs, Link, Prediction
 from stretto.ir.reading import Cursor
 
+COLLECTIVE_KEYS = ("communicator", "kind", "curve", "processor_us_per_mb", "slowdown", "pace", "source")
 LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
 
 
@@ -71,6 +72,7 @@ def _encode_collective(cost: CollectiveCost) -> dict[str, Any]:
         "curve": [[encode_float(nbytes), encode_float(us)] for nbytes, us in cost.curve.points],
         "processor_us_per_mb": encode_float(cost.processor_us_per_mb),
         "slowdown": encode_float(cost.slowdown),
+        "pace": encode_float(cost.pace),
         "source": cost.source,
     }
 
@@ -78,15 +80,19 @@ def _encode_collective(cost: CollectiveCost) -> dict[str, Any]:
 def _decode_collectives(cursor: Cursor) -> dict[tuple[str, str], CollectiveCost]:
     found: dict[tuple[str, str], CollectiveCost] = {}
     for entry in cursor.elements():
-        parts = entry.fields(("communicator", "kind", "curve", "processor_us_per_mb", "slowdown", "source"))
+        parts = entry.fields(COLLECTIVE_KEYS)
         key = (parts["communicator"].text(), parts["kind"].text())
         if key in found:
             raise entry.error(f"the cost of {key[1]} on {key[0]} is there twice; keep one of them")
+        pace = float(parts["pace"].number())
+        if not 0.0 < pace <= 1.0:
+            raise parts["pace"].error(f"expected a share above 0 and at most 1, not {pace}")
         found[key] = CollectiveCost(
             curve=_decode_curve(parts["curve"]),
             processor_us_per_mb=parts["processor_us_per_mb"].number(),
             slowdown=parts["slowdown"].number(),
             source=parts["source"].text(),
+            pace=pace,
         )
     return found
 

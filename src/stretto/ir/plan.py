@@ -174,12 +174,19 @@ class CollectiveCost:
         transport copies and adds on the cores that compute).
     slowdown: share of the compute lane's speed that is lost while it is in flight, whatever its size (an
         accelerator gives multiprocessors to it).
+    pace: share of its own speed that it has while a member computes, above 0 and at most 1 (a quota that
+        computing has spent stops the transport's threads as well).
     """
 
     curve: Curve
     processor_us_per_mb: float = 0.0
     slowdown: float = 0.0
     source: str = "assumed"
+    pace: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.pace <= 1.0:
+            raise ValueError(f"a collective's pace is a share above 0 and at most 1, not {self.pace}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,14 @@ class CollectiveTime:
     us: from its begin to its end; latency_us: the part of it that keeps no network card busy.
     processor: share of every member's processor that it takes; slowdown: share of the compute lane's speed
         that is lost beside that, however long it takes. Both are 0 or more.
+    pace: share of its speed that it has while a member computes.
     """
 
     us: float
     latency_us: float = 0.0
     processor: float = 0.0
     slowdown: float = 0.0
+    pace: float = 1.0
 
     @property
     def load(self) -> float:
@@ -51,7 +53,11 @@ class CollectiveTime:
 
         latency_us = self.latency_us + after.latency_us
         return CollectiveTime(
-            us, latency_us, mean(self.processor, after.processor), mean(self.slowdown, after.slowdown)
+            us,
+            latency_us,
+            mean(self.processor, after.processor),
+            mean(self.slowdown, after.slowdown),
+            mean(self.pace, after.pace),
         )
 
 
@@ -143,7 +149,8 @@ def _time(cost: CollectiveCost, nbytes: int) -> CollectiveTime:
     lost_us = cost.processor_us_per_mb * nbytes / BYTES_PER_MB
     # As with messages: it moves no faster than the processor does.
     us = max(cost.curve.us(nbytes), lost_us)
-    return CollectiveTime(us, min(us, cost.curve.us(0)), lost_us / us if lost_us else 0.0, cost.slowdown)
+    processor = lost_us / us if lost_us else 0.0
+    return CollectiveTime(us, min(us, cost.curve.us(0)), processor, cost.slowdown, cost.pace)
 
 
 def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:

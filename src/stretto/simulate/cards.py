@@ -11,6 +11,7 @@ Knows places and times; nothing of edges, ops or instructions. The contract:
    of its places. So the processor time it takes in all does not depend on its rate; slowdown, which is a
    share of the device that it holds, does.
 4. Transfers that use no card have links of their own, and full rate.
+5. While the compute lane of one of its places works, a transfer goes at `pace` of its rate.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Transfer:
     leave: Callable[[], None]
     arrive: Callable[[], None]
     until_arrival: bool
+    pace: float = 1.0
+    share: float = 0.0
     rate: float = 0.0
     since_us: float = 0.0
     load: float = 0.0
@@ -65,28 +68,45 @@ class Cards:
         self._change_load = change_load
         self._alone = alone
         self._on: dict[Card, list[Transfer]] = {}
+        self._working: set[int] = set()
+        self._paced: list[Transfer] = []
 
     def begin(self, transfer: Transfer) -> None:
         """Let a transfer begin now."""
         transfer.since_us = self._clock.now_us
+        if transfer.pace < 1.0:
+            self._paced.append(transfer)
         if self._alone or not transfer.cards:
-            self._go_at(transfer, 1.0)
+            transfer.share = 1.0
+            self._go(transfer)
             return
         for card in transfer.cards:
             self._on.setdefault(card, []).append(transfer)
         self._share(transfer.cards)
 
+    def work(self, place: int, working: bool) -> None:
+        """Step 5: the compute lane of a place begins to work, or stands."""
+        if working == (place in self._working):
+            return
+        (self._working.add if working else self._working.remove)(place)
+        for transfer in [found for found in self._paced if place in found.places]:
+            self._go(transfer)
+
     def _share(self, cards: Sequence[Card]) -> None:
         """Step 2 for all that use one of `cards`, in the order in which they began."""
         met = {id(transfer): transfer for card in cards for transfer in self._on[card]}
         for transfer in met.values():
-            rate = 1.0 / max(len(self._on[card]) for card in transfer.cards)
-            if rate != transfer.rate:
-                self._go_at(transfer, rate)
+            share = 1.0 / max(len(self._on[card]) for card in transfer.cards)
+            if share != transfer.share:
+                transfer.share = share
+                self._go(transfer)
 
-    def _go_at(self, transfer: Transfer, rate: float) -> None:
+    def _go(self, transfer: Transfer) -> None:
         """Put the end into the clock; an earlier one no longer counts."""
         clock = self._clock
+        rate = transfer.share
+        if transfer.pace < 1.0 and not self._working.isdisjoint(transfer.places):
+            rate *= transfer.pace
         now_us = clock.now_us
         left_us = transfer.left_us - (now_us - transfer.since_us) * transfer.rate
         transfer.left_us = left_us = max(0.0, left_us)
@@ -102,6 +122,8 @@ class Cards:
     def _leave(self, transfer: Transfer, version: int) -> None:
         if version != transfer.version:
             return
+        if transfer.pace < 1.0:
+            self._paced.remove(transfer)
         shared = not self._alone and bool(transfer.cards)
         if shared:
             for card in transfer.cards:

@@ -175,6 +175,7 @@ class Collectives:
                 nothing if shares else finish,
                 finish if shares else nothing,
                 True,
+                time.pace,
             )
         )
 

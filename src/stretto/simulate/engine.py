@@ -13,7 +13,7 @@ May touch `stretto.ir`, `stretto.schedule.transfers` and this room. The contract
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
    what is shared of `simulate.cards`; what is held in memory is that of `simulate.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares (at least 0 is
-   left). A lane that stands loses nothing.
+   left). A lane that stands loses nothing. Transfers with a pace go slower while it works.
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
    under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
    step (`simulate.accounts`).
@@ -64,9 +64,9 @@ class Walk:
         self.plan = plan
         self.clock = Clock()
         self.spans: list[Span] = []
-        cards = Cards(self.clock, self._change_load, alone=not plan.costs.shared)
-        self.network = Network(plan, self.clock, cards, self.spans)
-        self.collectives = Collectives(plan, self.clock, cards, self.spans)
+        self.cards = Cards(self.clock, self._change_load, alone=not plan.costs.shared)
+        self.network = Network(plan, self.clock, self.cards, self.spans)
+        self.collectives = Collectives(plan, self.clock, self.cards, self.spans)
         self.made: set[tuple[int, int]] = set()
         self._windows = {} if windows is None else windows
         self.ranks = {rank: _Rank(self, rank) for rank in range(plan.ranks) if rank != absent}
@@ -256,9 +256,12 @@ class _Rank:
             self.finished = True
             self.end_us = self._clock.now_us
             self.accounts.flush()
+            self._walk.cards.work(self._index, False)
         elif isinstance(request, Moment):
             request.then(self.resume)
+            self._walk.cards.work(self._index, False)
         else:
+            self._walk.cards.work(self._index, True)
             self._left_us = request
             self._since_us = self._clock.now_us
             self._working = True
