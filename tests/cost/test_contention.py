@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ class Machine:
             self.left -= 1
             if not self.left:
                 self.done.set()
+                time.sleep(0.004)  # the thread that waits tells it before the next product
         else:
             self.now += 1000 * NS
 
