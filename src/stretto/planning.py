@@ -27,8 +27,9 @@ from stretto.recomputed import recomputed
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
-from stretto.schedule.lower import Message, lower
+from stretto.schedule.lower import lower
 from stretto.schedule.order.policies import DEFAULT, policy_of
+from stretto.schedule.posting import Message
 from stretto.schedule.timing import peak_live
 from stretto.simulate import predict, simulate
 from stretto.verify import verify

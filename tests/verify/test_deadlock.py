@@ -50,8 +50,10 @@ def test_waiting_for_a_sum_too_early() -> None:
         for p in job.parameters
     )
     free = replace(BASE, job=replace(job, parameters=both))
-    start = order(0, "reduce w0; ", "")(free)
-    early = order(0, "recv e1:0; ", "reduce w0; reduced w0; recv e1:0; ")(order(0, "reduced w0; ", "")(start))
+    start = order(0, "loss; ", "")(order(0, "reduce w0; ", "")(free))
+    early = order(0, "recv e1:0; ", "loss; reduce w0; reduced w0; recv e1:0; ")(
+        order(0, "reduced w0; ", "")(start)
+    )
     found = [str(fault) for fault in plan_faults(early)]
     assert found[0].startswith(
         "rank 0, reduced w0: deadlock: waits for the sum of w0, which ranks [1] have not"

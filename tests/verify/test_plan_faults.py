@@ -271,5 +271,6 @@ def test_tied_gradients_start_in_one_order() -> None:
     )(both)
     assert [str(fault) for fault in plan_faults(swapped)] == [
         "rank 1, reduce w1: starts before `reduce w0`, but rank 0 starts `reduce w0` first: the order here "
-        "is w1, w0, that of rank 0 is w0, w1. Start tied gradients in the same order on all ranks"
+        "is the loss, w1, w0, that of rank 0 is the loss, w0, w1. Start tied gradients, and the loss among "
+        "them, in the same order on all ranks"
     ]

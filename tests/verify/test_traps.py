@@ -74,7 +74,7 @@ def test_sums_that_two_ranks_start_in_different_orders() -> None:
     )(plan)
     assert said(plan) == []
     (fault,) = said(swapped)
-    assert "the order here is w1, w0, that of rank 0 is w0, w1" in fault
+    assert "the order here is the loss, w1, w0, that of rank 0 is the loss, w0, w1" in fault
 
 
 def test_messages_that_two_ranks_start_in_different_orders() -> None:

@@ -82,7 +82,10 @@ def _full(stage: Stage, blocks: Blocks) -> list[str]:
 
 def _selective(stage: Stage, blocks: Blocks, costs: Costs) -> set[str]:
     """Step 3 for one stage."""
-    total_us = sum(costs.op_us[stage.index, op.name] for phase in PHASES for op in stage.ops[phase])
+    # Views and waits may be without a cost.
+    total_us = sum(
+        costs.op_us.get((stage.index, op.name), 0.0) for phase in PHASES for op in stage.ops[phase]
+    )
     left_us = SELECTIVE_SHARE * total_us
     again: set[str] = set()
     for step in merged(StageChoice(stage, blocks, costs, cheap_only=True).steps()):

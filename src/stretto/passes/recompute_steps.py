@@ -131,7 +131,7 @@ class StageChoice:
 
     def _us(self, op: Op) -> float:
         """An op's time, with that of the collective that it starts: nothing may be there to hide it."""
-        us = self.costs.op_us[self.stage.index, op.name]
+        us = self.costs.op_us.get((self.stage.index, op.name), 0.0)  # views and waits may be without a cost
         asked = op.collective
         cost = None if asked is None else self.costs.collectives.get((asked.axis, asked.kind))
         return us if cost is None or asked is None else us + cost.curve.us(asked.nbytes)

@@ -25,14 +25,12 @@ from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, It
 from stretto.ir.program import Job, OverlapMode
 from stretto.schedule.lean import is_lean, lean_order
 from stretto.schedule.order.at_once import waits_at_once
+from stretto.schedule.posting import Message, latest_posts, post_positions
 from stretto.schedule.sums import Sums, communicators_of, make_sums, tells_loss
 
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed. Two keep a saturated link busy (one in transfer, one
 matched); the third absorbs jitter. Assumed; the cost is three activation buffers a communicator."""
-
-Message = tuple[int, int]
-"""(edge index, microbatch)."""
 
 
 def lower(
@@ -58,8 +56,12 @@ def lower(
     traffic = {name: _Traffic.of(window) for name, window in windows.items()}
     sends = {rank: _sends(job, schedule, traffic, rank) for rank in range(schedule.ranks)}
     start_order = _start_order(sums, schedule)
+    latest = _latest(job, schedule, traffic) if overlap == "off" else {}
     orders = tuple(
-        _order(job, schedule, traffic, sends, rank, overlap != "off", sent_before or {}, sums, start_order)
+        _order(
+            *(job, schedule, traffic, sends, rank, overlap != "off", sent_before or {}, latest, sums),
+            start_order,
+        )
         for rank in range(schedule.ranks)
     )
     return dict(windows), orders, communicators_of(job, schedule)
@@ -143,6 +145,31 @@ def _sends(
     return result
 
 
+def _latest(job: Job, schedule: Schedule, traffic: Mapping[str, _Traffic]) -> dict[Message, int]:
+    """Step 3, where sends are waited for at once: `stretto.schedule.posting`."""
+    place = schedule.stage_ranks
+
+    def across(edge: int) -> bool:
+        return place[job.edges[edge].source] != place[job.edges[edge].target]
+
+    waits = [
+        [[m for m in _bound(slot, traffic[window_name(slot)].waits) if across(m[0])] for slot in order]
+        for order in schedule.orders
+    ]
+    sends = [
+        [
+            {
+                m: place[job.edges[m[0]].target]
+                for m in _bound(slot, traffic[window_name(slot)].sends)
+                if across(m[0])
+            }
+            for slot in order
+        ]
+        for order in schedule.orders
+    ]
+    return latest_posts(waits, sends)
+
+
 def _order(
     job: Job,
     schedule: Schedule,
@@ -151,6 +178,7 @@ def _order(
     rank: int,
     overlap: bool,
     sent_before: Mapping[Message, int],
+    latest: Mapping[Message, int],
     sums: Sums,
     start_order: Sequence[tuple[str, Mapping[int, int]]],
 ) -> tuple[Instruction, ...]:
@@ -168,7 +196,7 @@ def _order(
     }
     for sender in range(schedule.ranks):
         messages = sends[sender].get(rank, []) if sender != rank else []
-        for message, at in _post_positions(messages, needed, LOOKAHEAD if overlap else 1):
+        for message, at in post_positions(messages, needed, LOOKAHEAD if overlap else 1, latest):
             before[at].append(Instruction(InstructionKind.RECV, message[0], (message[1],)))
 
     # 4. Sends, in their order: a later one is never waited for before an earlier one.
@@ -188,12 +216,16 @@ def _order(
     # 5. The loss and gradients leave after the last run that adds to them.
     loss_stage, _ = job.loss
     finish: list[Instruction] = []
+    tied = {bucket.name for bucket in sums.buckets if bucket.communicator.startswith("tied ")}
+    last_forward = _last_runs(order).get((loss_stage, Phase.F))
+    told = last_forward or 0
     if tells_loss(job, schedule.ranks):
-        last_forward = _last_runs(order).get((loss_stage, Phase.F))
         tell = Instruction(InstructionKind.LOSS)
         if last_forward is None:
-            # One run before the end, so that the loss travels under that run.
-            before[len(order) - 1].append(tell)
+            # One run before the end, so that the loss travels under that run; but before any sum of ties, as
+            # where the loss is: collectives that join places start in one order on all of them.
+            ties = [last[rank] for name, last in start_order if name in sums.early[rank] and name in tied]
+            before[min([len(order) - 1, *ties])].append(tell)
         else:
             after[last_forward].append(tell)
         finish.append(Instruction(InstructionKind.HEARD))
@@ -201,7 +233,8 @@ def _order(
     for name, last in start_order:
         # One order on all ranks, so a sum never starts before those that stand before it.
         if name in sums.early[rank]:
-            earliest = max(earliest, last[rank])
+            # A rank that holds a copy and adds nothing to it could start at once, but for the loss.
+            earliest = max(earliest, last[rank], told if name in tied else 0)
             after[earliest].append(Instruction(InstructionKind.REDUCE, name))
             finish.append(Instruction(InstructionKind.REDUCED, name))
     for names in sums.late[rank]:
@@ -215,20 +248,6 @@ def _order(
         instructions.append(Instruction(InstructionKind.RUN, window_name(slot), microbatches))
         instructions += after[at]
     return (*instructions, *end, *finish)
-
-
-def _post_positions(
-    messages: list[Message], needed: Mapping[Message, int], lookahead: int
-) -> list[tuple[Message, int]]:
-    """For each message of one communicator, in order: the run before which its receive is posted."""
-    positions = [0] * len(messages)
-    limit: int | None = None
-    for k in reversed(range(len(messages))):
-        early = needed[messages[k - lookahead]] if k >= lookahead else 0
-        position = min(early, needed[messages[k]])
-        limit = position if limit is None else min(limit, position)
-        positions[k] = limit
-    return list(zip(messages, positions, strict=True))
 
 
 def _last_runs(order: Sequence[Slot]) -> dict[tuple[int, Phase], int]:

@@ -59,12 +59,20 @@ def make_sums(job: Job, schedule: Schedule) -> Sums:
         starts: dict[str, frozenset[tuple[int, Phase]]] = {}
         rounds: list[tuple[str, ...]] = []
 
-        partial = {axis for group in groups.values() for axis in group.partial}
-        for axis in sorted(partial):
-            for name in _put(
-                axis, place, groups, (n for n, g in groups.items() if axis in g.partial), buckets
-            ):
+        # A gradient with parts along several axes is summed over the first of them as soon as it can be, and
+        # then over one after the other: sums of one gradient write to the same memory.
+        firsts: dict[str, list[str]] = defaultdict(list)
+        more: dict[str, list[str]] = defaultdict(list)
+        for name, group in groups.items():
+            axes = sorted(group.partial)
+            for axis in axes[:1]:
+                firsts[axis].append(name)
+            for axis in axes[1:]:
+                more[axis].append(name)
+        for axis in sorted(firsts):
+            for name in _put(axis, place, groups, firsts[axis], buckets):
                 starts[name] = _adding(groups, buckets[name])
+        rounds += [_put(axis, place, groups, more[axis], buckets) for axis in sorted(more)]
         for name in tied:
             if name in groups and not groups[name].partial:
                 starts[name] = frozenset(groups[name].adds)

@@ -20,6 +20,7 @@ from stretto.verify.fault import Fault
 from stretto.verify.lifetimes import lifetime_faults
 from stretto.verify.loss import loss_faults
 from stretto.verify.messages import message_faults
+from stretto.verify.repeats import repeat_faults
 from stretto.verify.schedule import action_faults
 from stretto.verify.sharding import difference_faults, sharding_faults
 from stretto.verify.sums import sum_faults
@@ -29,6 +30,7 @@ PROOFS = (
     sharding_faults,
     window_faults,
     communication_faults,
+    repeat_faults,
     lifetime_faults,
     message_faults,
     communicator_faults,

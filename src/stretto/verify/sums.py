@@ -10,8 +10,9 @@ A sum starts after the last run that adds to the gradient and after the sum befo
 write to the same memory; it ends before the step does. Buckets only say which gradients go together.
 
 Groups along an axis lie within one place, whose ranks all walk the same order, so they start sums alike. Sums
-of ties join places, so all places must start those that they share in one order: where collectives of
-several communicators cannot all be resident at once, as on a GPU, different orders can block each other.
+of ties join places, and so does the loss: all places must start those that they share in one order. Where
+collectives of several communicators cannot all be resident at once, as on a GPU, different orders can block
+each other.
 
 May touch `stretto.ir`.
 """
@@ -27,6 +28,9 @@ from stretto.verify.trace import last_runs
 
 TIES = "pp"
 """The axis along which copies of a tied gradient are summed."""
+
+THE_LOSS = "the loss"
+"""What the loss is called among tied gradients; no parameter's name has a space."""
 
 
 def sum_faults(plan: Plan) -> list[Fault]:
@@ -230,27 +234,27 @@ def _last_adds(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def _one_order(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
-    """Ranks that share several tied gradients start them in one order."""
+    """Ranks that share several tied gradients start them in one order; the loss, which all share, as well."""
     named = {b.name: b.parameters[0] for b in plan.buckets if axis_of(plan, b) == TIES and b.parameters}
-    starts = [
-        {
-            named[str(i.ref)]: at
-            for at, i in enumerate(order)
-            if i.kind is InstructionKind.REDUCE and i.ref in named
-        }
-        for order in plan.orders
-    ]
+    starts: list[dict[str, tuple[int, str]]] = [{} for _ in plan.orders]
+    for rank, order in enumerate(plan.orders):
+        for at, i in enumerate(order):
+            if i.kind is InstructionKind.REDUCE and i.ref in named:
+                starts[rank][named[str(i.ref)]] = at, f"reduce {named[str(i.ref)]}"
+            elif i.kind is InstructionKind.LOSS:
+                starts[rank][THE_LOSS] = at, "loss"
     for first in range(plan.ranks):
         for second in range(first + 1, plan.ranks):
-            shared = [n for n, ranks in tied.items() if first in ranks and second in ranks]
+            shared = [THE_LOSS, *(n for n, ranks in tied.items() if first in ranks and second in ranks)]
             shared = [n for n in shared if n in starts[first] and n in starts[second]]
             here, there = (sorted(shared, key=starts[rank].__getitem__) for rank in (first, second))
             if here != there:
                 a, b = next((a, b) for a, b in zip(here, there, strict=True) if a != b)
+                a_says, b_says = starts[second][a][1], starts[second][b][1]
                 yield Fault(
                     second,
-                    f"reduce {b}",
-                    f"starts before `reduce {a}`, but rank {first} starts `reduce {a}` first: the order "
+                    b_says,
+                    f"starts before `{a_says}`, but rank {first} starts `{a_says}` first: the order "
                     f"here is {', '.join(there)}, that of rank {first} is {', '.join(here)}",
-                    "Start tied gradients in the same order on all ranks",
+                    "Start tied gradients, and the loss among them, in the same order on all ranks",
                 )

@@ -1,0 +1,71 @@
+"""When receives are posted: late, so that few buffers are held, but never so that ranks stand for ever.
+
+A rank that waits for each send at once stands until its receive is posted. Where a receiver posts a message
+only shortly before it is needed, that may be behind work that needs the sender to go on. So:
+
+    1. A receive is posted before the run that needs the message `lookahead` places ahead of it on the same
+       communicator, and before the run that needs itself.
+    2. Where sends are waited for at once, also before the first run that the receiver begins after the send,
+       in one order of all ranks' runs that the messages allow (`latest_posts`). Walked one run at a time in
+       that order, no rank ever stands; since a rank that stands never helps another on, none stands for ever
+       in any other order either.
+    3. Posts keep the sender's order.
+
+May touch nothing: messages, runs and ranks are numbers here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+Message = tuple[int, int]
+"""(edge index, microbatch)."""
+
+
+def post_positions(
+    messages: Sequence[Message],
+    needed: Mapping[Message, int],
+    lookahead: int,
+    latest: Mapping[Message, int],
+) -> list[tuple[Message, int]]:
+    """For each message of one communicator, in the sender's order: the run before which it is posted.
+
+    needed: the run that waits for it. latest: the run before which it is posted at the latest, where step 2
+    says so.
+    """
+    positions = [0] * len(messages)
+    limit: int | None = None
+    for k in reversed(range(len(messages))):
+        early = needed[messages[k - lookahead]] if k >= lookahead else 0
+        position = min(early, needed[messages[k]], latest.get(messages[k], early))
+        limit = position if limit is None else min(limit, position)
+        positions[k] = limit
+    return list(zip(messages, positions, strict=True))
+
+
+def latest_posts(
+    waits: Sequence[Sequence[Collection[Message]]],
+    sends: Sequence[Sequence[Mapping[Message, int]]],
+) -> dict[Message, int]:
+    """Message -> the first run that its receiver has not begun when it is sent.
+
+    waits[rank][run]: messages of other ranks that a run needs; sends[rank][run]: what it sends, with the rank
+    that receives it. All ranks go on by one run at a time, those behind first, as far as their messages are
+    there. Messages of runs that can never begin are left out.
+    """
+    heads = [0] * len(waits)
+    sent: set[Message] = set()
+    found: dict[Message, int] = {}
+    while True:
+        able = [
+            rank
+            for rank in reversed(range(len(waits)))
+            if heads[rank] < len(waits[rank]) and sent.issuperset(waits[rank][heads[rank]])
+        ]
+        if not able:
+            return found
+        for rank in able:
+            for message, receiver in sends[rank][heads[rank]].items():
+                found[message] = heads[receiver]
+                sent.add(message)
+            heads[rank] += 1

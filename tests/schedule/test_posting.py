@@ -1,0 +1,86 @@
+"""Receives are posted in time: a sender that waits for each message at once never stands for ever. And what
+joins several places starts in one order on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.synthetic import make_costs, make_job
+from tests.synthetic_comm import make_comm_costs, plan_with
+from tests.verify.comm_plans import comm_job
+from tests.verify.plans import LOOPED, lowered, rich_job
+
+from stretto.ir.action import Phase
+from stretto.ir.plan import Plan
+from stretto.ir.program import Edge, Job, Op, Ref, Stage
+from stretto.planning import make_plan
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.posting import latest_posts, post_positions
+from stretto.verify import plan_faults
+
+
+def job_with_a_value_for_w(stages: int, microbatches: int) -> Job:
+    """The chain, whose last W also reads the first stage's h0, beside what it is sent for F: on their
+    communicator a message that is needed late stands before one that is needed early."""
+    job = make_job(stages, microbatches)
+    last = job.stages[-1]
+    read = Op("late", "aten.mul.Tensor", (Ref("h0"), Ref("h0")), (), (job.edges[0].spec,))
+    ops = {**last.ops, Phase.W: (*last.ops[Phase.W], read)}
+    edge = Edge(len(job.edges), "h0", 0, Phase.F, stages - 1, Phase.W, job.edges[0].spec)
+    return replace(job, stages=(*job.stages[:-1], Stage(last.index, ops)), edges=(*job.edges, edge))
+
+
+def test_a_value_that_is_needed_late_stops_nobody() -> None:
+    for family in FAMILIES:
+        for stages in (2, 3, 4):
+            job = job_with_a_value_for_w(stages, 6)
+            for mode in ("off", "local"):
+                plan = make_plan(job, make_costs(job, latency_us=30.0), schedule=family, overlap=mode)
+                assert plan.overlap == mode
+                assert plan_faults(plan) == []
+
+
+def test_latest_posts_are_of_a_walk_without_standing() -> None:
+    # Rank 0 sends two messages in two runs; rank 1 needs the second first, and the first in its last run.
+    waits = [[[], []], [[], [(0, 1)], [(0, 0)]]]
+    sends = [[{(0, 0): 1}, {(0, 1): 1}], [{}, {}, {}]]
+    latest = latest_posts(waits, sends)
+    # When a message leaves, rank 1 has begun one run, and cannot begin the next before the second is there.
+    assert latest == {(0, 0): 1, (0, 1): 1}
+    needed = {(0, 0): 2, (0, 1): 1}
+    assert post_positions([(0, 0), (0, 1)], needed, 1, latest) == [((0, 0), 0), ((0, 1), 1)]
+
+
+def test_runs_that_never_begin_are_left_out() -> None:
+    assert latest_posts([[[(0, 0)]], [[(1, 0)]]], [[{(1, 0): 1}], [{(0, 0): 0}]]) == {}
+
+
+def starts(plan: Plan, rank: int) -> list[str]:
+    """What joins places, in the order in which the rank starts it."""
+    tied = {b.name for b in plan.buckets if b.communicator.startswith("tied ")}
+    texts = [(str(i), i.ref) for i in plan.orders[rank]]
+    return [text for text, ref in texts if text == "loss" or (text.startswith("reduce ") and ref in tied)]
+
+
+def test_the_loss_starts_before_sums_of_ties_on_all_ranks() -> None:
+    plan = lowered(rich_job(4, 2), LOOPED)
+    assert starts(plan, 0) == starts(plan, 1) == ["loss", "reduce w0"]
+    # A copy that adds nothing could be summed from the first run on.
+    job = plan.job
+    idle = tuple(replace(p, grads=()) if p.name == "w3" else replace(p, tied_to="w0") for p in job.parameters)
+    idle = tuple(replace(p, tied_to="w0") if p.name == "w3" else p for p in idle)
+    other = lowered(replace(job, parameters=idle), LOOPED)
+    assert starts(other, 0) == starts(other, 1) == ["loss", "reduce w0"]
+    assert plan_faults(other) == []
+
+
+def test_parts_along_two_axes_are_summed_one_after_the_other() -> None:
+    job = comm_job(2, 3, (("cp", 2), ("tp", 2)), sequence=True)
+    norms = tuple(replace(p, partial=("cp", "tp")) if p.partial else p for p in job.parameters)
+    assert norms != job.parameters
+    job = replace(job, parameters=norms)
+    plan = plan_with(job, make_schedule("1f1b", 2, 3), make_comm_costs(job))
+    assert plan_faults(plan) == []
+    for place in (0, 1):
+        texts = [str(i) for i in plan.orders[place]]
+        assert texts.index(f"reduced cp {place}.0") < texts.index(f"reduce tp {place}.0")

@@ -1,0 +1,290 @@
+"""Ways to break a random plan, each with the names that the refusal must hold at least one of.
+
+Each takes a plan and a source of chance. What it makes is mostly wrong, and now and then harmless (two sums
+that nobody compares are exchanged, a value that nobody reads is dropped): `tests.verify.reference` tells.
+None: the plan has no place for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from stretto.ir.flow import PHASES
+from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan
+from stretto.ir.program import STARTS, WAIT, Stage
+from tests.verify.program_edits import (
+    Broken,
+    Mutation,
+    instruction_dropped,
+    instructions_of,
+    item_doubled,
+    item_dropped,
+    items_of,
+    ops_of,
+    pair_exchanged,
+    with_items,
+    with_order,
+)
+
+
+def swap_receives(plan: Plan, chance: Random) -> Broken | None:
+    return pair_exchanged(plan, chance, InstructionKind.RECV, lambda i: plan.lane_of(int(i.ref)))
+
+
+def swap_sends(plan: Plan, chance: Random) -> Broken | None:
+    """Two messages of one communicator leave in the other order."""
+    found = []
+    for window in plan.windows.values():
+        lanes: dict[str, list[int]] = {}
+        for at, item in enumerate(window.items):
+            if item.kind is ItemKind.SEND:
+                lanes.setdefault(plan.lane_of(int(item.ref)), []).append(at)
+        found += [(window, places) for places in lanes.values() if len(places) > 1]
+    if not found:
+        return None
+    window, places = chance.choice(found)
+    first, second = sorted(chance.sample(places, 2))
+    items = list(window.items)
+    # Both behind the later of the two, so that each has its value.
+    later, earlier = items[second], items[first]
+    items[second : second + 1] = [later, earlier]
+    del items[first]
+    return with_items(plan, window, items, f"e{earlier.ref}:", f"e{later.ref}:")
+
+
+def drop_send(plan: Plan, chance: Random) -> Broken | None:
+    return item_dropped(plan, chance, items_of(plan, ItemKind.SEND))
+
+
+def drop_message_wait(plan: Plan, chance: Random) -> Broken | None:
+    return item_dropped(plan, chance, items_of(plan, ItemKind.WAIT))
+
+
+def drop_receive(plan: Plan, chance: Random) -> Broken | None:
+    return instruction_dropped(plan, chance, InstructionKind.RECV)
+
+
+def drop_sent(plan: Plan, chance: Random) -> Broken | None:
+    """Nothing says any more when the buffer may go."""
+    return instruction_dropped(plan, chance, InstructionKind.SENT)
+
+
+def buffer_posted_or_freed_twice(plan: Plan, chance: Random) -> Broken | None:
+    places = instructions_of(plan, InstructionKind.RECV, InstructionKind.SENT)
+    if not places:
+        return None
+    rank, at = chance.choice(places)
+    order = list(plan.orders[rank])
+    order.insert(chance.randint(at, len(order)), order[at])
+    return with_order(plan, rank, order, f"rank {rank}, {order[at]}")
+
+
+def freed_before_it_is_sent(plan: Plan, chance: Random) -> Broken | None:
+    places = instructions_of(plan, InstructionKind.SENT)
+    if not places:
+        return None
+    rank, at = chance.choice(places)
+    order = list(plan.orders[rank])
+    order.insert(chance.randint(0, at), order.pop(at))
+    return with_order(plan, rank, order, f"rank {rank}")
+
+
+def drop_wait(plan: Plan, chance: Random) -> Broken | None:
+    return item_dropped(plan, chance, items_of(plan, ItemKind.OP, (WAIT,)))
+
+
+def drop_op(plan: Plan, chance: Random) -> Broken | None:
+    return item_dropped(plan, chance, items_of(plan, ItemKind.OP))
+
+
+def wait_before_start(plan: Plan, chance: Random) -> Broken | None:
+    found = items_of(plan, ItemKind.OP, (WAIT,))
+    if not found:
+        return None
+    window, at = chance.choice(found)
+    wait = window.items[at]
+    source = ops_of(plan, window)[wait.part, str(wait.ref)].args[0].name
+    start = Item(ItemKind.OP, wait.part, source)
+    items = list(window.items)
+    if start not in items:
+        return None  # an earlier window starts it
+    items.insert(items.index(start), items.pop(at))
+    return with_items(plan, window, items, wait.ref)
+
+
+def start_twice(plan: Plan, chance: Random) -> Broken | None:
+    return item_doubled(plan, chance, items_of(plan, ItemKind.OP, STARTS))
+
+
+def duplicate_op(plan: Plan, chance: Random) -> Broken | None:
+    return item_doubled(plan, chance, items_of(plan, ItemKind.OP))
+
+
+def use_before_definition(plan: Plan, chance: Random) -> Broken | None:
+    """An op, a send or a wait anywhere earlier: wrong if it passes what it needs."""
+    window = chance.choice([w for w in plan.windows.values() if w.items])
+    items = list(window.items)
+    at = chance.randrange(len(items))
+    moved = items.pop(at)
+    items.insert(chance.randint(0, at), moved)
+    return with_items(plan, window, items, moved.ref)
+
+
+def op_of_another_stage(plan: Plan, chance: Random) -> Broken | None:
+    window = chance.choice([w for w in plan.windows.values() if w.items])
+    here = {op.name for op in ops_of(plan, window).values()}
+    others = [op.name for s in plan.job.stages for ops in s.ops.values() for op in ops if op.name not in here]
+    places = [at for at, item in enumerate(window.items) if item.kind is ItemKind.OP]
+    if not others or not places:
+        return None
+    items = list(window.items)
+    at = chance.choice(places)
+    items[at] = replace(items[at], ref=chance.choice(others))
+    return with_items(plan, window, items, items[at].ref, f'windows["{window.name}"]')
+
+
+def repeats_nothing(plan: Plan, chance: Random) -> Broken | None:
+    """An op that draws at random claims to repeat another op of its stage than it does, or none that is."""
+    stage = chance.choice(plan.job.stages)
+    programs = dict(stage.ops)
+    found = [(phase, op) for phase in PHASES[1:] for op in programs[phase] if op.random]
+    if not found:
+        return None
+    phase, op = chance.choice(found)
+    changed = replace(op, repeats=chance.choice(["nothing", f"{op.name}_too", programs[PHASES[1]][0].name]))
+    programs[phase] = tuple(changed if other is op else other for other in programs[phase])
+    stages = tuple(Stage(s.index, programs) if s is stage else s for s in plan.job.stages)
+    names = (op.name, f"job.stages[{stage.index}].ops.{phase}[{programs[phase].index(changed)}]")
+    return Broken(replace(plan, job=replace(plan.job, stages=stages)), names)
+
+
+def w_before_its_i(plan: Plan, chance: Random) -> Broken | None:
+    """Any two runs exchanged of which one works for the microbatch of the other: W and I, B and F."""
+    found = []
+    for rank, order in enumerate(plan.orders):
+        runs = [at for at, i in enumerate(order) if i.kind is InstructionKind.RUN]
+        stages = {at: [s for s, _ in plan.windows[str(order[at].ref)].parts] for at in runs}
+        keys = {at: set(zip(stages[at], order[at].microbatches, strict=True)) for at in runs}
+        found += [(rank, a, b) for a in runs for b in runs if a < b and keys[a] & keys[b]]
+    if not found:
+        return None
+    rank, first, second = chance.choice(found)
+    order = list(plan.orders[rank])
+    order[first], order[second] = order[second], order[first]
+    return with_order(plan, rank, order, f"rank {rank}")
+
+
+def run_of_another_microbatch(plan: Plan, chance: Random) -> Broken | None:
+    rank, at = chance.choice(instructions_of(plan, InstructionKind.RUN))
+    order = list(plan.orders[rank])
+    part = chance.randrange(len(order[at].microbatches))
+    microbatches = list(order[at].microbatches)
+    microbatches[part] += chance.choice([-1, 1])
+    order[at] = replace(order[at], microbatches=tuple(microbatches))
+    return with_order(plan, rank, order, f"rank {rank}")
+
+
+def reduce_before_the_last_gradient(plan: Plan, chance: Random) -> Broken | None:
+    places = instructions_of(plan, InstructionKind.REDUCE)
+    if not places:
+        return None
+    rank, at = chance.choice(places)
+    order = list(plan.orders[rank])
+    moved = order.pop(at)
+    order.insert(chance.randint(0, at), moved)
+    return with_order(plan, rank, order, f"rank {rank}, {moved}", moved)
+
+
+def swap_sums_on_one_rank(plan: Plan, chance: Random) -> Broken | None:
+    """Of one kind: those that join places, or those within a place."""
+
+    def kind(instruction: Instruction) -> object:
+        return plan.bucket(str(instruction.ref)).communicator.startswith("tied ")
+
+    return pair_exchanged(plan, chance, InstructionKind.REDUCE, kind)
+
+
+def swap_loss_and_tied_sum(plan: Plan, chance: Random) -> Broken | None:
+    """On one rank the loss is told after a sum that joins places, or before it, as no other rank does."""
+    found = []
+    for rank, order in enumerate(plan.orders):
+        tied = [
+            at
+            for at, i in enumerate(order)
+            if i.kind is InstructionKind.REDUCE and plan.bucket(str(i.ref)).communicator.startswith("tied ")
+        ]
+        loss = [at for at, i in enumerate(order) if i.kind is InstructionKind.LOSS]
+        found += [(rank, a, b) for a in loss for b in tied]
+    if not found:
+        return None
+    rank, loss, tied_sum = chance.choice(found)
+    order = list(plan.orders[rank])
+    order.insert(tied_sum, order.pop(loss))
+    return with_order(plan, rank, order, f"rank {rank}")
+
+
+def drop_sum(plan: Plan, chance: Random) -> Broken | None:
+    return instruction_dropped(plan, chance, InstructionKind.REDUCE, InstructionKind.REDUCED)
+
+
+def sum_twice(plan: Plan, chance: Random) -> Broken | None:
+    places = instructions_of(plan, InstructionKind.REDUCE, InstructionKind.REDUCED, InstructionKind.LOSS)
+    if not places:
+        return None
+    rank, at = chance.choice(places)
+    order = list(plan.orders[rank])
+    order.insert(chance.randint(at, len(order)), order[at])
+    return with_order(plan, rank, order, f"rank {rank}, {order[at]}")
+
+
+def communicator_without_a_member(plan: Plan, chance: Random) -> Broken | None:
+    places = [at for at, found in enumerate(plan.communicators) if len(found.ranks) > 1]
+    if not places:
+        return None
+    found = list(plan.communicators)
+    at = chance.choice(places)
+    gone = chance.choice(found[at].ranks)
+    found[at] = replace(found[at], ranks=tuple(rank for rank in found[at].ranks if rank != gone))
+    return Broken(replace(plan, communicators=tuple(found)), (f"communicator {found[at].name}",))
+
+
+def gradient_out_of_its_bucket(plan: Plan, chance: Random) -> Broken | None:
+    places = [at for at, bucket in enumerate(plan.buckets) if bucket.parameters]
+    if not places:
+        return None
+    found = list(plan.buckets)
+    at = chance.choice(places)
+    gone = chance.choice(found[at].parameters)
+    found[at] = replace(found[at], parameters=tuple(n for n in found[at].parameters if n != gone))
+    return Broken(replace(plan, buckets=tuple(found)), (f"gradient of {gone}", f"bucket {found[at].name}"))
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    swap_receives,
+    swap_sends,
+    drop_send,
+    drop_message_wait,
+    drop_receive,
+    drop_sent,
+    buffer_posted_or_freed_twice,
+    freed_before_it_is_sent,
+    drop_wait,
+    drop_op,
+    wait_before_start,
+    start_twice,
+    duplicate_op,
+    use_before_definition,
+    op_of_another_stage,
+    repeats_nothing,
+    w_before_its_i,
+    run_of_another_microbatch,
+    reduce_before_the_last_gradient,
+    swap_sums_on_one_rank,
+    swap_loss_and_tied_sum,
+    drop_sum,
+    sum_twice,
+    communicator_without_a_member,
+    gradient_out_of_its_bucket,
+)
+"""Every way; the fuzz takes each on every plan."""
