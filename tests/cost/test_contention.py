@@ -66,7 +66,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, int], Machine]:
 
 def test_lost_compute_is_counted_for_each_megabyte(machine: Callable[[float, int], Machine]) -> None:
     made = machine(1.5, 20)
-    loss = compute_loss(made.start, 2_000_000, 50_000.0, lambda: None, torch.device("cpu"))
+    loss = compute_loss(made.start, 2_000_000, 50_000.0, lambda: None, torch.device("cpu"), 50.0)
     # 20 products in flight lose 500 us each, for 2 MB.
     assert loss.processor_us_per_mb == pytest.approx(20 * 500 / 2)
     assert loss.slowdown == 0.0
@@ -75,13 +75,13 @@ def test_lost_compute_is_counted_for_each_megabyte(machine: Callable[[float, int
 
 def test_a_transport_that_takes_nothing_loses_nothing(machine: Callable[[float, int], Machine]) -> None:
     made = machine(1.0, 5)
-    loss = compute_loss(made.start, 1_000_000, 1000.0, lambda: None, torch.device("cpu"))
+    loss = compute_loss(made.start, 1_000_000, 1000.0, lambda: None, torch.device("cpu"), 50.0)
     assert loss.processor_us_per_mb == pytest.approx(0.0)
     assert made.started == contention.REPEATS * contention.MOST_COLLECTIVES
 
 
 def test_a_loss_is_never_negative(machine: Callable[[float, int], Machine]) -> None:
-    loss = compute_loss(machine(0.5, 20).start, 10**6, 1e5, lambda: None, torch.device("cpu"))
+    loss = compute_loss(machine(0.5, 20).start, 10**6, 1e5, lambda: None, torch.device("cpu"), 50.0)
     assert loss.processor_us_per_mb == 0.0
 
 
@@ -97,7 +97,9 @@ def test_a_failing_collective_is_not_passed_over() -> None:
 def test_a_collective_that_takes_longer_under_compute_has_a_pace(
     machine: Callable[[float, int], Machine],
 ) -> None:
-    loss = compute_loss(machine(1.0, 40).start, 10**6, 20_000.0, lambda: None, torch.device("cpu"))
+    loss = compute_loss(machine(1.0, 40).start, 10**6, 20_000.0, lambda: None, torch.device("cpu"), 50.0)
     # 40 products of 1 ms, where 20 ms are enough alone; its end is seen half a product late on average.
     assert loss.pace == pytest.approx(20 / 39.5)
-    assert compute_loss(machine(1.0, 5).start, 10**6, 2e4, lambda: None, torch.device("cpu")).pace == 1.0
+    assert (
+        compute_loss(machine(1.0, 5).start, 10**6, 2e4, lambda: None, torch.device("cpu"), 50.0).pace == 1.0
+    )

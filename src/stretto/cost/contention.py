@@ -54,13 +54,19 @@ class Loss:
 
 
 def compute_loss(
-    start: Callable[[], Any], nbytes: int, alone_us: float, meet: Callable[[], None], device: torch.device
+    start: Callable[[], Any],
+    nbytes: int,
+    alone_us: float,
+    meet: Callable[[], None],
+    device: torch.device,
+    start_us: float = 0.0,
 ) -> Loss:
     """What this rank's compute loses to a collective.
 
     start: begins the collective and returns its handle, which has `wait()`; nbytes: of its whole
     tensor; alone_us: how long it takes when nothing else runs, the same number on all ranks; meet: brings
-    the ranks together.
+    the ranks together; start_us: of the call that begins it, which is counted as such and no loss. What the
+    transport does before a call returns, because it goes first, is a loss like any other.
     """
     count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
     side = SIDE.get(device.type, SIDE["cuda"])
@@ -72,7 +78,7 @@ def compute_loss(
 
     with torch.no_grad():
         if device.type == "cpu":
-            found = [_beside(start, count, compute, meet) for _ in range(REPEATS)]
+            found = [_beside(start, count, compute, meet, start_us) for _ in range(REPEATS)]
             lost_us = max(0.0, statistics.median(lost for lost, _ in found))
             beside_us = statistics.median(us for _, us in found)
             return Loss(lost_us * BYTES_PER_MB / max(nbytes, 1), 0.0, min(1.0, alone_us / beside_us))
@@ -81,10 +87,13 @@ def compute_loss(
 
 
 def _beside(
-    start: Callable[[], Any], count: int, compute: Callable[[], None], meet: Callable[[], None]
+    start: Callable[[], Any],
+    count: int,
+    compute: Callable[[], None],
+    meet: Callable[[], None],
+    start_us: float,
 ) -> tuple[float, float]:
-    """(compute that one of `count` collectives takes away, how long one takes under it), in microseconds, its
-    own call not counted."""
+    """(compute that one of `count` collectives takes away, how long one takes under it), in microseconds."""
     before_us = _alone_us(compute, meet)
     # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
     with ThreadPoolExecutor(max_workers=1) as waiter:
@@ -103,10 +112,11 @@ def _beside(
                     products += 1
                 done.result()
             end = time.perf_counter_ns()
-    took_us = (end - begin - calling) / 1000.0
+    took_us = (end - begin) / 1000.0
     product_us = (before_us + _alone_us(compute, meet)) / 2.0
-    # Its end is seen when a product ends, half of one late.
-    return (took_us - products * product_us) / count, max(1.0, took_us / count - product_us / 2.0)
+    lost_us = (took_us - products * product_us) / count - start_us
+    # From the call's return, as when it is alone; its end is seen when a product ends, half of one late.
+    return lost_us, max(1.0, (took_us - calling / 1000.0) / count - product_us / 2.0)
 
 
 def _alone_us(compute: Callable[[], None], meet: Callable[[], None]) -> float:

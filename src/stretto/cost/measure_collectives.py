@@ -188,7 +188,9 @@ def _measure(
     fits = [sample for sample in samples if sample[1] <= CONTENTION_US] or [min(samples)]
     size, alone_us = max(fits)
     nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
-    loss = compute_loss(start, nbytes, alone_us, lambda: _meet(device), device)
+    # The call itself; at larger sizes the transport does a part of its work before the call returns.
+    start_us = _agree_median(min(starts))
+    loss = compute_loss(start, nbytes, alone_us, lambda: _meet(device), device, start_us)
     cost = CollectiveCost(
         Curve.fitted(samples),
         _agree_median(loss.processor_us_per_mb),
@@ -196,7 +198,7 @@ def _measure(
         f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
         _agree_median(loss.pace),
     )
-    return Measured(cost, _agree_median(statistics.median(starts)), spread)
+    return Measured(cost, start_us, spread)
 
 
 def _time(
