@@ -23,7 +23,8 @@ def costs(rate: float) -> Costs:
     slow = ENDS_US_PER_BYTE + (0.0 if math.isinf(rate) else 8e6 / rate)
     curve = Curve(tuple((n, LATENCY_US + n * slow) for n in (0.0, 1e5, 1e6)))
     link = Link(LATENCY_US, 1.0 / slow, 100.0)
-    kind = CollectiveCost(curve, 900.0, 0.0, "measured")
+    # Whatever the rate, the largest takes 300 us longer under compute.
+    kind = CollectiveCost(curve, 900.0, 0.0, "measured", curve.us(1e6) / (curve.us(1e6) + 300.0))
     return Costs({(0, "mm"): 5.0}, {(0, 1): link}, link, 8.0, "measured", {("tp", "all_reduce"): kind})
 
 
@@ -38,6 +39,9 @@ def test_rates_between_and_beyond(rate: float, nbytes: float) -> None:
     assert found.link(0, 1).bytes_per_us == pytest.approx(expected.link(0, 1).bytes_per_us, rel=1e-6)
     assert found.default_link.latency_us == pytest.approx(LATENCY_US)
     assert found.collectives["tp", "all_reduce"].processor_us_per_mb == pytest.approx(900.0)
+    assert found.collectives["tp", "all_reduce"].pace == pytest.approx(
+        expected.collectives["tp", "all_reduce"].pace
+    )
     assert found.op_us == expected.op_us
 
 

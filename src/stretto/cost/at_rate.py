@@ -61,12 +61,15 @@ def _collective(found: list[CollectiveCost], inverse: list[float], at: float) ->
     for nbytes in sizes:
         us = _on_lines(inverse, [cost.curve.us(nbytes) for cost in found], at)
         points.append((nbytes, max(us, points[-1][1]) if points else us))
+    # Under compute it takes us / pace, which lies on a line as the time alone does; pace itself does not.
+    largest, alone_us = points[-1]
+    beside_us = _on_lines(inverse, [cost.curve.us(largest) / cost.pace for cost in found], at)
     return CollectiveCost(
         Curve(tuple(points)),
         _on_lines(inverse, [cost.processor_us_per_mb for cost in found], at),
         _on_lines(inverse, [cost.slowdown for cost in found], at),
         "interpolated between measured rates",
-        min(1.0, max(min(cost.pace for cost in found), _on_lines(inverse, [c.pace for c in found], at))),
+        alone_us / beside_us if beside_us > alone_us > 0 else 1.0,
     )
 
 
