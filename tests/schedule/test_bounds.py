@@ -184,8 +184,8 @@ def test_no_simulated_step_beats_the_bound_and_accounts_add_up(plan: Plan) -> No
             if span.rank == rank and span.lane == COMPUTE_LANE:
                 assert span.start_us == pytest.approx(at_us)
                 at_us = span.end_us
-    # Nothing but parameters and gradients is left on any rank. Tied names are one parameter, and two gradients
-    # until they are summed, which a bucket does where they are on several ranks.
+    # Nothing but parameters and gradients is left on any rank. Tied names are one parameter, and two
+    # gradients until they are summed: by a bucket, where they are on several ranks.
     summed = {name for bucket in plan.buckets for name in bucket.parameters}
     for rank, steps in enumerate(timeline.memory):
         here = [p for p in plan.job.parameters if any(plan.rank_of(s) == rank for s in p.stages)]
