@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from stretto.bench.tensor_race import SHAPES, balanced_rate, races
+from stretto.bench import tensor_race
+from stretto.bench.tensor_race import SHAPES, balanced_rate, races, run_races
 from stretto.bench.tensor_result import MODES, NAMED, Setup
 from stretto.cli.bench import bench
 from stretto.cli.bench_tensor import print_race
-from stretto.errors import UsageError
+from stretto.errors import RunError, UsageError
 
 SMALL = {
     "hidden": 128,
@@ -183,3 +184,17 @@ def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[st
         assert text in printed.out, text
     assert "90 %" not in printed.out, "of W is for local alone"
     assert "The rounds of window spread by more than 15 %" in printed.err
+
+
+def test_races_that_ended_are_kept_when_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_lab(setup: Setup, *_: str) -> Any:
+        if setup.hidden == 2048:
+            raise RunError("host 1 failed")
+        return {"setup": {"hidden": setup.hidden}, "rows": []}
+
+    monkeypatch.setattr(tensor_race, "_in_lab", in_lab)
+    kept: list[Any] = []
+    setups = races(["50mbit"], [1024, 2048], [1], sequence_parallel=False, rounds=3)
+    with pytest.raises(RunError, match="host 1"):
+        run_races(setups, lambda _: None, kept.append)
+    assert [race["setup"]["hidden"] for result in kept for race in result["races"]] == [1024]

@@ -50,10 +50,12 @@ def races(
     ]
 
 
-def run_races(setups: Sequence[Setup], say: Callable[[str], None]) -> dict[str, Any]:
-    """Run all races. Returns {"cores": ..., "races": [{"setup", "rows"}, ...]}. Raises RunError when ranks
-    fail."""
-    found = []
+def run_races(
+    setups: Sequence[Setup], say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run all races. keep: is given {"cores": ..., "races": [{"setup", "rows"}, ...]} after each, with those
+    before it, so that an end before the last loses none. Raises RunError when ranks fail."""
+    found: list[Any] = []
     for number, setup in enumerate(setups, 1):
         say(f"race {number} of {len(setups)}: {setup}")
         asked = setup.rate
@@ -63,7 +65,7 @@ def run_races(setups: Sequence[Setup], say: Callable[[str], None]) -> dict[str, 
         result = _in_lab(setup)
         result["setup"]["asked_rate"] = asked
         found.append(result)
-    return {"cores": CORES, "races": found}
+        keep({"cores": CORES, "races": found})
 
 
 def balanced_rate(places: Sequence[dict[str, float]]) -> str:

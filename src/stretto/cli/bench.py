@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -100,12 +100,14 @@ def tensor(
         sequence_parallel=sequence_parallel,
         rounds=rounds,
     )
-    result = run_races(setups, Console(stderr=True).print)
-    for race in result["races"]:
-        print_race(race)
-    if json_out is not None:
-        json_out.write_text(json.dumps(result, indent=1) + "\n")
-        Console(stderr=True).print(f"wrote {json_out}")
+
+    def keep(result: dict[str, Any]) -> None:
+        print_race(result["races"][-1])
+        if json_out is not None:
+            json_out.write_text(json.dumps(result, indent=1) + "\n")
+            Console(stderr=True).print(f"wrote {json_out}")
+
+    run_races(setups, Console(stderr=True).print, keep)
 
 
 def _numbers(option: str, text: str, known: tuple[int, ...]) -> list[int]:
