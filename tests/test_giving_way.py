@@ -96,4 +96,6 @@ def test_a_host_of_the_lab_is_alone(tmp_path: Path) -> None:
     program = "from stretto.giving_way import is_alone; raise SystemExit(not is_alone())"
     with Lab(hosts=2) as lab:
         assert lab.run([sys.executable, "-c", program]).exit_status == 0
-    assert not is_alone()
+        # Beside another process of the host, which it did not start.
+        beside = ["sh", "-c", 'sleep 60 & "$0" -c "$1"; status=$?; kill $!; exit $status', sys.executable]
+        assert lab.run([*beside, program]).exit_status == 1

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.giving_way import keeping_core
-
 # PyTorch 2.13 calls these by new names, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -66,9 +64,8 @@ def _exchange(
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     # Each member begins with its neighbour, so that no member is sent to by all at once.
     order = [(me + step) % len(ranks) for step in range(1, len(ranks))]
-    with keeping_core():
-        works: list[Any] = [dist.irecv(into[m], ranks[m], group=group) for m in reversed(order)]
-        works += [dist.isend(out[m], ranks[m], group=group) for m in order]
+    works: list[Any] = [dist.irecv(into[m], ranks[m], group=group) for m in reversed(order)]
+    works += [dist.isend(out[m], ranks[m], group=group) for m in order]
     return works
 
 

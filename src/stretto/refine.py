@@ -27,22 +27,22 @@ from stretto.schedule.order import NOTHING, Arranger, Outside, Role
 from stretto.simulate import simulate
 
 GRID = (0.0, 0.3, 0.6, 0.9, 1.3)
-"""Arrivals and tails that are tried, in parts of a window's work."""
+"""Arrivals and tails that are tried, in parts of a window's work. Assumed."""
 
 MOST = 100
 """Simulated steps for one candidate. Measured on GPTs over pp=2 tp=2: another 50 gain 1 %."""
 
 WORK = 2_000_000
-"""Simulated steps times the items that all ranks run in one: longer steps are simulated less often."""
+"""Simulated steps times items that all ranks run in one: longer steps are simulated less often. Assumed."""
 
 FEWEST = 20
 """Where fewer simulations than this are allowed, the search is not worth its while. Assumed."""
 
 ROUNDS = 10
-"""Rounds of local search for an order that is tried: more serve a window, and not the step."""
+"""Rounds of local search for an order that is tried: more serve a window, and not the step. Assumed."""
 
 GAIN = 0.0005
-"""Share of a step that counts as a gain."""
+"""Share of a step that counts as a gain. Assumed."""
 
 Build = Callable[[Mapping[str, Window]], Plan]
 """The plan with these windows."""

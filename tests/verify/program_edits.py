@@ -95,6 +95,16 @@ def instruction_dropped(plan: Plan, chance: Random, *kinds: InstructionKind) -> 
     return with_order(plan, rank, order, f"rank {rank}")
 
 
+def instruction_doubled(plan: Plan, chance: Random, *kinds: InstructionKind) -> Broken | None:
+    places = instructions_of(plan, *kinds)
+    if not places:
+        return None
+    rank, at = chance.choice(places)
+    order = list(plan.orders[rank])
+    order.insert(chance.randint(at, len(order)), order[at])
+    return with_order(plan, rank, order, f"rank {rank}, {order[at]}")
+
+
 def item_doubled(plan: Plan, chance: Random, found: list[tuple[Window, int]]) -> Broken | None:
     if not found:
         return None

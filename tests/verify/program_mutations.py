@@ -16,6 +16,7 @@ from stretto.ir.program import STARTS, WAIT, Stage
 from tests.verify.program_edits import (
     Broken,
     Mutation,
+    instruction_doubled,
     instruction_dropped,
     instructions_of,
     item_doubled,
@@ -71,13 +72,7 @@ def drop_sent(plan: Plan, chance: Random) -> Broken | None:
 
 
 def buffer_posted_or_freed_twice(plan: Plan, chance: Random) -> Broken | None:
-    places = instructions_of(plan, InstructionKind.RECV, InstructionKind.SENT)
-    if not places:
-        return None
-    rank, at = chance.choice(places)
-    order = list(plan.orders[rank])
-    order.insert(chance.randint(at, len(order)), order[at])
-    return with_order(plan, rank, order, f"rank {rank}, {order[at]}")
+    return instruction_doubled(plan, chance, InstructionKind.RECV, InstructionKind.SENT)
 
 
 def freed_before_it_is_sent(plan: Plan, chance: Random) -> Broken | None:
@@ -229,13 +224,8 @@ def drop_sum(plan: Plan, chance: Random) -> Broken | None:
 
 
 def sum_twice(plan: Plan, chance: Random) -> Broken | None:
-    places = instructions_of(plan, InstructionKind.REDUCE, InstructionKind.REDUCED, InstructionKind.LOSS)
-    if not places:
-        return None
-    rank, at = chance.choice(places)
-    order = list(plan.orders[rank])
-    order.insert(chance.randint(at, len(order)), order[at])
-    return with_order(plan, rank, order, f"rank {rank}, {order[at]}")
+    kinds = (InstructionKind.REDUCE, InstructionKind.REDUCED, InstructionKind.LOSS)
+    return instruction_doubled(plan, chance, *kinds)
 
 
 def communicator_without_a_member(plan: Plan, chance: Random) -> Broken | None:

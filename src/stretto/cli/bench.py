@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.cli.bench_compute import compute
+from stretto.cli.figures import JsonOut, check_json, write_json
 from stretto.errors import RunError, UsageError
 from stretto.ir.program import OVERLAP_MODES
 
@@ -38,7 +39,7 @@ def _bench() -> None:
 def pipeline(
     rate: Annotated[str, typer.Option(help="Rate of the link: 100mbit, 1gbit, unlimited.")] = "100mbit",
     rounds: Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")] = 7,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """PyTorch's pipelining against every family of ours: 2 ranks, 4 blocks of hidden 512 a stage."""
     from stretto.bench.pipeline import Setup
@@ -46,8 +47,7 @@ def pipeline(
 
     if rounds < 5:
         raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 5 rounds or more")
-    if json_out is not None and not json_out.parent.is_dir():
-        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    check_json(json_out)
     setup = Setup(rate=rate, rounds=rounds)
     with tempfile.TemporaryDirectory() as folder, Lab(hosts=setup.ranks, rate=rate) as lab:
         out = Path(folder) / "race.json"
@@ -58,9 +58,7 @@ def pipeline(
             raise RunError(f"the race failed on host {statuses.first_failed}; its output is above")
         result = json.loads(out.read_text())
     _print(result)
-    if json_out is not None:
-        json_out.write_text(json.dumps(result, indent=1) + "\n")
-        Console(stderr=True).print(f"wrote {json_out}")
+    write_json(result, json_out)
 
 
 @bench.command()
@@ -78,7 +76,7 @@ def tensor(
         bool, typer.Option("--sequence-parallel", help="Share the sequence between matrices too.")
     ] = False,
     rounds: Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")] = 5,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """PyTorch's eager tensor parallelism against ours, with overlap off, local and window: tp = 2."""
     from stretto.bench.tensor_race import BALANCED, SHAPES, races, run_races
@@ -87,8 +85,7 @@ def tensor(
 
     if rounds < 3:
         raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 3 rounds or more")
-    if json_out is not None and not json_out.parent.is_dir():
-        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    check_json(json_out)
     rates = [word.strip() for word in rate.split(",")]
     for word in rates:
         if word != BALANCED:
@@ -103,9 +100,7 @@ def tensor(
 
     def keep(result: dict[str, Any]) -> None:
         print_race(result["races"][-1])
-        if json_out is not None:
-            json_out.write_text(json.dumps(result, indent=1) + "\n")
-            Console(stderr=True).print(f"wrote {json_out}")
+        write_json(result, json_out)
 
     run_races(setups, Console(stderr=True).print, keep)
 
@@ -124,7 +119,7 @@ def predict(
     rounds: Annotated[int, typer.Option(help="Counted steps of each cell.")] = 7,
     rates: Annotated[str, typer.Option(help="Rates of the network, with commas between.")] = "",
     overlap: Annotated[str, typer.Option(help="off, local or window, as in a plan.")] = "window",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
     from stretto.bench.predict import RATES, SHAPES, grid
@@ -132,8 +127,7 @@ def predict(
 
     if rounds < 3:
         raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 3 rounds or more")
-    if json_out is not None and not json_out.parent.is_dir():
-        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    check_json(json_out)
     chosen = tuple(rate.strip() for rate in rates.split(",")) if rates else RATES
     for rate in chosen:
         bits_per_s(rate)  # before the first lab is up
@@ -161,20 +155,17 @@ def predict(
     console.print(table)
     for name, value in result["summary"].items():
         console.print(f"  {name.replace('_', ' '):40}{value:8.1f}", highlight=False)
-    if json_out is not None:
-        json_out.write_text(json.dumps(result, indent=1) + "\n")
-        progress.print(f"wrote {json_out}")
+    write_json(result, json_out)
 
 
 @bench.command()
 def published(
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """The cost model against published figures: collectives, training steps, printed rates."""
     from stretto.bench.published import published as compare
 
-    if json_out is not None and not json_out.parent.is_dir():
-        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    check_json(json_out)
     result = compare()
     table = Table()
     table.add_column("figure")
@@ -184,9 +175,7 @@ def published(
             table.add_row(f"{part}: {name.replace('_', ' ')}", _value(value))
         table.add_section()
     Console(width=110).print(table)
-    if json_out is not None:
-        json_out.write_text(json.dumps(result, indent=1) + "\n")
-        Console(stderr=True).print(f"wrote {json_out}")
+    write_json(result, json_out)
 
 
 def _value(value: object) -> str:

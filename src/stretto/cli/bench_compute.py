@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stretto.cli.figures import JsonOut, check_json, write_json
 from stretto.errors import UsageError
 
 
@@ -21,7 +21,7 @@ def compute(
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Race the compiled systems too (Inductor).")
     ] = True,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """Our window functions against eager PyTorch and torch.compile: one rank, no communication."""
     from stretto.bench.compute import MODELS
@@ -29,8 +29,7 @@ def compute(
 
     if rounds < 5:
         raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 5 rounds or more")
-    if json_out is not None and not json_out.parent.is_dir():
-        raise UsageError(f"--json {json_out}: the folder {json_out.parent} does not exist")
+    check_json(json_out)
     counts = [word.strip() for word in threads.split(",")]
     if not all(word.isdecimal() and int(word) for word in counts):
         raise UsageError(f"--threads {threads}: give numbers from 1 on, with commas between")
@@ -46,9 +45,7 @@ def compute(
             say=progress.print,
         )
     _print(result)
-    if json_out is not None:
-        json_out.write_text(json.dumps(result, indent=1) + "\n")
-        progress.print(f"wrote {json_out}")
+    write_json(result, json_out)
 
 
 def _print(result: dict[str, Any]) -> None:

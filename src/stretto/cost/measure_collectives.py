@@ -33,7 +33,7 @@ from stretto import collectives, gloo_adapter
 from stretto.cost.contention import compute_loss
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
-from stretto.giving_way import lanes_first
+from stretto.giving_way import keeping_core, lanes_first
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import CollectiveCost
@@ -143,11 +143,12 @@ def collective_call(
     part = torch.zeros(count // members, dtype=of, device=device)
 
     def start() -> Any:
-        if kind == "all_reduce":
-            return collectives.all_reduce(whole, group)
-        if kind == "all_gather":
-            return collectives.all_gather(whole, part, group)
-        return collectives.reduce_scatter(part, whole, group)
+        with keeping_core():  # as the transport does
+            if kind == "all_reduce":
+                return collectives.all_reduce(whole, group)
+            if kind == "all_gather":
+                return collectives.all_gather(whole, part, group)
+            return collectives.reduce_scatter(part, whole, group)
 
     if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
         raise UsageError(f"cannot measure a collective {kind!r}: all_reduce, all_gather, reduce_scatter")
