@@ -1,0 +1,1 @@
+"""Global-view tensors on meshes: layouts, reshard, clip."""

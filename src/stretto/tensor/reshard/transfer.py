@@ -1,0 +1,45 @@
+"""What a reshard is made of: transfers between ranks, and copies that a rank makes for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.tensor.layout import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box goes from a rank that holds it along a chain of ranks that need it.
+
+    tensor: which of the tensors that are planned together, from 0.
+    region: the box, in elements of the whole tensor.
+    nbytes: its bytes.
+    sender: the rank that it comes from.
+    holding: in which of the source layouts the sender holds it (0 unless several were given).
+    receivers: the sender sends to the first, the first hands each piece on to the second, and so on; each
+        keeps it. One receiver: a plain message.
+    after: index, in the plan's transfers, of the one that brought this box (or one around it) to the sender,
+        which then sends out of its target tensor; None: it sends out of its source tensor.
+    start_us, end_us: predicted: the first byte leaves the sender, the last one reaches the last receiver.
+    """
+
+    tensor: int
+    region: Region
+    nbytes: int
+    sender: int
+    receivers: tuple[int, ...]
+    holding: int = 0
+    after: int | None = None
+    start_us: float = 0.0
+    end_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A rank holds a box that it needs, and copies it from its source tensor into its target tensor."""
+
+    tensor: int
+    region: Region
+    nbytes: int
+    rank: int
+    holding: int = 0
