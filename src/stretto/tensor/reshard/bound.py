@@ -1,0 +1,146 @@
+"""The time that no plan can be under: the load of the links, with senders chosen as well as they could be.
+
+Into a host, each box must go once if a rank of it needs the box and none holds it. Out of the hosts, each
+box must go as often as there are such hosts: once at least out of a host that held it at first, and otherwise
+out of any of these and those that it has come to.
+
+With boxes divided at will among the hosts that may send them, the least that the busiest uplink must send is
+the largest, over sets of hosts, of the bytes that only the set can send, for each host of the set (Hall's
+condition). A maximum flow finds a set that cannot send its bytes at a given load; the load then grows to what
+that set needs, until there is none (Dinkelbach's method).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+
+from stretto.tensor.reshard.hosts import Hosts
+from stretto.tensor.reshard.modes import Send
+from stretto.tensor.reshard.tasks import UnitTask
+from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S
+
+Demands = Mapping[frozenset[int], int]
+"""Bytes that must leave, by the hosts that may send them."""
+
+
+def bound_us(tasks: Sequence[UnitTask], hosts: Hosts) -> float:
+    """Microseconds that any plan for these tasks takes at least, in any mode; 0 if no link is used."""
+    return _least_us(
+        [
+            (task.nbytes, _hosts(hosts, (r for r, _ in task.holders)), _hosts(hosts, task.receivers))
+            for task in tasks
+        ],
+        hosts,
+    )
+
+
+def sends_bound_us(sends: Sequence[Send], hosts: Hosts) -> float:
+    """Microseconds that these sends of one mode take at least, whoever sends them and in whichever order."""
+    return _least_us(
+        [
+            (
+                send.nbytes,
+                _hosts(hosts, (r for r, _ in send.candidates)),
+                _hosts(hosts, (group[0] for group in send.groups)),
+            )
+            for send in sends
+        ],
+        hosts,
+    )
+
+
+def _hosts(hosts: Hosts, ranks: Iterable[int]) -> frozenset[int]:
+    return frozenset(hosts[rank] for rank in ranks)
+
+
+def _least_us(moves: Iterable[tuple[int, frozenset[int], frozenset[int]]], hosts: Hosts) -> float:
+    """The bound for moves of (bytes, hosts that hold them, hosts that are to hold them)."""
+    incoming: dict[int, int] = defaultdict(int)
+    outgoing: dict[frozenset[int], int] = defaultdict(int)
+    for nbytes, holding, needing in moves:
+        lacking = needing - holding
+        for host in lacking:
+            incoming[host] += nbytes
+        if lacking:
+            outgoing[holding] += nbytes
+        if len(lacking) > 1:
+            outgoing[holding | lacking] += nbytes * (len(lacking) - 1)
+    if not incoming:
+        return 0.0
+    load_bytes = max(Fraction(max(incoming.values())), least_load(outgoing))
+    return float(load_bytes) / hosts.link_bytes_per_s * MICROSECONDS_PER_S + hosts.latency_us
+
+
+def least_load(demands: Demands) -> Fraction:
+    """The least largest load, in bytes, when each demand is divided at will among the hosts of its set."""
+    everyone = frozenset[int]().union(*demands)
+    load = Fraction(sum(demands.values()), len(everyone))
+    while True:
+        starved = _starved(demands, load)
+        if not starved:
+            return load
+        within = sum(nbytes for allowed, nbytes in demands.items() if allowed <= starved)
+        load = Fraction(within, len(starved))
+
+
+def _starved(demands: Demands, load: Fraction) -> frozenset[int]:
+    """Hosts that cannot send all that only they can if each sends at most so much; empty if all can.
+
+    Maximum flow from demands to hosts by shortest augmenting paths; when it stops short, the hosts that
+    can still be reached from a demand with bytes left are such a set.
+    """
+    # whole numbers: all is counted in parts of load's denominator
+    scale = load.denominator
+    left = {allowed: nbytes * scale for allowed, nbytes in demands.items()}
+    room = dict.fromkeys(frozenset[int]().union(*demands), load.numerator)
+    flow: dict[int, dict[frozenset[int], int]] = {host: defaultdict(int) for host in room}
+    while True:
+        came: dict[int, frozenset[int]] = {}
+        reached: dict[frozenset[int], int | None] = {d: None for d in left if left[d]}
+        queue = deque(reached)
+        end: int | None = None
+        while queue and end is None:
+            demand = queue.popleft()
+            for host in sorted(demand):
+                if host in came:
+                    continue
+                came[host] = demand
+                if room[host]:
+                    end = host
+                    break
+                for other, carried in flow[host].items():
+                    if carried and other not in reached:
+                        reached[other] = host
+                        queue.append(other)
+        if end is None:
+            return frozenset(came)
+        _augment(end, came, reached, left, room, flow)
+
+
+def _augment(
+    end: int,
+    came: Mapping[int, frozenset[int]],
+    reached: Mapping[frozenset[int], int | None],
+    left: dict[frozenset[int], int],
+    room: dict[int, int],
+    flow: dict[int, dict[frozenset[int], int]],
+) -> None:
+    """Send as much as fits along the path that the search found, back from its end."""
+    path: list[tuple[int, frozenset[int]]] = []
+    host: int | None = end
+    amount = room[end]
+    while host is not None:
+        demand = came[host]
+        path.append((host, demand))
+        host = reached[demand]
+        amount = min(amount, left[demand] if host is None else flow[host][demand])
+    for here, demand in path:
+        flow[here][demand] += amount
+        via = reached[demand]
+        if via is None:
+            left[demand] -= amount
+        else:
+            flow[via][demand] -= amount
+    room[end] -= amount

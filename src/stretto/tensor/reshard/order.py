@@ -1,0 +1,183 @@
+"""Who sends, and in which order: choices for a list of sends that make the links busy at once.
+
+An arrangement is a sender and a way through the hosts for each send, and one order of all. Its timeline
+follows from it. The steps:
+
+    1. naive: the first holder sends, in the order of the tasks, along hosts in order of rank
+    2. senders: the longest send first, each from the host whose uplink then carries least
+    3. order: again and again the send that can start first; which of several is a rule, and several rules
+       are tried (open-shop list scheduling; a send is an operation on several links at once)
+    4. search: seeded local changes of order, senders and ways, kept when they are no worse, until the bound
+       is met or the budget is spent (its own room)
+
+Each step starts from the best of those before it, so none is worse than they are. Equal input gives equal
+choices: ties go by index, and the budget is counted in evaluations.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stretto.tensor.reshard.hosts import Hosts
+from stretto.tensor.reshard.modes import Send
+from stretto.tensor.reshard.timeline import Footprint, Link, Timeline, footprint
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A send as it is done: who sends it, along which ranks, and what that takes of the links."""
+
+    sender: int
+    holding: int
+    receivers: tuple[int, ...]
+    takes: Footprint
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Ways by index of send, and the order of the sends that follow no other; followers come right after."""
+
+    ways: tuple[Way, ...]
+    order: tuple[int, ...]
+    makespan_us: float
+
+
+class Arranger:
+    """The sends of one reshard with all that choosing among arrangements needs."""
+
+    def __init__(self, sends: Sequence[Send], hosts: Hosts, piece_bytes: int) -> None:
+        self.sends = sends
+        self.hosts = hosts
+        self.piece_bytes = piece_bytes
+        self.first = tuple(i for i, send in enumerate(sends) if send.after is None)
+        self.followers: dict[int, list[int]] = defaultdict(list)
+        for i, send in enumerate(sends):
+            if send.after is not None:
+                self.followers[send.after].append(i)
+
+    def way(self, index: int, candidate: int, groups: Sequence[tuple[int, ...]]) -> Way:
+        """The way of a send from one of its candidates through its hosts in this order."""
+        send = self.sends[index]
+        sender, holding = send.candidates[candidate]
+        receivers = tuple(rank for group in groups for rank in group)
+        takes = footprint(send.nbytes, (sender, *receivers), self.hosts, self.piece_bytes)
+        return Way(sender, holding, receivers, takes)
+
+    def walk(
+        self, ways: Sequence[Way], order: Sequence[int]
+    ) -> tuple[Timeline, dict[int, tuple[float, float]]]:
+        """Place all sends: the timeline, and (start, end) in microseconds by send, in the order placed."""
+        timeline, times = Timeline(), {}
+        for i in order:
+            times[i] = timeline.place(ways[i].takes)
+            for follower in self.followers.get(i, ()):
+                times[follower] = timeline.place(ways[follower].takes, times[i][1])
+        return timeline, times
+
+    def arrangement(self, ways: Sequence[Way], order: Sequence[int]) -> Arrangement:
+        """These choices with the makespan that they have."""
+        return Arrangement(tuple(ways), tuple(order), self.walk(ways, order)[0].makespan_us)
+
+    def naive(self) -> Arrangement:
+        """Step 1."""
+        ways = [self.way(i, 0, send.groups) for i, send in enumerate(self.sends)]
+        return self.arrangement(ways, self.first)
+
+    def balanced(self, bound_us: float) -> Arrangement:
+        """Steps 2 and 3: the best of the naive arrangement and of each rule with balanced senders."""
+        best = self.naive()
+        ways = self.balanced_ways()
+        for rule in RULES:
+            if meets(best.makespan_us, bound_us):
+                break
+            found = self.arrangement(ways, self.listed(ways, rule))
+            best = min(best, found, key=lambda one: one.makespan_us)
+        return best
+
+    def balanced_ways(self) -> list[Way]:
+        """Step 2: for each send the holder, and the way, that leave the busiest uplink least busy."""
+        up: dict[int, int] = defaultdict(int)
+        out: dict[int, int] = defaultdict(int)
+        ways: dict[int, Way] = {}
+
+        def open_choice(i: int) -> tuple[bool, int, int]:
+            send = self.sends[i]
+            return len({self.hosts[rank] for rank, _ in send.candidates}) > 1, -send.nbytes, i
+
+        # those that have no choice first: the others then even out what these load
+        for i in sorted(range(len(self.sends)), key=open_choice):
+            send = self.sends[i]
+            by_load = [(up[self.hosts[rank]], out[rank], c) for c, (rank, _) in enumerate(send.candidates)]
+            candidate = min(by_load)[2]
+            # the last host forwards nothing, so the one that sends most otherwise stands there
+            groups = sorted(send.groups, key=lambda group: up[self.hosts[group[0]]])
+            ways[i] = way = self.way(i, candidate, groups)
+            out[way.sender] += send.nbytes
+            for (kind, host), _, _ in way.takes.uses:
+                if kind == "up":
+                    up[host] += send.nbytes
+        return [ways[i] for i in range(len(self.sends))]
+
+    def listed(self, ways: Sequence[Way], rule: Rule) -> list[int]:
+        """Step 3: again and again, of the sends that can start first, the one that the rule puts first."""
+        remaining: dict[Link, float] = defaultdict(float)
+        for way in ways:
+            for link, from_us, to_us in way.takes.uses:
+                remaining[link] += to_us - from_us
+        timeline = Timeline()
+        order: list[int] = []
+
+        def key(i: int) -> tuple[float, tuple[float, float], int]:
+            takes = ways[i].takes
+            loads = [remaining[link] for link, _, _ in takes.uses]
+            return timeline.earliest_us(takes), rule(loads, takes.arrival_us), i
+
+        # sends that take the same of the same links are equally good: one of each kind stands in the heap
+        alike: dict[Footprint, deque[int]] = defaultdict(deque)
+        for i in self.first:
+            alike[ways[i].takes].append(i)
+        # starts only move later and remaining loads only shrink, so a key only grows: one that is unchanged
+        # when it comes up is the least of all
+        heap = [key(queue.popleft()) for queue in alike.values()]
+        heapq.heapify(heap)
+        while heap:
+            i = heap[0][2]
+            now = key(i)
+            if now != heap[0]:
+                heapq.heapreplace(heap, now)
+                continue
+            order.append(i)
+            end = timeline.place(ways[i].takes)[1]
+            done = [i, *self.followers.get(i, ())]
+            for follower in done[1:]:
+                timeline.place(ways[follower].takes, end)
+            for one in done:
+                for link, from_us, to_us in ways[one].takes.uses:
+                    remaining[link] -= to_us - from_us
+            queue = alike[ways[i].takes]
+            if queue:
+                heapq.heapreplace(heap, key(queue.popleft()))
+            else:
+                heapq.heappop(heap)
+        return order
+
+
+Rule = Callable[[Sequence[float], float], tuple[float, float]]
+"""(what is left for each link of a send, its own time), microseconds -> what orders sends, least first."""
+
+RULES: tuple[Rule, ...] = (
+    # the link with most left sets the end: keep it busy; then the longest, which is hardest to fit in late
+    lambda left, us: (-max(left, default=0.0), -us),
+    # the same, then the shortest: it frees its other link for the next
+    lambda left, us: (-max(left, default=0.0), us),
+    lambda left, us: (-sum(left), -us),
+    lambda left, us: (-sum(left), us),
+)
+
+
+def meets(makespan_us: float, bound_us: float) -> bool:
+    """Whether no better arrangement is left to look for; sums of times are rounded."""
+    return makespan_us <= bound_us * (1 + 1e-9)

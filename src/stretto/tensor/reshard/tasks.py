@@ -1,0 +1,149 @@
+"""What must move: unit tasks, each a box that some ranks hold and other ranks need.
+
+A unit task is one distinct box of the target layout, with all ranks that need it, cut by the boxes of the
+source layouts, with all ranks that hold it: any of the holders may send it, all of the others receive it. A
+rank that holds what it needs copies it. (Zhuang et al., "On Optimizing the Communication of Model
+Parallelism", MLSys 2023, section 3.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from stretto.errors import UsageError
+from stretto.tensor.layout import Layout, Region, intersect, region_count
+from stretto.tensor.reshard.transfer import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that changes its layout.
+
+    shape, itemsize_bytes: of the whole tensor.
+    source: the layout that it is in; or several, when the same values lie in each of them.
+    target: the layout that it goes to. A Partial("sum") axis of it holds the value on its first ranks only.
+    """
+
+    shape: tuple[int, ...]
+    itemsize_bytes: int
+    source: Layout | Sequence[Layout]
+    target: Layout
+
+    @property
+    def sources(self) -> tuple[Layout, ...]:
+        """The source layouts: one, unless several were given."""
+        return (self.source,) if isinstance(self.source, Layout) else tuple(self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTask:
+    """A box, who holds it and who needs it.
+
+    tensor: its index among the tensors planned together. holders: (rank, index of the source layout), in
+    order of rank, a rank once. receivers: ranks that need it and do not hold it, in order of the target mesh.
+    """
+
+    tensor: int
+    region: Region
+    nbytes: int
+    holders: tuple[tuple[int, int], ...]
+    receivers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """All that a reshard must do: tasks that move boxes, copies, and ranks whose target tensor is zeros."""
+
+    tasks: tuple[UnitTask, ...]
+    copies: tuple[Copy, ...]
+    zeros: tuple[tuple[int, int], ...]
+
+
+def needs_of(tensors: Sequence[Tensor]) -> Needs:
+    """What must move so that each tensor comes to its target.
+
+    zeros of the result: (tensor, rank). Raises UsageError for a Partial source, a shape that is none, or a
+    placement that does not fit the shape.
+    """
+    tasks: list[UnitTask] = []
+    copies: list[Copy] = []
+    zeros: list[tuple[int, int]] = []
+    for index, tensor in enumerate(tensors):
+        _check(tensor)
+        nothing = tensor.target.zero_ranks()
+        zeros += [(index, rank) for rank in nothing]
+        held = [_tiles(source, tensor.shape) for source in tensor.sources]
+        needed = _tiles(tensor.target, tensor.shape, leave_out=nothing)
+        for tile, needers in needed.items():
+            for region, holders in _pieces(tile, held):
+                nbytes = region_count(region) * tensor.itemsize_bytes
+                copies += [
+                    Copy(index, region, nbytes, rank, holders[rank]) for rank in needers if rank in holders
+                ]
+                receivers = tuple(rank for rank in needers if rank not in holders)
+                if receivers:
+                    by_rank = tuple(sorted(holders.items()))
+                    tasks.append(UnitTask(index, region, nbytes, by_rank, receivers))
+    return Needs(tuple(tasks), tuple(copies), tuple(zeros))
+
+
+def _pieces(tile: Region, held: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, dict[int, int]]]:
+    """Cut a box where any source layout cuts it: each piece with its holders, rank -> source layout.
+
+    The boxes of one layout are equal or apart, so one layout alone cuts the tile into its own boxes. Several
+    lie across one another: the tile is cut at every edge of any.
+    """
+    over = [
+        [(box, ranks) for box, ranks in tiles.items() if intersect(box, tile) is not None] for tiles in held
+    ]
+    if len(over) == 1:
+        for box, ranks in over[0]:
+            shared = intersect(box, tile)
+            assert shared is not None
+            yield shared, dict.fromkeys(ranks, 0)
+        return
+    cuts = [
+        sorted({edge for boxes in over for box, _ in boxes for edge in _within(box[dim], tile[dim])})
+        for dim in range(len(tile))
+    ]
+    for region in product(*(pairwise(edges) for edges in cuts)):
+        holders: dict[int, int] = {}
+        for index, boxes in enumerate(over):
+            for box, ranks in boxes:
+                if intersect(box, region) is not None:
+                    for rank in ranks:
+                        holders.setdefault(rank, index)
+        yield region, holders
+
+
+def _within(ends: tuple[int, int], limits: tuple[int, int]) -> tuple[int, int]:
+    return max(ends[0], limits[0]), min(ends[1], limits[1])
+
+
+def _tiles(
+    layout: Layout, shape: tuple[int, ...], leave_out: tuple[int, ...] = ()
+) -> dict[Region, list[int]]:
+    """Distinct boxes of a layout that are not empty, each with its ranks in order of the mesh."""
+    found: dict[Region, list[int]] = defaultdict(list)
+    for rank, region in layout.regions(shape).items():
+        if region_count(region) and rank not in leave_out:
+            found[region].append(rank)
+    return found
+
+
+def _check(tensor: Tensor) -> None:
+    if tensor.itemsize_bytes < 1:
+        raise UsageError(f"itemsize_bytes={tensor.itemsize_bytes}: give the bytes of one element, 1 or more")
+    if any(size < 0 for size in tensor.shape):
+        raise UsageError(f"shape {tensor.shape}: a size is below 0")
+    if not tensor.sources:
+        raise UsageError(f"tensor of shape {tensor.shape}: no source layout; give the layout that it is in")
+    for source in tensor.sources:
+        if source.partial_axes:
+            raise UsageError(
+                f"tensor of shape {tensor.shape}: its source {source} is not reduced yet; reduce it within "
+                f"its mesh first, for example to {source.reduced(tensor.shape).placements}"
+            )

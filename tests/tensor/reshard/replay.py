@@ -1,0 +1,136 @@
+"""Do what a plan says on arrays in this process, and hold it to what a plan must be. For tests.
+
+Written without the planner's rooms, from the types alone: what a rank sends it must hold, what it receives it
+must lack, and each element arrives once. The links are counted again, from the transfers' own times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from stretto.tensor.layout import Layout, Region
+from stretto.tensor.reshard.hosts import Hosts
+from stretto.tensor.reshard.plan import ReshardPlan
+from stretto.tensor.reshard.tasks import Tensor
+
+
+def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[dict[int, np.ndarray]]:
+    """The target array of each rank, for each tensor; asserts all that a plan must keep on the way."""
+    wholes = [np.arange(math.prod(t.shape), dtype=np.int64).reshape(t.shape) + 7 for t in tensors]
+    got = [_local(t.target, whole, blank=True) for t, whole in zip(tensors, wholes)]
+    times = [{rank: np.zeros(array.shape, np.int64) for rank, array in arrays.items()} for arrays in got]
+    held = [[_local(layout, whole) for layout in t.sources] for t, whole in zip(tensors, wholes)]
+    boxes = [t.target.regions(t.shape) for t in tensors]
+
+    def arrive(tensor: int, rank: int, region: Region, values: np.ndarray) -> None:
+        inner = _inside(region, boxes[tensor][rank])
+        got[tensor][rank][inner] = values
+        times[tensor][rank][inner] += 1
+
+    for copy in plan.copies:
+        source = tensors[copy.tensor].sources[copy.holding]
+        mine = held[copy.tensor][copy.holding][copy.rank]
+        inner = _inside(copy.region, source.regions(tensors[copy.tensor].shape)[copy.rank])
+        arrive(copy.tensor, copy.rank, copy.region, mine[inner])
+    for index, one in enumerate(plan.transfers):
+        tensor = tensors[one.tensor]
+        assert one.sender not in one.receivers
+        assert len(set(one.receivers)) == len(one.receivers) > 0
+        count = math.prod(stop - start for start, stop in one.region)
+        assert one.nbytes == count * tensor.itemsize_bytes > 0
+        if one.after is None:
+            box = tensor.sources[one.holding].regions(tensor.shape)[one.sender]
+            values = held[one.tensor][one.holding][one.sender][_inside(one.region, box)]
+        else:
+            brought = plan.transfers[one.after]
+            assert one.after < index
+            assert (brought.tensor, one.sender in brought.receivers) == (one.tensor, True)
+            inner = _inside(one.region, boxes[one.tensor][one.sender])
+            assert times[one.tensor][one.sender][inner].all(), "sent on before it came"
+            values = got[one.tensor][one.sender][inner]
+        for rank in one.receivers:
+            for layout in tensor.sources:
+                if rank in layout.ranks:
+                    assert not _shares(layout.regions(tensor.shape)[rank], one.region), "has it already"
+            arrive(one.tensor, rank, one.region, values.copy())
+    zeros = set(plan.zeros)
+    for tensor_index, arrays in enumerate(got):
+        for rank, array in arrays.items():
+            if (tensor_index, rank) in zeros:
+                assert (times[tensor_index][rank] == 0).all()
+                array[...] = 0
+            else:
+                assert (times[tensor_index][rank] == 1).all(), "an element came twice, or not at all"
+    return got
+
+
+def check_values(plan: ReshardPlan, tensors: Sequence[Tensor]) -> None:
+    """Every rank has, after the plan, exactly what its target layout says."""
+    for index, (tensor, arrays) in enumerate(zip(tensors, replayed(plan, tensors))):
+        whole = np.arange(math.prod(tensor.shape), dtype=np.int64).reshape(tensor.shape) + 7
+        for rank, region in tensor.target.regions(tensor.shape).items():
+            wanted = whole[tuple(slice(*ends) for ends in region)]
+            np.testing.assert_array_equal(arrays[rank], 0 * wanted if (index, rank) in plan.zeros else wanted)
+
+
+def check_times(plan: ReshardPlan, hosts: Hosts) -> None:
+    """No direction of a host's link carries two things at once, and the plan's figures are those of its
+    transfers."""
+    per_us = hosts.link_bytes_per_s / 1e6
+    uses: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
+    last_us = 0.0
+    for one in plan.transfers:
+        piece_us = min(one.nbytes, plan.piece_bytes) / per_us
+        start_us = one.start_us
+        if one.after is not None:
+            assert start_us >= plan.transfers[one.after].end_us
+        for here, there in zip((one.sender, *one.receivers), one.receivers):
+            if hosts[here] == hosts[there]:
+                continue
+            ends = (start_us, start_us + one.nbytes / per_us)
+            uses["up", hosts[here]].append(ends)
+            uses["down", hosts[there]].append(ends)
+            sent[hosts[here]] += one.nbytes
+            received[hosts[there]] += one.nbytes
+            assert one.end_us >= (ends[1] + hosts.latency_us) * (1 - 1e-9)
+            start_us += piece_us + hosts.latency_us
+        last_us = max(last_us, one.end_us)
+    for spans in uses.values():
+        spans.sort()
+        for before, after in pairwise(spans):
+            assert before[1] <= after[0] * (1 + 1e-9) + 1e-9
+    assert plan.makespan_us == last_us
+    assert plan.sent_bytes == sent
+    assert plan.received_bytes == received
+    assert plan.link_bytes == sum(sent.values())
+    assert (
+        plan.bytes_sent == plan.needed_bytes == sum(one.nbytes * len(one.receivers) for one in plan.transfers)
+    )
+    assert plan.makespan_us >= plan.bound_us * (1 - 1e-9)
+
+
+def _local(layout: Layout, whole: np.ndarray, blank: bool = False) -> dict[int, np.ndarray]:
+    """What each rank holds of a whole array; blank: as many elements of no meaning."""
+    held = {}
+    for rank, region in layout.regions(whole.shape).items():
+        box = whole[tuple(slice(*ends) for ends in region)]
+        held[rank] = np.full(box.shape, -1, np.int64) if blank else box.copy()
+    return held
+
+
+def _inside(region: Region, box: Region) -> tuple[slice, ...]:
+    """Where a region lies within a rank's box."""
+    for (start, stop), (low, high) in zip(region, box):
+        assert low <= start <= stop <= high, f"{region} is not within {box}"
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(region, box))
+
+
+def _shares(a: Region, b: Region) -> bool:
+    return all(max(x[0], y[0]) < min(x[1], y[1]) for x, y in zip(a, b))

@@ -1,0 +1,160 @@
+"""Plans against the figures of the paper on cross-mesh resharding, and what else a plan must be.
+
+The unit is the time of the whole tensor over the link of one host. The figures are those at which Zhuang et
+al. (MLSys 2023) compare orders and senders, worked out by hand: each of two hosts sends, and each of two
+receives, half of the tensor.
+"""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from stretto.errors import UsageError
+from stretto.tensor.layout import Layout
+from stretto.tensor.reshard.hosts import Hosts
+from stretto.tensor.reshard.notation import between_meshes
+from stretto.tensor.reshard.plan import Tensor, plan_reshard, plan_reshards
+
+from .replay import check_times, check_values
+
+R, S0 = Replicate(), Shard(0)
+SHAPE = (1024, 1024, 512)
+
+
+def units(shape, source, target, **how):
+    """Makespan, in times of the whole tensor over one link."""
+    before, after, hosts = between_meshes(source, target)
+    plan = plan_reshard(shape, 4, before, after, hosts, **how)
+    return plan.makespan_us / plan.whole_us
+
+
+CASES = [
+    # shape, source, target; makespan of naive choices, of the best
+    (SHAPE, "2x4:S0RR", "2x4:S0RR", 0.5, 0.5),
+    (SHAPE, "2x4:RS0R", "2x4:S0RR", 0.75, 0.5),
+    (SHAPE, "2x4:S1RR", "2x4:S0RR", 1.0, 0.5),
+    ((3072, 1024, 170), "2x4:S0RR", "3x4:S0RR", 1.0, 0.5),
+]
+
+
+@pytest.mark.parametrize(("shape", "source", "target", "naive", "best"), CASES)
+@pytest.mark.parametrize("mode", ["broadcast", "all_gather"])
+def test_published_cases_reach_their_bound(shape, source, target, naive, best, mode):
+    assert units(shape, source, target, mode=mode) == pytest.approx(best, rel=1e-12)
+    assert units(shape, source, target, mode=mode, choice="naive") == pytest.approx(naive, rel=1e-12)
+    before, after, hosts = between_meshes(source, target)
+    plan = plan_reshard(shape, 4, before, after, hosts, mode=mode)
+    assert plan.bound_us / plan.whole_us == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize(("shape", "source", "target", "naive"), [(*case[:3], n) for case, n in zip(
+    CASES, (2.0, 3.0, 4.0, 4.0))])  # fmt: skip
+def test_point_to_point_sends_a_copy_to_every_device(shape, source, target, naive):
+    """Four devices to a host: four times the half with balanced senders, up to twice that with naive ones."""
+    assert units(shape, source, target, mode="point_to_point") == pytest.approx(2.0, rel=1e-12)
+    assert units(shape, source, target, mode="point_to_point", choice="naive") == pytest.approx(naive)
+
+
+def test_a_chain_is_flat_in_the_number_of_receiving_hosts():
+    nbytes, piece_bytes, latency_us = 64_000_000, 250_000, 20.0
+    for count in range(1, 9):
+        hosts = Hosts.of(1, count + 1, link_bytes_per_s=1e9, latency_us=latency_us)
+        target = Layout(tuple(range(1, count + 1)), (R,))
+        broadcast, apart = (
+            plan_reshard((nbytes,), 1, Layout((0,), (R,)), target, hosts, mode, piece_bytes=piece_bytes)
+            for mode in ("broadcast", "point_to_point")
+        )
+        a_piece_us = piece_bytes / 1e3 + latency_us
+        assert broadcast.makespan_us == pytest.approx(64_000 + latency_us + (count - 1) * a_piece_us)
+        assert apart.makespan_us == pytest.approx(64_000 * count + latency_us)
+        assert broadcast.bound_us == pytest.approx(64_000 + latency_us)
+        assert set(broadcast.sent_bytes.values()) == {nbytes}, "each link carries it once"
+
+
+def test_a_chain_goes_through_the_devices_of_a_host_before_the_next_host():
+    hosts = Hosts((0, 1, 2, 1, 2))
+    plan = plan_reshard((8,), 4, Layout((0,), (R,)), Layout((1, 2, 3, 4), (R,)), hosts)
+    assert [one.receivers for one in plan.transfers] == [(1, 3, 2, 4)]
+    assert (plan.link_bytes, plan.bytes_sent) == (64, 128)
+
+
+def test_a_host_that_holds_a_box_serves_its_own_devices():
+    """Ranks 0 and 1 share host 0, 2 and 3 host 1; rank 3 must not hear from host 0."""
+    hosts = Hosts.of(2, 4)
+    for mode in ("broadcast", "all_gather", "point_to_point"):
+        plan = plan_reshard((8,), 4, Layout((0, 2), (R,)), Layout((0, 1, 2, 3), (R,)), hosts, mode)
+        assert [(one.sender, one.receivers) for one in plan.transfers] == [(0, (1,)), (2, (3,))]
+        assert [copy.rank for copy in plan.copies] == [0, 2]
+        assert (plan.link_bytes, plan.makespan_us, plan.bound_us) == (0, 0.0, 0.0)
+
+
+def test_two_tensors_together_share_the_links_better_than_one_after_the_other():
+    """Each tensor alone keeps one of two senders busy; together they take no longer than one of them."""
+    hosts = Hosts.of(1, 4, link_bytes_per_s=1e6)
+    one = Tensor((100,), 1, Layout((0,), (R,)), Layout((2,), (R,)))
+    other = Tensor((100,), 1, Layout((1,), (R,)), Layout((3,), (R,)))
+    plan = plan_reshards([one, other], hosts)
+    assert plan.makespan_us == pytest.approx(100.0)
+    assert plan.whole_us == pytest.approx(200.0)
+    check_values(plan, [one, other])
+    # held by both senders: one tensor is sent by each
+    both = [Tensor((100,), 1, Layout((0, 1), (R,)), Layout((rank,), (R,))) for rank in (2, 3)]
+    plan = plan_reshards(both, hosts)
+    assert sorted(one.sender for one in plan.transfers) == [0, 1]
+    assert plan.makespan_us == pytest.approx(100.0)
+
+
+def test_boxes_are_cut_where_whole_ones_leave_a_sender_idle():
+    """Two hosts hold what three need a third of each: one would send two thirds, cut they send half each."""
+    assert units(SHAPE, "2x1:RRR", "3x1:S0RR") == pytest.approx(0.5, rel=1e-2)
+    assert units(SHAPE, "2x1:RRR", "3x1:S0RR", choice="naive") == pytest.approx(1.0)
+
+
+def test_nothing_moves_where_every_rank_holds_what_it_needs():
+    hosts = Hosts.of(1, 4)
+    plan = plan_reshard((8, 8), 4, Layout((0, 1, 2), (R,)), Layout((2, 0), (S0,)), hosts)
+    assert plan.transfers == ()
+    assert plan.copies[0].region == ((0, 4), (0, 8))
+    assert (plan.makespan_us, plan.bound_us, plan.needed_bytes) == (0.0, 0.0, 0)
+
+
+def test_the_rate_inside_a_host_counts_when_it_is_given():
+    hosts = Hosts.of(4, 8, link_bytes_per_s=1e6, inside_bytes_per_s=0.5e6)
+    tensor = Tensor((1000,), 1, Layout((0,), (R,)), Layout((1, 4, 5), (R,)))
+    plan = plan_reshards([tensor], hosts, piece_bytes=10)
+    check_values(plan, [tensor])
+    # 4 gets it at the link's rate, 5 from 4 at half of it, a piece later; 1 meanwhile inside host 0
+    assert plan.makespan_us == pytest.approx(2000 + 10)
+    check_times(plan_reshards([tensor], Hosts.of(4, 8)), Hosts.of(4, 8))
+
+
+def test_what_cannot_be_planned_is_refused_with_what_to_do():
+    hosts = Hosts.of(1, 4)
+    source, target = Layout((0, 1), (S0,)), Layout((2, 3), (S0,))
+    partial = Layout((0, 1), (Partial(),))
+    with pytest.raises(UsageError, match=r"not reduced yet; reduce it within its mesh first.*Shard\(dim=0\)"):
+        plan_reshard((8,), 4, partial, target, hosts)
+    with pytest.raises(UsageError, match="ranks \\[3\\] are on a mesh but on no host"):
+        plan_reshard((8,), 4, source, target, Hosts.of(1, 3))
+    with pytest.raises(UsageError, match="use one of broadcast, all_gather, point_to_point"):
+        plan_reshard((8,), 4, source, target, hosts, "ring")
+    with pytest.raises(UsageError, match="it has no dim 0"):
+        plan_reshard((), 4, source, target, hosts)
+    with pytest.raises(UsageError, match="itemsize_bytes=0"):
+        plan_reshard((8,), 0, source, target, hosts)
+    with pytest.raises(UsageError, match="a size is below 0"):
+        plan_reshard((-8,), 4, source, target, hosts)
+    with pytest.raises(UsageError, match="no source layout"):
+        plan_reshard((8,), 4, (), target, hosts)
+    with pytest.raises(UsageError, match="piece_bytes=0"):
+        plan_reshard((8,), 4, source, target, hosts, piece_bytes=0)
+    with pytest.raises(UsageError, match="search_s=-1"):
+        plan_reshard((8,), 4, source, target, hosts, search_s=-1)
+    with pytest.raises(UsageError, match="use balanced or naive"):
+        plan_reshard((8,), 4, source, target, hosts, choice="best")
+    for wrong in ({"link_bytes_per_s": 0}, {"latency_us": -1.0}, {"inside_bytes_per_s": 0}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            Hosts((0, 1), **wrong)
+    with pytest.raises(UsageError, match="at least 1 of each"):
+        Hosts.of(0, 4)
