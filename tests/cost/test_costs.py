@@ -20,6 +20,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.schedule.families import make_schedule
 from stretto.schedule.transfers import message_us
 from tests.capture.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
+from tests.cost.comm_job import comm_job
 from tests.runtime.equality import evenly, job_of, tokens, traced
 
 CPU = torch.device("cpu")
@@ -78,9 +79,9 @@ def test_equal_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     measured: list[int] = []
     measure = profile._measure
 
-    def counted(job: Job, stage, device):
+    def counted(job: Job, stage, device, rounds):
         measured.append(stage.index)
-        return measure(job, stage, device)
+        return measure(job, stage, device, rounds)
 
     monkeypatch.setattr(profile, "_measure", counted)
     found = profile.profile(job, CPU)
@@ -92,6 +93,19 @@ def test_equal_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_the_stages_that_are_asked_for_are_measured() -> None:
     _, _, job = gpt_job(2, 32)
     assert {stage for stage, _ in profile.profile(job, CPU, [1]).op_us} == {1}
+
+
+def test_a_second_visit_counts_with_the_first() -> None:
+    job = comm_job(2, tp=2)
+    first = profile.profile(job, CPU, [1])
+    counts = {phase: len(totals) for phase, totals in first.rounds[1].totals.items()}
+    slow = {phase: [us + 1e6 for us in totals] for phase, totals in first.rounds[1].totals.items()}
+    first.rounds[1].totals.update(slow)
+    both = profile.profile(job, CPU, [1], first)
+    assert all(len(both.rounds[1].totals[phase]) > count for phase, count in counts.items())
+    # The faster half counts, so a visit at a bad moment does not.
+    assert sum(both.op_us.values()) < 1e6
+    assert first.rounds.keys() == both.rounds.keys() == {1}
 
 
 @pytest.mark.parametrize("name", [*EQUAL, "Dropout", "BatchNorm"])

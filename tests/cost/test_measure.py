@@ -88,7 +88,7 @@ def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
     for stage in job.stages:
         for op in (op for ops in stage.ops.values() for op in ops):
             us = costs["op_us"][str(stage.index)][op.name]
-            assert us == 0 if op.target == "comm.wait" else us > 0
+            assert us > 0, "a wait has a call to return from, a view a line to run"
 
 
 @pytest.mark.quiet

@@ -90,7 +90,7 @@ def _in_lab(setup: Setup, *words: str) -> Any:
             setup.world,
             setup.rate,
             CORES / setup.world if shared else None,
-            pin=not shared,
+            pin=True,
         ) as lab,
     ):
         out = Path(folder) / "out.json"

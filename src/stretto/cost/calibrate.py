@@ -166,7 +166,7 @@ def _between_ranks(outcome: Outcome, device: torch.device, progress: Progress) -
 
 def _keep(outcome: Outcome, kind: str, members: int, stride: int, hosts: int, measured: Measured) -> None:
     outcome.calibration.collectives.append(
-        GroupTiming(kind, members, stride, hosts, measured.cost, measured.start_us, measured.spread)
+        GroupTiming(kind, members, stride, hosts, measured.cost, measured.calls, measured.spread)
     )
     if measured.spread > NOISY_GROUP:
         outcome.warnings.append(

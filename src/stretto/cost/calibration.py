@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stretto.cost.calls import Calls
 from stretto.cost.op_cache import (
     Machine,
     Timing,
@@ -36,22 +37,22 @@ from stretto.ir.plan import CollectiveCost, Link
 from stretto.ir.reading import Cursor, read_json
 
 FORMAT = "stretto-calibration"
-VERSION = 1
+VERSION = 2
 
-COST_KEYS = ("curve", "processor_us_per_mb", "slowdown", "pace", "start_us", "spread")
+COST_KEYS = ("curve", "processor_us_per_mb", "slowdown", "pace", "start_us", "finish_us_per_mb", "spread")
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTiming:
-    """Collectives of one kind in groups of `members` ranks, `stride` apart, over `hosts` hosts. start_us: the
-    call that starts one; spread: the noise of its worst size."""
+    """Collectives of one kind in groups of `members` ranks, `stride` apart, over `hosts` hosts. calls: what
+    they take on the compute lane; spread: the noise of the worst size."""
 
     kind: str
     members: int
     stride: int
     hosts: int
     cost: CollectiveCost
-    start_us: float
+    calls: Calls
     spread: float
 
 
@@ -140,7 +141,8 @@ def _group_data(one: GroupTiming) -> dict[str, Any]:
         "processor_us_per_mb": round(one.cost.processor_us_per_mb, 2),
         "slowdown": round(one.cost.slowdown, 4),
         "pace": round(one.cost.pace, 4),
-        "start_us": round(one.start_us, 2),
+        "start_us": round(one.calls.start_us, 2),
+        "finish_us_per_mb": round(one.calls.finish_us_per_mb, 2),
         "spread": round(one.spread, 3),
     }
 
@@ -167,7 +169,7 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
         _count(parts["stride"], 1),
         _count(parts["hosts"], 1),
         cost,
-        positive(parts["start_us"]),
+        Calls(positive(parts["start_us"]), positive(parts["finish_us_per_mb"])),
         positive(parts["spread"]),
     )
 

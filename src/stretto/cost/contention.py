@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 
+from stretto.cost.calls import BYTES_PER_MB
 from stretto.giving_way import lanes_first
-
-BYTES_PER_MB = 10**6
-"""The megabyte of `CollectiveCost.processor_us_per_mb`, as that field defines it."""
 
 ALONE_S = 0.1
 """Length of the compute that is timed alone, before and after. Assumed: ten periods of a control group."""
@@ -59,14 +57,15 @@ def compute_loss(
     alone_us: float,
     meet: Callable[[], None],
     device: torch.device,
-    start_us: float = 0.0,
+    calls_us: float = 0.0,
 ) -> Loss:
     """What this rank's compute loses to a collective.
 
     start: begins the collective and returns its handle, which has `wait()`; nbytes: of its whole
     tensor; alone_us: how long it takes when nothing else runs, the same number on all ranks; meet: brings
-    the ranks together; start_us: of the call that begins it, which is counted as such and no loss. What the
-    transport does before a call returns, because it goes first, is a loss like any other.
+    the ranks together; calls_us: of the call that begins it and of the wait for one that is done, which
+    are counted as such and no loss. What the transport does before a call returns, because it goes first, is
+    a loss like any other.
     """
     count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
     side = SIDE.get(device.type, SIDE["cuda"])
@@ -78,7 +77,7 @@ def compute_loss(
 
     with torch.no_grad():
         if device.type == "cpu":
-            found = [_beside(start, count, compute, meet, start_us) for _ in range(REPEATS)]
+            found = [_beside(start, count, compute, meet, calls_us) for _ in range(REPEATS)]
             lost_us = max(0.0, statistics.median(lost for lost, _ in found))
             beside_us = statistics.median(us for _, us in found)
             return Loss(lost_us * BYTES_PER_MB / max(nbytes, 1), 0.0, min(1.0, alone_us / beside_us))
@@ -91,7 +90,7 @@ def _beside(
     count: int,
     compute: Callable[[], None],
     meet: Callable[[], None],
-    start_us: float,
+    calls_us: float,
 ) -> tuple[float, float]:
     """(compute that one of `count` collectives takes away, how long one takes under it), in microseconds."""
     before_us = _alone_us(compute, meet)
@@ -114,7 +113,7 @@ def _beside(
             end = time.perf_counter_ns()
     took_us = (end - begin) / 1000.0
     product_us = (before_us + _alone_us(compute, meet)) / 2.0
-    lost_us = (took_us - products * product_us) / count - start_us
+    lost_us = (took_us - products * product_us) / count - calls_us
     # From the call's return, as when it is alone; its end is seen when a product ends, half of one late.
     return lost_us, max(1.0, (took_us - calling / 1000.0) / count - product_us / 2.0)
 

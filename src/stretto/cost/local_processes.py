@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.cost.calls import Calls
 from stretto.cost.measure_collectives import Measured, measure_collectives
 from stretto.cost.messages import measure_both_ways, measure_links
 from stretto.cost.wanted import Wanted
@@ -74,7 +75,9 @@ def measure_between(
         )
         axis, kind = entry["axis"], entry["kind"]
         cost = scaled(cost, small.size(axis), mesh.size(axis))
-        found[axis, kind] = Measured(cost, entry["start_us"], entry["spread"])
+        found[axis, kind] = Measured(
+            cost, Calls(entry["start_us"], entry["finish_us_per_mb"]), entry["spread"]
+        )
     if not link:
         return Between(None, 1.0, found)
     latency_us, bytes_per_us, processor_us_per_mb = told["link"]
@@ -174,7 +177,8 @@ def _probe(asked: Any) -> None:
                 "slowdown": cost.slowdown,
                 "pace": cost.pace,
                 "source": cost.source,
-                "start_us": one.start_us,
+                "start_us": one.calls.start_us,
+                "finish_us_per_mb": one.calls.finish_us_per_mb,
                 "spread": one.spread,
             }
         )

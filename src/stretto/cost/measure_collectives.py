@@ -8,7 +8,8 @@
        with it come the members that compute a little longer, and a quota that computing has spent. Measured
        at 300 Mbit/s between hosts of 0.8 processors: 9.2 ms, where one that follows no compute takes 6.9.
        Of the rounds, the mean without the slowest quarter; of both ways the longer. The sizes give a `Curve`.
-    3. What compute loses to it (`cost.contention`), at a size that stays in flight for a while.
+    3. What compute loses to it (`cost.contention`), and what its wait does when it is done, at a size that
+       stays in flight for a while. The latter is compute: the curve is without it.
     4. All ranks take the median over groups, so they hold equal costs.
 
 `torch.distributed` is used as it is: the transport that will carry the plan's collectives. On Gloo the start
@@ -18,10 +19,8 @@ returns at once and a thread of its own does the work.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,34 +29,21 @@ import torch
 import torch.distributed as dist
 
 from stretto import collectives, gloo_adapter
+from stretto.cost.calls import BYTES_PER_MB, Calls
 from stretto.cost.contention import compute_loss
+from stretto.cost.time_collectives import agree_max, agree_median, finish_us, meet, timed
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
-from stretto.giving_way import keeping_core, lanes_first
+from stretto.giving_way import keeping_core
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import CollectiveCost
-
-ROUNDS = 12
-"""Counted rounds of a size after two for warmth, when they take long."""
-
-MOST_ROUNDS = 24
-"""Of a size whose rounds are short."""
-
-ROUNDS_US = 100_000.0
-"""Rounds of a size go on for this long, within the limits above."""
 
 COMPUTE_US = 5_000.0
 """Compute before a collective when nobody knows how much the step has."""
 
 MOST_COMPUTE_US = 10_000.0
 """And at most: a control group's period, after which a quota's state repeats itself."""
-
-COMPUTE_PARTS = (0.35, 1.07, 0.6, 1.46, 0.82, 1.7)
-"""Of it in the rounds, in turn, with a mean of 1: no round always meets the same part of a period."""
-
-KEPT = 0.75
-"""Part of the rounds that count, the faster ones: what is beyond was other work on the machine. Assumed."""
 
 BUDGET_US = 4_000_000.0
 """Time for one kind on one axis; when it is gone, no further size is begun (the asked ones come first)."""
@@ -70,12 +56,11 @@ CONTENTION_US = 200_000.0
 class Measured:
     """One kind of collective on one axis.
 
-    start_us: what the call that starts it takes on the compute lane; spread: of rounds at the worst size, the
-    range of those that count over their mean.
+    spread: of rounds at the worst size, the range of those that count over their mean.
     """
 
     cost: CollectiveCost
-    start_us: float
+    calls: Calls
     spread: float
 
 
@@ -89,7 +74,7 @@ def measure_collectives(
     Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
     slow links.
     """
-    between_us = min(MOST_COMPUTE_US, _agree_median(compute_us))
+    between_us = min(MOST_COMPUTE_US, agree_median(compute_us))
     found: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     theirs = gloo_adapter.loop_threads()
@@ -178,113 +163,30 @@ def _measure(
     begin = time.perf_counter_ns()
     for size in item.sizes:
         nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
-        us, start_us, range_of = _time(start, group, device, compute_us)
+        us, start_us, range_of = timed(start, group, device, compute_us)
         if device.type == "cpu" and compute_us > 0:
-            us = max(us, _time(start, group, device, 0.0)[0])
+            us = max(us, timed(start, group, device, 0.0)[0])
         samples.append((nbytes, us))
         starts.append(start_us)
         spread = max(spread, range_of)
-        if _agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
+        if agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
             break
     fits = [sample for sample in samples if sample[1] <= CONTENTION_US] or [min(samples)]
     size, alone_us = max(fits)
     nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
     # The call itself; at larger sizes the transport does a part of its work before the call returns.
-    start_us = _agree_median(min(starts))
-    loss = compute_loss(start, nbytes, alone_us, lambda: _meet(device), device, start_us)
+    start_us = agree_median(min(starts))
+    finishing_us = min(alone_us / 2, finish_us(start, alone_us)) if device.type == "cpu" else 0.0
+    calls = Calls(start_us, finishing_us * BYTES_PER_MB / max(nbytes, 1))
+    loss = compute_loss(start, nbytes, alone_us, lambda: meet(device), device, start_us + finishing_us)
     cost = CollectiveCost(
-        Curve.fitted(samples),
-        _agree_median(loss.processor_us_per_mb),
-        _agree_median(loss.slowdown),
+        Curve.fitted([(size, max(us / 2, us - calls.finish_us(size))) for size, us in samples]),
+        agree_median(loss.processor_us_per_mb),
+        agree_median(loss.slowdown),
         f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
-        _agree_median(loss.pace),
+        agree_median(loss.pace),
     )
-    return Measured(cost, start_us, spread)
-
-
-def _time(
-    start: Callable[[], Any], group: dist.ProcessGroup, device: torch.device, compute_us: float
-) -> tuple[float, float, float]:
-    """Step 2: (microseconds of one collective after its start, of its start, spread), equal on all ranks."""
-    took: list[float] = []
-    starts: list[float] = []
-
-    def one() -> float:
-        # The collective before it brought the ranks together, as in a step; a barrier would let them go one
-        # after the other, and a short collective would cost what the barrier does.
-        if device.type == "cpu":
-            _compute(compute_us * COMPUTE_PARTS[len(took) % len(COMPUTE_PARTS)])
-        begin = time.perf_counter_ns()
-        work = start()
-        started = time.perf_counter_ns()
-        work.wait()
-        _synchronise(device)
-        end = time.perf_counter_ns()
-        took.append((end - started) / 1000.0)
-        starts.append((started - begin) / 1000.0)
-        return took[-1]
-
-    _meet(device)
-    with lanes_first() if device.type == "cpu" else nullcontext():
-        one()
-        warm_us = _agree_max(one(), device)
-        one()
-        took.clear()
-        starts.clear()
-        for _ in range(int(min(MOST_ROUNDS, max(ROUNDS, ROUNDS_US / max(warm_us, 1.0))))):
-            one()
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (dist.get_process_group_ranks(group), took, starts))
-    rounds: dict[tuple[int, ...], list[list[float]]] = {}
-    for ranks, times, _ in told:
-        rounds.setdefault(tuple(ranks), []).append(times)
-    of_groups = [_faster([statistics.fmean(each) for each in zip(*times)]) for times in rounds.values()]
-    start_us = statistics.median(us for _, _, calls in told for us in calls)
-    return (
-        statistics.median(statistics.fmean(half) for half in of_groups),
-        start_us,
-        max((half[-1] - half[0]) / statistics.fmean(half) for half in of_groups),
-    )
-
-
-def _faster(times_us: Sequence[float]) -> list[float]:
-    """The rounds that count, ascending."""
-    return sorted(times_us)[: max(1, round(KEPT * len(times_us)))]
-
-
-def _compute(us: float) -> None:
-    """Keep this rank's processor busy."""
-    factor = torch.full((192, 192), 0.01)
-    end = time.perf_counter_ns() + int(us * 1e3)
-    while time.perf_counter_ns() < end:
-        torch.mm(factor, factor)
-
-
-def _meet(device: torch.device) -> None:
-    """Bring all ranks together."""
-    if device.type == "cuda":
-        # A barrier of its own would pick a device by rank; the sum of one number keeps to this one.
-        dist.all_reduce(torch.zeros(1, device=device))
-        torch.cuda.synchronize(device)
-    else:
-        dist.barrier()
-
-
-def _agree_max(value: float, device: torch.device) -> float:
-    told = torch.tensor([value], dtype=torch.float32, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return float(told.item())
-
-
-def _agree_median(value: float) -> float:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return float(statistics.median(told))
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return Measured(cost, calls, spread)
 
 
 def _host() -> tuple[str, str]:

@@ -3,7 +3,8 @@
 When the ranks of the plan are running (`torch.distributed` has as many), each measures its place's stages
 while all others measure theirs, as they will compute; then messages of every pair of places, at all other
 coordinates at once; then the collectives of every axis, all groups at once. What ranks that do equal work
-found is merged by the median, so all hold equal costs. In a single process all stages are measured one
+found is merged by the median, so all hold equal costs. Ops are measured before communication and once more
+after it: a machine that others use has good and bad seconds. In a single process all stages are measured one
 after the other, and communication between processes started for it.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.cost.messages import measure_links
@@ -55,7 +57,7 @@ def measured_costs(job: Job, schedule: Schedule) -> Costs:
         between = measure_between(Mesh(job.axes), wanted, link=schedule.ranks > 1)
         link, collectives = between.link or NO_LINK, between.collectives
     return Costs(
-        with_starts(job, found.op_us, collectives),
+        with_calls(job, found.op_us, collectives),
         {},
         link,
         ACTION_US,
@@ -85,6 +87,8 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
     here = [job.stages[stage] for stage in schedule.stages_of(place)]
     between_us = compute_between_us(here, mine.op_us)
     collectives = measure_collectives(mesh, wanted_collectives(job), device, between_us)
+    dist.barrier()
+    mine = profile(job, device, schedule.stages_of(place), mine)
     shared = shared_axes(mesh, [axis for axis, _ in job.axes])
     told: list[Any] = [None] * mesh.world
     dist.all_gather_object(told, (dict(mine.op_us), links))
@@ -95,7 +99,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
             found[pair].append(link)
     merged = {pair: typical_link(found[pair]) for pair in sorted(found)}
     return Costs(
-        with_starts(job, op_us, collectives),
+        with_calls(job, op_us, collectives),
         merged,
         next(iter(merged.values()), NO_LINK),
         ACTION_US,
@@ -131,20 +135,14 @@ def typical_link(links: list[Link]) -> Link:
     )
 
 
-def with_starts(
+def with_calls(
     job: Job, op_us: Mapping[tuple[int, str], float], collectives: Mapping[tuple[str, str], Measured]
 ) -> dict[tuple[int, str], float]:
-    """Op times with the call of the transport added to every op that starts a collective."""
+    """Op times with what the transport's calls take added to every op that starts a collective or waits."""
     found = dict(op_us)
-    for stage in job.stages:
-        for op in (op for ops in stage.ops.values() for op in ops):
-            asked = op.collective
-            if (
-                asked is not None
-                and (asked.axis, asked.kind) in collectives
-                and (stage.index, op.name) in found
-            ):
-                found[stage.index, op.name] += collectives[asked.axis, asked.kind].start_us
+    for key, us in calls_us(job, {name: one.calls for name, one in collectives.items()}).items():
+        if key in found:
+            found[key] += us
     return found
 
 

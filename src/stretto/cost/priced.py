@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming
+from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import scaled
 from stretto.cost.matmul_fit import MatmulFit
 from stretto.cost.op_cache import signature
@@ -138,12 +139,8 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
         for wanted in wanted_collectives(job)
     }
 
-    def op_us(stage: int, op: Op) -> float:
-        asked = op.collective
-        group = groups.get((asked.axis, asked.kind)) if asked is not None else None
-        return ops[stage, op.name].us + (group.start_us if group is not None else 0.0)
-
-    times = op_times(job, op_us)
+    on_lane = calls_us(job, {key: group.calls for key, group in groups.items()})
+    times = op_times(job, lambda stage, op: ops[stage, op.name].us + on_lane.get((stage, op.name), 0.0))
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     stride = mesh.world // schedule.ranks
     links = {(a, b): find_link(calibration, abs(a - b) * stride) for a, b in pairs if a != b}
@@ -182,7 +179,7 @@ def find_group(calibration: Calibration, mesh: Mesh, axis: str, kind: str) -> Gr
     cost = scaled(best.cost, best.members, members)
     if best.stride != stride:
         cost = replace(cost, source=f"{cost.source}; ranks {best.stride} apart for {stride}")
-    return GroupTiming(kind, members, stride, best.hosts, cost, best.start_us, best.spread)
+    return GroupTiming(kind, members, stride, best.hosts, cost, best.calls, best.spread)
 
 
 def find_link(calibration: Calibration, stride: int) -> LinkTiming:

@@ -5,6 +5,7 @@
     2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
     3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
        that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
+       Rounds of several visits count together, so that one bad moment of the machine does not decide.
     4. Stages whose ops are equal (target, arguments' specs) are measured once.
     5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
 
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,18 +40,32 @@ MOST_ROUNDS = 25
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Times of one job on one device. op_us[(stage, op name)]."""
+    """Times of one job on one device. op_us[(stage, op name)]; rounds: by stage, what they were made from."""
 
     op_us: Mapping[tuple[int, str], float]
     source: str
+    rounds: Mapping[int, Rounds] = field(default_factory=dict, repr=False)
 
 
-def profile(job: Job, device: torch.device, stages: Sequence[int] | None = None) -> Profile:
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What the rounds of one stage took. shares: by op, with clocks; totals: by phase, without."""
+
+    shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+def profile(
+    job: Job, device: torch.device, stages: Sequence[int] | None = None, before: Profile | None = None
+) -> Profile:
     """Measure the ops of `stages` (all by default) on `device`.
+
+    before: of the same job, stages and device, some time ago; its rounds count as much as the new ones.
 
     Memory: the parameters, saved values and gradients of one microbatch of one stage at a time.
     """
     op_us: dict[tuple[int, str], float] = {}
+    rounds: dict[int, Rounds] = {}
     done: dict[Any, tuple[int, list[str]]] = {}
     for index in stages if stages is not None else range(len(job.stages)):
         stage = job.stages[index]
@@ -63,9 +79,10 @@ def profile(job: Job, device: torch.device, stages: Sequence[int] | None = None)
         done[key] = (index, names)
         # Dropout draws; the user's generator must not notice.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            measured = _measure(job, stage, device)
+            rounds[index] = before.rounds[index] if before is not None else Rounds()
+            measured = _measure(job, stage, device, rounds[index])
         op_us.update(((index, name), us) for name, us in measured.items())
-    return Profile(op_us, f"measured on {device_name(device)}")
+    return Profile(op_us, f"measured on {device_name(device)}", rounds)
 
 
 def device_name(device: torch.device) -> str:
@@ -76,24 +93,22 @@ def device_name(device: torch.device) -> str:
     return f"this processor, {threads} thread{'s' if threads != 1 else ''}"
 
 
-def _measure(job: Job, stage: Stage, device: torch.device) -> dict[str, float]:
+def _measure(job: Job, stage: Stage, device: torch.device, rounds: Rounds) -> dict[str, float]:
     made = _make_inputs(job, stage, device)
     calls = _calls(job, stage, device)
-    shares: dict[str, list[float]] = {op.name: [] for phase in PHASES for op in stage.ops[phase]}
-    totals: dict[Phase, list[float]] = {phase: [] for phase in PHASES}
     grads: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         warm = _run(calls, made, grads, device, None)
         longer = LEAST_ROUND_US / max(sum(warm.values()), 1.0)
         for _ in range(int(min(MOST_ROUNDS, max(ROUNDS, ROUNDS * longer)))):
-            _run(calls, made, grads, device, shares)
+            _run(calls, made, grads, device, rounds.shares)
             for phase, us in _run(calls, made, grads, device, None).items():
-                totals[phase].append(us)
+                rounds.totals[phase].append(us)
     result: dict[str, float] = {}
     for phase in PHASES:
-        typical = {op.name: _typical(shares[op.name]) for op in stage.ops[phase]}
+        typical = {op.name: _typical(rounds.shares[op.name]) for op in stage.ops[phase]}
         total = sum(typical.values())
-        scale = _typical(totals[phase]) / total if total else 0.0
+        scale = _typical(rounds.totals[phase]) / total if total else 0.0
         result |= {name: us * scale for name, us in typical.items()}
         result |= {op.name: 0.0 for op in stage.ops[phase] if op.target == WAIT}
     return result
