@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "cost": ("stretto.cli.cost", "cost", "List a plan's dearest ops and collectives."),
     "cluster": ("stretto.cli.cluster", "cluster", "List and show clusters that can be planned for."),
+    "reshard": ("stretto.cli.reshard", "reshard", "Plan how a tensor goes from one mesh to another."),
     "lab": ("stretto.cli.lab", "lab", "Emulate a slow cluster on this machine."),
     "bench": ("stretto.cli.bench", "bench", "Race Stretto against other systems."),
     "show": ("stretto.cli.show", "show", "List the ops of one phase of one stage of a plan."),

@@ -1,9 +1,14 @@
 """Resharding: a tensor goes from one layout to another, within a mesh or between meshes.
 
-tasks      what must move: each distinct box, who holds it, who needs it
-modes      how a box goes to several ranks: point to point, all-gather in a host, broadcast along a chain
-order      who sends, and in which order
-timeline   when each transfer runs on the hosts' links
-bound      the time that no plan can be under
-plan       all of these together: `plan_reshard`, `plan_reshards`, `plan_forwarding`
+    tasks        what must move: each distinct box, who holds it, who needs it
+    modes        how a box goes to several ranks: point to point, all-gather in a host, a chain
+    order        who sends, and in which order
+    search       a better order, within a budget
+    timeline     when each transfer runs on the hosts' links
+    bound        the time that no plan can be under
+    plan         all of these together: `plan_reshard`, `plan_reshards`
+    forwarding   a tensor that several meshes need, one after another: `plan_forwarding`
+    notation     layouts in short: 2x4:S0RR
+
+None of these needs a device or a process group.
 """

@@ -62,6 +62,7 @@ class ReshardPlan:
     piece_bytes: along a chain, a receiver hands a box on in pieces of so many bytes.
     makespan_us: predicted, from the first byte sent to the last received. bound_us: no plan takes less.
     whole_us: the time of the whole tensors over the link of one host, a unit to compare by.
+    tasks: how many distinct boxes must move to ranks that lack them, whatever the mode makes of them.
     needed_bytes: of boxes that ranks need and do not hold; a box counts for each of these.
     bytes_sent: by all ranks. link_bytes: of these, between hosts; sent_bytes and received_bytes: by host.
     """
@@ -74,6 +75,7 @@ class ReshardPlan:
     makespan_us: float
     bound_us: float
     whole_us: float
+    tasks: int
     needed_bytes: int
     bytes_sent: int
     link_bytes: int
@@ -192,6 +194,7 @@ def _plan(
         makespan_us=timeline.makespan_us,
         bound_us=bound,
         whole_us=whole_bytes / hosts.link_bytes_per_s * MICROSECONDS_PER_S,
+        tasks=len(needs.tasks),
         needed_bytes=sum(task.nbytes * len(task.receivers) for task in needs.tasks),
         bytes_sent=sum(one.nbytes * len(one.receivers) for one in transfers),
         link_bytes=sum(sent.values()),

@@ -1,0 +1,195 @@
+"""`stretto reshard`: how a tensor goes from one mesh to another, in each mode, and what that takes. Thin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stretto.errors import UsageError
+from stretto.lab.rates import parse_rate
+from stretto.report.words import format_bytes, format_us
+from stretto.tensor.layout import Region
+from stretto.tensor.reshard.hosts import Hosts
+from stretto.tensor.reshard.modes import MODES, Mode
+from stretto.tensor.reshard.notation import HELP, between_meshes, read
+from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
+
+WIDTH = 120
+"""Columns of the tables, wherever they are printed."""
+
+SHOWN = 64
+"""Transfers that are listed at most; `--json` lists all."""
+
+NAMES = {"broadcast": "broadcast", "all_gather": "all-gather in a host", "point_to_point": "point to point"}
+
+reshard = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A plan under its name. choice: naive, balanced (the default of the planner) or searched."""
+
+    choice: str
+    plan: ReshardPlan
+
+
+@reshard.command()
+def run(
+    shape: Annotated[str, typer.Option(help="Of the whole tensor: 1024,1024,512.", show_default=False)],
+    src: Annotated[
+        str, typer.Option(help="Mesh and layout before: hosts x devices, a letter a dim.", show_default=False)
+    ],
+    dst: Annotated[
+        str,
+        typer.Option(help="Mesh and layout after, on the hosts after those of --src.", show_default=False),
+    ],
+    dtype: Annotated[str, typer.Option(help="PyTorch's name of it.")] = "float32",
+    rate: Annotated[str, typer.Option(help="Of a host's link, in each direction.")] = "100gbit",
+    latency_us: Annotated[float, typer.Option(min=0, help="Between hosts, microseconds.")] = 0.0,
+    search: Annotated[float, typer.Option(min=0, help="Seconds to search for a better order.")] = 0.0,
+    mode: Annotated[str | None, typer.Option(help=f"List this mode's transfers: {', '.join(MODES)}.")] = None,
+    piece_kib: Annotated[int, typer.Option(min=1, help="Size of pieces along a chain.")] = PIECE_BYTES >> 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in the place of tables.")] = False,
+) -> None:
+    """Plan a tensor's way from one mesh to another: tasks, bytes, makespan and bound in each mode.
+
+    Times are also given in units of the whole tensor over the link of one host.
+    """
+    sizes, itemsize_bytes = _shape(shape), _itemsize(dtype)
+    for option, text in (("--src", src), ("--dst", dst)):
+        if read(text).dims != len(sizes):
+            raise UsageError(
+                f"{option} {text} is of {read(text).dims} dims, but --shape {shape} has {len(sizes)}; {HELP}"
+            )
+    if mode is not None and mode not in MODES:
+        raise UsageError(f"--mode {mode} is not known; use one of {', '.join(MODES)}")
+    bits_per_s = parse_rate(rate)
+    if bits_per_s is None:
+        raise UsageError("--rate unlimited: nothing would take time; give a rate such as 100gbit")
+    source, target, hosts = between_meshes(src, dst, Hosts((), bits_per_s / 8, latency_us))
+
+    def planned(name: Mode, choice: Choice, search_s: float) -> ReshardPlan:
+        return plan_reshard(
+            sizes,
+            itemsize_bytes,
+            source,
+            target,
+            hosts,
+            name,
+            search_s,
+            choice=choice,
+            piece_bytes=piece_kib << 10,
+        )
+
+    rows = []
+    for name in MODES if mode is None else [m for m in MODES if m == mode]:
+        rows.append(Row("naive", planned(name, "naive", 0.0)))
+        rows.append(Row("balanced", planned(name, "balanced", 0.0)))
+        if search:
+            rows.append(Row("searched", planned(name, "balanced", search)))
+    if as_json:
+        typer.echo(json.dumps(_document(sizes, dtype, src, dst, hosts, rows), indent=1))
+        return
+    console = Console(width=WIDTH)
+    console.print(_table(f"{shape} {dtype}: {src} to {dst}", rows))
+    console.print(_note(rows[0].plan), style="dim", highlight=False)
+    if mode is not None:
+        console.print(_transfers(rows[-1], hosts))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(",")) if text else ()
+    except ValueError:
+        raise UsageError(f"--shape {text!r}: give sizes with commas between, such as 1024,1024,512") from None
+
+
+def _itemsize(name: str) -> int:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"--dtype {name!r} is none of PyTorch's; give one such as float32 or bfloat16")
+    return found.itemsize
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=title)
+    head = ("mode", "senders, order", "tasks", "transfers", "between hosts", "makespan", "units", "bound")
+    for column in (*head, "of bound"):
+        table.add_column(column, justify="left" if column in head[:2] else "right")
+    for row in rows:
+        plan = row.plan
+        cells = [NAMES[plan.mode], row.choice, f"{plan.tasks:,}", f"{len(plan.transfers):,}"]
+        cells += [format_bytes(plan.link_bytes), format_us(plan.makespan_us), _units(plan, plan.makespan_us)]
+        above = f"{plan.makespan_us / plan.bound_us:.2f}" if plan.bound_us else "-"
+        table.add_row(*cells, _units(plan, plan.bound_us), above)
+    return table
+
+
+def _units(plan: ReshardPlan, us: float) -> str:
+    return f"{us / plan.whole_us:.3f}" if plan.whole_us else "-"
+
+
+def _note(plan: ReshardPlan) -> str:
+    return (
+        f"A unit is the whole tensor over the link of one host: {format_us(plan.whole_us)}. "
+        f"Ranks need {format_bytes(plan.needed_bytes)} that they do not hold."
+    )
+
+
+def _transfers(row: Row, hosts: Hosts) -> Table:
+    plan = row.plan
+    table = Table(title=f"{NAMES[plan.mode]}, {row.choice}: transfers in order; rank@host")
+    for column in ("start", "end", "from", "along", "box", "bytes"):
+        table.add_column(column, justify="left" if column in ("along", "box") else "right", overflow="fold")
+    for one in plan.transfers[:SHOWN]:
+        along = " ".join(f"{rank}@{hosts[rank]}" for rank in one.receivers)
+        times = format_us(one.start_us), format_us(one.end_us)
+        table.add_row(
+            *times, f"{one.sender}@{hosts[one.sender]}", along, _box(one.region), format_bytes(one.nbytes)
+        )
+    if len(plan.transfers) > SHOWN:
+        table.caption = f"and {len(plan.transfers) - SHOWN:,} more; --json lists all"
+    return table
+
+
+def _box(region: Region) -> str:
+    return ", ".join(f"{start}:{stop}" for start, stop in region) or "the number"
+
+
+def _document(
+    sizes: tuple[int, ...], dtype: str, src: str, dst: str, hosts: Hosts, rows: Sequence[Row]
+) -> dict[str, Any]:
+    return {
+        "shape": list(sizes),
+        "dtype": dtype,
+        "src": src,
+        "dst": dst,
+        "link_bytes_per_s": hosts.link_bytes_per_s,
+        "latency_us": hosts.latency_us,
+        "host_of": list(hosts.host_of),
+        "plans": [
+            {
+                "mode": row.plan.mode,
+                "choice": row.choice,
+                "tasks": row.plan.tasks,
+                "makespan_us": row.plan.makespan_us,
+                "bound_us": row.plan.bound_us,
+                "whole_us": row.plan.whole_us,
+                "needed_bytes": row.plan.needed_bytes,
+                "bytes_sent": row.plan.bytes_sent,
+                "link_bytes": row.plan.link_bytes,
+                "sent_bytes": dict(row.plan.sent_bytes),
+                "received_bytes": dict(row.plan.received_bytes),
+                "piece_bytes": row.plan.piece_bytes,
+                "transfers": [asdict(one) for one in row.plan.transfers],
+            }
+            for row in rows
+        ],
+    }

@@ -1,0 +1,87 @@
+"""`stretto reshard`: each mode's figures, one mode's transfers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli.main import COMMANDS
+from stretto.cli.reshard import reshard
+from stretto.errors import UsageError
+
+CASE = ("--shape", "1024,1024,512", "--src", "2x4:S0RR", "--dst", "2x4:RS0R")
+
+
+def run(*arguments: str) -> str:
+    ran = CliRunner().invoke(reshard, list(arguments), catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    return ran.output
+
+
+def test_the_command_is_listed() -> None:
+    assert COMMANDS["reshard"][:2] == ("stretto.cli.reshard", "reshard")
+
+
+def test_every_mode_is_a_row_with_its_makespan_and_bound() -> None:
+    rows = {}
+    for line in run(*CASE).splitlines():
+        cells = [cell.strip() for cell in line.split("│")]
+        if "naive" in cells or "balanced" in cells:
+            rows[cells[1], cells[2]] = cells[3:-1]
+    # tasks, transfers, bytes between hosts, makespan, units, bound, of bound
+    assert rows["broadcast", "naive"][-3:] == ["0.750", "0.500", "1.50"]
+    assert rows["broadcast", "balanced"] == ["4", "4", "2 GiB", "85.9 ms", "0.500", "0.500", "1.00"]
+    assert rows["all-gather in a host", "balanced"][1:3] == ["32", "2 GiB"]
+    assert rows["point to point", "balanced"][1:3] == ["16", "8 GiB"]
+    assert rows["point to point", "naive"][-3:] == ["3.000", "0.500", "6.00"]
+    assert len(rows) == 6
+
+
+def test_a_mode_lists_its_transfers_in_order() -> None:
+    printed = run(*CASE, "--mode", "broadcast")
+    assert "0@0" in printed
+    assert "8@2 9@2 10@2 11@2" in printed
+    assert "0:512, 0:512, 0:512" in printed
+    assert "point to point" not in printed
+    assert "and 176 more; --json lists all" in run(
+        *("--shape", "64,64", "--src", "3x4:RS01", "--dst", "5x4:S0R", "--mode", "point_to_point")
+    )
+
+
+def test_a_search_is_a_row_of_its_own() -> None:
+    printed = run("--shape", "64,64", "--src", "3x1:RS0", "--dst", "2x1:S0R", "--search", "0.01")
+    assert printed.count("searched") == 3
+
+
+def test_json_holds_every_transfer_and_the_figures() -> None:
+    document = json.loads(run(*CASE, "--json", "--rate", "8gbit", "--dtype", "bfloat16"))
+    assert document["link_bytes_per_s"] == 1e9
+    assert document["host_of"] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    by_name = {(plan["mode"], plan["choice"]): plan for plan in document["plans"]}
+    best = by_name["broadcast", "balanced"]
+    assert best["makespan_us"] == best["bound_us"] == pytest.approx(1024 * 1024 * 512 * 2 / 1e9 * 1e6 / 2)
+    assert best["sent_bytes"] == {"0": 1 << 29, "1": 1 << 29}
+    assert best["transfers"][0]["receivers"] == [8, 9, 10, 11]
+    assert sum(one["nbytes"] for one in best["transfers"]) == best["link_bytes"] == 1 << 30
+
+
+def test_a_number_has_no_letters() -> None:
+    assert "unit" in run("--shape", "", "--src", "1x1:", "--dst", "2x1:")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("--shape", "1024,1024"), "--src 2x4:S0RR is of 3 dims, but --shape 1024,1024 has 2"),
+        (("--shape", "1024,x"), "sizes with commas between"),
+        (("--dst", "2x4:SRR"), "HOSTSxDEVICES:LETTERS"),
+        (("--dtype", "float31"), "none of PyTorch's"),
+        (("--rate", "unlimited"), "nothing would take time"),
+        (("--mode", "ring"), "use one of broadcast, all_gather, point_to_point"),
+    ],
+)
+def test_wrong_usage_is_refused(changed: tuple[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        run(*CASE, *changed)
