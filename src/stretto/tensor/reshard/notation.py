@@ -1,7 +1,7 @@
 """Layouts in short: `2x4:S0RR` is a tensor of three dims on two hosts of four devices.
 
 The letters are one for each DIM of the tensor: S0 is cut over mesh axis 0 (the hosts), S1 over axis 1 (the
-devices of a host), S01 over both, R whole. (The notation of Zhuang et al., MLSys 2023, section 2.) PyTorch's
+devices of a host), S01 over both, R whole. (The notation of Zhuang et al., MLSys 2023.) PyTorch's
 placements are the other way round: one for each AXIS of the mesh.
 """
 

@@ -3,7 +3,7 @@
 A unit task is one distinct box of the target layout, with all ranks that need it, cut by the boxes of the
 source layouts, with all ranks that hold it: any of the holders may send it, all of the others receive it. A
 rank that holds what it needs copies it. (Zhuang et al., "On Optimizing the Communication of Model
-Parallelism", MLSys 2023, section 3.)
+Parallelism", MLSys 2023.)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Transfers are taken in the order of a list. Each starts as soon as every link that it uses is free of those
 before it in the list, and as its box is there. Along a chain the pieces of a box follow one another: the next
 link starts when the first piece has arrived, so that a chain over m hosts takes the time of one link and a
-piece's time for each further one (Zhuang et al., MLSys 2023, section 3.1).
+piece's time for each further one (Zhuang et al., MLSys 2023).
 
 Within a host, devices send and receive at the inside rate; where that is without end, they take no time.
 """
