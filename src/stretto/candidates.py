@@ -7,7 +7,9 @@
        ones, with ends in windows of their own as well, on one rank also in wider windows; likewise ordered.
     4. Each of these also with communications that go on from one window to the next, where the job has such
        (`stretto.schedule.across`).
-    5. Where ranks exchange messages, the most promising are ordered again for the step as a whole
+    5. Where ranks exchange messages and microbatches are few, `window` also with one window for each rank
+       (`stretto.together`).
+    6. Where that is not far ahead, the most promising of the others are ordered again for the step as a whole
        (`stretto.refine`).
 
 Each is simulated, over a shorter step where a step has many microbatches; the fastest comes first, and of
@@ -27,13 +29,15 @@ from stretto.ir.plan import Costs, Plan, Window
 from stretto.ir.program import STARTS, Job, OverlapMode
 from stretto.refine import ROUNDS, refine
 from stretto.schedule.across import across, split_stages
+from stretto.schedule.bounds import lower_bound
 from stretto.schedule.lower import captured_windows, lower
 from stretto.schedule.order import Arranger
 from stretto.schedule.order.policies import DEFAULT
-from stretto.schedule.pair import pair
+from stretto.schedule.pair import pair, whole
 from stretto.schedule.sums import make_sums
 from stretto.schedule.timing import peak_live
 from stretto.simulate import simulate
+from stretto.together import order_together
 
 AHEAD = (0, 1)
 """How much longer than its own the warm-up of a paired schedule may be, in forwards for every rank behind:
@@ -52,10 +56,14 @@ ENDS = 8
 can win at most a few windows of a step, and cost as much planning as all others. Assumed."""
 
 PROMISING = 3
-"""Candidates that are ordered again for the step as a whole (step 5), of those that are no slower than WITHIN
+"""Candidates that are ordered again for the step as a whole (step 6), of those that are no slower than WITHIN
 times the fastest. Measured on GPTs over pp=2 tp=2: the winner was up to 8 % behind."""
 
 WITHIN = 1.25
+
+AHEAD_OF = 0.96
+"""Of the fastest other candidate's step, what one window a rank takes at most where the others need not be
+ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was then faster still."""
 
 ENOUGH = 4
 """Microbatches for every rank that are simulated to compare candidates: warm-up, cool-down, and as many in
@@ -114,7 +122,11 @@ def candidates(
                 missing.append(f"pairs wait for each other: {error.faults[0]}")
     found += [candidate for candidate, _ in tried]
     if order == DEFAULT:
-        found += _refined(costs, tried, overlap)
+        made, why = _together(job, costs, schedule) if overlap == "window" else (None, "")
+        found += [made] if made is not None else []
+        missing += [why] if why and why not in missing else []
+        if made is None or made.step_us > AHEAD_OF * min(candidate.step_us for candidate, _ in tried):
+            found += _refined(costs, tried, overlap)
     return sorted(found, key=lambda one: one.step_us), missing
 
 
@@ -169,7 +181,7 @@ def _few(way: _Way) -> Job:
 
 
 def _refined(costs: Costs, tried: Sequence[tuple[Candidate, _Way]], overlap: OverlapMode) -> list[Candidate]:
-    """Step 5: of those that overlap as much as is allowed, else of all."""
+    """Step 6: of those that overlap as much as is allowed, else of all."""
     most = [one for one in tried if one[0].overlap == overlap] or list(tried)
     most.sort(key=lambda one: one[0].step_us)
     found: list[Candidate] = []
@@ -195,6 +207,24 @@ def _refined_way(costs: Costs, way: _Way) -> Candidate | None:
         made.step_us,
         lambda: _plan(job, costs, way.schedule, way.mode, way.arranger, made.windows),
     )
+
+
+def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | None, str]:
+    """Step 5: the candidate, or why a limit forbids it ("" where it is not for this job)."""
+    paired = whole(schedule) if job.trains and schedule.ranks > 1 else None
+    # Forwards in one window all read buffers as they were before it.
+    if paired is None or shorter(schedule) != schedule or any(buffer.updates for buffer in job.buffers):
+        return None, ""
+    live = max(peak_live(paired))
+    if job.max_live is not None and live > job.max_live:
+        return None, f"pairs need {live} live microbatches, and max_live is {job.max_live}"
+    plan = _lowered(job, costs, paired, "window", captured_windows(job, paired))
+    windows = order_together(plan, lower_bound(job, paired, costs).us)
+    if windows is None:
+        return None, ""
+    # Receives are posted in the order of the sends, which is another now.
+    best = _lowered(job, costs, paired, "window", windows)
+    return Candidate("window", simulate(best).step_us, lambda: best), ""
 
 
 def shorter(schedule: Schedule) -> Schedule:

@@ -234,13 +234,17 @@ def test_values_that_stay_on_their_rank() -> None:
     )
 
 
-def test_two_phases_of_one_microbatch_do_not_share_a_window() -> None:
+def test_two_phases_of_one_microbatch_share_a_window_that_is_ordered_for_it() -> None:
     schedule = hand_schedule((0,), 1, "0F0 (0I0;0W0)OVERLAP_F_B")
-    [fault] = plan_faults(lowered(rich_job(1, 1), schedule))
+    plan = lowered(rich_job(1, 1), schedule)
+    assert plan_faults(plan) == [], "its order is made for one microbatch"
+    ordered = plan.windows["0I+0W=0,0"]
+    apart = replace(plan, windows={**plan.windows, ordered.name: replace(ordered, shares=())})
+    [fault] = plan_faults(apart)
     assert str(fault) == (
-        "rank 0, run 0I+0W:0,0: overlaps two phases of stage 0 for one microbatch, 0, of "
+        "rank 0, run 0I+0W=0,0:0,0: overlaps two phases of stage 0 for one microbatch, 0, of "
         "which one needs the other. "
-        "Overlap different microbatches; I and W together are B"
+        "Overlap different microbatches, or order a window for it; I and W together are B"
     )
 
 

@@ -22,7 +22,7 @@ coordinates (`Plan.mesh`) walk the same orders on other shards or other data, ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -74,11 +74,28 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The order of ops of some actions. `parts[k]` = (stage, phase); the microbatch is bound when run."""
+    """The order of ops of some actions. `parts[k]` = (stage, phase); the microbatch is bound when run.
+
+    shares: for each part, the first part of its stage that is bound to the same microbatch (itself, where
+        none is before it): B may read what F has saved in the same window. () when all are bound apart.
+    """
 
     name: str
     parts: tuple[tuple[int, Phase], ...]
     items: tuple[Item, ...] = field(repr=False)
+    shares: tuple[int, ...] = ()
+
+    def mates(self, part: int) -> tuple[int, ...]:
+        """The other parts of a part's stage and microbatch."""
+        if not self.shares:
+            return ()
+        return tuple(k for k, first in enumerate(self.shares) if first == self.shares[part] and k != part)
+
+    def bound(self, microbatches: Sequence[int]) -> tuple[int, ...]:
+        """What `shares` has to be for a run with these microbatches."""
+        places = [(stage, m) for (stage, _), m in zip(self.parts, microbatches, strict=True)]
+        found = tuple(places.index(place) for place in places)
+        return () if found == tuple(range(len(places))) else found
 
 
 class InstructionKind(StrEnum):

@@ -211,6 +211,10 @@ def _in_window(job: Job, name: str, window: Window) -> Iterator[BrokenReference]
                 f"{path}.parts[{k}]", f"there is no stage {stage}; the job has {len(job.stages)}"
             )
             return
+    if window.shares and not _sound_shares(window):
+        yield BrokenReference(
+            f"{path}.shares", "names, for each part, the first part of its stage and microbatch"
+        )
     made = [{op.name for sub in phase.parts for op in job.stages[s].ops[sub]} for s, phase in window.parts]
     for at, item in enumerate(window.items):
         what = None
@@ -224,6 +228,15 @@ def _in_window(job: Job, name: str, window: Window) -> Iterator[BrokenReference]
             what = f"there is no edge e{item.ref}; the job has {len(job.edges)}"
         if what:
             yield BrokenReference(f"{path}.items[{at}]", what)
+
+
+def _sound_shares(window: Window) -> bool:
+    """Whether every part names itself, or one before it of its stage that names itself."""
+    stages = [stage for stage, _ in window.parts]
+    return len(window.shares) == len(stages) and all(
+        0 <= first <= part and window.shares[first] == first and stages[first] == stages[part]
+        for part, first in enumerate(window.shares)
+    )
 
 
 def _in_instruction(plan: Plan, instruction: Instruction, buckets: set[str]) -> str | None:

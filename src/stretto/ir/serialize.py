@@ -174,16 +174,18 @@ def _decode_schedule(cursor: Cursor) -> Schedule:
 def _encode_window(window: Window) -> dict[str, Any]:
     return {
         "parts": Line([f"{stage}{phase.value}" for stage, phase in window.parts]),
+        **({"shares": Line(list(window.shares))} if window.shares else {}),
         "items": [_written(item, Item.parse) for item in window.items],
     }
 
 
 def _decode_window(name: str, cursor: Cursor) -> Window:
-    fields = cursor.fields(("parts", "items"))
+    fields = cursor.fields(("parts", "items"), ("shares",))
     return Window(
         name,
         fields["parts"].sequence(_decode_part),
         fields["items"].sequence(lambda item: item.parsed(Item.parse)),
+        fields["shares"].sequence(Cursor.integer) if "shares" in fields else (),
     )
 
 

@@ -85,6 +85,8 @@ def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ..
             close()
             found.append((at,))
         else:
+            if any(mate in between for mate in window.mates(item.part)):
+                close()  # what the other part has made may be read
             between.setdefault(item.part, []).append((at, op))
     close()
     return found

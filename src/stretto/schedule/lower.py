@@ -82,8 +82,17 @@ def captured_windows(job: Job, schedule: Schedule, *, at_once: bool = False) -> 
 
 
 def window_name(slot: Slot) -> str:
-    """`1B`, or `1F+1B` for overlapped actions."""
-    return "+".join(f"{action.stage}{action.phase}" for action in slot.actions)
+    """`1B`, or `1F+1B` for overlapped actions; `1F+1B=0,0` where these are of one microbatch."""
+    text = "+".join(f"{action.stage}{action.phase}" for action in slot.actions)
+    shares = shares_of(slot)
+    return f"{text}={','.join(map(str, shares))}" if shares else text
+
+
+def shares_of(slot: Slot) -> tuple[int, ...]:
+    """`Window.shares` of a slot."""
+    places = [(action.stage, action.microbatch) for action in slot.actions]
+    found = tuple(places.index(place) for place in places)
+    return () if found == tuple(range(len(places))) else found
 
 
 def make_window(job: Job, slot: Slot) -> Window:
@@ -108,7 +117,7 @@ def make_window(job: Job, slot: Slot) -> Window:
             items.append(Item(ItemKind.OP, part, op.name))
             items.extend(Item(ItemKind.SEND, part, edge) for edge in leaving.get(op.name, ()))
         assert not arriving, f"window of {slot}: received values that no op reads: {arriving}"
-    return Window(window_name(slot), parts, tuple(items))
+    return Window(window_name(slot), parts, tuple(items), shares_of(slot))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,11 @@ slot, (F;B)OVERLAP_F_B, and their ops are ordered together.
 
 A few microbatches more are live on a stage that pairs: `stretto.schedule.timing.peak_live` says how many.
 Backwards keep their order, so gradients are summed as they were. That no pair waits for itself by way of
-other ranks is proved on the lowered plan. May touch `stretto.ir`.
+other ranks is proved on the lowered plan.
+
+`whole` goes to the end of this way: all actions of a rank in one window, forwards and backwards of one
+microbatch too. What it costs grows with microbatches, so it is for steps with few of them.
+May touch `stretto.ir`.
 """
 
 from __future__ import annotations
@@ -47,6 +51,21 @@ def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False, width: int =
         joined = joined or any(isinstance(slot, Overlap) for slot in slots)
         orders.append(_grouped(slots, ends, width))
     return replace(schedule, orders=tuple(orders)) if joined else None
+
+
+def whole(schedule: Schedule) -> Schedule | None:
+    """The schedule with one window for each rank; None for one with overlapped slots, with I and W apart, or
+    with several stages on a rank."""
+    if len(set(schedule.stage_ranks)) < schedule.stages:
+        return None
+    orders: list[tuple[Slot, ...]] = []
+    for order in schedule.orders:
+        actions = tuple(action for slot in order for action in slot.actions)
+        apart = any(action.phase in (Phase.I, Phase.W) for action in actions)
+        if apart or len(actions) < 2 or len(actions) > len(order):
+            return None
+        orders.append((Overlap(actions),))
+    return replace(schedule, orders=tuple(orders))
 
 
 def _ahead(actions: Sequence[Action], by: int) -> list[Action]:

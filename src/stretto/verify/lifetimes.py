@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import Instruction, InstructionKind, Plan, Window
 from stretto.verify.fault import Fault
 from stretto.verify.trace import EventKind, Message, ends_of, shown, trace_of
 from stretto.verify.windows import earlier_values
@@ -48,18 +48,13 @@ def _kept(
     for instruction in plan.orders[rank]:
         if instruction.kind is not InstructionKind.RUN:
             continue
-        parts = plan.windows[str(instruction.ref)].parts
+        window = plan.windows[str(instruction.ref)]
+        parts = window.parts
+        if window.bound(instruction.microbatches) != window.shares:
+            yield _bound_otherwise(rank, instruction, window)
+            return
         bound = [(stage, m) for (stage, _), m in zip(parts, instruction.microbatches, strict=True)]
         for (stage, phase), key in zip(parts, bound, strict=True):
-            if bound.count(key) > 1:
-                yield Fault(
-                    rank,
-                    str(instruction),
-                    f"overlaps two phases of stage {stage} for one microbatch, {key[1]}, "
-                    "of which one needs the other",
-                    "Overlap different microbatches; I and W together are B",
-                )
-                return
             for sub in phase.parts:
                 for value, made, last in reads[stage, sub]:
                     if made not in done[key]:
@@ -79,6 +74,27 @@ def _kept(
                             f"Run it once, and before {stage}{last}{key[1]} ends",
                         )
                 done[key].add(sub)
+
+
+def _bound_otherwise(rank: int, instruction: Instruction, window: Window) -> Fault:
+    """A run whose parts share microbatches in another way than the window's order is made for."""
+    given = window.bound(instruction.microbatches)
+    at = next((part for part, first in enumerate(given) if first != part), None)
+    if at is None or window.shares:
+        return Fault(
+            rank,
+            str(instruction),
+            f"binds parts to microbatches as {list(given) or 'all apart'}, but the window's order is for "
+            f"{list(window.shares) or 'all apart'}",
+            "Order a window for these microbatches",
+        )
+    return Fault(
+        rank,
+        str(instruction),
+        f"overlaps two phases of stage {window.parts[at][0]} for one microbatch, "
+        f"{instruction.microbatches[at]}, of which one needs the other",
+        "Overlap different microbatches, or order a window for it; I and W together are B",
+    )
 
 
 def _on_one_rank(plan: Plan, rank: int) -> Iterator[Fault]:

@@ -1,9 +1,10 @@
 """Proves each window once, for any microbatch: its ops complete, every read after what it reads, every
 message waited for before its first use and sent after it is made. May touch `stretto.ir`.
 
-A value that an op reads has one of four origins: it is given from outside the step; an op of the same part
-makes it; an edge that arrives in one of the part's phases brings it; or an earlier phase of the stage has
-left it. The last is proved on the orders, in `stretto.verify.lifetimes`.
+A value that an op reads has one of five origins: it is given from outside the step; an op of the same part
+makes it; an edge that arrives in one of the part's phases brings it; another part of the window, of the same
+stage and microbatch, does either; or an earlier phase of the stage has left it. The last is proved on the
+orders, in `stretto.verify.lifetimes`, as is that runs bind parts to microbatches as the window says.
 """
 
 from __future__ import annotations
@@ -83,10 +84,18 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
     # 3. Every read after what it reads.
     brings = {value: edge for edge, value in arriving.items()}
     earlier = earlier_values(job, stage, phase.parts[0])
+    beside = _made_beside(plan, window, part)
     missing_waits: set[int] = set()
     for name, position in at[ItemKind.OP].items():
         for value in ops[str(name)].uses:
             if is_external(value) or (value not in ops and value not in brings and value in earlier):
+                if beside.get(value, -1) > position:
+                    yield fault(
+                        str(name),
+                        f"reads {value}, which {stage}{earlier[value]} of the same microbatch brings later, "
+                        f"at item {beside[value]}",
+                        f"Move it after item {beside[value]}",
+                    )
                 continue
             if value in ops:
                 if at[ItemKind.OP].get(value, -1) > position:
@@ -117,3 +126,14 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
                     f"reads {value}, which no op before it makes and no edge brings to stage {stage}",
                     "Add an edge from the stage that makes it",
                 )
+
+
+def _made_beside(plan: Plan, window: Window, part: int) -> dict[str, int]:
+    """Value -> the item that brings it, of the other parts of a part's stage and microbatch."""
+    mates = set(window.mates(part))
+    found: dict[str, int] = {}
+    for position, item in enumerate(window.items):
+        if item.part in mates and item.kind is not ItemKind.SEND:
+            of_op = item.kind is ItemKind.OP
+            found[str(item.ref) if of_op else plan.job.edges[int(item.ref)].value] = position
+    return found

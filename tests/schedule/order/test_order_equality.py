@@ -81,6 +81,9 @@ def test_all_modes_give_the_numbers_of_off(layout: dict[str, int], tied: bool) -
     assert [plan.overlap for plan in plans.values()] == ["off", "local", "window"]
     steps = [plan.prediction.step_us for plan in plans.values() if plan.prediction is not None]
     assert steps[0] > steps[1] > steps[2]
+    if layout.get("schedule") == "1f1b":
+        shared = [window for window in plans["window"].windows.values() if window.shares]
+        assert len(shared) == 2, "one window a rank, with F and B of each microbatch"
     expected = numbers(plans["off"], model)
     for mode in ("local", "window"):
         for (loss, grads), (same_loss, same_grads) in zip(numbers(plans[mode], model), expected, strict=True):

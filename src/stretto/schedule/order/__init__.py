@@ -5,12 +5,13 @@
 
 from stretto.schedule.order.arrange import Arranger
 from stretto.schedule.order.at_once import waits_at_once
-from stretto.schedule.order.depend import NOTHING, Node, Outside, Role, Storage, WindowGraph, make_graph
+from stretto.schedule.order.depend import NOTHING, Node, Outside, Role, WindowGraph, make_graph
 from stretto.schedule.order.exact import exact_order
 from stretto.schedule.order.improve import improve_order
 from stretto.schedule.order.listing import list_order
 from stretto.schedule.order.policies import POLICIES, Policy, legal_order, policy_of, register
 from stretto.schedule.order.replay import Replay, replay
+from stretto.schedule.order.storages import Storage
 
 __all__ = [
     "NOTHING",

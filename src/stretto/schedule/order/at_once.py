@@ -6,6 +6,7 @@ May touch `stretto.ir`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job
@@ -31,7 +32,7 @@ def waits_at_once(job: Job, window: Window) -> Window:
         wait = waits.get((item.part, str(item.ref))) if item.kind is ItemKind.OP else None
         if wait is not None:
             placed.append(wait)
-    return Window(window.name, window.parts, tuple(_sends_behind(job, window, placed)))
+    return replace(window, items=tuple(_sends_behind(job, window, placed)))
 
 
 def _sends_behind(job: Job, window: Window, items: Sequence[Item]) -> list[Item]:

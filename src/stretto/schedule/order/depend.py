@@ -2,13 +2,14 @@
 
     1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
        for its time on the lane of its axis; a wait for a collective; a message's wait and its send.
-    2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives.
+    2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
+       value may be of an earlier part of the same stage and microbatch.
     3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
        their order, and an order of ops must not change numbers. Nothing else is written in place before
        the window's end, and draws of random ops do not depend on when they happen.
     4. The memory that nodes make and read, so that a policy can keep a limit.
 
-May touch `stretto.ir` and `stretto.schedule.transfers`.
+May touch `stretto.ir`, `stretto.schedule.transfers` and this room's storages.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stretto.ir.flow import PHASES, is_external
+from stretto.ir.flow import PHASES
 from stretto.ir.plan import Costs, Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
+from stretto.schedule.order.storages import Storage, find_storages
 from stretto.schedule.transfers import axis_time, is_free, message_us, op_time_us
 
 
@@ -77,17 +79,6 @@ class Node:
     start: int = -1
     lazy: bool = False
     tail_us: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Memory that a node allocates (`maker`; -1: it was there before). users: nodes that read it; when the
-    last of them is done it is free, unless it is `kept` for later windows."""
-
-    nbytes: int
-    maker: int
-    users: tuple[int, ...]
-    kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +157,10 @@ class _Maker:
         self.bytes_in = {
             (edge.target, edge.value): edge.spec.nbytes for edge in job.edges if edge.target in stages
         }
+        # By part: those before it of its stage and microbatch, the last first.
+        self.earlier = [
+            [k for k in reversed(window.mates(part)) if k < part] for part in range(len(window.parts))
+        ]
         self.made: dict[tuple[int, str], int] = {}
         """(part, value) -> the node that makes it."""
 
@@ -180,7 +175,7 @@ class _Maker:
             if item.kind is ItemKind.OP:
                 op = self.ops[item.part][str(item.ref)]
                 # 2. What it reads.
-                need |= {self.made[item.part, u] for u in op.uses if (item.part, u) in self.made}
+                need |= {made for u in op.uses if (made := self._maker(item.part, u)) >= 0}
                 # 3. One order of additions.
                 for parameter in adds.get((item.part, op.name), ()):
                     if parameter in last_add:
@@ -215,8 +210,15 @@ class _Maker:
             tuple(nodes),
             tuple(tuple(sorted(need)) for need in needs),
             tuple(tuple(found) for found in after),
-            self._storages(),
+            find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
         )
+
+    def _maker(self, part: int, value: str) -> int:
+        """The node that makes a value, in the part or before it; -1 for what an earlier window makes."""
+        for place in (part, *self.earlier[part]):
+            if (place, value) in self.made:
+                return self.made[place, value]
+        return -1
 
     def _op(self, item: Item, op: Op) -> Node:
         """Step 1 for an op."""
@@ -227,7 +229,7 @@ class _Maker:
             time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes)
             return Node(item, Role.START, work_us, asked.axis, time.us, time.load)
         if op.target == WAIT:
-            start = self.made.get((item.part, op.uses[0]), -1)
+            start = self._maker(item.part, op.uses[0])
             us = 0.0
             begun = self.ops[item.part].get(op.uses[0])
             if start < 0 and begun is not None and begun.collective is not None:
@@ -246,53 +248,4 @@ class _Maker:
                 for part, (at, runs) in enumerate(self.window.parts):
                     if at == stage and phase in runs.parts:
                         found.setdefault((part, value), []).append(index)
-        return found
-
-    def _storages(self) -> tuple[Storage, ...]:
-        """Step 4."""
-        users: dict[tuple[int, str], list[int]] = {}
-        for at, item in enumerate(self.window.items):
-            if item.kind is not ItemKind.OP:
-                names: tuple[str, ...] = (self.job.edges[int(item.ref)].value,)
-            else:
-                op = self.ops[item.part][str(item.ref)]
-                names = (op.name, *op.uses)
-                if op.target == WAIT:
-                    start = self.ops[item.part].get(op.uses[0])
-                    if start is not None and start.target != "comm.all_reduce":  # which sums a copy
-                        names = (*names, *start.uses)
-            for name in names:
-                if not is_external(name):
-                    root = self._root(item.part, name)
-                    if not is_external(root):
-                        users.setdefault((item.part, root), []).append(at)
-        kept = self._kept()
-        found: list[Storage] = []
-        for (part, root), readers in users.items():
-            stage, _ = self.window.parts[part]
-            made = self.ops[part].get(root)
-            nbytes = made.nbytes if made is not None else self.bytes_in.get((stage, root), 0)
-            if nbytes:
-                # What arrives was allocated when its receive was posted.
-                maker = self.made.get((part, root), -1) if made is not None else -1
-                found.append(Storage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept))
-        return tuple(found)
-
-    def _root(self, part: int, name: str) -> str:
-        """The value in whose memory a value lies."""
-        op = self.ops[part].get(name)
-        while op is not None and op.alias is not None:
-            name = op.alias
-            op = self.ops[part].get(name)
-        return name
-
-    def _kept(self) -> set[tuple[int, str]]:
-        """(part, root) of what later windows read, or what leaves."""
-        found: set[tuple[int, str]] = set()
-        for part, (stage, phase) in enumerate(self.window.parts):
-            for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
-                for op in self.job.stages[stage].ops[sub]:
-                    found.update((part, self._root(part, name)) for name in op.uses)
-            leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
-            found.update((part, self._root(part, value)) for value in leaves)
         return found

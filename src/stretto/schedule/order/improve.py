@@ -94,7 +94,7 @@ class _Search:
     def rounds(self, count: int) -> None:
         """Steps 3 and 4, `count` rounds in all."""
         draw = random.Random(0)
-        groups = _groups(self.graph)
+        groups = stretches(self.graph)
         starts = [n for n, node in enumerate(self.graph.nodes) if node.role is Role.START]
         if not starts or not groups:
             return
@@ -174,7 +174,7 @@ def _work_between(graph: WindowGraph, needs: Sequence[int], first: int, last: in
     )
 
 
-def _groups(graph: WindowGraph) -> list[list[int]]:
+def stretches(graph: WindowGraph) -> list[list[int]]:
     """Step 2: nodes that share part and next communication; what leads to none is a group by itself."""
     leads: list[int] = [-1] * len(graph.nodes)
     for index in reversed(range(len(graph.nodes))):

@@ -1,0 +1,107 @@
+"""The memory that the items of a window make and read, so that an order of them can keep a limit.
+
+    1. A value lies in the memory of what it is a view of. A wait's result lies in its start's, and what is
+       gathered or scattered is read until the wait.
+    2. What one part makes and another of its stage and microbatch reads is one memory.
+    3. Memory that a later window reads, or that leaves, is kept when the window ends.
+
+May touch `stretto.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.ir.flow import PHASES, is_external
+from stretto.ir.plan import ItemKind, Window
+from stretto.ir.program import WAIT, Job, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory that a node allocates (`maker`; -1: it was there before). users: nodes that read it; when the
+    last of them is done it is free, unless it is `kept` for later windows."""
+
+    nbytes: int
+    maker: int
+    users: tuple[int, ...]
+    kept: bool
+
+
+def find_storages(
+    job: Job,
+    window: Window,
+    ops: Sequence[Mapping[str, Op]],
+    bytes_in: Mapping[tuple[int, str], int],
+    made: Mapping[tuple[int, str], int],
+) -> tuple[Storage, ...]:
+    """All memory that the window's items touch.
+
+    ops: by part, the ops of its stage by name. bytes_in: (stage, value) -> bytes of what edges bring. made:
+    (part, value) -> the item that makes it.
+    """
+    memory = _Memory(job, window, ops, made)
+    users: dict[tuple[int, str], list[int]] = {}
+    for at, item in enumerate(window.items):
+        if item.kind is not ItemKind.OP:
+            names: tuple[str, ...] = (job.edges[int(item.ref)].value,)
+        else:
+            op = ops[item.part][str(item.ref)]
+            names = (op.name, *op.uses)
+            if op.target == WAIT:
+                start = ops[item.part].get(op.uses[0])
+                if start is not None and start.target != "comm.all_reduce":  # which sums a copy
+                    names = (*names, *start.uses)
+        for name in names:
+            place = memory.place(item.part, name)
+            if not is_external(place[1]):
+                users.setdefault(place, []).append(at)
+    kept = memory.kept()
+    found: list[Storage] = []
+    for (part, root), readers in users.items():
+        stage, _ = window.parts[part]
+        op_of = ops[part].get(root)
+        nbytes = op_of.nbytes if op_of is not None else bytes_in.get((stage, root), 0)
+        if nbytes:
+            # What arrives was allocated when its receive was posted.
+            maker = made.get((part, root), -1) if op_of is not None else -1
+            found.append(Storage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    job: Job
+    window: Window
+    ops: Sequence[Mapping[str, Op]]
+    made: Mapping[tuple[int, str], int]
+
+    def place(self, part: int, name: str) -> tuple[int, str]:
+        """Steps 1 and 2: (part, value) in whose memory a part's value lies; the first part that has it."""
+        if is_external(name):
+            return part, name
+        op = self.ops[part].get(name)
+        while op is not None and op.alias is not None:
+            name = op.alias
+            op = self.ops[part].get(name)
+        if (part, name) in self.made:
+            return part, name
+        mates = self.window.mates(part)
+        makers = [k for k in mates if k < part and (k, name) in self.made]
+        # What an earlier window has left is one memory for all that read it.
+        return (makers[-1] if makers else min((part, *mates))), name
+
+    def kept(self) -> set[tuple[int, str]]:
+        """Step 3."""
+        found: set[tuple[int, str]] = set()
+        for part, (stage, phase) in enumerate(self.window.parts):
+            here = {sub for k in (part, *self.window.mates(part)) for sub in self.window.parts[k][1].parts}
+            for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
+                if sub not in here:
+                    found.update(
+                        self.place(part, name) for op in self.job.stages[stage].ops[sub] for name in op.uses
+                    )
+            leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
+            found.update(self.place(part, value) for value in leaves)
+        return found

@@ -1,0 +1,307 @@
+"""All ranks of a step walked at once, each op chosen when its lane is free: orders of windows come out of it.
+
+For steps in which each rank has one window. Where a window ordered by itself must be told when messages
+arrive, here they arrive when the other rank has sent them. The contract:
+
+1. A send that can go, goes. Of the ops whose values are there the most urgent is next.
+2. Before it, the most urgent start of every lane that would run dry meanwhile; lanes keep their order.
+3. Not if a start that is more urgent could be made soon after the lane is free: within `patience` times what
+   the first would take. A lane that stands for a moment may be better than one that is taken.
+4. If there is nothing to do, the compute lane stands until something arrives.
+5. Waits and views stand directly before their first user, as in `schedule.order.listing`.
+6. Collectives, messages, shared cards and what they take of processors are those of the simulation.
+
+So an order takes as long here as it takes when it is simulated, but for what follows a step's last window.
+May touch `stretto.ir`, `stretto.schedule` and `stretto.simulate`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.ir.plan import Plan
+from stretto.schedule.order import Role
+from stretto.schedule.order.listing import AHEAD
+from stretto.simulate.cards import Cards
+from stretto.simulate.clock import Clock, Moment
+from stretto.simulate.collectives import Collective, Collectives
+from stretto.simulate.network import Network
+from stretto.together.whole import Whole
+
+DONE_US = 1e-6
+"""As in `simulate.engine`: what sums of times in double precision may be off by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How long the step took, and by rank the order of its window's nodes."""
+
+    step_us: float
+    orders: tuple[tuple[int, ...], ...]
+
+
+def choose(
+    plan: Plan,
+    wholes: Sequence[Whole],
+    urgencies: Sequence[Sequence[float]],
+    patience: Sequence[float],
+) -> Chosen | None:
+    """Walk the step; None when ranks stand for ever.
+
+    wholes, urgencies, patience: by rank, its window, how urgent its nodes are, and step 3.
+    """
+    walk = _Walk(plan, wholes, urgencies, patience)
+    walk.clock.run()
+    if any(len(rank.order) < len(rank.graph.nodes) for rank in walk.ranks):
+        return None
+    return Chosen(max(rank.end_us for rank in walk.ranks), tuple(tuple(rank.order) for rank in walk.ranks))
+
+
+class _Walk:
+    def __init__(
+        self,
+        plan: Plan,
+        wholes: Sequence[Whole],
+        urgencies: Sequence[Sequence[float]],
+        patience: Sequence[float],
+    ) -> None:
+        self.plan = plan
+        self.clock = Clock()
+        self.cards = Cards(self.clock, self._change_load, alone=not plan.costs.shared)
+        self.network = Network(plan, self.clock, self.cards, [])
+        self.collectives = Collectives(plan, self.clock, self.cards, [])
+        self.ranks = [
+            _Rank(self, rank, whole, urgencies[rank], patience[rank]) for rank, whole in enumerate(wholes)
+        ]
+        for one in self.ranks:
+            one.begin()
+
+    def _change_load(self, rank: int, was: float, share: float) -> None:
+        self.ranks[rank].change_load(was, share)
+
+
+class _Rank:
+    """One rank's compute lane, and what it knows of its others."""
+
+    def __init__(
+        self, walk: _Walk, rank: int, whole: Whole, urgency: Sequence[float], patience: float
+    ) -> None:
+        self._walk = walk
+        self._clock = walk.clock
+        self._rank = rank
+        self._whole = whole
+        self._urgency = urgency
+        self._patience = patience
+        self.graph = whole.graph
+        self.order: list[int] = []
+        self.end_us = 0.0
+        count = len(self.graph.nodes)
+        self._missing = [len(needs) for needs in self.graph.before]
+        self._placed = [False] * count
+        self._exists = [False] * count
+        self._sends: list[tuple[float, int]] = []
+        self._starts: dict[str, list[tuple[float, int]]] = {}
+        """Lane -> starts that can go: (-urgency, node)."""
+        self._ready: list[tuple[float, int]] = []
+        self._started: dict[int, Collective] = {}
+        self._flying: dict[str, int] = defaultdict(int)
+        self._free_us: dict[str, float] = defaultdict(float)
+        """Lane -> about when it has done what is started."""
+        # The work that is being done, as in `simulate.engine`.
+        self._working = -1
+        self._left_us = self._since_us = 0.0
+        self._speed = 1.0
+        self._shares: list[float] = []
+        self._version = 0
+
+    def begin(self) -> None:
+        """Post all receives, and go on until the lane works or stands."""
+        for node in self.graph.nodes:
+            if node.role is Role.RECEIVE and self._travels(int(node.item.ref)):
+                self._walk.network.post(int(node.item.ref), self._whole.microbatches[node.item.part])
+        for index, missing in enumerate(self._missing):
+            if not missing:
+                self._can_go(index)
+        self._go_on()
+
+    def _travels(self, edge: int) -> bool:
+        plan = self._walk.plan
+        return plan.rank_of(plan.job.edges[edge].source) != plan.rank_of(plan.job.edges[edge].target)
+
+    # --- what can go ----------------------------------------------------------------------------------
+
+    def _can_go(self, index: int) -> None:
+        """All that a node needs is there."""
+        node = self.graph.nodes[index]
+        entry = -self._urgency[index], index
+        if node.role is Role.FINISH and node.start >= 0:
+            self._when(self._started[node.start].done, index)
+        elif node.role is Role.RECEIVE and self._travels(int(node.item.ref)):
+            microbatch = self._whole.microbatches[node.item.part]
+            self._when(self._walk.network.message(int(node.item.ref), microbatch).arrived, index)
+        elif node.lazy:
+            self._there(index)
+        elif node.role is Role.SEND:
+            heapq.heappush(self._sends, entry)
+        elif node.role is Role.START:
+            heapq.heappush(self._starts.setdefault(node.lane, []), entry)
+        else:
+            heapq.heappush(self._ready, entry)
+
+    def _when(self, moment: Moment, index: int) -> None:
+        def arrive() -> None:
+            self._there(index)
+            if self._working < 0:
+                self._go_on()
+
+        if moment.happened:
+            self._there(index)
+        else:
+            moment.then(arrive)
+
+    def _there(self, index: int) -> None:
+        """The node's value exists from now on."""
+        self._exists[index] = True
+        for user in self.graph.after[index]:
+            self._missing[user] -= 1
+            if not self._missing[user]:
+                self._can_go(user)
+
+    # --- steps 1 to 5 ---------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        while True:
+            if self._sends:
+                index = heapq.heappop(self._sends)[1]
+            else:
+                work_us = self.graph.nodes[self._ready[0][1]].work_us if self._ready else 0.0
+                start = self._dry(work_us)
+                if start is not None:
+                    index = start
+                elif self._ready:
+                    index = heapq.heappop(self._ready)[1]
+                else:
+                    self._stand()
+                    return
+            work_us = self._place(index)
+            if work_us:
+                self._walk.cards.work(self._rank, True)
+                self._working, self._left_us, self._since_us = index, work_us, self._clock.now_us
+                self._aim()
+                return
+            self._done(index)
+
+    def _dry(self, work_us: float) -> int | None:
+        """Steps 2 and 3."""
+        for lane, starts in self._starts.items():
+            if starts and self._free(lane) <= self._clock.now_us + AHEAD * work_us:
+                idle = not self._ready and not self._flying[lane]
+                if idle or not self._holds(lane, starts[0][1]):
+                    return heapq.heappop(starts)[1]
+        return None
+
+    def _free(self, lane: str) -> float:
+        return max(self._clock.now_us, self._free_us[lane]) if self._flying[lane] else self._clock.now_us
+
+    def _holds(self, lane: str, index: int) -> bool:
+        """Step 3: whether a more urgent start is worth waiting for."""
+        if self._patience <= 0.0:
+            return False
+        nodes, now_us = self.graph.nodes, self._clock.now_us
+        latest_us = self._free(lane) + self._patience * nodes[index].time_us
+        for leads in self._whole.leads:
+            lead = next((lead for lead in leads if lead.start not in self._started), None)
+            if lead is None or nodes[lead.start].lane != lane or not self._missing[lead.start]:
+                continue
+            if self._urgency[lead.start] <= self._urgency[index]:
+                continue
+            when_us = now_us + sum(nodes[n].work_us for n in lead.work if not self._placed[n])
+            for wait in lead.waits:
+                if not self._exists[wait]:
+                    under_way = nodes[wait].role is Role.FINISH and nodes[wait].start in self._started
+                    when_us += self._free(lane) - now_us if under_way else float("inf")
+            if when_us <= latest_us:
+                return True
+        return False
+
+    def _stand(self) -> None:
+        """Step 4; at the end, what nobody of this window reads is placed."""
+        self._walk.cards.work(self._rank, False)
+        rest = [index for index, placed in enumerate(self._placed) if not placed]
+        if all(self._exists[index] for index in rest):
+            for index in rest:
+                self._place(index)
+            self.end_us = self._clock.now_us
+
+    def _place(self, index: int) -> float:
+        """Step 5: the node, behind the waits and views that it needs; their work, in microseconds."""
+        work_us = 0.0
+        todo = [index]
+        while todo:
+            needed = [n for n in self.graph.before[todo[-1]] if not self._placed[n]]
+            if needed:
+                todo += reversed(needed)
+                continue
+            at = todo.pop()
+            if not self._placed[at]:
+                self._placed[at] = True
+                self.order.append(at)
+                work_us += self.graph.nodes[at].work_us
+        return work_us
+
+    def _done(self, index: int) -> None:
+        """The node's work is done."""
+        node = self.graph.nodes[index]
+        microbatch = self._whole.microbatches[node.item.part]
+        if node.role is Role.SEND and self._travels(int(node.item.ref)):
+            self._walk.network.send(int(node.item.ref), microbatch)
+        elif node.role is Role.START:
+            self._start(index, microbatch)
+        self._there(index)
+
+    def _start(self, index: int, microbatch: int) -> None:
+        node, call = self.graph.nodes[index], self._whole.calls[index]
+        assert call is not None
+        self._free_us[node.lane] = self._free(node.lane) + node.time_us
+        self._flying[node.lane] += 1
+
+        def landed() -> None:
+            self._flying[node.lane] -= 1
+            if self._working < 0:
+                self._go_on()
+
+        self._started[index] = self._walk.collectives.start(call, self._rank, microbatch)
+        self._started[index].done.then(landed)
+
+    # --- step 6: work at the speed that transfers leave -------------------------------------------------
+
+    def change_load(self, was: float, share: float) -> None:
+        """A transfer that took the share `was` of the processor takes `share` from now on."""
+        if was:
+            self._shares.remove(was)
+        if share:
+            self._shares.append(share)
+        now_us = self._clock.now_us
+        self._left_us -= (now_us - self._since_us) * self._speed
+        self._since_us = now_us
+        self._speed = max(0.0, 1.0 - sum(self._shares))
+        if self._working >= 0:
+            self._aim()
+
+    def _aim(self) -> None:
+        """Put the end of the work into the clock; an earlier aim no longer counts."""
+        self._version += 1
+        version = self._version
+        left_us = self._left_us if self._left_us > DONE_US else 0.0
+        if not left_us or self._speed > 0:
+            after_us = left_us / self._speed if left_us else 0.0
+            self._clock.at(self._clock.now_us + after_us, lambda: self._finish(version))
+
+    def _finish(self, version: int) -> None:
+        if version == self._version and self._working >= 0:
+            index, self._working = self._working, -1
+            self._done(index)
+            self._go_on()

@@ -1,0 +1,223 @@
+"""Orders for a step in which each rank has one window: the best found over urgencies of its ops.
+
+    1. How urgent an op is: the longest path from it to the end of its microbatch, over all ranks and lanes,
+       less a part of the step for every microbatch before its own. Without that part all forwards come first;
+       with much of it, microbatches follow one another as in 1F1B.
+    2. That part (SLOPES) and the patience of each rank (`together.choose`) are tried: first equal for all
+       ranks, then rank by rank, the best kept.
+    3. Then rounds, each with another urgency of one or two stretches, or of some actions, or another
+       patience; what does not make the step longer is kept.
+
+Steps walked are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every
+machine. May touch `stretto.ir`, `stretto.schedule` and this room.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
+
+from stretto.ir.action import Action, Overlap, Phase
+from stretto.ir.plan import Costs, Item, Plan, Window
+from stretto.ir.program import Job
+from stretto.schedule.lower import make_window, window_name
+from stretto.schedule.order import Role, make_graph
+from stretto.schedule.order.improve import stretches
+from stretto.together.choose import Chosen, choose
+from stretto.together.whole import Whole, make_whole
+
+SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
+"""Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
+
+PATIENCE = (0.0, 0.5, 1.0)
+"""Tried for each rank. Assumed."""
+
+MOST = 300
+"""Steps walked for one job. Measured on GPTs over pp=2 tp=2: another 700 gain 0.1 to 1 %."""
+
+WORK = 800_000
+"""Steps walked times items that all ranks run in one. Measured: 9 s on one core."""
+
+STALE = 100
+"""So many steps without a gain end the search. Assumed."""
+
+GAIN = 0.0005
+"""Share of a step that counts as a gain. Assumed."""
+
+FEWEST = 60
+"""Where fewer steps than this may be walked, the search is not worth its while. Assumed."""
+
+CLOSE = 1.01
+"""A step this close to its bound needs no search. Assumed."""
+
+Key = tuple[int, Phase, Item]
+"""An item of any microbatch: stage, phase, and the item as of part 0."""
+
+
+def order_together(plan: Plan, bound_us: float) -> dict[str, Window] | None:
+    """The windows with the shortest step that the search finds.
+
+    plan: each rank has one window, in the captured order. bound_us: no order is faster. None for a step with
+    too many items to walk it often, and where no order lets all ranks reach their end.
+    """
+    items = sum(len(window.items) for window in plan.windows.values())
+    allowed = min(MOST, WORK // max(1, items))
+    if allowed < FEWEST:
+        return None
+    search = _Search(plan, bound_us, allowed)
+    search.slopes()
+    search.rounds()
+    if search.best is None:
+        return None
+    return {
+        whole.graph.window.name: replace(
+            whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
+        )
+        for whole, order in zip(search.wholes, search.best.orders, strict=True)
+    }
+
+
+def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key, float]:
+    """Step 1: the longest path from an item to the end of its microbatch, itself and lanes included."""
+    nodes = {}
+    after: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    receives: dict[int, tuple[int, int]] = {}
+    for stage in range(len(job.stages)):
+        slot = Overlap((Action(stage, Phase.F, 0), Action(stage, Phase.B, 0)))
+        graph = make_graph(job, costs, make_window(job, slot), stage_ranks)
+        for index, node in enumerate(graph.nodes):
+            nodes[stage, index] = graph.window.parts[node.item.part][1], node
+            after[stage, index] = [(stage, other) for other in graph.after[index]]
+            if node.role is Role.RECEIVE:
+                receives[int(node.item.ref)] = stage, index
+    for place, (_, node) in nodes.items():
+        if node.role is Role.SEND:
+            after[place].append(receives[int(node.item.ref)])
+    found: dict[tuple[int, int], float] = {}
+    for place in TopologicalSorter(after).static_order():
+        _, node = nodes[place]
+        leads = node.role in (Role.START, Role.SEND) and after[place]
+        behind_us = max((found[other] for other in after[place]), default=0.0)
+        found[place] = node.work_us + (node.time_us if leads else 0.0) + behind_us
+    return {
+        (stage, nodes[stage, index][0], replace(nodes[stage, index][1].item, part=0)): us
+        for (stage, index), us in found.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Where the search stands: by rank, the urgency of nodes, and patience."""
+
+    urgency: tuple[tuple[float, ...], ...]
+    patience: tuple[float, ...]
+
+
+class _Search:
+    def __init__(self, plan: Plan, bound_us: float, allowed: int) -> None:
+        self._plan = plan
+        self._bound_us = bound_us
+        self._left = allowed
+        self._stale = 0
+        self._mark_us = float("inf")
+        job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
+        slots = [slot for (slot,) in plan.schedule.orders]
+        graphs = [make_graph(job, costs, plan.windows[window_name(slot)], ranks) for slot in slots]
+        self.wholes: list[Whole] = [
+            make_whole(plan, graph, tuple(action.microbatch for action in slot.actions))
+            for graph, slot in zip(graphs, slots, strict=True)
+        ]
+        tails = tails_us(job, costs, ranks)
+        self._tails = [
+            [tails[*graph.window.parts[node.item.part], replace(node.item, part=0)] for node in graph.nodes]
+            for graph in graphs
+        ]
+        self._groups = [(rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph)]
+        self._point = _Point((), ())
+        self.best: Chosen | None = None
+
+    def _try(self, point: _Point) -> bool:
+        """Walk the step, and keep the point if the step does not get longer."""
+        self._left -= 1
+        self._stale += 1
+        found = choose(self._plan, self.wholes, point.urgency, point.patience)
+        if found is None or (self.best is not None and found.step_us > self.best.step_us):
+            return False
+        if found.step_us < self._mark_us * (1.0 - GAIN):
+            self._mark_us, self._stale = found.step_us, 0
+        self.best, self._point = found, point
+        return True
+
+    def _enough(self) -> bool:
+        if self._left <= 0 or self._stale >= STALE:
+            return True
+        return self.best is not None and self.best.step_us <= CLOSE * self._bound_us
+
+    # --- step 2 -------------------------------------------------------------------------------------
+
+    def slopes(self) -> None:
+        ranks = range(len(self.wholes))
+        tried = [((slope,) * len(ranks), (wait,) * len(ranks)) for slope in SLOPES for wait in PATIENCE[:2]]
+        best = tried[0]
+        for one in tried:
+            if not self._enough() and self._try(self._sloped(*one)):
+                best = one
+        for rank in ranks:
+            for slope in SLOPES:
+                best = self._other(best, rank, slope, best[1][rank])
+            for wait in PATIENCE:
+                best = self._other(best, rank, best[0][rank], wait)
+
+    def _other(
+        self, best: tuple[tuple[float, ...], tuple[float, ...]], rank: int, slope: float, wait: float
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The best so far, or it with these of one rank."""
+        slopes = (*best[0][:rank], slope, *best[0][rank + 1 :])
+        waits = (*best[1][:rank], wait, *best[1][rank + 1 :])
+        if (slopes, waits) == best or self._enough() or not self._try(self._sloped(slopes, waits)):
+            return best
+        return slopes, waits
+
+    def _sloped(self, slopes: Sequence[float], patience: tuple[float, ...]) -> _Point:
+        each_us = self._bound_us / self._plan.job.microbatches
+        return _Point(
+            tuple(
+                tuple(
+                    us - slopes[rank] * each_us * whole.microbatches[node.item.part]
+                    for us, node in zip(self._tails[rank], whole.graph.nodes, strict=True)
+                )
+                for rank, whole in enumerate(self.wholes)
+            ),
+            patience,
+        )
+
+    # --- step 3 -------------------------------------------------------------------------------------
+
+    def rounds(self) -> None:
+        if self.best is None or not self._groups:
+            return
+        draw = random.Random(0)
+        each_us = self._bound_us / self._plan.job.microbatches
+        while not self._enough():
+            urgency = [list(of) for of in self._point.urgency]
+            patience = list(self._point.patience)
+            kind = draw.random()
+            if kind < 0.5:
+                for _ in range(draw.choice((1, 1, 2, 3))):
+                    rank, group = draw.choice(self._groups)
+                    change_us = draw.gauss(0.0, 0.2) * each_us
+                    for index in group:
+                        urgency[rank][index] += change_us
+            elif kind < 0.92:
+                for _ in range(draw.choice((1, 1, 2))):
+                    rank = draw.randrange(len(self.wholes))
+                    part = draw.randrange(len(self.wholes[rank].microbatches))
+                    change_us = draw.gauss(0.0, draw.choice((0.1, 0.5))) * each_us
+                    for index, node in enumerate(self.wholes[rank].graph.nodes):
+                        if node.item.part == part:
+                            urgency[rank][index] += change_us
+            else:
+                patience[draw.randrange(len(patience))] = draw.choice((0.0, 0.25, 0.5, 0.75, 1.0, 1.5))
+            self._try(_Point(tuple(map(tuple, urgency)), tuple(patience)))

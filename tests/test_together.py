@@ -1,0 +1,234 @@
+"""Steps with one window a rank: what may share a window, orders of all ranks together, and their proofs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from stretto import candidates
+from stretto.errors import PlanError
+from stretto.ir.action import Action, Overlap, Phase
+from stretto.ir.plan import Costs, Instruction, InstructionKind, Item, ItemKind, Plan, Window
+from stretto.ir.program import WAIT, Buffer, Job
+from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.planning import make_plan
+from stretto.runtime.compile import cut
+from stretto.schedule.families import make_schedule
+from stretto.schedule.lower import lower, make_window
+from stretto.schedule.order import list_order, make_graph
+from stretto.schedule.order.replay import Memory
+from stretto.schedule.pair import whole
+from stretto.simulate import simulate
+from stretto.together import order_together, search
+from stretto.together.choose import choose
+from stretto.together.whole import make_whole
+from stretto.verify import plan_faults, verify
+from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
+from tests.verify.comm_plans import comm_job
+
+
+def job_of(microbatches: int = 6, stages: int = 2, blocks: int = 2) -> tuple[Job, Costs]:
+    """A job whose collectives take about as long as compute, and share cards with messages."""
+    job = comm_job(stages, microbatches, (("tp", 2),), blocks=blocks)
+    return job, make_comm_costs(job, collective_us=100.0, latency_us=20.0, shared=("tp",))
+
+
+def whole_plan(job: Job, costs: Costs) -> Plan:
+    """One window a rank, in the captured order."""
+    schedule = whole(make_schedule("1f1b", len(job.stages), job.microbatches))
+    assert schedule is not None
+    return plan_with(job, schedule, costs, overlap="window")
+
+
+def step_us(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_us
+
+
+# What may share a window.
+
+
+def test_a_forward_and_a_backward_of_one_microbatch_are_one_window() -> None:
+    job, costs = job_of(microbatches=1, stages=1)
+    parts = (Action(0, Phase.F, 0), Action(0, Phase.B, 0))
+    window = make_window(job, Overlap(parts))
+    assert (window.name, window.shares) == ("0F+0B=0,0", (0, 0))
+    graph = make_graph(job, costs, window, (0,))
+    made = {node.item.ref: at for at, node in enumerate(graph.nodes) if node.item.part == 0}
+    backward = {op.name: op for sub in Phase.B.parts for op in job.stages[0].ops[sub]}
+    reads = [
+        (at, made[name])
+        for at, node in enumerate(graph.nodes)
+        if node.item.part == 1
+        for name in backward[str(node.item.ref)].uses
+        if name in made
+    ]
+    assert reads, "B reads what F has saved"
+    assert all(source in graph.before[at] for at, source in reads)
+    # What F makes goes with its last reader in B: nothing is left but what leaves.
+    memory = Memory(graph)
+    for index in list_order(graph):
+        memory.take(index)
+    assert memory.peak > 0
+    assert memory.held == 0
+
+
+def test_parts_of_two_microbatches_need_nothing_of_each_other() -> None:
+    job, costs = job_of(microbatches=2, stages=1)
+    window = make_window(job, Overlap((Action(0, Phase.F, 1), Action(0, Phase.B, 0))))
+    assert (window.name, window.shares) == ("0F+0B", ())
+    graph = make_graph(job, costs, window, (0,))
+    parts = [node.item.part for node in graph.nodes]
+    assert all(parts[at] == parts[n] for at, needs in enumerate(graph.before) for n in needs)
+
+
+def test_a_backward_before_the_forward_that_it_reads_is_refused() -> None:
+    job, costs = job_of(microbatches=2)
+    plan = whole_plan(job, costs)
+    assert plan_faults(plan) == []
+    window = plan.windows[str(next(i.ref for i in plan.orders[1] if i.kind is InstructionKind.RUN))]
+    backward = next(part for part, (_, phase) in enumerate(window.parts) if phase is Phase.B)
+    first = [item for item in window.items if item.part == backward]
+    rest = [item for item in window.items if item.part != backward]
+    broken = replace(plan, windows={**plan.windows, window.name: replace(window, items=(*first, *rest))})
+    said = [str(fault) for fault in plan_faults(broken)]
+    assert any("which 1F of the same microbatch brings later, at item" in fault for fault in said), said
+
+
+def test_a_run_binds_microbatches_as_its_window_says() -> None:
+    job, costs = job_of(microbatches=2, stages=1)
+    slots = (
+        Overlap((Action(0, Phase.F, 0), Action(0, Phase.B, 0), Action(0, Phase.F, 1))),
+        Action(0, Phase.B, 1),
+    )
+    schedule = replace(make_schedule("1f1b", 1, 2), orders=(slots,))
+    plan = plan_with(job, schedule, costs, overlap="window")
+    assert plan_faults(plan) == []
+
+    def bound(microbatches: tuple[int, ...]) -> Plan:
+        order = tuple(
+            Instruction(i.kind, i.ref, microbatches) if len(i.microbatches) == 3 else i
+            for i in plan.orders[0]
+        )
+        return replace(plan, orders=(order,))
+
+    said = [str(fault) for fault in plan_faults(bound((0, 1, 1)))]
+    wrong = "binds parts to microbatches as [0, 1, 1], but the window's order is for [0, 0, 2]"
+    assert any(wrong in fault for fault in said), said
+
+
+@pytest.mark.parametrize("shares", [(0,), (0, 0, 1), (1, 1, 2), (0, 2, 2)])
+def test_what_no_window_can_share_is_refused(shares: tuple[int, ...]) -> None:
+    job, costs = job_of(microbatches=2, stages=1)
+    slot = Overlap((Action(0, Phase.F, 0), Action(0, Phase.B, 0), Action(0, Phase.F, 1)))
+    schedule = replace(make_schedule("1f1b", 1, 2), orders=((slot, Action(0, Phase.B, 1)),))
+    plan = plan_with(job, schedule, costs, overlap="window")
+    name = next(name for name, window in plan.windows.items() if window.shares)
+    broken = replace(plan.windows[name], shares=shares)
+    with pytest.raises(PlanError, match="names, for each part, the first part of its stage"):
+        verify(replace(plan, windows={**plan.windows, name: broken}))
+
+
+def test_compiled_stretches_do_not_pass_a_part_of_their_microbatch() -> None:
+    job, _ = job_of(microbatches=2, stages=1)
+    ops = {(0, op.name): op for ops in job.stages[0].ops.values() for op in ops}
+    computes = [
+        next(op.name for op in job.stages[0].ops[phase] if not op.target.startswith("comm."))
+        for phase in (Phase.F, Phase.I)
+    ]
+    items = tuple(
+        Item(ItemKind.OP, part, name) for part, name in ((1, computes[1]), (0, computes[0]), (1, computes[1]))
+    )
+    together = Window("0F+0B=0,0", ((0, Phase.F), (0, Phase.B)), items, (0, 0))
+    assert cut(together, ops) == [(0,), (1,), (2,)]
+    assert cut(replace(together, shares=()), ops) == [(0, 2), (1,)]
+
+
+# Orders of all ranks together.
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long(stages: int) -> None:
+    job, costs = job_of(microbatches=4, stages=stages, blocks=1)
+    plan = whole_plan(job, costs)
+    wholes = []
+    for (slot,) in plan.schedule.orders:
+        window = make_window(job, slot)
+        graph = make_graph(job, costs, window, plan.schedule.stage_ranks)
+        wholes.append(make_whole(plan, graph, tuple(action.microbatch for action in slot.actions)))
+    draw = random.Random(stages)
+    steps = set()
+    for _ in range(12):
+        urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes]
+        found = choose(plan, wholes, urgency, [draw.choice((0.0, 0.5, 2.0)) for _ in wholes])
+        assert found is not None
+        windows = {}
+        for one, order in zip(wholes, found.orders, strict=True):
+            place = {index: at for at, index in enumerate(order)}
+            assert len(place) == len(one.graph.nodes)
+            assert all(place[n] < place[at] for at, needs in enumerate(one.graph.before) for n in needs)
+            items = tuple(one.graph.nodes[index].item for index in order)
+            windows[one.graph.window.name] = replace(one.graph.window, items=items)
+        done, orders, _ = lower(job, plan.schedule, overlap="window", windows=windows)
+        made = replace(plan, windows=done, orders=orders)
+        verify(made)
+        # The loss and `action_us` are the simulation's alone.
+        assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
+        steps.add(round(found.step_us))
+    assert len(steps) > 1, "urgencies matter"
+
+
+def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
+    job, _ = job_of(microbatches=4)
+    # An op that leads to the next collective takes less than a collective of another microbatch would.
+    costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
+    plan = whole_plan(job, costs)
+    made = search._Search(plan, 1.0, 1)
+    impatient = made._sloped((0.3, 0.3), (0.0, 0.0))
+    orders = [choose(plan, made.wholes, impatient.urgency, patience) for patience in ((0.0, 0.0), (5.0, 5.0))]
+    assert orders[0] is not None
+    assert orders[1] is not None
+    assert orders[0].orders != orders[1].orders
+
+
+def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of()
+    plan = make_plan(job, costs, schedule="1f1b", overlap="window")
+    assert all(window.shares for window in plan.windows.values())
+    verify(plan)
+    text = plan_to_text(plan)
+    assert text == plan_to_text(make_plan(job, costs, schedule="1f1b", overlap="window"))
+    assert plan_from_text(text) == plan
+    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: None)
+    assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
+
+
+def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Plan] = []
+    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: asked.append(plan))
+
+    def tried(job: Job, costs: Costs, schedule: str = "1f1b") -> bool:
+        asked.clear()
+        make_plan(job, costs, schedule=schedule, overlap="window")
+        return bool(asked)
+
+    job, costs = job_of(microbatches=4, blocks=1)
+    assert tried(job, costs)
+    assert not tried(job, costs, "zb-h1"), "I and W are apart"
+    assert not tried(*job_of(microbatches=4, stages=1, blocks=1)), "no messages"
+    assert not tried(*job_of(microbatches=13, blocks=1)), "it would cost more with every microbatch"
+    plan = make_plan(replace(job, max_live=3), costs, schedule="1f1b", overlap="window")
+    assert not asked[1:]
+    assert plan.overlap in ("local", "window")
+    summed = next(op for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
+    written = Buffer("seen", ACTIVATION, (0,), ((0, Phase.F, summed.name),))
+    assert not tried(replace(job, buffers=(written,)), costs), "forwards would read what is not written yet"
+
+
+def test_a_step_that_is_too_long_to_be_walked_often_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = whole_plan(*job_of(microbatches=2, blocks=1))
+    assert order_together(plan, 1.0) is not None
+    monkeypatch.setattr(search, "WORK", 100)
+    assert order_together(plan, 1.0) is None
