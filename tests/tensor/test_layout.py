@@ -68,6 +68,12 @@ def test_chunks_of_ten_five_and_two_over_four():
     assert list(layout.regions((2,)).values()) == [((0, 1),), ((1, 2),), ((2, 2),), ((2, 2),)]
 
 
+def test_an_empty_shard_stands_at_the_end_of_the_dim():
+    layout = Layout(((0, 1, 2), (3, 4, 5)), (Shard(0), Shard(0)))
+    assert layout.region((4,), 1) == ((1, 2),)
+    assert layout.region((4,), 2) == ((4, 4),)
+
+
 def test_a_rank_off_the_mesh_holds_nothing_and_a_partial_one_holds_a_whole_term():
     layout = Layout(((4, 5), (6, 7)), (Partial(), Shard(0)))
     assert layout.region((4,), 0) is None

@@ -41,6 +41,11 @@ def test_receivers_forward_so_a_lone_holder_sends_once():
     assert bound(Layout((0,), (R,)), Layout((1, 2, 3), (R,))) == pytest.approx(120)
 
 
+def test_forwarding_loads_the_uplinks_of_all_hosts_together():
+    # each of three holds a third and needs the others': six copies of a third, out of three hosts
+    assert bound(Layout((0, 1, 2), (S0,)), Layout((0, 1, 2), (R,))) == pytest.approx(80)
+
+
 def test_the_latency_is_there_once_and_only_if_a_link_is_used():
     slow = Hosts.of(1, 8, link_bytes_per_s=1e6, latency_us=5.0)
     assert bound(Layout((0,), (R,)), Layout((1,), (R,)), hosts=slow) == pytest.approx(125)

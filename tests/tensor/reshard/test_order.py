@@ -51,6 +51,12 @@ def test_replicas_share_the_sending():
     assert found.makespan_us == pytest.approx(20)
 
 
+def test_who_has_no_choice_of_sender_comes_before_longer_sends():
+    sends = [send(10, [0, 1], 2), send(9, [0], 3)]
+    ways = Arranger(sends, HOSTS, 1).balanced_ways()
+    assert [way.sender for way in ways] == [1, 0]
+
+
 def test_the_host_that_sends_most_stands_last_in_a_chain():
     """Host 1 has much to send: as the last of the chain it forwards nothing."""
     sends = [send(90, [1], 5), send(10, [0], 1, 2)]
