@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.simulate import simulate
+    from stretto.tensor.face import GlobalTensor, local, reshard, shard
     from stretto.verify import verify
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "CaptureError",
     "Check",
     "Cluster",
+    "GlobalTensor",
     "Job",
     "Parallel",
     "Plan",
@@ -49,9 +51,12 @@ __all__ = [
     "capture",
     "check",
     "load_plan",
+    "local",
     "plan",
     "rehearse",
+    "reshard",
     "run_threads",
+    "shard",
     "simulate",
     "verify",
 ]
@@ -60,6 +65,7 @@ _HOMES = {
     "CaptureError": "stretto.errors",
     "Check": "stretto.check",
     "Cluster": "stretto.cost",
+    "GlobalTensor": "stretto.tensor.face",
     "Job": "stretto.ir.program",
     "Parallel": "stretto.config",
     "Plan": "stretto.ir.plan",
@@ -71,9 +77,12 @@ _HOMES = {
     "Timeline": "stretto.ir.timeline",
     "UsageError": "stretto.errors",
     "load_plan": "stretto.ir.serialize",
+    "local": "stretto.tensor.face",
     "plan": "stretto.planning",
     "rehearse": "stretto.runtime.rehearse",
+    "reshard": "stretto.tensor.face",
     "run_threads": "stretto.runtime",
+    "shard": "stretto.tensor.face",
 }
 
 _WITH_SAVERS = ("Runner", "Timeline", "rehearse", "run_threads", "simulate")

@@ -1,0 +1,147 @@
+"""Clip: an op on a rank that is not on its tensors' mesh is described, not computed.
+
+The description, shape, strides, dtype, device, mesh and placements of the results, comes from PyTorch's own
+sharding rules, the same that ranks on the mesh follow, so that all ranks see the same tensors. No kernel
+runs and nothing is allocated: every absent tensor has the same local part, one empty tensor for each dtype
+and device.
+
+DTensor has such a path itself, and it goes a good way, but not far enough (PyTorch 2.13): results that are
+0-d hold memory; results are on the processor, whatever the mesh's device is; convolution, argmin and argmax
+compute on the empty parts and fail; `item` is None, which fails far from its cause. Hence this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from stretto.tensor.dtensor_adapter import (
+    Spec,
+    described,
+    is_composite,
+    local_of,
+    new_spec,
+    propagated,
+    set_spec,
+    spec_of,
+    written_args,
+)
+from stretto.tensor.layout import Layout, MeshRanks, layout_of
+
+aten = torch.ops.aten
+
+Wrap = Callable[[torch.Tensor, Spec], DTensor]
+"""Makes the tensor of a local part and a description."""
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def nothing(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """The local part of every absent tensor of a dtype: no elements, no memory, and always the same."""
+    return _nothing(dtype, torch.device(device))
+
+
+def is_absent(mesh: DeviceMesh) -> bool:
+    """Whether this rank is off a mesh."""
+    return mesh.get_coordinate() is None
+
+
+@lru_cache(maxsize=256)
+def mesh_ranks(mesh: DeviceMesh) -> MeshRanks:
+    """The ranks of a mesh, as nested tuples. Kept, for to read them off a mesh takes kernels."""
+    return layout_of(mesh, (Replicate(),) * mesh.ndim).mesh_ranks
+
+
+@lru_cache(maxsize=4096)
+def layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
+    """The layout of a tensor on a device mesh."""
+    return Layout(mesh_ranks(mesh), placements)
+
+
+@lru_cache(maxsize=256)
+def in_order(mesh: DeviceMesh) -> bool:
+    """Whether ranks ascend along every axis of a mesh.
+
+    Where they do not, DTensor's collectives that gather or scatter put parts in the wrong places, without a
+    word (PyTorch 2.13): process groups sort their ranks, and the mesh's coordinates do not.
+    """
+    ranks = np.array(mesh_ranks(mesh))
+    return all(bool((np.diff(ranks, axis=axis) > 0).all()) for axis in range(ranks.ndim))
+
+
+def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Any:
+    """What an op gives on a rank off the mesh.
+
+    op: an overload of an operator. args, kwargs: its arguments, with at least one tensor on a mesh that does
+    not hold this rank, and no plain tensors but 0-d ones. Results in place are the arguments themselves.
+    Raises what PyTorch's sharding rules raise, as the ranks on the mesh do.
+    """
+    first = _first_distributed(args, kwargs)
+    device = local_of(first).device
+    if op is aten.convolution_backward.default:
+        args = (_as_placed(args[0], args[1], wrap), *args[1:])
+    try:
+        described_results = propagated(op, args, kwargs)
+    except NotImplementedError:
+        if not is_composite(op):
+            raise
+        return op.decompose(*args, **kwargs)
+
+    def absent(spec: Spec) -> DTensor:
+        return wrap(nothing(described(spec)[1], device), spec)
+
+    written = _written(op, args, kwargs)
+    if written:
+        return _in_place(written, described_results)
+    if described_results is None:
+        return None
+    if isinstance(described_results, Sequence):
+        found = [None if spec is None else absent(spec) for spec in described_results]
+        # One tensor list is a list; several results are a tuple.
+        return found if len(op._schema.returns) == 1 else tuple(found)
+    return absent(described_results)
+
+
+def _as_placed(gradient: Any, like: Any, wrap: Wrap) -> Any:
+    """A gradient as ranks on the mesh bring it to its input's placements before a convolution's backward."""
+    if not isinstance(gradient, DTensor) or gradient.placements == like.placements:
+        return gradient
+    spec = new_spec(gradient.device_mesh, like.placements, gradient.shape, gradient.stride(), gradient.dtype)
+    return wrap(local_of(gradient), spec)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an op in place, or with `out=`, gives back."""
+    found = []
+    for at, name in written_args(op):
+        found.append(args[at] if at < len(args) else kwargs[name])
+    return found
+
+
+def _in_place(written: list[Any], results: Any) -> Any:
+    specs = [results] if not isinstance(results, Sequence) else list(results)
+    if len(written) == 1 and isinstance(written[0], DTensor) and isinstance(specs[0], Spec):
+        if spec_of(written[0]).placements != specs[0].placements:
+            set_spec(written[0], specs[0])
+        return written[0]
+    if len(written) == 1 and not isinstance(written[0], DTensor):
+        return None  # a list, such as `_foreach_add_` writes: it gives nothing back
+    return tuple(written)
+
+
+def _first_distributed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    for value in (*args, *kwargs.values()):
+        for leaf in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(leaf, DTensor):
+                return leaf
+    raise AssertionError("an absent op has a tensor on a mesh")

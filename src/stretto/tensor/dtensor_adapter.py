@@ -1,0 +1,157 @@
+"""The room of `stretto.tensor` that knows DTensor's private corners (2.11 to 2.13).
+
+What it uses, so that the next release breaks this file alone, with a test for each:
+
+    DTensor(local, spec, requires_grad=)              a DTensor from its parts; `_local_tensor`, `_spec`
+    torch.distributed.tensor._dtensor_spec            DTensorSpec, TensorMeta: mesh, placements, shape
+    DTensor._op_dispatcher.unwrap_to_op_info          arguments of an op as descriptions
+    ...sharding_propagator.propagate_op_sharding_non_cached   the description of an op's results
+    DeviceMesh._coordinate_on_dim                     where on a mesh this rank stands
+    torch.distributed.tensor._shards (_StridedShard)        by its `dim`: a shard that no user writes
+    torch.distributed.distributed_c10d._get_default_store   the store that all ranks share
+
+The schema of an op (`OpOverload._schema`) says which of its arguments it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves
+
+Spec = DTensorSpec
+"""What DTensor knows of a tensor: mesh, placements, whole shape, strides, dtype."""
+
+Kind = TypeVar("Kind", bound=DTensor)
+
+
+def local_of(x: DTensor) -> torch.Tensor:
+    """The part of this rank, outside autograd; not a copy."""
+    local: torch.Tensor = x._local_tensor
+    return local
+
+
+def spec_of(x: DTensor) -> Spec:
+    """The description of a tensor."""
+    return x._spec
+
+
+def set_spec(x: DTensor, spec: Spec) -> None:
+    """What an op in place does that renumbers dims: same data, another description."""
+    x._spec = spec
+
+
+def wrapped(kind: type[Kind], local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> Kind:
+    """A DTensor, or a subclass of it, from the part of this rank and the description."""
+    made: Kind = kind(local, spec, requires_grad=requires_grad)
+    return made
+
+
+def new_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> Spec:
+    """A description. shape, stride: of the whole tensor, in elements."""
+    return DTensorSpec(
+        mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    )
+
+
+def described(spec: Spec) -> tuple[tuple[int, ...], torch.dtype]:
+    """Whole shape and dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None, "an op's result has a shape"
+    return tuple(meta.shape), meta.dtype
+
+
+def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the results of an op are, by PyTorch's own sharding rules; nothing is computed.
+
+    Returns a Spec, a sequence of Specs and Nones, or None if the result is no tensor. The answer is that of a
+    rank of the mesh, wherever this one stands: PyTorch 2.13 chooses the cheapest of several ways to shard an
+    op, and off the mesh takes all of them to be free, so that ranks would differ over what a tensor is.
+    Raises what PyTorch raises where it has no rule for the op.
+    """
+    return _sharding(op, args, kwargs).output_spec
+
+
+def needs_redistribution(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether DTensor would redistribute arguments of an op first. False where it has no rule."""
+    try:
+        return bool(_sharding(op, args, kwargs).needs_redistribute)
+    except NotImplementedError:
+        return False
+
+
+def _sharding(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    assert schema is not None, "it was asked for"
+    return _sharding_of(schema)
+
+
+@lru_cache(maxsize=1 << 16)
+def _sharding_of(schema: OpSchema) -> Any:
+    """PyTorch's own memory of such answers is not asked: DTensor's path off the mesh may have filled it."""
+    meshes = {id(spec.mesh): spec.mesh for spec in _specs(schema)}
+    absent = [mesh for mesh in meshes.values() if mesh._coordinate_on_dim is None]
+    try:
+        for mesh in absent:
+            mesh._coordinate_on_dim = (0,) * mesh.ndim
+        return DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
+    finally:
+        for mesh in absent:
+            mesh._coordinate_on_dim = None
+
+
+def _specs(schema: OpSchema) -> list[DTensorSpec]:
+    leaves = tree_leaves((schema.args_schema, schema.kwargs_schema))
+    return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an op is made of others, for every kind of tensor."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def written_args(op: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an op writes and gives back, as (position, name): in place, or with `out=`.
+
+    Empty for an op that makes new results, though it may write some argument by the way (running statistics).
+    """
+    schema = op._schema
+    if any(result.alias_info is None or not result.alias_info.is_write for result in schema.returns):
+        return ()
+    return tuple(
+        (at, argument.name)
+        for at, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def plain_placement(placement: Placement) -> Placement:
+    """A placement as users know them: of DTensor's inner shards, the Shard of the same dim."""
+    if type(placement) in (Shard, Replicate) or placement.is_partial():
+        return placement
+    dim: int = placement.dim  # type: ignore[attr-defined]
+    return Shard(dim)
+
+
+def shared_store(prefix: str) -> Any:
+    """A part of the key-value store through which the ranks of the default process group found each other.
+
+    Its type, `torch.distributed.Store`, is not exported; it has compare_set, check, get, set, delete_key.
+    """
+    return PrefixStore(prefix, _get_default_store())

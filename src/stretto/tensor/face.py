@@ -1,0 +1,129 @@
+"""The face of tensors on meshes: `shard` a tensor onto a mesh, `reshard` it, and its `local` part back.
+
+A program written with these runs on all ranks as it stands: each rank computes what lies on its meshes, and
+sees the descriptions of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from stretto.errors import UsageError
+from stretto.tensor import errors
+from stretto.tensor.clip import is_absent, layout_on, nothing
+from stretto.tensor.dtensor_adapter import new_spec, wrapped
+from stretto.tensor.global_tensor import GlobalTensor
+from stretto.tensor.layout import region_shape
+from stretto.tensor.reshard.move import checked_placements, reshard
+
+__all__ = ["GlobalTensor", "local", "reshard", "shard"]
+
+Thing = TypeVar("Thing", torch.Tensor, nn.Module)
+
+
+def shard(tensor: Thing, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> Thing:
+    """Put a tensor, or all parameters and buffers of a module, on a mesh.
+
+    tensor: the whole tensor, the same on every rank: each rank cuts its own part out of its own copy, and
+        nothing is sent. Ranks off the mesh need its description alone: it may be on "meta" there. A parameter
+        becomes a parameter; a tensor that wants a gradient becomes a new leaf that wants one.
+        A module is changed in place, its parameters stay tied where they were, and it is returned.
+    placements: one for each axis of the mesh: `Shard(dim)`, `Replicate()`; all Replicate() if None. With
+        `Partial()` the first rank of a summed axis holds the value, and the others zeros.
+
+    The tensor's memory is not kept: a part is a copy, unless it is the whole.
+    Raises UsageError if arguments do not fit, if the tensor is on a mesh already, or is not a leaf.
+    """
+    if isinstance(tensor, nn.Module):
+        _shard_module(tensor, mesh, placements)
+        return tensor
+    return _shard_tensor(tensor, mesh, placements)
+
+
+def local(x: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a tensor, a plain tensor; None on a rank that is off the tensor's mesh.
+
+    Of a Partial tensor it is this rank's term. Differentiable where it is not None; gradients flow back only
+    if all ranks that reshard the tensor, or what it was made from, run the same backward pass: call
+    `backward()` on the tensor itself.
+    Raises UsageError if `x` is on no mesh.
+    """
+    if not isinstance(x, DTensor):
+        raise errors.not_distributed("local", x)
+    return None if is_absent(x.device_mesh) else x.to_local()
+
+
+def _shard_tensor(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None
+) -> GlobalTensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(
+            f"shard: {type(tensor).__name__} {tensor!r} is not a tensor; make it one: torch.as_tensor"
+        )
+    where = f"shard of {errors.tensor_name(tensor)}"
+    if isinstance(tensor, DTensor):
+        raise UsageError(f"{where}: it is on a mesh already; use stretto.reshard(x, mesh, placements)")
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"{where}: the mesh is a {type(mesh).__name__}, {mesh!r}; give a "
+            "torch.distributed.device_mesh.DeviceMesh"
+        )
+    if not tensor.is_leaf:
+        raise UsageError(
+            f"{where}: it is the result of an op that wants a gradient, and its other ranks' gradients would "
+            "be lost; shard what it was made from, or its .detach()"
+        )
+    shape = tuple(tensor.shape)
+    if placements is None:
+        placements = [Replicate()] * mesh.ndim
+    placements = checked_placements(where, shape, mesh, placements)
+    spec = new_spec(mesh, placements, shape, tensor.stride(), tensor.dtype)
+    part = _part(where, tensor.detach(), mesh, placements)
+    made = wrapped(GlobalTensor, part, spec, tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        parameter: GlobalTensor = nn.Parameter(made, tensor.requires_grad)  # type: ignore[assignment]
+        return parameter
+    return made
+
+
+def _part(
+    where: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> torch.Tensor:
+    layout = layout_on(mesh, placements)
+    rank = dist.get_rank()
+    region = layout.region(tuple(tensor.shape), rank)
+    if region is None:
+        return nothing(tensor.dtype, mesh.device_type)
+    if rank in layout.zero_ranks():
+        return torch.zeros(region_shape(region), dtype=tensor.dtype, device=mesh.device_type)
+    if tensor.is_meta:
+        raise UsageError(
+            f"{where}: it is on 'meta' and has no values, but rank {rank} is on mesh "
+            f"{errors.mesh_name(mesh)}; give the ranks of the mesh the tensor itself"
+        )
+    part = tensor
+    for dim, (start, stop) in enumerate(region):
+        part = part.narrow(dim, start, stop - start)
+    part = part.to(mesh.device_type)
+    # A view would hold the memory of the whole.
+    whole = part.numel() == tensor.numel()
+    return part if whole else part.clone(memory_format=torch.contiguous_format)
+
+
+def _shard_module(module: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> None:
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for inner in module.modules():
+        for held in (inner._parameters, inner._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    if tensor not in made:
+                        made[tensor] = _shard_tensor(tensor, mesh, placements)
+                    held[name] = made[tensor]  # type: ignore[assignment]

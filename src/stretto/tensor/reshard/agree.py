@@ -1,0 +1,195 @@
+"""All ranks make the same reshards in the same order: where they do not, all of them end with an error.
+
+A tensor on many meshes is one tensor for all ranks, so every rank, those off both meshes too, comes to every
+reshard. Each call has a number, counted from 1 on each rank, and a text: dtype, shape, both layouts. Through
+the store of the default process group:
+
+1. The first rank to come to a number writes its text; every later one compares (`compare_set`: one answer
+   from the store, no waiting for other ranks). A difference is an error at once, and sets the alarm.
+2. A rank that waits for a message looks every `LOOK_S` whether there is an alarm, or whether a rank that it
+   needs has ended its program before it came to this number; either is an error.
+3. A rank that waits longer than the patience gives up. That is the last resort, for a rank that stands
+   somewhere else, and it is long, for a rank may well be busy: `STRETTO_RESHARD_PATIENCE_S`.
+
+It costs two answers from the store a call, some 0.2 ms on one machine. The check is always on: what it finds
+would else be a hang, or wrong numbers. Old texts are deleted, so that the store does not grow.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch.distributed as dist
+
+from stretto.errors import RunError
+from stretto.tensor.dtensor_adapter import shared_store
+from stretto.tensor.errors import disagreement
+
+LOOK_S = 1.0
+"""How often a waiting rank looks for an alarm: rare enough to cost nothing, and an error is quick enough."""
+
+PATIENCE_S = 300.0
+"""How long a rank waits for another unless told otherwise. Assumed: longer than a pause for a checkpoint."""
+
+KEPT = 1024
+"""Texts that stay in the store. A rank further behind than this is not compared."""
+
+
+def patience_s() -> float:
+    """How long a rank waits for another: `STRETTO_RESHARD_PATIENCE_S`, else `PATIENCE_S`."""
+    return float(os.environ.get("STRETTO_RESHARD_PATIENCE_S", PATIENCE_S))
+
+
+class Agreement:
+    """This rank's side of the comparison, for one life of the default process group."""
+
+    def __init__(self, generation: int) -> None:
+        self.rank = dist.get_rank()
+        self.number = 0
+        # A fake group has no other ranks, and a store that remembers nothing.
+        self._store: Any = (
+            None if dist.get_backend() == "fake" else shared_store(f"stretto/reshard/{generation}")
+        )
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to agree with: the process group is a fake one."""
+        return self._store is None
+
+    def enter(self, text: str) -> int:
+        """Come to the next reshard. Returns its number.
+
+        Raises RunError if another rank came to this number with another text, or an alarm is set.
+        """
+        self.number += 1
+        if self._store is None:
+            return self.number
+        mine = f"{self.rank}|{text}"
+        try:
+            found = self._store.compare_set(f"call/{self.number}", "", mine).decode()
+            if found == mine and self.number > KEPT:
+                self._store.delete_key(f"call/{self.number - KEPT}")
+        except dist.DistError:
+            return self.number  # the rank that keeps the store has ended: nothing to compare with
+        whose, _, theirs = found.partition("|")
+        if theirs != text:
+            error = disagreement(self.rank, self.number, text, f"on rank {whose} it is {theirs}")
+            self.raise_alarm(str(error))
+            raise error
+        self._raise_if_alarmed()
+        return self.number
+
+    def raise_alarm(self, text: str) -> None:
+        """Tell all ranks that this one cannot go on. The first alarm stays."""
+        if self._store is not None:
+            try:
+                self._store.compare_set("alarm", "", f"{self.rank}|{text}")
+            except dist.DistError:
+                return  # nobody is left to hear it
+
+    def _raise_if_alarmed(self) -> None:
+        if self._store is None:
+            return
+        try:
+            if not self._store.check(["alarm"]):
+                return
+            whose, _, text = self._store.get("alarm").decode().partition("|")
+        except dist.DistError:
+            return
+        raise RunError(
+            f"rank {self.rank} stops at reshard number {self.number}, for rank {whose} failed: {text}"
+        )
+
+    def look_out(self, number: int, peers: Sequence[int], since_s: float, waits_for: str) -> None:
+        """What a waiting rank does every `LOOK_S`.
+
+        number: of the reshard. peers: ranks it needs. since_s: `time.monotonic()` when it began to wait.
+        Raises RunError if they will not come.
+        """
+        if self._store is None:
+            return
+        self._raise_if_alarmed()
+        for peer in peers:
+            ended = self._ended(peer)
+            if ended is not None and ended < number:
+                error = RunError(
+                    f"rank {self.rank} waits in reshard number {number} ({waits_for}), but rank {peer} has "
+                    f"ended after reshard number {ended}. All ranks, those off the meshes too, must make "
+                    "every reshard; look for a call, or a backward pass, that only some ranks make"
+                )
+                self.raise_alarm(str(error))
+                raise error
+        if time.monotonic() - since_s > patience_s():
+            error = RunError(
+                f"rank {self.rank} has waited {patience_s():.0f} s in reshard number {number} ({waits_for}); "
+                f"one of ranks {sorted(peers)} is late, or does not make this call. If it may be so late, "
+                "set STRETTO_RESHARD_PATIENCE_S higher"
+            )
+            self.raise_alarm(str(error))
+            raise error
+
+    def _ended(self, peer: int) -> int | None:
+        assert self._store is not None
+        try:
+            if self._store.check([f"ended/{peer}"]):
+                return int(self._store.get(f"ended/{peer}"))
+        except dist.DistError:
+            pass
+        return None
+
+    def meet(self, name: str, ranks: Sequence[int]) -> None:
+        """Wait until all of `ranks` have come here, before they make a process group, which must not wait
+        for one that never comes. Raises RunError as `look_out` does."""
+        if self._store is None:
+            return
+        wanted = [f"meet/{name}/{rank}" for rank in ranks]
+        began = looked = time.monotonic()
+        try:
+            self._store.set(f"meet/{name}/{self.rank}", "")
+            while not self._store.check(wanted):
+                time.sleep(0.002)
+                if time.monotonic() - looked > LOOK_S:
+                    looked = time.monotonic()
+                    self.look_out(self.number, ranks, began, f"to connect ranks {list(ranks)}")
+        except dist.DistError as error:
+            raise RunError(
+                f"rank {self.rank}: the rank that keeps the store has ended, in reshard number "
+                f"{self.number}; its own output says why"
+            ) from error
+
+    def leave(self) -> None:
+        """This rank's program ends: tell those who may wait for it."""
+        if self._store is not None:
+            try:
+                self._store.set(f"ended/{self.rank}", str(self.number))
+            except dist.DistError:
+                return
+
+
+_current: tuple[dist.ProcessGroup, Agreement] | None = None
+_generations = 0
+
+
+def agreement() -> Agreement:
+    """The agreement of the default process group as it is now."""
+    global _current, _generations
+    group = dist.group.WORLD
+    assert group is not None, "there is a mesh, so there is a process group"
+    if _current is None or _current[0] is not group:
+        _generations += 1
+        _current = (group, Agreement(_generations))
+    return _current[1]
+
+
+def _leave() -> None:
+    if _current is not None:
+        _current[1].leave()
+
+
+# Also where a process is a child of `multiprocessing`, which does not run `atexit`.
+# Before the lines are drained (`lines`): who waits for a later reshard need not wait for that.
+Finalize(None, _leave, exitpriority=2)
