@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stretto
-from stretto.bench.predict import SHAPES, Cell, Found, cell_from, grid
+from stretto.bench.predict import SHAPES, Cell, Found, Shape, cell_from, grid, run_cell
 from stretto.bench.predict_grid import bits_per_s, is_calibrated
 from stretto.bench.transfer import calibration_of, transferred
 from stretto.ir.curve import Curve
@@ -72,8 +72,21 @@ def test_the_grid_has_every_layout_and_rates_that_were_not_calibrated() -> None:
     assert bits_per_s("50mbit") == 5e7
 
 
+def test_a_cell_is_predicted_by_what_its_ops_took_between_steps() -> None:
+    shape = Shape("tiny", hidden=32, layers=1, heads=2, sequence=8, vocab=64, microbatch=1, microbatches=2)
+    kept: list[Plan] = []
+    found = run_cell(Cell(shape, 1, 1, "unlimited"), 3, kept.append)
+    [plan] = kept
+    assert plan.prediction is not None
+    assert found.predicted_ms == pytest.approx(plan.prediction.step_us / 1e3)
+    assert found.planned_ms != found.predicted_ms, "ops took another time when the plan was made"
+    assert 0.3 < found.predicted_ms / found.planned_ms < 3.0
+    assert len(found.rounds_ms) == 3
+    assert found.peak_measured == pytest.approx(plan.prediction.peak_bytes, rel=0.01)
+
+
 def test_figures_of_a_cell() -> None:
-    found = Found("a", 110.0, 100.0, (100.0,), 0.25, 0.2, (105, 90), (100, 100))
+    found = Found("a", 90.0, 110.0, 100.0, (100.0,), 0.25, 0.2, (105, 90), (100, 100))
     assert found.error == pytest.approx(0.1)
     assert found.exposed_points == pytest.approx(5.0)
     assert found.peak_error == pytest.approx(-0.1)

@@ -34,7 +34,7 @@ HERE = Machine("a device", "2.13.0", 1)
 def group(kind: str, members: int, stride: int = 1, hosts: int = 1, us: float = 100.0) -> GroupTiming:
     curve = Curve(((0.0, us), (1_000_000.0, us + 1000.0)))
     cost = CollectiveCost(curve, 7.0, 0.0, "measured: c.json", 0.75)
-    return GroupTiming(kind, members, stride, hosts, cost, Calls(3.0, 20.0), 0.1)
+    return GroupTiming(kind, members, stride, hosts, cost, Calls(3.0, 0.0, 20.0), 0.1)
 
 
 def calibration() -> Calibration:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.cost.calls import Calls, calls_us
+from stretto.cost.calls import Calls, calls_us, starts_fitted
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import SpanKind
 from stretto.simulate import simulate
@@ -17,7 +17,7 @@ from tests.synthetic_comm import make_comm_plan
 
 def test_a_start_has_one_time_and_a_wait_goes_with_the_bytes() -> None:
     job = comm_job(2, tp=2)
-    known = {("tp", "all_reduce"): Calls(5.0), ("tp", "reduce_scatter"): Calls(7.0, 100.0)}
+    known = {("tp", "all_reduce"): Calls(5.0), ("tp", "reduce_scatter"): Calls(7.0, 60.0, 100.0)}
     found = calls_us(job, known)
     kinds = set()
     for stage in job.stages:
@@ -30,9 +30,21 @@ def test_a_start_has_one_time_and_a_wait_goes_with_the_bytes() -> None:
                 continue
             kinds.add(asked.kind)
             calls = known["tp", asked.kind]
-            expected = calls.finish_us_per_mb * asked.nbytes / 1e6 if op.target == WAIT else calls.start_us
+            mb = asked.nbytes / 1e6
+            start_us = calls.start_us + calls.start_us_per_mb * mb
+            expected = calls.finish_us_per_mb * mb if op.target == WAIT else start_us
             assert found[stage.index, op.name] == pytest.approx(expected)
     assert kinds == {"all_reduce", "reduce_scatter"}
+
+
+def test_starts_lie_on_a_line_that_never_falls() -> None:
+    assert starts_fitted([(1_000_000, 30.0), (0, 10.0)]) == pytest.approx((10.0, 20.0))
+    assert starts_fitted([(4_000_000, 50.0), (2_000_000, 30.0), (3_000_000, 99.0)]) == pytest.approx(
+        (10.0, 10.0)
+    )
+    assert starts_fitted([(1_000, 30.0), (2_000, 20.0)]) == (30.0, 0.0)
+    assert starts_fitted([(1_000, 30.0)]) == (30.0, 0.0)
+    assert starts_fitted([(1_000, 1.0), (2_000, 9.0)]) == pytest.approx((0.0, 8_000.0))
 
 
 def test_what_a_wait_has_left_to_do_is_computing() -> None:

@@ -2,8 +2,11 @@
 
     1. A cell is a shape of GPT, a layout (pp, tp) and a rate. Cells of one layout and rate share a lab, one
        rank on each host; ranks share the machine's cores equally.
-    2. In each cell the ranks capture, measure their costs together, plan, and run some steps. Step time,
-       exposed communication and peak memory of the plan's prediction stand beside what was measured.
+    2. In each cell the ranks capture, measure their costs together, plan, and run. The machine's speed goes
+       up and down, by a fifth within seconds on some days, which is no error of a prediction: ops are
+       measured again and steps run in turn, for as many rounds as are asked for. The plan, simulated with
+       what its ops took over all rounds, stands beside what steps took: time, exposed communication, peak
+       memory. What was predicted when it was made is kept too.
     3. Cells of shapes and rates that no measurement knows are predicted once more from others alone: op times
        and communication from the calibrated cells (`stretto.bench.transfer`).
 
@@ -13,11 +16,12 @@ A worker (this module as a program, once on each host) does steps 2 and keeps it
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +29,24 @@ import torch
 import torch.distributed as dist
 
 import stretto
+from stretto.cost.measured import agreed_ops
+from stretto.cost.profile import profile
+from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
-from stretto.ir.program import OverlapMode
+from stretto.ir.program import WAIT, OverlapMode
 from stretto.ir.serialize import plan_to_text
-from stretto.ir.timeline import SpanKind
+from stretto.ir.timeline import SpanKind, Timeline
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.simulate import predict
+
+CPU = torch.device("cpu")
 
 WARM_UPS = 2
 """Steps that do not count: first messages open connections, first steps fill caches."""
+
+ROUND_US = 1_500_000.0
+MOST_STEPS = 4
+"""A round has as many steps as take this long, at least one and at most `MOST_STEPS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +85,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A cell's figures. Shares are of the step, the mean over places; peaks by place."""
+    """A cell's figures. Shares are of the step, the mean over places; peaks by place.
+
+    planned_ms: what the plan said when it was made; predicted_ms: with what ops took between steps;
+    rounds_ms: the median of each round.
+    """
 
     cell: str
+    planned_ms: float
     predicted_ms: float
     measured_ms: float
     rounds_ms: tuple[float, ...]
@@ -125,7 +144,7 @@ def grid(
 
 
 def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None) -> Found:
-    """Step 2 on one rank; every rank of the cell calls it. keep: is given the plan."""
+    """Step 2 on one rank; every rank of the cell calls it. keep: is given the plan, with the last costs."""
     shape = cell.shape
     torch.manual_seed(0)
     config = GPTConfig(
@@ -151,37 +170,75 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
     )
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
     plan = stretto.plan(job, "local")
-    if keep is not None:
-        keep(plan)
     runner = stretto.Runner(plan, model)
-    prediction = plan.prediction
-    assert prediction is not None
-    times: list[float] = []
-    exposed: list[float] = []
-    for number in range(WARM_UPS + rounds):
+    planned = plan.prediction
+    assert planned is not None
+    timelines: list[Timeline] = []
+
+    def step() -> float:
         for parameter in runner.parameters():
             parameter.grad = None
         _together()
         start = time.perf_counter()
         runner.step(batch)
         took = _longest(time.perf_counter() - start)
-        timeline = runner.timeline()
-        if number >= WARM_UPS:
-            times.append(took * 1e3)
-            shares = [us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED)]
-            exposed.append(statistics.mean(shares))
-    peak = timeline.peak_bytes
+        timelines.append(runner.timeline())
+        return took * 1e3
+
+    for _ in range(WARM_UPS):
+        step()
+    timelines.clear()
+    steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / planned.step_us)))
+    times: list[list[float]] = []
+    visit = profile(job, CPU, _stages_here(plan))
+    for number in range(rounds):
+        if number:
+            _together()
+            visit = profile(job, CPU, _stages_here(plan), visit)
+        times.append([step() for _ in range(steps)])
     runner.close()
+    plan = _with_ops(plan, agreed_ops(visit) if dist.is_initialized() else visit.op_us)
+    if keep is not None:
+        keep(plan)
+    prediction = plan.prediction
+    assert prediction is not None
+    peak = timelines[-1].peak_bytes
+    exposed = [
+        statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))
+        for timeline in timelines
+    ]
     return Found(
         cell=str(cell),
+        planned_ms=planned.step_us / 1e3,
         predicted_ms=prediction.step_us / 1e3,
-        measured_ms=statistics.median(times),
-        rounds_ms=tuple(times),
+        measured_ms=statistics.median(ms for together in times for ms in together),
+        rounds_ms=tuple(statistics.median(together) for together in times),
         exposed_predicted=statistics.mean(us / prediction.step_us for us in prediction.exposed_us),
         exposed_measured=statistics.median(exposed),
         peak_predicted=prediction.peak_bytes,
         peak_measured=peak,
     )
+
+
+def _stages_here(plan: Plan) -> list[int]:
+    """The stages of this rank's place."""
+    mesh = Mesh((("pp", plan.ranks), *plan.job.axes))
+    place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
+    return [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
+
+
+def _with_ops(plan: Plan, op_us: Mapping[tuple[int, str], float]) -> Plan:
+    """The plan as it is, with these times of its computing ops, and predicted again."""
+    calls = {
+        (stage.index, op.name)
+        for stage in plan.job.stages
+        for ops in stage.ops.values()
+        for op in ops
+        if op.collective is not None or op.target == WAIT
+    }
+    times = {key: us if key in calls else op_us[key] for key, us in plan.costs.op_us.items()}
+    made = replace(plan, costs=replace(plan.costs, op_us=times))
+    return replace(made, prediction=predict(made))
 
 
 def _together() -> None:

@@ -119,6 +119,7 @@ def _row(cell: Cell, found: Found, plan: Plan | None) -> dict[str, Any]:
         "cell": str(cell),
         "calibrated": is_calibrated(cell),
         "measured_ms": found.measured_ms,
+        "planned_ms": found.planned_ms,
         "predicted_ms": found.predicted_ms,
         "error_pct": 100.0 * found.error,
         "exposed_measured_pct": 100.0 * found.exposed_measured,
@@ -146,6 +147,7 @@ def _summary(
     ]
     figures: dict[str, list[float]] = {
         "step_error_pct": [100.0 * found.error for found in rows],
+        "planned_step_error_pct": [100.0 * (f.planned_ms / f.measured_ms - 1.0) for f in rows],
         "exposed_points": [found.exposed_points for found in rows],
         "peak_error_pct": [100.0 * found.peak_error for found in rows],
         "transferred_step_error_pct": [row["transferred_error_pct"] for row in transferred_rows],

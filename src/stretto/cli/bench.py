@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.cli.bench_compute import compute
+from stretto.cli.bench_reshard import reshard
 from stretto.cli.figures import JsonOut, check_json, write_json
 from stretto.errors import RunError, UsageError
 from stretto.ir.program import OVERLAP_MODES
@@ -28,6 +29,7 @@ bench = typer.Typer(
 
 
 bench.command()(compute)
+bench.command()(reshard)
 
 
 @bench.callback()
@@ -116,7 +118,7 @@ def _numbers(option: str, text: str, known: tuple[int, ...]) -> list[int]:
 
 @bench.command()
 def predict(
-    rounds: Annotated[int, typer.Option(help="Counted steps of each cell.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Rounds of each cell: ops measured, then steps.")] = 3,
     rates: Annotated[str, typer.Option(help="Rates of the network, with commas between.")] = "",
     overlap: Annotated[str, typer.Option(help="off, local or window, as in a plan.")] = "window",
     json_out: JsonOut = None,
@@ -138,7 +140,16 @@ def predict(
     with tempfile.TemporaryDirectory() as folder:
         result = run_grid(cells, rounds, Path(folder), progress.print)
     table = Table()
-    for name in ("cell", "measured ms", "predicted", "from others", "exposed %", "predicted", "peak"):
+    for name in (
+        "cell",
+        "measured ms",
+        "predicted",
+        "planned",
+        "from others",
+        "exposed %",
+        "predicted",
+        "peak",
+    ):
         table.add_column(name, justify="left" if name == "cell" else "right")
     for row in result["rows"]:
         other = row.get("transferred_error_pct")
@@ -146,6 +157,7 @@ def predict(
             row["cell"],
             f"{row['measured_ms']:.0f}",
             f"{row['error_pct']:+.1f} %",
+            f"{100 * (row['planned_ms'] / row['measured_ms'] - 1):+.1f} %",
             "" if other is None else f"{other:+.1f} %",
             f"{row['exposed_measured_pct']:.1f}",
             f"{row['exposed_predicted_pct']:.1f}",

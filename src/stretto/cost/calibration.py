@@ -39,7 +39,16 @@ from stretto.ir.reading import Cursor, read_json
 FORMAT = "stretto-calibration"
 VERSION = 2
 
-COST_KEYS = ("curve", "processor_us_per_mb", "slowdown", "pace", "start_us", "finish_us_per_mb", "spread")
+COST_KEYS = (
+    "curve",
+    "processor_us_per_mb",
+    "slowdown",
+    "pace",
+    "start_us",
+    "start_us_per_mb",
+    "finish_us_per_mb",
+    "spread",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,7 @@ def _group_data(one: GroupTiming) -> dict[str, Any]:
         "slowdown": round(one.cost.slowdown, 4),
         "pace": round(one.cost.pace, 4),
         "start_us": round(one.calls.start_us, 2),
+        "start_us_per_mb": round(one.calls.start_us_per_mb, 2),
         "finish_us_per_mb": round(one.calls.finish_us_per_mb, 2),
         "spread": round(one.spread, 3),
     }
@@ -169,7 +179,11 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
         _count(parts["stride"], 1),
         _count(parts["hosts"], 1),
         cost,
-        Calls(positive(parts["start_us"]), positive(parts["finish_us_per_mb"])),
+        Calls(
+            positive(parts["start_us"]),
+            positive(parts["start_us_per_mb"]),
+            positive(parts["finish_us_per_mb"]),
+        ),
         positive(parts["spread"]),
     )
 

@@ -1,6 +1,7 @@
 """What a collective takes on the compute lane: the call that starts it, and what its wait has left to do.
 
-    1. The start is the same for all sizes: what the transport does with the bytes is a loss of compute
+    1. The start takes a while for a collective of any size, and grows with the bytes that the transport takes
+       over before it returns (copies, a first write). What its own threads do is a loss of compute
        (`cost.contention`).
     2. Once the collective is done, its wait may have work of its own (a transport that adds up the rows of a
        reduce-scatter on the thread that waits); it grows with the bytes.
@@ -10,7 +11,7 @@ Touches `stretto.ir` alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.program import WAIT, Job
@@ -21,15 +22,28 @@ BYTES_PER_MB = 10**6
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """start_us: of the call that starts a collective, in microseconds; finish_us_per_mb: of the wait for one
-    that is done, in microseconds for each 10**6 bytes of the whole tensor."""
+    """start_us, start_us_per_mb: of the call that starts a collective; finish_us_per_mb: of the wait for one
+    that is done. Microseconds, and microseconds for each 10**6 bytes of the whole tensor."""
 
     start_us: float
+    start_us_per_mb: float = 0.0
     finish_us_per_mb: float = 0.0
+
+    def starting_us(self, nbytes: float) -> float:
+        """What the call that starts takes, in microseconds, for a whole tensor of `nbytes`."""
+        return self.start_us + self.start_us_per_mb * nbytes / BYTES_PER_MB
 
     def finish_us(self, nbytes: float) -> float:
         """What the wait has left to do, in microseconds, for a whole tensor of `nbytes`."""
         return self.finish_us_per_mb * nbytes / BYTES_PER_MB
+
+
+def starts_fitted(starts: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(start_us, start_us_per_mb) from (bytes, microseconds) of calls: a line through the least and the most
+    bytes, never falling."""
+    (least, low_us), (most, high_us) = min(starts), max(starts)
+    per_byte = max(0.0, high_us - low_us) / (most - least) if most > least else 0.0
+    return max(0.0, low_us - per_byte * least), per_byte * BYTES_PER_MB
 
 
 def calls_us(job: Job, calls: Mapping[tuple[str, str], Calls]) -> dict[tuple[int, str], float]:
@@ -44,6 +58,6 @@ def calls_us(job: Job, calls: Mapping[tuple[str, str], Calls]) -> dict[tuple[int
             known = calls.get((collective.axis, collective.kind)) if collective is not None else None
             if collective is None or known is None:
                 continue
-            waits = op.target == WAIT
-            found[stage.index, op.name] = known.finish_us(collective.nbytes) if waits else known.start_us
+            waits, nbytes = op.target == WAIT, collective.nbytes
+            found[stage.index, op.name] = known.finish_us(nbytes) if waits else known.starting_us(nbytes)
     return found

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -75,9 +75,7 @@ def measure_between(
         )
         axis, kind = entry["axis"], entry["kind"]
         cost = scaled(cost, small.size(axis), mesh.size(axis))
-        found[axis, kind] = Measured(
-            cost, Calls(entry["start_us"], entry["finish_us_per_mb"]), entry["spread"]
-        )
+        found[axis, kind] = Measured(cost, Calls(*entry["calls"]), entry["spread"])
     if not link:
         return Between(None, 1.0, found)
     latency_us, bytes_per_us, processor_us_per_mb = told["link"]
@@ -177,8 +175,7 @@ def _probe(asked: Any) -> None:
                 "slowdown": cost.slowdown,
                 "pace": cost.pace,
                 "source": cost.source,
-                "start_us": one.calls.start_us,
-                "finish_us_per_mb": one.calls.finish_us_per_mb,
+                "calls": astuple(one.calls),
                 "spread": one.spread,
             }
         )

@@ -4,10 +4,11 @@
        processors that they share are shared here.
     2. Each size several times in a row, twice. Without a pause, as on a lane that is never idle: what an idle
        link lets through at once (a token bucket's content) is not counted on. And as in a step: ranks compute
-       for a while, start and wait. How long a member waits, on average, is what the collective costs a step:
-       with it come the members that compute a little longer, and a quota that computing has spent. Measured
-       at 300 Mbit/s between hosts of 0.8 processors: 9.2 ms, where one that follows no compute takes 6.9.
-       Of the rounds, the mean without the slowest quarter; of both ways the longer. The sizes give a `Curve`.
+       for a while, all as much, start and wait. How long a member waits, on average, is what the collective
+       costs a step: with it come the members that compute a little longer, and a quota that computing has
+       spent. Measured at 300 Mbit/s between hosts of 0.8 processors: 9.2 ms, where one that follows no
+       compute takes 6.9. Of the rounds, the mean without the slowest tenth; of both ways the longer. The
+       sizes give a `Curve`.
     3. What compute loses to it (`cost.contention`), and what its wait does when it is done, at a size that
        stays in flight for a while. The latter is compute: the curve is without it.
     4. All ranks take the median over groups, so they hold equal costs.
@@ -29,9 +30,9 @@ import torch
 import torch.distributed as dist
 
 from stretto import collectives, gloo_adapter
-from stretto.cost.calls import BYTES_PER_MB, Calls
+from stretto.cost.calls import BYTES_PER_MB, Calls, starts_fitted
 from stretto.cost.contention import compute_loss
-from stretto.cost.time_collectives import agree_max, agree_median, finish_us, meet, timed
+from stretto.cost.time_collectives import agree_max, agree_median, finish_us, meet, products_per_us, timed
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
 from stretto.giving_way import keeping_core
@@ -74,7 +75,7 @@ def measure_collectives(
     Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
     slow links.
     """
-    between_us = min(MOST_COMPUTE_US, agree_median(compute_us))
+    products = min(MOST_COMPUTE_US, agree_median(compute_us)) * products_per_us(device)
     found: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     theirs = gloo_adapter.loop_threads()
@@ -84,7 +85,7 @@ def measure_collectives(
                 groups[item.axis] = _group(mesh, item.axis, device)
                 gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)
             group = groups[item.axis]
-            found[item.axis, item.kind] = _measure(item, mesh.size(item.axis), group, device, between_us)
+            found[item.axis, item.kind] = _measure(item, mesh.size(item.axis), group, device, products)
     finally:
         for group in groups.values():
             dist.destroy_process_group(group)
@@ -155,30 +156,29 @@ def _group(mesh: Mesh, axis: str, device: torch.device) -> dist.ProcessGroup:
 
 
 def _measure(
-    item: Wanted, members: int, group: dist.ProcessGroup, device: torch.device, compute_us: float
+    item: Wanted, members: int, group: dist.ProcessGroup, device: torch.device, products: float
 ) -> Measured:
     samples: list[tuple[int, float]] = []
-    starts: list[float] = []
+    starts: list[tuple[int, float]] = []
     spread = 0.0
     begin = time.perf_counter_ns()
     for size in item.sizes:
         nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
-        us, start_us, range_of = timed(start, group, device, compute_us)
-        if device.type == "cpu" and compute_us > 0:
+        us, start_us, range_of = timed(start, group, device, products)
+        if products:
             us = max(us, timed(start, group, device, 0.0)[0])
         samples.append((nbytes, us))
-        starts.append(start_us)
+        starts.append((nbytes, start_us))
         spread = max(spread, range_of)
         if agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
             break
     fits = [sample for sample in samples if sample[1] <= CONTENTION_US] or [min(samples)]
     size, alone_us = max(fits)
     nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
-    # The call itself; at larger sizes the transport does a part of its work before the call returns.
-    start_us = agree_median(min(starts))
     finishing_us = min(alone_us / 2, finish_us(start, alone_us)) if device.type == "cpu" else 0.0
-    calls = Calls(start_us, finishing_us * BYTES_PER_MB / max(nbytes, 1))
-    loss = compute_loss(start, nbytes, alone_us, lambda: meet(device), device, start_us + finishing_us)
+    calls = Calls(*starts_fitted(starts), finishing_us * BYTES_PER_MB / max(nbytes, 1))
+    calls_us = calls.starting_us(nbytes) + finishing_us
+    loss = compute_loss(start, nbytes, alone_us, lambda: meet(device), device, calls_us)
     cost = CollectiveCost(
         Curve.fitted([(size, max(us / 2, us - calls.finish_us(size))) for size, us in samples]),
         agree_median(loss.processor_us_per_mb),

@@ -23,7 +23,7 @@ from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.cost.messages import measure_links
-from stretto.cost.profile import device_name, profile
+from stretto.cost.profile import Profile, device_name, profile
 from stretto.cost.roofline import ACTION_US
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
@@ -90,11 +90,11 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
     dist.barrier()
     mine = profile(job, device, schedule.stages_of(place), mine)
     shared = shared_axes(mesh, [axis for axis, _ in job.axes])
+    op_us = agreed_ops(mine)
     told: list[Any] = [None] * mesh.world
-    dist.all_gather_object(told, (dict(mine.op_us), links))
-    op_us = _merged(times for times, _ in told)
+    dist.all_gather_object(told, links)
     found: dict[tuple[int, int], list[Link]] = defaultdict(list)
-    for _, some in told:
+    for some in told:
         for pair, link in some.items():
             found[pair].append(link)
     merged = {pair: typical_link(found[pair]) for pair in sorted(found)}
@@ -114,6 +114,13 @@ def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], 
     ops = [(stage.index, op) for stage in stages for ops in stage.ops.values() for op in ops]
     starts = sum(op.collective is not None for _, op in ops)
     return sum(op_us[index, op.name] for index, op in ops) / max(starts, 1)
+
+
+def agreed_ops(mine: Profile) -> dict[tuple[int, str], float]:
+    """All ranks' op times, equal on all of them; every running rank calls it with its own."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, dict(mine.op_us))
+    return _merged(told)
 
 
 def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:

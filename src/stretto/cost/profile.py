@@ -29,8 +29,11 @@ from stretto.ir.flow import PHASES, inputs_of, is_external, results_of
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 
 ROUNDS = 5
-"""Counted rounds after one warm-up; the mean of the faster half is taken. Measured: on a machine of 2 cores
-it repeats within 3 %."""
+"""Counted rounds after one warm-up, in each visit."""
+
+KEPT = 0.75
+"""Part of the rounds that count, the faster ones. Of the faster half alone, a machine whose speed goes up and
+down by a tenth would promise steps 8 % too fast; of all, one stolen second would count."""
 
 LEAST_ROUND_US = 20_000.0
 """Shorter rounds are repeated more often, up to `MOST_ROUNDS`, so that noise averages out."""
@@ -115,8 +118,8 @@ def _measure(job: Job, stage: Stage, device: torch.device, rounds: Rounds) -> di
 
 
 def _typical(times_us: Sequence[float]) -> float:
-    """The mean of the faster half: other work on the machine makes rounds slower, never faster."""
-    fast = sorted(times_us)[: (len(times_us) + 1) // 2]
+    """The mean of the rounds that count."""
+    fast = sorted(times_us)[: max(1, round(KEPT * len(times_us)))]
     return statistics.fmean(fast)
 
 

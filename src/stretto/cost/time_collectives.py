@@ -20,7 +20,7 @@ from stretto.giving_way import lanes_first
 ROUNDS = 12
 """Counted rounds of a size after two for warmth, when they take long."""
 
-MOST_ROUNDS = 24
+MOST_ROUNDS = 30
 """Of a size whose rounds are short."""
 
 ROUNDS_US = 100_000.0
@@ -29,8 +29,12 @@ ROUNDS_US = 100_000.0
 COMPUTE_PARTS = (0.35, 1.07, 0.6, 1.46, 0.82, 1.7)
 """Of it in the rounds, in turn, with a mean of 1: no round always meets the same part of a period."""
 
-KEPT = 0.75
-"""Part of the rounds that count, the faster ones: what is beyond was other work on the machine. Assumed."""
+KEPT = 0.9
+"""Part of the rounds that count, the faster ones. A step has hundreds of collectives, and in every step some
+meet ranks that are late; what is beyond this part was other work on the machine. Assumed."""
+
+ALONE_US = 100_000.0
+"""Length of the compute that tells how fast a rank is."""
 
 FINISH_ROUNDS = 5
 SURELY_US = 2_000.0
@@ -50,9 +54,13 @@ def finish_us(start: Callable[[], Any], alone_us: float) -> float:
 
 
 def timed(
-    start: Callable[[], Any], group: dist.ProcessGroup, device: torch.device, compute_us: float
+    start: Callable[[], Any], group: dist.ProcessGroup, device: torch.device, products: float
 ) -> tuple[float, float, float]:
-    """Step 2: (microseconds of one collective after its start, of its start, spread), equal on all ranks."""
+    """Step 2: (microseconds of one collective after its start, of its start, spread), equal on all ranks.
+
+    products: what a rank computes before each, on average. The same work on all ranks, however long it takes
+    them: that they are not ready at one time is a part of what a collective costs.
+    """
     took: list[float] = []
     starts: list[float] = []
 
@@ -60,7 +68,7 @@ def timed(
         # The collective before it brought the ranks together, as in a step; a barrier would let them go one
         # after the other, and a short collective would cost what the barrier does.
         if device.type == "cpu":
-            _compute(compute_us * COMPUTE_PARTS[len(took) % len(COMPUTE_PARTS)])
+            _compute(round(products * COMPUTE_PARTS[len(took) % len(COMPUTE_PARTS)]))
         begin = time.perf_counter_ns()
         work = start()
         started = time.perf_counter_ns()
@@ -82,28 +90,47 @@ def timed(
             one()
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (dist.get_process_group_ranks(group), took, starts))
-    rounds: dict[tuple[int, ...], list[list[float]]] = {}
-    for ranks, times, _ in told:
-        rounds.setdefault(tuple(ranks), []).append(times)
-    of_groups = [_faster([statistics.fmean(each) for each in zip(*times)]) for times in rounds.values()]
-    start_us = statistics.median(us for _, _, calls in told for us in calls)
+    by_group: dict[tuple[int, ...], list[tuple[list[float], list[float]]]] = {}
+    for ranks, waits, calls in told:
+        by_group.setdefault(tuple(ranks), []).append((waits, calls))
+    found = [_counted(members) for members in by_group.values()]
     return (
-        statistics.median(statistics.fmean(half) for half in of_groups),
-        start_us,
-        max((half[-1] - half[0]) / statistics.fmean(half) for half in of_groups),
+        statistics.median(wait_us for wait_us, _, _ in found),
+        statistics.median(start_us for _, start_us, _ in found),
+        max(spread for _, _, spread in found),
     )
 
 
-def _faster(times_us: Sequence[float]) -> list[float]:
-    """The rounds that count, ascending."""
-    return sorted(times_us)[: max(1, round(KEPT * len(times_us)))]
+def _counted(members: Sequence[tuple[list[float], list[float]]]) -> tuple[float, float, float]:
+    """(wait, start, spread) of one group from its members' waits and starts: means over members, and over the
+    rounds that count, which are those that took the least in all."""
+    waits = [statistics.fmean(each) for each in zip(*(waits for waits, _ in members), strict=True)]
+    starts = [statistics.fmean(each) for each in zip(*(starts for _, starts in members), strict=True)]
+    rounds = sorted(zip(waits, starts, strict=True), key=sum)[: max(1, round(KEPT * len(waits)))]
+    wait_us = statistics.fmean(wait for wait, _ in rounds)
+    range_us = max(wait for wait, _ in rounds) - min(wait for wait, _ in rounds)
+    return wait_us, statistics.fmean(start for _, start in rounds), range_us / wait_us
 
 
-def _compute(us: float) -> None:
+def products_per_us(device: torch.device) -> float:
+    """How much of what `timed` computes a rank does in a microsecond, the median of ranks that all compute at
+    once; 0 on an accelerator, where no compute goes before a collective."""
+    if device.type != "cpu":
+        return 0.0
+    _compute(4)
+    meet(device)
+    begin = time.perf_counter_ns()
+    products = 0
+    while time.perf_counter_ns() - begin < ALONE_US * 1e3:
+        _compute(4)
+        products += 4
+    return agree_median(products * 1e3 / (time.perf_counter_ns() - begin))
+
+
+def _compute(products: int) -> None:
     """Keep this rank's processor busy."""
     factor = torch.full((192, 192), 0.01)
-    end = time.perf_counter_ns() + int(us * 1e3)
-    while time.perf_counter_ns() < end:
+    for _ in range(products):
         torch.mm(factor, factor)
 
 
