@@ -80,7 +80,6 @@ def test_a_cell_is_predicted_by_what_its_ops_took_between_steps() -> None:
     assert plan.prediction is not None
     assert found.predicted_ms == pytest.approx(plan.prediction.step_us / 1e3)
     assert found.planned_ms != found.predicted_ms, "ops took another time when the plan was made"
-    assert 0.3 < found.predicted_ms / found.planned_ms < 3.0
     assert len(found.rounds_ms) == 3
     assert found.peak_measured == pytest.approx(plan.prediction.peak_bytes, rel=0.01)
 
