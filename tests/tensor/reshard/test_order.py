@@ -81,8 +81,9 @@ def test_a_search_finds_the_best_order_of_a_few_sends(sends):
 
 
 def test_a_search_finds_an_order_that_no_rule_makes():
-    """Each rule starts the wrong send at the wrong time; the search meets the bound."""
-    sends = [send(3, [1], 3), send(6, [2], 4), send(4, [1], 5), send(1, [0], 4), send(3, [0], 5)]
-    assert sends_bound_us(sends, HOSTS) == pytest.approx(7)
-    assert arranged(sends).makespan_us == pytest.approx(8)
-    assert arranged(sends, search_s=0.03).makespan_us == pytest.approx(7)
+    """Each rule, and the rounds, start the wrong send at the wrong time; the search meets the bound."""
+    sends = [send(5, [0], 3), send(2, [2], 5), send(2, [1], 5), send(5, [2], 4), send(4, [1], 4)]
+    sends += [send(2, [0], 5), send(3, [0], 5)]
+    assert sends_bound_us(sends, HOSTS) == pytest.approx(10)
+    assert arranged(sends).makespan_us == pytest.approx(11)
+    assert arranged(sends, search_s=0.1).makespan_us == pytest.approx(10)

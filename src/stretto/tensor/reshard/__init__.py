@@ -3,6 +3,7 @@
     tasks        what must move: each distinct box, who holds it, who needs it
     modes        how a box goes to several ranks: point to point, all-gather in a host, a chain
     order        who sends, and in which order
+    rounds       an order in which as many hosts as can send and receive at once
     search       a better order, within a budget
     timeline     when each transfer runs on the hosts' links
     bound        the time that no plan can be under

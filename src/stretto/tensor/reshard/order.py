@@ -6,7 +6,8 @@ follows from it. The steps:
     1. naive: the first holder sends, in the order of the tasks, along hosts in order of rank
     2. senders: the longest send first, each from the host whose uplink then carries least
     3. order: again and again the send that can start first; which of several is a rule, and several rules
-       are tried (open-shop list scheduling; a send is an operation on several links at once)
+       are tried (open-shop list scheduling; a send is an operation on several links at once); then rounds
+       (their own room)
     4. search: seeded local changes of order, senders and ways, kept when they are no worse, until the bound
        is met or the budget is spent (its own room)
 
@@ -20,9 +21,11 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.modes import Send
+from stretto.tensor.reshard.rounds import in_rounds
 from stretto.tensor.reshard.timeline import Footprint, Link, Timeline, footprint
 
 
@@ -87,14 +90,15 @@ class Arranger:
         return self.arrangement(ways, self.first)
 
     def balanced(self, bound_us: float) -> Arrangement:
-        """Steps 2 and 3: the best of the naive arrangement and of each rule with balanced senders."""
+        """Steps 2 and 3: the best of the naive arrangement and of each order with balanced senders."""
         best = self.naive()
         ways = self.balanced_ways()
-        for rule in RULES:
+        orders: list[Callable[[], list[int]]] = [partial(self.listed, ways, rule) for rule in RULES]
+        orders.append(lambda: in_rounds({i: ways[i].takes for i in self.first}))
+        for order in orders:
             if meets(best.makespan_us, bound_us):
                 break
-            found = self.arrangement(ways, self.listed(ways, rule))
-            best = min(best, found, key=lambda one: one.makespan_us)
+            best = min(best, self.arrangement(ways, order()), key=lambda one: one.makespan_us)
         return best
 
     def balanced_ways(self) -> list[Way]:
