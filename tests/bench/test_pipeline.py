@@ -30,6 +30,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_small_race_runs_every_system(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
