@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ import stretto
 from stretto.tensor.clip import nothing
 from stretto.tensor.dtensor_adapter import local_of
 from tests.tensor.lone import Kernels
-from tests.tensor.world import world
+from tests.tensor.world import all_end_well
 
 F64 = torch.float64
 STEPS = 4
@@ -237,11 +236,9 @@ def four_ranks_memory() -> None:
     four_ranks()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "function"), [(2, "two_ranks"), (3, "three_ranks"), (4, "four_ranks_memory")]
-)
-def test_programs(ranks: int, function: str) -> None:
-    world(ranks, f"tests.tensor.test_face:{function}")
+def test_programs() -> None:
+    programs = ((2, two_ranks), (3, three_ranks), (4, four_ranks_memory))
+    all_end_well([(ranks, f"tests.tensor.test_face:{program.__name__}") for ranks, program in programs])
 
 
 def test_shard_cuts_as_dtensor_does_and_keeps_parameters_tied() -> None:

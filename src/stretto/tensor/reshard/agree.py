@@ -10,6 +10,7 @@ the store of the default process group:
    needs has ended its program before it came to this number; either is an error.
 3. A rank that waits longer than the patience gives up. That is the last resort, for a rank that stands
    somewhere else, and it is long, for a rank may well be busy: `STRETTO_RESHARD_PATIENCE_S`.
+4. At the end of the program ranks compare how many reshards they have made; to differ is an error too.
 
 It costs two answers from the store a call, some 0.2 ms on one machine. The check is always on: what it finds
 would else be a hang, or wrong numbers. Old texts are deleted, so that the store does not grow.
@@ -18,6 +19,7 @@ would else be a hang, or wrong numbers. Old texts are deleted, so that the store
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
@@ -169,6 +171,28 @@ class Agreement:
             except dist.DistError:
                 return
 
+    def last_look(self) -> RunError | None:
+        """At the very end: did all ranks make as many reshards, and did none fail? The first to end is "
+        "asked."""
+        if self._store is None:
+            return None
+        try:
+            self._raise_if_alarmed()
+            found = self._store.compare_set("last", "", f"{self.rank}|{self.number}").decode()
+        except RunError as error:
+            return error
+        except dist.DistError:
+            return None
+        whose, _, count = found.partition("|")
+        if int(count) == self.number:
+            return None
+        differs = RunError(
+            f"rank {self.rank} has made {self.number} reshards in this run, and rank {whose} {count}: one of "
+            "them has skipped some, or a backward pass; gradients or values may be missing"
+        )
+        self.raise_alarm(str(differs))
+        return differs
+
 
 _current: tuple[dist.ProcessGroup, Agreement] | None = None
 _generations = 0
@@ -190,6 +214,23 @@ def _leave() -> None:
         _current[1].leave()
 
 
+def fails_already() -> bool:
+    """Whether this program ends with an error of its own, which must not be covered by another."""
+    return sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
+
+
+def _last_look() -> None:
+    if _current is None or fails_already():
+        return
+    error = _current[1].last_look()
+    if error is not None:
+        # Nobody is left to catch it, and the program must not end as if all were well.
+        sys.stdout.flush()
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
 # Also where a process is a child of `multiprocessing`, which does not run `atexit`.
 # Before the lines are drained (`lines`): who waits for a later reshard need not wait for that.
 Finalize(None, _leave, exitpriority=2)
+Finalize(None, _last_look, exitpriority=0)

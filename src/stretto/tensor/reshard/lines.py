@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import RunError
-from stretto.tensor.reshard.agree import LOOK_S, Agreement, agreement, patience_s
+from stretto.tensor.reshard.agree import LOOK_S, Agreement, agreement, fails_already, patience_s
 
 
 @dataclass(eq=False)
@@ -198,6 +198,8 @@ def _drain() -> None:
         if _lines is not None:
             _lines.drain()
     except RunError as error:
+        if fails_already():
+            return
         # Nobody is left to catch it, and the program must not end as if all were well.
         print(error, file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,0 +1,74 @@
+"""Each private corner of DTensor that the adapter uses is there, and means what it takes it to mean."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from stretto.tensor import dtensor_adapter as adapter
+from tests.tensor.lone import lone_rank
+
+aten = torch.ops.aten
+
+
+def test_a_tensor_from_its_parts() -> None:
+    with lone_rank(1, 4):
+        mesh = DeviceMesh("cpu", [0, 1])
+        spec = adapter.new_spec(mesh, [Shard(0)], (4, 6), (6, 1), torch.float32)
+        local = torch.ones(2, 6)
+        x = adapter.wrapped(DTensor, local, spec, requires_grad=True)
+        assert (tuple(x.shape), x.stride(), x.placements, x.requires_grad) == (
+            (4, 6),
+            (6, 1),
+            (Shard(0),),
+            True,
+        )
+        assert adapter.local_of(x) is local
+        assert adapter.spec_of(x) == spec
+        assert adapter.described(spec) == ((4, 6), torch.float32)
+        turned = adapter.new_spec(mesh, [Shard(1)], (6, 4), (1, 6), torch.float32)
+        y = adapter.wrapped(DTensor, local.t(), turned)
+        adapter.set_spec(y, spec)
+        assert y.placements == (Shard(0),)
+
+
+def test_what_ops_give_is_the_same_on_and_off_the_mesh() -> None:
+    """PyTorch weighs costs, and takes them to be nothing off the mesh; here the answer is the mesh's."""
+    found = []
+    for rank in (0, 3):
+        with lone_rank(rank, 4):
+            mesh = DeviceMesh("cpu", [0, 1])
+            spec = [
+                adapter.new_spec(mesh, [placement], (8, 8), (8, 1), torch.float32)
+                for placement in (Shard(1), Replicate())
+            ]
+            a, b = (adapter.wrapped(DTensor, torch.ones(8, 8), s) for s in spec)
+            product = adapter.propagated(aten.mm.default, (a, b), {})
+            found.append((product.placements, adapter.needs_redistribution(aten.mm.default, (a, b), {})))
+            assert mesh.get_coordinate() == (None if rank == 3 else product.mesh.get_coordinate())
+            several = adapter.propagated(aten.var_mean.correction, (b, [1]), {"correction": 1})
+            assert [tuple(s.shape) for s in several] == [(8,), (8,)]
+    assert found[0] == found[1] == ((Partial(),), True)
+
+
+def test_schemas_say_what_is_written() -> None:
+    assert adapter.written_args(aten.add_.Tensor) == ((0, "self"),)
+    assert adapter.written_args(aten.add.out) == ((3, "out"),)
+    assert adapter.written_args(aten._foreach_add_.List) == ((0, "self"),)
+    assert adapter.written_args(aten.add.Tensor) == ()
+    assert adapter.written_args(aten._native_batch_norm_legit.default) == ()
+
+
+def test_composite_ops_and_inner_shards() -> None:
+    assert adapter.is_composite(aten.matmul.default)
+    assert not adapter.is_composite(aten.mm.default)
+    assert adapter.plain_placement(_StridedShard(1, split_factor=2)) == Shard(1)
+    assert type(adapter.plain_placement(_StridedShard(1, split_factor=2))) is Shard
+    assert adapter.plain_placement(Partial("avg")) == Partial("avg")
+
+
+def test_the_store_is_there() -> None:
+    with lone_rank(0, 2):
+        assert adapter.shared_store("stretto") is not None

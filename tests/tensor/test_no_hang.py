@@ -1,0 +1,153 @@
+"""A misuse on one rank only ends all ranks, soon, with an error: none hangs, none goes on with other numbers.
+
+Each function is a program in which one rank does not do as the others. All run in one launch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+import stretto
+from tests.tensor.world import worlds
+
+R = [Replicate()]
+
+
+def given() -> tuple[DeviceMesh, DeviceMesh, torch.Tensor]:
+    near, far = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    return near, far, stretto.shard(torch.ones(4, 4), near, [Shard(0)])
+
+
+def other_placements() -> None:
+    _, far, x = given()
+    for _ in range(3):
+        stretto.reshard(x, far, [Shard(1)] if dist.get_rank() == 1 else [Shard(0)])
+
+
+def other_shape() -> None:
+    near, far, x = given()
+    if dist.get_rank() == 2:
+        x = stretto.shard(torch.ones(4, 5), near, [Shard(0)])
+    for _ in range(3):
+        stretto.reshard(x, far, R)
+
+
+def other_mesh_off_both() -> None:
+    """Rank 3 takes part in nothing, and yet must be right."""
+    near, far, x = given()
+    for _ in range(3):
+        stretto.reshard(x, near if dist.get_rank() == 3 else far, R)
+    dist.barrier()
+
+
+def skips_and_goes_on() -> None:
+    near, far, x = given()
+    if dist.get_rank() != 0:
+        stretto.reshard(x, far, R)
+    stretto.reshard(stretto.reshard(x, far, [Shard(1)]), near, R)
+
+
+def skips_and_ends() -> None:
+    _, far, x = given()
+    stretto.reshard(x, far, R)
+    if dist.get_rank() != 1:
+        stretto.reshard(x, far, R)
+
+
+def skips_the_backward_pass() -> None:
+    near, far, _ = given()
+    w = stretto.shard(nn.Parameter(torch.ones(4, 4)), near, R)
+    loss = stretto.reshard(w * 2, far, R).sum()
+    if dist.get_rank() != 2:
+        loss.backward()
+
+
+def fails_of_itself() -> None:
+    _, far, x = given()
+    stretto.reshard(x, far, R)
+    if dist.get_rank() == 1:
+        raise ValueError("of its own")
+    stretto.reshard(x, far, R)
+
+
+def is_killed() -> None:
+    _, far, x = given()
+    stretto.reshard(x, far, R)
+    if dist.get_rank() == 1:
+        os._exit(9)
+    stretto.reshard(x, far, R)
+
+
+def stands_elsewhere() -> None:
+    os.environ["STRETTO_RESHARD_PATIENCE_S"] = "3"
+    _, far, x = given()
+    stretto.reshard(x, far, R)
+    if dist.get_rank() == 1:
+        dist.barrier()
+    stretto.reshard(x, far, R)
+
+
+def ends_early_and_well() -> None:
+    """No misuse: the first stage sends its last, and ends long before it is taken."""
+    near, far = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1, 2])
+    x = stretto.shard(torch.arange(12.0).reshape(3, 4), near, R)
+    if dist.get_rank() != 0:
+        time.sleep(1.5)
+    part = stretto.local(stretto.reshard(x, far, R, in_flight_bytes=1000))
+    assert (part is not None) == (dist.get_rank() in (1, 2))
+    assert part is None or torch.equal(part, torch.arange(12.0).reshape(3, 4))
+
+
+FAILURES: dict[str, tuple[int, str]] = {
+    "other_placements": (1, "[Shard(1)] on mesh [1, 2]"),
+    "other_shape": (2, "float32 (4, 5) [Shard(0)] on mesh [0, 1]"),
+    "other_mesh_off_both": (3, "[Replicate()] on mesh [0, 1]"),
+    "skips_and_goes_on": (0, "[Shard(1)] on mesh [1, 2]"),
+    "skips_and_ends": (1, "rank 1"),
+    "skips_the_backward_pass": (2, "rank 2"),
+    "fails_of_itself": (1, "rank 1"),
+    "is_killed": (1, "rank 1"),
+    "stands_elsewhere": (1, "has waited 3 s"),
+}
+"""Who is the odd one, and what some rank's error says."""
+
+MAY_END_WELL = {"skips_and_ends": {1}, "skips_the_backward_pass": {0, 1, 2}}
+"""Who does less than the others, and who needs nothing of it; but one rank says so at least."""
+
+BYSTANDER = 3
+"""Is on neither mesh, and may be through with its program before another fails."""
+
+
+FEW = ("other_placements", "skips_and_goes_on", "skips_and_ends")
+
+
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param(tuple(FAILURES), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_one_rank_that_differs_ends_all_of_them(names: tuple[str, ...]) -> None:
+    found = worlds([(4, f"tests.tensor.test_no_hang:{name}") for name in (*names, "ends_early_and_well")])
+    wrong = []
+    for name, ended in zip(names, found):
+        _, says = FAILURES[name]
+        may_end_well = MAY_END_WELL.get(name, set()) | {BYSTANDER}
+        well = {rank for rank, status in enumerate(ended.statuses) if status == 0}
+        hung = None in ended.statuses
+        if (
+            hung
+            or not well <= may_end_well
+            or len(well) == 4
+            or ended.seconds > 30
+            or says not in ended.output
+        ):
+            wrong.append(f"{name}: {ended.statuses}, {ended.seconds:.1f} s, {says!r}\n{ended.output}")
+        print(f"{name}: {ended.statuses} {ended.seconds:.1f} s")
+    assert not wrong, "\n".join(wrong)
+    assert found[-1].statuses == (0, 0, 0, 0), found[-1].output
