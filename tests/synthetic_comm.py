@@ -199,7 +199,12 @@ def _shuffled(job: Job, window: Window, draw: random.Random) -> Window:
             reads = ops[item.part, str(item.ref)].uses
         elif item.kind is ItemKind.SEND:
             reads = (job.edges[int(item.ref)].value,)
-        needs[at] |= {made[item.part, name] for name in reads if (item.part, name) in made}
+        mates = (item.part, *window.mates(item.part))
+        needs[at] |= {made[part, name] for part in mates for name in reads if (part, name) in made}
+        if item.kind is ItemKind.OP and window.parts[item.part][1] is not Phase.F:
+            # All of a microbatch's forward comes before its backward.
+            forwards = {part for part in mates if window.parts[part][1] is Phase.F}
+            needs[at] |= {n for (part, _), n in made.items() if part in forwards}
     done: set[int] = set()
     order: list[Item] = []
     left = list(range(len(window.items)))

@@ -95,6 +95,29 @@ def test_a_backward_before_the_forward_that_it_reads_is_refused() -> None:
     broken = replace(plan, windows={**plan.windows, window.name: replace(window, items=(*first, *rest))})
     said = [str(fault) for fault in plan_faults(broken)]
     assert any("which 1F of the same microbatch brings later, at item" in fault for fault in said), said
+    assert any("of 1F of the same microbatch, item" in fault for fault in said), said
+
+
+def test_all_of_a_forward_comes_before_the_backward_of_its_microbatch() -> None:
+    """Also what the backward does not read: lower bounds count on it."""
+    job, costs = job_of(microbatches=1)
+    plan = whole_plan(job, costs)
+    window = plan.windows["1F+1B=0,0"]
+    graph = make_graph(job, costs, window, plan.schedule.stage_ranks)
+    needs: list[set[int]] = []
+    for before in graph.before:
+        needs.append(set(before).union(*(needs[n] for n in before)))
+    ops = {
+        part: [at for at, n in enumerate(graph.nodes) if n.item.part == part and n.item.kind is ItemKind.OP]
+        for part in (0, 1)
+    }
+    assert all(set(ops[0]) <= needs[at] for at in ops[1])
+    # The last op of F behind the first of B: read by nobody, and refused all the same.
+    items = list(window.items)
+    items.insert(ops[1][0], items.pop(ops[0][-1]))
+    broken = replace(plan, windows={**plan.windows, window.name: replace(window, items=tuple(items))})
+    [said] = [str(fault) for fault in plan_faults(broken)]
+    assert "of 1F of the same microbatch, item" in said
 
 
 def test_a_run_binds_microbatches_as_its_window_says() -> None:

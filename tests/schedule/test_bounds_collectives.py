@@ -15,6 +15,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.plan import CollectiveCost, Costs, Link, Plan
 from stretto.schedule.bounds import lower_bound
 from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.pair import whole
 from stretto.schedule.timing import peak_live
 from stretto.simulate import simulate
 
@@ -117,12 +118,16 @@ def test_equal_stages_are_bounded_as_unequal_ones_are() -> None:
 def plans(draw: st.DrawFn) -> Plan:
     ranks = draw(st.integers(1, 4))
     microbatches = draw(st.integers(1, 5))
-    kind = draw(st.sampled_from([*FAMILIES, "virtual", "overlapped"]))
+    kind = draw(st.sampled_from([*FAMILIES, "virtual", "overlapped", "whole"]))
     max_live = None
     if kind == "virtual":
         order = virtual(ranks, 2, microbatches)
     elif kind == "overlapped":
         order = overlapped(make_schedule("1f1b", ranks, microbatches))
+    elif kind == "whole":
+        joined = whole(make_schedule("1f1b", ranks, microbatches))
+        assert joined is not None
+        order = joined
     else:
         if kind != "gpipe":
             max_live = draw(st.none() | st.integers(1, 3))

@@ -21,6 +21,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from stretto.ir.plan import Plan
 from stretto.schedule.order import Role
@@ -29,10 +30,8 @@ from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.collectives import Collective, Collectives
 from stretto.simulate.network import Network
+from stretto.together.lane import ComputeLane
 from stretto.together.whole import Whole
-
-DONE_US = 1e-6
-"""As in `simulate.engine`: what sums of times in double precision may be off by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class _Walk:
             one.begin()
 
     def _change_load(self, rank: int, was: float, share: float) -> None:
-        self.ranks[rank].change_load(was, share)
+        self.ranks[rank].lane.change_load(was, share)
 
 
 class _Rank:
@@ -110,21 +109,16 @@ class _Rank:
         self._flying: dict[str, int] = defaultdict(int)
         self._free_us: dict[str, float] = defaultdict(float)
         """Lane -> about when it has done what is started."""
-        # The work that is being done, as in `simulate.engine`.
-        self._working = -1
-        self._left_us = self._since_us = 0.0
-        self._speed = 1.0
-        self._shares: list[float] = []
-        self._version = 0
+        self.lane = ComputeLane(walk.clock)
 
     def begin(self) -> None:
         """Post all receives, and go on until the lane works or stands."""
         for node in self.graph.nodes:
             if node.role is Role.RECEIVE and self._travels(int(node.item.ref)):
                 self._walk.network.post(int(node.item.ref), self._whole.microbatches[node.item.part])
-        for index, missing in enumerate(self._missing):
-            if not missing:
-                self._can_go(index)
+        # Those that can go at once; what they let go, they let go themselves.
+        for index in [n for n, missing in enumerate(self._missing) if not missing]:
+            self._can_go(index)
         self._go_on()
 
     def _travels(self, edge: int) -> bool:
@@ -151,11 +145,19 @@ class _Rank:
         else:
             heapq.heappush(self._ready, entry)
 
+    def _wake(self) -> None:
+        """Something has arrived; a lane that works sees it when its op has ended."""
+        if not self.lane.working:
+            self._go_on()
+
+    def _worked(self, index: int) -> None:
+        self._done(index)
+        self._go_on()
+
     def _when(self, moment: Moment, index: int) -> None:
         def arrive() -> None:
             self._there(index)
-            if self._working < 0:
-                self._go_on()
+            self._wake()
 
         if moment.happened:
             self._there(index)
@@ -189,8 +191,7 @@ class _Rank:
             work_us = self._place(index)
             if work_us:
                 self._walk.cards.work(self._rank, True)
-                self._working, self._left_us, self._since_us = index, work_us, self._clock.now_us
-                self._aim()
+                self.lane.work(work_us, partial(self._worked, index))
                 return
             self._done(index)
 
@@ -270,38 +271,7 @@ class _Rank:
 
         def landed() -> None:
             self._flying[node.lane] -= 1
-            if self._working < 0:
-                self._go_on()
+            self._wake()
 
         self._started[index] = self._walk.collectives.start(call, self._rank, microbatch)
         self._started[index].done.then(landed)
-
-    # --- step 6: work at the speed that transfers leave -------------------------------------------------
-
-    def change_load(self, was: float, share: float) -> None:
-        """A transfer that took the share `was` of the processor takes `share` from now on."""
-        if was:
-            self._shares.remove(was)
-        if share:
-            self._shares.append(share)
-        now_us = self._clock.now_us
-        self._left_us -= (now_us - self._since_us) * self._speed
-        self._since_us = now_us
-        self._speed = max(0.0, 1.0 - sum(self._shares))
-        if self._working >= 0:
-            self._aim()
-
-    def _aim(self) -> None:
-        """Put the end of the work into the clock; an earlier aim no longer counts."""
-        self._version += 1
-        version = self._version
-        left_us = self._left_us if self._left_us > DONE_US else 0.0
-        if not left_us or self._speed > 0:
-            after_us = left_us / self._speed if left_us else 0.0
-            self._clock.at(self._clock.now_us + after_us, lambda: self._finish(version))
-
-    def _finish(self, version: int) -> None:
-        if version == self._version and self._working >= 0:
-            index, self._working = self._working, -1
-            self._done(index)
-            self._go_on()

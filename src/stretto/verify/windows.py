@@ -81,7 +81,24 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
         elif at[ItemKind.SEND][edge] < at[ItemKind.OP].get(value, -1):
             yield fault(f"send e{edge}", f"stands before {value} is made", f"Move it after {value}")
 
-    # 3. Every read after what it reads.
+    # 3. F before the backward of its microbatch, as where each is a window of its own.
+    last = max(
+        (
+            k
+            for k, item in enumerate(window.items)
+            if item.part in _forwards_of(window, part) and item.kind is ItemKind.OP
+        ),
+        default=-1,
+    )
+    first = min(at[ItemKind.OP].values(), default=last)
+    if first < last:
+        yield fault(
+            window.items[first],
+            f"stands before {window.items[last]} of {stage}F of the same microbatch, item {last}",
+            "Move it behind all of that forward",
+        )
+
+    # 4. Every read after what it reads.
     brings = {value: edge for edge, value in arriving.items()}
     earlier = earlier_values(job, stage, phase.parts[0])
     beside = _made_beside(plan, window, part)
@@ -126,6 +143,13 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
                     f"reads {value}, which no op before it makes and no edge brings to stage {stage}",
                     "Add an edge from the stage that makes it",
                 )
+
+
+def _forwards_of(window: Window, part: int) -> set[int]:
+    """The forward of a backward part's microbatch, if it is in the window."""
+    if window.parts[part][1] is Phase.F:
+        return set()
+    return {mate for mate in window.mates(part) if window.parts[mate][1] is Phase.F}
 
 
 def _made_beside(plan: Plan, window: Window, part: int) -> dict[str, int]:

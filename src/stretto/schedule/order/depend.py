@@ -3,7 +3,8 @@
     1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
        for its time on the lane of its axis; a wait for a collective; a message's wait and its send.
     2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
-       value may be of an earlier part of the same stage and microbatch.
+       value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
+       before the backward's first op: lower bounds count on actions of a microbatch in this order.
     3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
        their order, and an order of ops must not change numbers. Nothing else is written in place before
        the window's end, and draws of random ops do not depend on when they happen.
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Costs, Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
@@ -201,6 +203,7 @@ class _Maker:
                     when = self.outside.arrivals.get((item.part, edge.index), 0.0)
                     nodes.append(Node(item, Role.RECEIVE, time_us=when, lazy=True))
             needs.append(need)
+        self._forward_first(needs)
         after: list[list[int]] = [[] for _ in nodes]
         for at, need in enumerate(needs):
             for other in sorted(need):
@@ -212,6 +215,23 @@ class _Maker:
             tuple(tuple(found) for found in after),
             find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
         )
+
+    def _forward_first(self, needs: list[set[int]]) -> None:
+        """Step 2: what F ends with comes before what the backward of its microbatch begins with."""
+        parts = self.window.parts
+        ops: dict[int, list[int]] = {}
+        for at, item in enumerate(self.window.items if self.window.shares else ()):
+            if item.kind is ItemKind.OP:
+                ops.setdefault(item.part, []).append(at)
+        for part, own in ops.items():
+            for mate in self.earlier[part]:
+                if parts[mate][1] is Phase.F is not parts[part][1]:
+                    of_forward = ops.get(mate, [])
+                    read = {n for at in of_forward for n in needs[at]}
+                    ends = {at for at in of_forward if at not in read}
+                    for at in own:
+                        if needs[at].isdisjoint(own):
+                            needs[at] |= ends
 
     def _maker(self, part: int, value: str) -> int:
         """The node that makes a value, in the part or before it; -1 for what an earlier window makes."""

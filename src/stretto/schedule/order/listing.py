@@ -108,9 +108,9 @@ class _Listing:
         """What is under way: (when it is there, node)."""
 
     def order(self) -> tuple[int, ...]:
-        for index, missing in enumerate(self.missing):
-            if not missing:
-                self._can_go(index)
+        # Those that can go at once; what they let go, they let go themselves.
+        for index in [n for n, missing in enumerate(self.missing) if not missing]:
+            self._can_go(index)
         while True:
             while self.arriving and self.arriving[0][0] <= self.now_us:
                 self._there(heapq.heappop(self.arriving)[1])
