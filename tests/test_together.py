@@ -241,7 +241,7 @@ def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert tried(job, costs)
     assert not tried(job, costs, "zb-h1"), "I and W are apart"
     assert not tried(*job_of(microbatches=4, stages=1, blocks=1)), "no messages"
-    assert not tried(*job_of(microbatches=13, blocks=1)), "it would cost more with every microbatch"
+    assert not tried(*job_of(microbatches=13, stages=4, blocks=1)), "it would cost more with every microbatch"
     plan = make_plan(replace(job, max_live=3), costs, schedule="1f1b", overlap="window")
     assert not asked[1:]
     assert plan.overlap in ("local", "window")

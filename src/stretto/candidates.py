@@ -61,6 +61,9 @@ times the fastest. Measured on GPTs over pp=2 tp=2: the winner was up to 8 % beh
 
 WITHIN = 1.25
 
+WHOLE = 12
+"""Microbatches up to which a step may be one window a rank: its ops are ordered one by one. Assumed."""
+
 AHEAD_OF = 0.96
 """Of the fastest other candidate's step, what one window a rank takes at most where the others need not be
 ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was then faster still."""
@@ -213,7 +216,7 @@ def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | N
     """Step 5: the candidate, or why a limit forbids it ("" where it is not for this job)."""
     paired = whole(schedule) if job.trains and schedule.ranks > 1 else None
     # Forwards in one window all read buffers as they were before it.
-    if paired is None or shorter(schedule) != schedule or any(buffer.updates for buffer in job.buffers):
+    if paired is None or job.microbatches > WHOLE or any(buffer.updates for buffer in job.buffers):
         return None, ""
     live = max(peak_live(paired))
     if job.max_live is not None and live > job.max_live:
