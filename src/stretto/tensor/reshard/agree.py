@@ -37,6 +37,9 @@ LOOK_S = 1.0
 PATIENCE_S = 300.0
 """How long a rank waits for another unless told otherwise. Assumed: longer than a pause for a checkpoint."""
 
+LEAVE_S = 10.0
+"""How long the rank that keeps the store waits at its end for the others to end too. Assumed."""
+
 KEPT = 1024
 """Texts that stay in the store. A rank further behind than this is not compared."""
 
@@ -51,6 +54,7 @@ class Agreement:
 
     def __init__(self, generation: int) -> None:
         self.rank = dist.get_rank()
+        self._ranks = dist.get_world_size()
         self.number = 0
         # A fake group has no other ranks, and a store that remembers nothing.
         self._store: Any = (
@@ -171,6 +175,19 @@ class Agreement:
             except dist.DistError:
                 return
 
+    def keep_store(self) -> None:
+        """Rank 0 keeps the store where no launcher does, and leaves last, for the others look there."""
+        if self._store is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        try:
+            self._store.set(f"looked/{self.rank}", "")
+            wanted = [f"looked/{rank}" for rank in range(self._ranks)]
+            end = time.monotonic() + LEAVE_S
+            while self.rank == 0 and time.monotonic() < end and not self._store.check(wanted):
+                time.sleep(0.01)
+        except dist.DistError:
+            return
+
     def last_look(self) -> RunError | None:
         """At the very end: did all ranks make as many reshards, and did none fail? The first to end is "
         "asked."""
@@ -223,6 +240,7 @@ def _last_look() -> None:
     if _current is None or fails_already():
         return
     error = _current[1].last_look()
+    _current[1].keep_store()
     if error is not None:
         # Nobody is left to catch it, and the program must not end as if all were well.
         sys.stdout.flush()
