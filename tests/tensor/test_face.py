@@ -5,11 +5,14 @@ One launch runs all cases of one number of ranks, so that processes start once.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -94,6 +97,7 @@ def four_ranks() -> None:
         check_mlp(first, second, True, optimizer)
     check_mlp(DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [2, 3]), True, torch.optim.SGD)
     gradients()
+    checkpoint()
     microbatches_run_ahead(first, second)
 
 
@@ -123,6 +127,29 @@ def gradients() -> None:
         assert isinstance(x.grad, DTensor)
         found = stretto.local(stretto.reshard(x.grad, a, [Replicate()]))
         assert found is None or torch.allclose(found, plain.grad, rtol=1e-12, atol=1e-12), f"{way}: {found}"
+
+
+def checkpoint() -> None:
+    """PyTorch's own: saved from two meshes, loaded into others."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3], [1, 2, 3], [0])]
+    kinds = [[Shard(0)], [Shard(1)], [Shard(1)], [Replicate()]]
+    values = [ranged(6, 4), ranged(5, 3)]
+
+    def state(wholes: list[torch.Tensor], at: int) -> dict[str, Any]:
+        places = zip(("first", "second"), wholes, meshes[at:], kinds[at:])
+        return {name: stretto.shard(whole, mesh, kind) for name, whole, mesh, kind in places}
+
+    dcp.save(state(values, 0), checkpoint_id=folder[0])
+    loaded = state([torch.zeros_like(value) for value in values], 2)
+    dcp.load(loaded, checkpoint_id=folder[0])
+    for found, value in zip(loaded.values(), values):
+        mesh = found.device_mesh
+        part = stretto.local(stretto.reshard(found, mesh, [Replicate()]))
+        assert part is None or torch.equal(part, value)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
 
 
 def microbatches_run_ahead(first: DeviceMesh, second: DeviceMesh) -> None:
