@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ def test_the_counter_of_kernels_sees_those_of_a_rank_on_the_mesh() -> None:
     assert sum("mm" in op for op in kernels.ran) >= 3  # forward, and two of the backward pass
 
 
-def train(rank: int, optimizer: type[torch.optim.Optimizer]) -> tuple[list[Any], int, Kernels]:
+def train(rank: int, optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[list[Any], int, Kernels]:
     with lone_rank(rank, 4):
         mesh = DeviceMesh("cpu", [0, 1])
         w = stretto.shard(torch.nn.Parameter(torch.randn(8, 8)), mesh, [Shard(0)])
@@ -163,8 +164,16 @@ def train(rank: int, optimizer: type[torch.optim.Optimizer]) -> tuple[list[Any],
         return [description(v) for v in [w, *state]], held, kernels
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_optimizers_step_without_work_off_the_mesh(optimizer: type[torch.optim.Optimizer]) -> None:
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "adamw foreach": partial(torch.optim.AdamW, foreach=True),
+    "adamw fused": partial(torch.optim.AdamW, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_step_without_work_off_the_mesh(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     on, _, _ = train(0, optimizer)
     off, held, kernels = train(3, optimizer)
     assert off == on

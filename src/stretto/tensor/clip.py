@@ -101,6 +101,8 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
         return wrap(nothing(described(spec)[1], device), spec)
 
     written = _written(op, args, kwargs)
+    if written and not op._schema.returns:
+        return None  # lists, such as the ops of optimizers write
     if written:
         return _in_place(written, described_results)
     if described_results is None:
@@ -134,8 +136,6 @@ def _in_place(written: list[Any], results: Any) -> Any:
         if spec_of(written[0]).placements != specs[0].placements:
             set_spec(written[0], specs[0])
         return written[0]
-    if len(written) == 1 and not isinstance(written[0], DTensor):
-        return None  # a list, such as `_foreach_add_` writes: it gives nothing back
     return tuple(written)
 
 
