@@ -154,7 +154,8 @@ def _pairs(job: Job, schedule: Schedule) -> tuple[list[tuple[Schedule, Schedule]
     found: dict[Schedule, Schedule] = {}
     missing: list[str] = []
     kinds = [(ahead, False, 1) for ahead in AHEAD]
-    if job.microbatches <= ENDS * schedule.ranks:
+    # Forwards in one window all read buffers as they were before it.
+    if job.microbatches <= ENDS * schedule.ranks and not writes_buffers(job):
         widths = (1, WIDE) if schedule.ranks == 1 else (1,)
         kinds += [(ahead, True, width) for ahead in AHEAD_ENDS for width in widths]
     short = shorter(schedule)
@@ -215,8 +216,7 @@ def _refined_way(costs: Costs, way: _Way) -> Candidate | None:
 def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | None, str]:
     """Step 5: the candidate, or why a limit forbids it ("" where it is not for this job)."""
     paired = whole(schedule) if job.trains and schedule.ranks > 1 else None
-    # Forwards in one window all read buffers as they were before it.
-    if paired is None or job.microbatches > WHOLE or any(buffer.updates for buffer in job.buffers):
+    if paired is None or job.microbatches > WHOLE or writes_buffers(job):
         return None, ""
     live = max(peak_live(paired))
     if job.max_live is not None and live > job.max_live:
@@ -228,6 +228,11 @@ def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | N
     # Receives are posted in the order of the sends, which is another now.
     best = _lowered(job, costs, paired, "window", windows)
     return Candidate("window", simulate(best).step_us, lambda: best), ""
+
+
+def writes_buffers(job: Job) -> bool:
+    """Whether microbatches change what later ones read, as a batch norm's running mean."""
+    return any(buffer.updates for buffer in job.buffers)
 
 
 def shorter(schedule: Schedule) -> Schedule:

@@ -7,9 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from stretto import candidates
+from stretto.capture.trace import trace
 from stretto.errors import PlanError
 from stretto.ir.plan import Communicator
+from stretto.schedule.families import make_schedule
+from stretto.schedule.pair import pair
 from stretto.verify import plan_faults, verify
+from tests.capture.zoo import BatchNorm, mean_square, rows
+from tests.runtime.equality import job_of
+from tests.runtime.equality import lowered as lower_it
 from tests.verify.edits import Edit, order, window
 from tests.verify.plans import LOOPED, NEIGHBOURS, hand_schedule, lowered, rich_job, rich_plan
 
@@ -278,3 +285,19 @@ def test_tied_gradients_start_in_one_order() -> None:
         "is the loss, w1, w0, that of rank 0 is the loss, w0, w1. Start tied gradients, and the loss among "
         "them, in the same order on all ranks"
     ]
+
+
+def test_microbatches_that_update_one_buffer_do_not_share_a_window() -> None:
+    found = trace(BatchNorm(), rows(8), mean_square, microbatches=4)
+    job = job_of(found, 2, 4)
+    schedule = make_schedule("1f1b", 2, 4)
+    ends = pair(schedule, ahead=1, ends=True)
+    assert ends is not None
+    assert any(
+        "parts 0, 1, 2 all update buffer 'norms.0.running_mean' of stage 0" in str(fault)
+        for fault in plan_faults(lower_it(job, ends))
+    )
+    assert plan_faults(lower_it(job, schedule)) == []
+    chosen = [paired for paired, _ in candidates._pairs(job, schedule)[0]]
+    assert chosen, "a forward beside a backward updates once"
+    assert all(plan_faults(lower_it(job, paired)) == [] for paired in chosen)

@@ -20,12 +20,30 @@ from stretto.verify.fault import Fault
 
 def window_faults(plan: Plan) -> list[Fault]:
     """Every fault inside the plan's windows. References must be sound."""
-    return [
-        fault
-        for window in plan.windows.values()
-        for part in range(len(window.parts))
-        for fault in _part_faults(plan, window, part)
-    ]
+    found: list[Fault] = []
+    for window in plan.windows.values():
+        found += _buffer_faults(plan, window)
+        for part in range(len(window.parts)):
+            found += _part_faults(plan, window, part)
+    return found
+
+
+def _buffer_faults(plan: Plan, window: Window) -> Iterator[Fault]:
+    """A buffer is updated after the window that computes its new value: two microbatches in one window would
+    both begin with the old one, and one update would be lost."""
+    for buffer in plan.job.buffers:
+        for stage, phase, _ in buffer.updates:
+            parts = [
+                k for k, (where, made) in enumerate(window.parts) if where == stage and phase in made.parts
+            ]
+            if len(parts) > 1:
+                which = ", ".join(map(str, parts))
+                yield Fault(
+                    plan.rank_of(stage),
+                    f"window {window.name}",
+                    f"parts {which} all update buffer {buffer.name!r} of stage {stage}",
+                    "Give each a window of its own",
+                )
 
 
 def earlier_values(job: Job, stage: int, phase: Phase) -> dict[str, Phase]:
