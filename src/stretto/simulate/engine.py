@@ -33,12 +33,10 @@ from stretto.simulate.accounts import Accounts
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.collectives import Collective, Collectives
+from stretto.simulate.compute_lane import ComputeLane
 from stretto.simulate.memory import RankMemory
 from stretto.simulate.network import Message, Network
 from stretto.simulate.windows import Call, Control, ReadyWindow, Segment, make_ready
-
-DONE_US = 1e-6
-"""Work of which no more than this is left is done: what sums of times in double precision may be off by."""
 
 Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stand still for."""
@@ -126,18 +124,12 @@ class _Rank:
         self._memory = RankMemory(walk.plan, index)
         self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
         self._started: dict[tuple[object, int], Collective] = {}
+        self._compute = ComputeLane(walk.clock)
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
         self._at: Instruction | None = None
         self._waits_for: Message | Collective | str = ""
-        # The work that is being done: what is left of it, how fast it goes, since when.
-        self._left_us = 0.0
-        self._since_us = 0.0
-        self._speed = 1.0
-        self._shares: list[float] = []
-        self._working = False
-        self._version = 0
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
@@ -262,39 +254,11 @@ class _Rank:
             self._walk.cards.work(self._index, False)
         else:
             self._walk.cards.work(self._index, True)
-            self._left_us = request
-            self._since_us = self._clock.now_us
-            self._working = True
-            self._aim()
+            self._compute.work(request, self.resume)
 
     def change_load(self, was: float, share: float) -> None:
         """A transfer that took the share `was` of the processor takes `share` from now on."""
-        if was:
-            self._shares.remove(was)
-        if share:
-            self._shares.append(share)
-        now_us = self._clock.now_us
-        self._left_us -= (now_us - self._since_us) * self._speed
-        self._since_us = now_us
-        self._speed = max(0.0, 1.0 - sum(self._shares))
-        if self._working:
-            self._aim()
-
-    def _aim(self) -> None:
-        """Put the end of the work into the clock; an earlier aim no longer counts."""
-        self._version += 1
-        version = self._version
-        # Work that ends as a transfer begins has ended, whichever of the two the clock tells first.
-        left_us = self._left_us if self._left_us > DONE_US else 0.0
-        if not left_us:
-            self._clock.at(self._clock.now_us, lambda: self._finish_work(version))
-        elif self._speed > 0:
-            self._clock.at(self._clock.now_us + left_us / self._speed, lambda: self._finish_work(version))
-
-    def _finish_work(self, version: int) -> None:
-        if version == self._version and self._working:
-            self._working = False
-            self.resume()
+        self._compute.change_load(was, share)
 
     # --- step 7: nothing can happen any more --------------------------------------------------------
 

@@ -29,8 +29,8 @@ from stretto.schedule.order.listing import AHEAD
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.collectives import Collective, Collectives
+from stretto.simulate.compute_lane import ComputeLane
 from stretto.simulate.network import Network
-from stretto.together.lane import ComputeLane
 from stretto.together.whole import Whole
 
 

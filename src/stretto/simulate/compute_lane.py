@@ -1,6 +1,7 @@
-"""A compute lane that works at the speed which transfers leave it, as in `simulate.engine`.
+"""A compute lane: one piece of work at a time, at the speed that transfers leave it.
 
-May touch the simulation's clock.
+While transfers take shares of its rank's processor, it goes slower by these shares (at least 0 is left); a
+lane that stands loses nothing. Knows the clock; nothing of ops or windows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from stretto.simulate.clock import Clock
 
 DONE_US = 1e-6
-"""As in `simulate.engine`: what sums of times in double precision may be off by."""
+"""Work of which no more than this is left is done: what sums of times in double precision may be off by."""
 
 
 class ComputeLane:
@@ -48,6 +49,7 @@ class ComputeLane:
         """Put the end of the work into the clock; an earlier aim no longer counts."""
         self._version += 1
         version = self._version
+        # Work that ends as a transfer begins has ended, whichever of the two the clock tells first.
         left_us = self._left_us if self._left_us > DONE_US else 0.0
         if not left_us or self._speed > 0:
             after_us = left_us / self._speed if left_us else 0.0
