@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.capture.meshes import on_meshes, place_on_meshes
 from stretto.capture.split import split
 from stretto.capture.stages import cut
 from stretto.capture.trace import trace
@@ -36,7 +37,8 @@ def capture(
 ) -> Job:
     """Capture one training step of `model` without running it, and cut it into pipeline stages.
 
-    model: any `nn.Module`, on any device ("meta" too; nothing is allocated). It is not changed.
+    model: any `nn.Module`, on any device ("meta" too; nothing is allocated). It is not changed. One whose
+        parameters lie on several meshes is cut where it reshards to the next (`stretto.capture.meshes`).
     batch: a tensor or a tree of tensors whose first dim is the batch; only shapes and dtypes are read.
     loss: `loss(model, microbatch)` returns the mean loss of a microbatch, a scalar.
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
@@ -60,6 +62,7 @@ def capture(
     """
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
+    meshes = on_meshes(model, parallel)
     tensor = tensor_of(model, parallel, tp_plan)
     traced = trace(
         model,
@@ -71,10 +74,15 @@ def capture(
         tensor=tensor,
         equal_layers=equal_layers,
         skip_passes=parallel.skip_passes,
+        place=None if meshes is None else meshes.place,
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     count = stages or named or parallel.pp
-    placement = split(traced, count, parallel.split)
+    if meshes is not None and count != meshes.ranks:
+        raise UsageError(
+            f"the model is on {meshes.ranks} meshes, which are its stages; stages={count} is not"
+        )
+    placement = split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
     job = cut(traced, placement, count, parallel.microbatches)
     return replace(
         job,

@@ -69,9 +69,12 @@ def split(
     return place(traced, stages, cuts)
 
 
-def place(traced: Traced, stages: int, cuts: Sequence[int]) -> Placement:
-    """Steps 2 and 3, for given cuts: the segments that begin stages 1, 2, ..., ascending."""
-    free = _free(traced)
+def place(traced: Traced, stages: int, cuts: Sequence[int], *, buffers: bool = True) -> Placement:
+    """Steps 2 and 3, for given cuts: the segments that begin stages 1, 2, ..., ascending.
+
+    buffers: whether every stage has all buffers, so that what is made of them can be made anywhere.
+    """
+    free = _free(traced, buffers)
     placed: dict[str, int] = {}
     backward: set[str] = set()
     for item in traced.ops:
@@ -178,12 +181,12 @@ def _auto_cuts(traced: Traced, stages: int, cost: Callable[[Op], float], free: f
     return cuts[::-1]
 
 
-def _free(traced: Traced) -> frozenset[str]:
+def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
     """Step 3: values that depend on no parameter, no tangent and no draw, at little cost."""
     free: set[str] = set()
     spent: dict[str, float] = {}
     # A buffer that the model writes is up to date in one stage only.
-    given = {f"buffer/{name}" for name, (_, update) in traced.buffers.items() if update is None}
+    given = {f"buffer/{name}" for name, (_, update) in traced.buffers.items() if buffers and update is None}
     for item in traced.ops:
         op = item.op
         inputs = [n for n in op.uses if not n.startswith(("batch/", "const/")) and n not in given]

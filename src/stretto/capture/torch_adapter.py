@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -22,9 +22,11 @@ from torch import nn
 from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
+from stretto.tensor.captured import capturing
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
@@ -36,13 +38,15 @@ class JointGraph:
 
     inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
     outputs: (kind, name, node or None) in order, kind in "loss", "grad", "update".
-    segments: the module whose code runs in each segment, by number.
+    segments: the module whose code runs in each segment, by number. borders: rank of a mesh -> the segment in
+    which execution first goes on there.
     """
 
     module: torch.fx.GraphModule
     inputs: dict[torch.fx.Node, tuple[str, str | int]]
     outputs: list[tuple[str, str, torch.fx.Node | None]]
     segments: list[str]
+    borders: dict[int, int] = field(default_factory=dict)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -107,12 +111,14 @@ class _Segments:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.borders: dict[int, int] = {}
         self._running: list[str] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """One run of the forward, from segment 0; nothing outside it is annotated."""
         self.names.clear()
+        self.borders.clear()
         self._running.clear()
         try:
             self._switch()
@@ -145,6 +151,11 @@ class _Segments:
         """Number stretches in which nothing is executed, and go on in the last of them."""
         self.names.extend(names)
         self._mark()
+
+    def border(self, place: int) -> None:
+        """Execution goes on at another mesh."""
+        self._switch()
+        self.borders.setdefault(place, len(self.names) - 1)
 
     def _switch(self) -> None:
         self.names.append(self._running[-1] if self._running else "")
@@ -200,10 +211,12 @@ def export_joint(
     leaves: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     layers: Layers | None = None,
+    place: Callable[[DeviceMesh], int] | None = None,
 ) -> JointGraph:
     """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake.
 
     layers: the equal layers that are not all traced; `stretto.capture.expand` then gives the whole graph.
+    place: of a program on several meshes, the rank of a mesh.
     """
     segments = _Segments()
     step = _Step(model, loss, rebuild, segments, layers)
@@ -215,6 +228,7 @@ def export_joint(
         fx_traceback.preserve_node_meta(),
         segments.hooks(model),
         nullcontext() if layers is None else layers.installed(),
+        nullcontext() if place is None else capturing(lambda mesh: segments.border(place(mesh))),
     ):
         joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
     module = joint.graph_module
@@ -227,7 +241,7 @@ def export_joint(
         for desc, node in zip(output.meta["desc"], output.args[0], strict=True)
         if desc is not None
     ]
-    return JointGraph(module, inputs, outputs, list(segments.names))
+    return JointGraph(module, inputs, outputs, list(segments.names), dict(segments.borders))
 
 
 def _plain(name: str) -> str:

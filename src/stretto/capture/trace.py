@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.capture import torch_adapter, tree
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
@@ -43,7 +44,7 @@ class Traced:
 
     parameters: name -> (spec, first name of its tie, value name of its gradient or None).
     buffers: name -> (spec, value name of its update or None).
-    shards, partial: of parameters, as in `ir.program.Parameter`.
+    shards, partial: of parameters, as in `ir.program.Parameter`. borders: as in `torch_adapter.JointGraph`.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Traced:
     fixed: tuple[tuple[str, str], ...] = ()
     shards: Mapping[str, Shard] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    borders: Mapping[int, int] = field(default_factory=dict)
 
 
 def trace(
@@ -73,6 +75,7 @@ def trace(
     tensor: TensorParallel | None = None,
     equal_layers: bool = True,
     skip_passes: Collection[str] = (),
+    place: Callable[[DeviceMesh], int] | None = None,
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
@@ -82,13 +85,16 @@ def trace(
     "cuda" there need not be one here (`absent_cuda` says what is chosen then). tensor: trace one rank's part
     of a model that is spread so; None traces the whole. equal_layers: whether layers that are equal are
     traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
-    passes to leave out.
+    passes to leave out. place: of a program on several meshes, the rank of a mesh (`stretto.capture.meshes`).
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    attempt = partial(_trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes)
-    if equal_layers:
+    attempt = partial(
+        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, place
+    )
+    # Layers that are repeated would number the borders of meshes anew.
+    if equal_layers and place is None:
         try:
             return attempt(repeats=True)
         except (NotRepeatedError, CaptureError) as reason:
@@ -106,6 +112,7 @@ def _trace(
     device: torch.device | str | None,
     tensor: TensorParallel | None,
     skip_passes: Collection[str],
+    place: Callable[[DeviceMesh], int] | None,
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
@@ -147,7 +154,9 @@ def _trace(
             raise NotRepeatedError("no layers are equal")
         try:
             with CudaChoices() if absent else nullcontext():
-                joint = torch_adapter.export_joint(model, loss, tree.rebuilder(batch), fakes, mode, layers)
+                joint = torch_adapter.export_joint(
+                    model, loss, tree.rebuilder(batch), fakes, mode, layers, place
+                )
         except NotRepeatedError:
             raise
         except Exception as error:
@@ -207,6 +216,7 @@ def _trace(
         fixed=tuple(tree.fixed(batch).items()),
         shards=shards,
         partial=parts,
+        borders=joint.borders,
     )
 
 

@@ -25,7 +25,7 @@ from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
-from stretto.runtime.shards import part_of, whole_spec
+from stretto.runtime.shards import part_here, part_of, whole_spec
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 
@@ -119,17 +119,20 @@ class Runner:
                 found_buffer = held.get(buffer.name)
                 self._check(buffer.name, found_buffer, buffer.spec, None)
                 assert found_buffer is not None
-                self._buffers[k] = found_buffer
+                self._buffers[k] = part_here(buffer.name, found_buffer, self.rank)
 
     def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
-        """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie)."""
-        if not parameter.shards:
+        """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie). Of
+        a model on several meshes, its part, which shares the model's memory."""
+        here = part_here(parameter.name, whole, self.rank)
+        if not parameter.shards and here is whole:
             return whole
         if parameter.tied_to in self._shared:
             return self._shared[parameter.tied_to]
         if id(whole) not in self._parts:
-            part = part_of(whole.detach(), parameter, self.plan.job, self.coordinates)
-            self._parts[id(whole)] = nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
+            if parameter.shards:
+                here = part_of(whole.detach(), parameter, self.plan.job, self.coordinates).clone()
+            self._parts[id(whole)] = nn.Parameter(here, requires_grad=whole.requires_grad)
         return self._parts[id(whole)]
 
     def _by_tie(self) -> dict[str, nn.Parameter]:

@@ -1,6 +1,6 @@
 """Parameters that are spread over ranks: a rank's part of the whole, and the whole from all parts.
 
-May touch `stretto.ir` and the formulas of `stretto.parallelize.parts`.
+May touch `stretto.ir`, the formulas of `stretto.parallelize.parts`, and tensors on meshes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from stretto.errors import UsageError
 from stretto.ir.program import Job, Parameter, TensorSpec
 from stretto.parallelize.parts import local_part, whole_of
+from stretto.tensor.errors import mesh_name
+from stretto.tensor.face import GlobalTensor, local
 
 
 def whole_spec(job: Job, parameter: Parameter) -> TensorSpec:
@@ -57,3 +60,17 @@ def join(parts: Sequence[torch.Tensor], parameter: Parameter) -> torch.Tensor:
         return parts[0]
     (shard,) = parameter.shards
     return whole_of(list(parts), shard)
+
+
+def part_here(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """What this rank holds of a model's parameter or buffer: itself, or of one on a mesh its part, without a
+    copy. Raises UsageError where the tensor is on the mesh of other ranks."""
+    if not isinstance(tensor, GlobalTensor):
+        return tensor
+    part = local(tensor.detach())
+    if part is None:
+        raise UsageError(
+            f"the plan has {name!r} on rank {rank}, but it is on mesh {mesh_name(tensor.device_mesh)}, "
+            "which does not hold the rank: capture this model anew"
+        )
+    return part

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
 from stretto.tensor import errors
+from stretto.tensor.captured import teller
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of, wrapped
 from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor
@@ -64,6 +65,10 @@ def reshard(
     there. Raises UsageError for arguments that do not fit, RunError if ranks do not make the same reshard or
     one is lost.
     """
+    tell = teller()
+    if tell is not None:
+        tell(mesh)
+        return x  # type: ignore[return-value]  # a plain tensor, while a program is captured
     placements = _checked(x, mesh, placements, in_flight_bytes, mode)
     agreement().enter(_text(x, mesh, placements, in_flight_bytes, mode))
     return _apply(as_global(x), mesh, placements, _Way(True, in_flight_bytes, mode, False))
