@@ -2,18 +2,36 @@
 
 In continuous integration property tests draw the same examples every time. Elsewhere they draw new ones, so
 that every run on a desk looks further. No example has a deadline: tests share the machine with others.
+
+Plans of tests are searched for less long than those of users; what is found is proved and run all the same.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from stretto.together import search
+
 settings.register_profile("desk", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "desk")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The search for orders of all ranks together walks a tenth of the steps; not where it is tested."""
+    if request.module.__name__ == "tests.test_together":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "MOST", search.MOST // 10)
+        patch.setattr(search, "WORK", search.WORK // 10)
+        patch.setattr(search, "FEWEST", search.FEWEST // 10)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -59,7 +59,9 @@ def close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= 1e-12 * other.norm())
 
 
-@pytest.mark.parametrize("ranks", sorted(LAYOUTS))
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=pytest.mark.slow if n > 2 else ()) for n in sorted(LAYOUTS)]
+)
 def test_processes_equal_the_plain_model_and_threads(ranks: int, tmp_path: Path) -> None:
     made = jobs(ranks)
     for at, job in enumerate(made):

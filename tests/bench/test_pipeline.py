@@ -61,6 +61,7 @@ def test_small_race_runs_every_system(tmp_path: Path) -> None:
             assert row["predicted_s"] is None
 
 
+@pytest.mark.slow
 def test_systems_take_turns_and_the_order_rotates() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

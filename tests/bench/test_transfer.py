@@ -45,6 +45,7 @@ def test_the_same_shape_at_a_known_rate_is_what_was_known() -> None:
     assert found.prediction.step_us == pytest.approx(plan.prediction.step_us, rel=0.02)
 
 
+@pytest.mark.slow
 def test_another_shape_and_rate_lies_near() -> None:
     target = plan_of(3, 48, 20.0)
     known = {rate: [plan_of(2, 32, rate / 8e6), plan_of(2, 64, rate / 8e6)] for rate in (8e7, 8e8)}
