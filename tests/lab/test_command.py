@@ -133,6 +133,22 @@ class TestEnds:
         assert b"Traceback" not in complaint
         assert owned_by(process.pid) == []
 
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_a_program_that_is_told_to_end_removes_its_lab(self, number: signal.Signals) -> None:
+        """As the benches use it: no handler of their own."""
+        program = (
+            "from stretto.lab import Lab\n"
+            "with Lab(hosts=2, rate='100mbit') as lab:\n"
+            "    lab.run(['sh', '-c', 'echo ready; sleep 100'])\n"
+        )
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert b"ready" in process.stdout.readline()
+        assert owned_by(process.pid)
+        process.send_signal(number)
+        assert process.wait(timeout=20) == 128 + number
+        assert owned_by(process.pid) == []
+
     def test_a_second_ctrl_c_does_not_wait(self, tmp_path: Path) -> None:
         process = start_sleepers(tmp_path, trap="trap '' INT;")
         process.send_signal(signal.SIGINT)

@@ -25,7 +25,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.lab import enter, leftovers, network, quota, rates, tools
 from stretto.lab.names import Owner
 from stretto.lab.output import Prefixer, Screen
-from stretto.lab.signals import StopSignals, blocked
+from stretto.lab.signals import StopSignals, blocked, ending_by_exit
 from stretto.lab.wait import Statuses, Waiter, signal_group
 
 MASTER_PORT = 29500  # torchrun's default; free in every lab, since each has its own network
@@ -73,6 +73,7 @@ class Lab:
         self._controller = quota.find_controller()
         self._groups: list[Path] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._stack = contextlib.ExitStack()
         self._open = False
 
     def __enter__(self) -> Lab:
@@ -80,18 +81,18 @@ class Lab:
             reasons = "\n".join(f"  {why}" for why in lacking)
             raise StrettoError(f"this machine cannot run the lab:\n{reasons}")
         leftovers.sweep()
-        self._owner = Owner.mine()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ending_by_exit())
+            stack.callback(self.close)
+            self._owner = Owner.mine()
             with blocked():
                 self._build(self._owner)
-        except BaseException:
-            self.close()
-            raise
-        self._open = True
+            self._stack = stack.pop_all()
+            self._open = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stack.close()
 
     def _build(self, owner: Owner) -> None:
         if self.cpus is not None and self._controller is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -50,6 +51,28 @@ class StopSignals:
             os.read(self.fd, 4096)
         taken, self.received = self.received, []
         return taken
+
+
+@contextlib.contextmanager
+def ending_by_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program as Ctrl-C does, by an exception, so that labs are removed.
+
+    Where the caller has handlers of its own or ignores them, and outside the main thread, nothing changes.
+    """
+    before: dict[int, Any] = {}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # as shells report it
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for changed, handler in before.items():
+            signal.signal(changed, handler)
 
 
 @contextlib.contextmanager
