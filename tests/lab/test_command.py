@@ -137,6 +137,8 @@ class TestEnds:
     def test_a_program_that_is_told_to_end_removes_its_lab(self, number: signal.Signals) -> None:
         """As the benches use it: no handler of their own."""
         program = (
+            # A signal that the tests themselves ignore, as under `nohup`, would stay ignored.
+            f"import signal; signal.signal({number.value}, signal.SIG_DFL)\n"
             "from stretto.lab import Lab\n"
             "with Lab(hosts=2, rate='100mbit') as lab:\n"
             "    lab.run(['sh', '-c', 'echo ready; sleep 100'])\n"
