@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch
 
+from stretto.bench.in_lab import run_worker
 from stretto.bench.predict import Cell, Found
 from stretto.bench.transfer import transferred
-from stretto.errors import PlanError, RunError, UsageError
+from stretto.errors import PlanError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.lab import Lab
@@ -68,16 +68,12 @@ def run_grid(cells: Sequence[Cell], rounds: int, folder: Path, say: Callable[[st
 def _run_lab(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
     world = cells[0].world
     data = json.dumps([asdict(cell) for cell in cells])
-    command = [sys.executable, "-m", "stretto.bench.predict", data, str(rounds), str(folder)]
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # More hosts than cores get equal parts of them. All stay on their core (the tensor-parallel peers of a
     # place on different ones, so that both meet the same neighbours): measured with four hosts of half a
     # core, a small collective cost 1 ms instead of 2, where hosts that moved about waited for each other.
     share = CORES / world if world > CORES else None
-    with Lab(hosts=world, rate=cells[0].rate, cpus=share, pin=True) as lab:
-        statuses = lab.run(command, environment, quiet_others=True)
-    if statuses.exit_status:
-        raise RunError(f"{cells[0]}: host {statuses.first_failed} failed; its output is above")
+    lab = Lab(hosts=world, rate=cells[0].rate, cpus=share, pin=True)
+    run_worker(lab, "stretto.bench.predict", [data, str(rounds), str(folder)], 1, str(cells[0]))
 
 
 def is_calibrated(cell: Cell) -> bool:

@@ -10,18 +10,14 @@ Needs root, as every lab does. Touches the lab and the worker's files.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from stretto.bench.hidden import Work
+from stretto.bench.in_lab import result_of
 from stretto.bench.tensor_result import Setup
-from stretto.errors import RunError
 from stretto.lab import Lab
 
 CORES = 2
@@ -83,20 +79,6 @@ def balanced_rate(places: Sequence[dict[str, float]]) -> str:
 
 def _in_lab(setup: Setup, *words: str) -> Any:
     """Step 1: what rank 0 wrote."""
-    shared = setup.world > CORES
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Lab(
-            setup.world,
-            setup.rate,
-            CORES / setup.world if shared else None,
-            pin=True,
-        ) as lab,
-    ):
-        out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "stretto.bench.tensor", json.dumps(asdict(setup)), str(out), *words]
-        environment = {"OMP_NUM_THREADS": str(setup.threads_per_rank), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        statuses = lab.run(command, environment, quiet_others=True)
-        if statuses.exit_status:
-            raise RunError(f"{setup}: host {statuses.first_failed} failed; its output is above")
-        return json.loads(out.read_text())
+    share = CORES / setup.world if setup.world > CORES else None
+    lab = Lab(setup.world, setup.rate, share, pin=True)
+    return result_of(lab, "stretto.bench.tensor", asdict(setup), *words, what=str(setup))

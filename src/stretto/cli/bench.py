@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +14,7 @@ from rich.table import Table
 from stretto.cli.bench_compute import compute
 from stretto.cli.bench_reshard import reshard
 from stretto.cli.figures import JsonOut, check_json, write_json
-from stretto.errors import RunError, UsageError
+from stretto.errors import UsageError
 from stretto.ir.program import OVERLAP_MODES
 
 NOISY = 1.15
@@ -44,6 +42,7 @@ def pipeline(
     json_out: JsonOut = None,
 ) -> None:
     """PyTorch's pipelining against every family of ours: 2 ranks, 4 blocks of hidden 512 a stage."""
+    from stretto.bench.in_lab import result_of
     from stretto.bench.pipeline import Setup
     from stretto.lab import Lab
 
@@ -51,14 +50,8 @@ def pipeline(
         raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 5 rounds or more")
     check_json(json_out)
     setup = Setup(rate=rate, rounds=rounds)
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=setup.ranks, rate=rate) as lab:
-        out = Path(folder) / "race.json"
-        command = [sys.executable, "-m", "stretto.bench.pipeline", json.dumps(asdict(setup)), str(out)]
-        environment = {"OMP_NUM_THREADS": str(setup.threads_per_rank), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        statuses = lab.run(command, environment, quiet_others=True)
-        if statuses.exit_status:
-            raise RunError(f"the race failed on host {statuses.first_failed}; its output is above")
-        result = json.loads(out.read_text())
+    lab = Lab(hosts=setup.ranks, rate=rate)
+    result = result_of(lab, "stretto.bench.pipeline", asdict(setup))
     _print(result)
     write_json(result, json_out)
 
