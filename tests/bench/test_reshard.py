@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stretto.bench.reshard import COLUMNS, HOSTS, ITEMSIZE_BYTES, Setup, cases, planned
+from stretto.bench.reshard import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, Setup, cases, planned
 from stretto.cli.bench import bench
 from stretto.cli.bench_reshard import print_race
 from stretto.errors import UsageError
@@ -28,7 +28,8 @@ def predicted_units() -> dict[str, float]:
 
 
 def test_what_is_predicted_of_each_case() -> None:
-    """A chain takes a piece of 1 MiB, a 64th of the tensor, longer for each host; a copy to each, a unit."""
+    """A chain takes a piece of 1 MiB, a 64th of the tensor, longer for each host; a copy to each rank takes a
+    unit, be it on a host of its own or not."""
     piece = 1 / 64
     assert predicted_units() == pytest.approx(
         {
@@ -37,6 +38,12 @@ def test_what_is_predicted_of_each_case() -> None:
             "one host to 2, point_to_point, balanced": 2.0,
             "one host to 3, broadcast, balanced": 1.0 + 2 * piece,
             "one host to 3, point_to_point, balanced": 3.0,
+            "one rank to 1 x 2, broadcast, balanced": 1.0,
+            "one rank to 1 x 2, point_to_point, balanced": 2.0,
+            "one rank to 2 x 2, broadcast, balanced": 1.0 + piece,
+            "one rank to 2 x 2, point_to_point, balanced": 4.0,
+            "one rank to 3 x 2, broadcast, balanced": 1.0 + 2 * piece,
+            "one rank to 3 x 2, point_to_point, balanced": 6.0,
             "two replicas to rows, broadcast, naive": 1.0,
             "two replicas to rows, broadcast, balanced": 0.5,
             "columns to rows, broadcast, naive": 0.75,
@@ -53,15 +60,16 @@ def test_a_small_race_checks_values_and_says_what_the_page_says(tmp_path: Path) 
     out = tmp_path / "race.json"
     setup = asdict(Setup(mib=1, rounds=3))
     command = [sys.executable, "-m", "stretto.bench.reshard", json.dumps(setup), str(out)]
-    base = {**os.environ, "WORLD_SIZE": str(HOSTS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = HOSTS * RANKS_PER_HOST
+    base = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
             command, env={**base, "RANK": str(r), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
         )
-        for r in range(HOSTS)
+        for r in range(world)
     ]
     errors = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * HOSTS, errors
+    assert [rank.returncode for rank in ranks] == [0] * world, errors
     result = json.loads(out.read_text())
     assert [f"{row['case']}, {row['mode']}, {row['choice']}" for row in result["rows"]] == list(
         predicted_units()
@@ -95,7 +103,7 @@ def test_the_table_names_each_case_with_its_error(capsys: pytest.CaptureFixture[
     [
         (("--rounds", "2"), "3 rounds or more"),
         (("--rate", "unlimited"), "give a rate such as 200mbit"),
-        (("--cases", "fan-in"), "choose of fan-out, layouts"),
+        (("--cases", "fan-in"), "choose of fan-out, devices, layouts"),
         (("--json", "/nowhere/at/all.json"), "does not exist"),
     ],
 )

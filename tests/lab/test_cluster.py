@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -30,9 +31,11 @@ def ask(lab: Lab, host: int, program: str, env: dict[str, str] | None = None) ->
     return said.decode().strip()
 
 
-def mbit_per_s(lab: Lab, count_bytes: int, partner: str = "receive", mover: str = "send") -> float:
+def mbit_per_s(
+    lab: Lab, count_bytes: int, partner: str = "receive", mover: str = "send", mover_host: int = 1
+) -> float:
     server = lab.popen(0, probe_command(partner, str(PORT)))
-    took_s = probe_seconds(lab, 1, mover, lab.address(0), str(PORT), str(count_bytes))
+    took_s = probe_seconds(lab, mover_host, mover, lab.address(0), str(PORT), str(count_bytes))
     assert server.wait(timeout=10) == 0
     return 8 * count_bytes / took_s / 1e6
 
@@ -90,6 +93,8 @@ def test_a_link_has_its_rate_one_way_and_both_ways_at_once() -> None:
         assert retried(lambda: mbit_per_s(lab, 8_000_000), 92, 102) == pytest.approx(97, abs=5)
         both = retried(lambda: mbit_per_s(lab, 8_000_000, "echo", "exchange"), 92, 102)
         assert both == pytest.approx(97, abs=5)
+        within = retried(lambda: mbit_per_s(lab, 8_000_000, mover_host=0), 400, math.inf)
+        assert within > 400, "programs of one host reach one another without its link"
 
 
 def test_a_message_after_a_pause_takes_its_time() -> None:
@@ -135,7 +140,7 @@ def test_a_receiver_is_limited_when_two_send_to_it() -> None:
         assert retried(total_mbit_per_s, 88, 103) == pytest.approx(95.5, abs=7.5)
 
 
-def test_gloo_reduces_across_hosts(tmp_path: Path) -> None:
+def test_gloo_reduces_across_hosts_of_two_ranks(tmp_path: Path) -> None:
     program = tmp_path / "reduce.py"
     program.write_text(
         "import torch, torch.distributed as dist\n"
@@ -145,11 +150,11 @@ def test_gloo_reduces_across_hosts(tmp_path: Path) -> None:
         "print(value.tolist())\n"
         "dist.destroy_process_group()\n"
     )
-    with Lab(hosts=2, rate="100mbit") as lab:
+    with Lab(hosts=2, rate="100mbit", ranks_per_host=2) as lab:
         statuses = lab.run([sys.executable, str(program)], output=tmp_path / "out")
-    logs = [(tmp_path / "out" / f"host-{host}.log").read_text() for host in range(2)]
-    assert statuses == [0, 0], logs
-    assert all("[0.0, 3.0, 6.0, 9.0, 12.0]" in log for log in logs)
+    logs = [(tmp_path / "out" / f"host-{rank // 2}-rank-{rank}.log").read_text() for rank in range(4)]
+    assert statuses == [0, 0, 0, 0], logs
+    assert all("[0.0, 10.0, 20.0, 30.0, 40.0]" in log for log in logs)
 
 
 def test_a_quota_halves_the_processor(quotas: CpuController) -> None:

@@ -84,13 +84,14 @@ def test_lines_are_whole_and_bear_the_host() -> None:
     stream = io.BytesIO()
     screen = Screen(stream, terminal=False)
     first, second = Prefixer(screen, 0), Prefixer(screen, 1)
+    Prefixer(screen, 3, "host 1 rank 3").feed(b"named\n")
     first.feed(b"half")
     second.feed(b"one\ntwo\nthr")
     first.feed(b" and half\n10 %\r20 %\r\n\n")
     second.close()
     first.close()
     assert stream.getvalue() == (
-        b"[host 1] one\n[host 1] two\n"
+        b"[host 1 rank 3] named\n[host 1] one\n[host 1] two\n"
         b"[host 0] half and half\n[host 0] 10 %\r20 %\r\n[host 0] \n[host 1] thr\n"
     )
 
@@ -159,6 +160,7 @@ def test_netem_hangs_below_the_bucket() -> None:
         ({"cpus": 0.0}, "--cpus 0: a host has 0.1 processors at least"),
         ({"cpus": 10_000.0}, "at most, as many as this machine gives"),
         ({"delay_ms": -1.0}, "--delay -1"),
+        ({"ranks_per_host": 0}, "--ranks-per-host 0: a host has 1 rank or more"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, object], says: str) -> None:
@@ -185,6 +187,17 @@ def test_without_iproute2_the_lab_says_what_to_install(monkeypatch: pytest.Monke
 def test_a_lab_that_is_not_entered_runs_nothing() -> None:
     with pytest.raises(StrettoError, match=r"inside `with Lab"):
         Lab(hosts=1).popen(0, ["true"])
+
+
+def test_ranks_fill_hosts_in_order_as_torchrun_numbers_them() -> None:
+    lab = Lab(hosts=2, ranks_per_host=3)
+    told = [lab.environment(host, local_rank=local) for host in range(2) for local in range(3)]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [tuple(int(one[name]) for name in names) for one in told] == [
+        (rank, 6, rank % 3, 3) for rank in range(6)
+    ]
+    assert lab.name_of(4) == "host 1 rank 4"
+    assert Lab(hosts=2).name_of(1) == "host 1"
 
 
 def test_statuses_are_a_shells() -> None:

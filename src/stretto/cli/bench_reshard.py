@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,21 +10,27 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.cli.figures import JsonOut, check_json, write_json
-from stretto.errors import RunError, UsageError
+from stretto.errors import UsageError
 
 
 def reshard(
     rate: Annotated[str, typer.Option(help="Rate of each host's link: 200mbit.")] = "200mbit",
     mib: Annotated[int, typer.Option(min=1, help="Size of the tensor.")] = 64,
     rounds: Annotated[int, typer.Option(help="Counted rounds; every case takes one turn in each.")] = 3,
-    parts: Annotated[str, typer.Option("--cases", help="fan-out, layouts.")] = "fan-out,layouts",
+    parts: Annotated[
+        str, typer.Option("--cases", help="fan-out, devices, layouts.")
+    ] = "fan-out,devices,layouts",
     in_flight_mib: Annotated[
         int, typer.Option(min=1, help="What a rank may have under way before it waits.")
     ] = 4,
     json_out: JsonOut = None,
 ) -> None:
-    """A tensor from one or two of four hosts to others: measured makespan against the plan and the bound."""
-    from stretto.bench.reshard import HOSTS, Setup, cases, link_bytes_per_s
+    """A tensor from one or two of four hosts to others: measured makespan against the plan and the bound.
+
+    Each host has two ranks.
+    """
+    from stretto.bench.in_lab import result_of
+    from stretto.bench.reshard import HOSTS, RANKS_PER_HOST, Setup, cases, link_bytes_per_s
     from stretto.lab import Lab
 
     if rounds < 3:
@@ -38,14 +40,8 @@ def reshard(
     chosen = tuple(word.strip() for word in parts.split(","))
     cases(chosen)
     setup = Setup(rate, mib, rounds, chosen, in_flight_mib << 20)
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=HOSTS, rate=rate) as lab:
-        out = Path(folder) / "race.json"
-        command = [sys.executable, "-m", "stretto.bench.reshard", json.dumps(asdict(setup)), str(out)]
-        environment = {"OMP_NUM_THREADS": str(setup.threads_per_rank), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        statuses = lab.run(command, environment, quiet_others=True)
-        if statuses.exit_status:
-            raise RunError(f"the race failed on host {statuses.first_failed}; its output is above")
-        result = json.loads(out.read_text())
+    lab = Lab(hosts=HOSTS, rate=rate, ranks_per_host=RANKS_PER_HOST)
+    result = result_of(lab, "stretto.bench.reshard", asdict(setup))
     print_race(result)
     write_json(result, json_out)
 
@@ -68,7 +64,9 @@ def print_race(result: dict[str, Any]) -> None:
         "of bound",
     ):
         table.add_column(
-            column, justify="left" if column in ("reshard", "mode", "senders, order") else "right"
+            column,
+            justify="left" if column in ("reshard", "mode", "senders, order") else "right",
+            no_wrap=column == "reshard",
         )
     for row in result["rows"]:
         table.add_row(

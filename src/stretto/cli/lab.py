@@ -40,15 +40,18 @@ def run(
         Path | None, typer.Option(help="Write host i's output to OUTPUT/host-<i>.log, not to the terminal.")
     ] = None,
     quiet_others: Annotated[
-        bool, typer.Option("--quiet-others", help="Print host 0 only; the others if they fail.")
+        bool, typer.Option("--quiet-others", help="Print rank 0 only; the others if they fail.")
     ] = False,
     grace: Annotated[
-        float, typer.Option(help="Seconds that the other hosts have to end when one has failed.")
+        float, typer.Option(help="Seconds that the others have to end when one has failed.")
     ] = 30.0,
+    ranks_per_host: Annotated[
+        int, typer.Option(help="How often each host runs COMMAND, as torchrun's --nproc-per-node.")
+    ] = 1,
 ) -> None:
-    """Run COMMAND once on each host; ends with the status of the first that failed, or 0.
+    """Run COMMAND on each host; ends with the status of the first that failed, or 0.
 
-    Every host has RANK, WORLD_SIZE, MASTER_ADDR and their kin, as torchrun sets them, and STRETTO_LAB.
+    Every rank has RANK, WORLD_SIZE, MASTER_ADDR and their kin, as torchrun sets them, and STRETTO_LAB.
     """
     if not command:
         raise UsageError("no command given: for example `stretto lab run --hosts 2 -- python train.py`")
@@ -56,7 +59,7 @@ def run(
         raise UsageError(f"--grace {grace:g}: give seconds, 0 or more")
     if output is not None and quiet_others:
         raise UsageError("--output and --quiet-others: with --output nothing is printed; leave one out")
-    emulated = Lab(hosts, rate, cpus, delay_ms=delay, pin=pin)
+    emulated = Lab(hosts, rate, cpus, delay_ms=delay, pin=pin, ranks_per_host=ranks_per_host)
     cores = len(emulated.cores)
     if cpus is not None and hosts * cpus > cores:
         print(
@@ -80,8 +83,11 @@ def run(
     if statuses.stopped_by is not None:
         print(f"stretto lab: stopped by {signal.Signals(statuses.stopped_by).name}", file=sys.stderr)
     elif statuses.first_failed is not None:
-        host = statuses.first_failed
-        print(f"stretto lab: host {host} failed first, with status {statuses[host]}", file=sys.stderr)
+        failed = statuses.first_failed
+        print(
+            f"stretto lab: {emulated.name_of(failed)} failed first, with status {statuses[failed]}",
+            file=sys.stderr,
+        )
     raise typer.Exit(statuses.exit_status)
 
 

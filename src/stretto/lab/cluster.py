@@ -38,7 +38,8 @@ class Lab:
     hosts: number of hosts, 1 to 254. rate: rate of each link in each direction, as `tc` writes it
     (`100mbit`), or `unlimited`. cpus: processors of each host, None for no limit. delay_ms: one-way delay
     between any two hosts, which needs the kernel's netem. pin: keep host i on core i modulo the
-    number of cores.
+    number of cores. ranks_per_host: how often each host runs a command; ranks of a host share its link, its
+    processors and its core, and reach one another without the link.
 
     Raises UsageError for a wrong setting when made, StrettoError when entered on a machine that cannot do it.
     """
@@ -51,6 +52,7 @@ class Lab:
         *,
         delay_ms: float = 0.0,
         pin: bool = False,
+        ranks_per_host: int = 1,
     ) -> None:
         cores = _usable_cores()
         if not 1 <= hosts <= network.MAX_HOSTS:
@@ -62,7 +64,10 @@ class Lab:
             )
         if not 0 <= delay_ms <= 10_000:
             raise UsageError(f"--delay {delay_ms:g}: give milliseconds, 0 to 10000")
+        if ranks_per_host < 1:
+            raise UsageError(f"--ranks-per-host {ranks_per_host}: a host has 1 rank or more")
         self.hosts = hosts
+        self.ranks_per_host = ranks_per_host
         self.rate = rate
         self.cpus = cpus
         self.delay_ms = delay_ms
@@ -159,6 +164,7 @@ class Lab:
         """What the lab emulates, as hosts find it in STRETTO_LAB; rate_bits_per_s is None if unlimited."""
         return {
             "hosts": self.hosts,
+            "ranks_per_host": self.ranks_per_host,
             "rate": self.rate,
             "rate_bits_per_s": self._rate_bits_per_s,
             "cpus": self.cpus,
@@ -174,15 +180,22 @@ class Lab:
             network.shape(owner, self.hosts, rate_bits_per_s, self.delay_ms)
         self.rate, self._rate_bits_per_s = rate, rate_bits_per_s
 
-    def environment(self, host: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
-        """A host's environment: this process's, then the cluster's variables, then `env`."""
+    def name_of(self, rank: int) -> str:
+        """A rank in messages: its host, and which rank it is where hosts have several."""
+        host = rank // self.ranks_per_host
+        return f"host {host}" if self.ranks_per_host == 1 else f"host {host} rank {rank}"
+
+    def environment(
+        self, host: int, env: Mapping[str, str] | None = None, local_rank: int = 0
+    ) -> dict[str, str]:
+        """A rank's environment: this process's, then the cluster's variables, then `env`."""
         return {
             "OMP_NUM_THREADS": "1",
             **os.environ,
-            "RANK": str(host),
-            "WORLD_SIZE": str(self.hosts),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "RANK": str(host * self.ranks_per_host + local_rank),
+            "WORLD_SIZE": str(self.hosts * self.ranks_per_host),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
             "MASTER_ADDR": network.address(0),
             "MASTER_PORT": str(MASTER_PORT),
             "GLOO_SOCKET_IFNAME": network.INTERFACE,
@@ -198,12 +211,14 @@ class Lab:
         command: Sequence[str],
         env: Mapping[str, str] | None = None,
         *,
+        local_rank: int = 0,
         stdout: _Target = None,
         stderr: _Target = None,
         cwd: str | Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command on one host and return at once; it ends with the lab at the latest.
 
+        local_rank: which of the host's ranks it is, for its environment.
         The command leads a session of its own and reads nothing. The kernel kills it when the thread
         that started it ends, so start it from one that lives as long. Raises UsageError if there is
         no such host or command.
@@ -211,7 +226,7 @@ class Lab:
         owner = self._require_open()
         if not 0 <= host < self.hosts:
             raise UsageError(f"host {host}: the lab has hosts 0 to {self.hosts - 1}")
-        environment = self.environment(host, env)
+        environment = self.environment(host, env, local_rank)
         if not command:
             raise UsageError("no command given: say what each host is to run, after `--`")
         if cwd is None and shutil.which(command[0], path=environment.get("PATH")) is None:
@@ -245,11 +260,12 @@ class Lab:
         grace_s: float = 30.0,
         signals: StopSignals | None = None,
     ) -> Statuses:
-        """Run a command once on every host, wait for all, and return their statuses by host.
+        """Run a command once for every rank, wait for all, and return their statuses by rank.
 
         Lines are printed as they come with the host's number before them, stdout and stderr apart. With
-        `output`, host i writes `output/host-<i>.log` instead; with `quiet_others` only host 0 is printed, and
-        the others where they fail. When one fails, the others have `grace_s` seconds before SIGTERM.
+        `output`, host i writes `output/host-<i>.log` instead (where hosts have several ranks,
+        `host-<i>-rank-<r>.log`); with `quiet_others` only rank 0 is printed, and the others where they fail.
+        When one fails, the others have `grace_s` seconds before SIGTERM.
         Signals noted by `signals` end the run. Raises UsageError if there is no such command.
         """
         screens = [Screen.of(stream) for stream in (sys.stdout, sys.stderr)]
@@ -258,22 +274,22 @@ class Lab:
         kept: dict[int, BinaryIO] = {}
         with contextlib.ExitStack() as opened:
             try:
-                for host in range(self.hosts):
+                for rank in range(self.hosts * self.ranks_per_host):
+                    host, local_rank = divmod(rank, self.ranks_per_host)
+                    out: _Target = subprocess.PIPE
+                    err: _Target = subprocess.PIPE
                     if output is not None:
-                        file = opened.enter_context(_log_file(output, host))
-                    elif quiet_others and host > 0:
-                        file = kept[host] = opened.enter_context(tempfile.TemporaryFile())
-                    else:
-                        process = self.popen(
-                            host, command, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-                        )
-                        for stream, screen in zip((process.stdout, process.stderr), screens):
-                            assert stream is not None
+                        out = opened.enter_context(_log_file(output, self.name_of(rank)))
+                        err = subprocess.STDOUT
+                    elif quiet_others and rank > 0:
+                        out = kept[rank] = opened.enter_context(tempfile.TemporaryFile())
+                        err = subprocess.STDOUT
+                    process = self.popen(host, command, env, local_rank=local_rank, stdout=out, stderr=err)
+                    processes.append(process)
+                    for stream, screen in zip((process.stdout, process.stderr), screens):
+                        if stream is not None:
                             opened.enter_context(stream)
-                            prefixers.append((stream.fileno(), Prefixer(screen, host)))
-                        processes.append(process)
-                        continue
-                    processes.append(self.popen(host, command, env, stdout=file, stderr=subprocess.STDOUT))
+                            prefixers.append((stream.fileno(), Prefixer(screen, rank, self.name_of(rank))))
                 statuses = Waiter(processes, grace_s, signals).wait(prefixers)
             finally:
                 for process in processes:
@@ -281,10 +297,10 @@ class Lab:
                         signal_group(process, signal.SIGKILL)
                         process.wait()
                     self._processes.remove(process)
-            for host, file in kept.items():
-                if statuses[host] != 0:
+            for rank, file in kept.items():
+                if statuses[rank] != 0:
                     file.seek(0)
-                    prefixer = Prefixer(screens[1], host)
+                    prefixer = Prefixer(screens[1], rank, self.name_of(rank))
                     prefixer.feed(file.read())
                     prefixer.close()
         return statuses
@@ -302,9 +318,9 @@ def _usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _log_file(directory: Path, host: int) -> BinaryIO:
+def _log_file(directory: Path, name: str) -> BinaryIO:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return (directory / f"host-{host}.log").open("wb")
+        return (directory / f"{name.replace(' ', '-')}.log").open("wb")
     except OSError as error:
         raise UsageError(f"--output {directory}: cannot write there: {error.strerror}") from error

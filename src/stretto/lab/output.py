@@ -22,7 +22,7 @@ class Screen:
     """One output stream that the hosts share; keeps a progress line apart from whole lines.
 
     A progress line is text that ends with a carriage return, as progress bars print it. On a terminal
-    host 0's is shown in place and gives way to whole lines; elsewhere carriage returns are plain characters.
+    rank 0's is shown in place and gives way to whole lines; elsewhere carriage returns are plain characters.
     """
 
     @staticmethod
@@ -50,12 +50,12 @@ class Screen:
 
 
 class Prefixer:
-    """Cuts one stream of one host into lines and prints each with the host's number."""
+    """Cuts one stream of one rank into lines and prints each with its name: by default the host's number."""
 
-    def __init__(self, screen: Screen, host: int) -> None:
+    def __init__(self, screen: Screen, rank: int, name: str | None = None) -> None:
         self._screen = screen
-        self._host = host
-        self._prefix = f"[host {host}] ".encode()
+        self._rank = rank
+        self._prefix = f"[{name or f'host {rank}'}] ".encode()
         self._rest = b""
 
     def feed(self, chunk: bytes) -> None:
@@ -67,7 +67,7 @@ class Prefixer:
             # Only the newest progress counts; what follows the last carriage return is not complete yet.
             done, _, self._rest = self._rest.rpartition(b"\r")
             shown = done.rpartition(b"\r")[2]
-            if shown and self._host == 0:
+            if shown and self._rank == 0:
                 self._screen.progress(self._prefix + shown)
 
     def close(self) -> None:

@@ -28,9 +28,9 @@ _CHUNK_BYTES = 1 << 16  # the capacity of a pipe on Linux
 
 
 class Statuses(list[int]):
-    """Exit statuses by host, 128 + n for a command that signal n ended.
+    """Exit statuses by rank (by host, where each has one), 128 + n for a command that signal n ended.
 
-    `first_failed` is the host that failed first, None if none did; `stopped_by` the signal that ended the
+    `first_failed` is the rank that failed first, None if none did; `stopped_by` the signal that ended the
     run from outside, None if none did.
     """
 
@@ -39,7 +39,7 @@ class Statuses(list[int]):
 
     @property
     def exit_status(self) -> int:
-        """One status for the whole run: 0 if every host's is 0 and nobody stopped it."""
+        """One status for the whole run: 0 if every rank's is 0 and nobody stopped it."""
         if self.stopped_by is not None:
             return 128 + self.stopped_by
         return 0 if self.first_failed is None else self[self.first_failed]
@@ -59,7 +59,7 @@ def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 @dataclass
 class Waiter:
-    """The loop's state. `processes[i]` runs on host i and leads its own group."""
+    """The loop's state. `processes[i]` is rank i and leads its own group."""
 
     processes: list[subprocess.Popen[bytes]]
     grace_s: float
@@ -79,10 +79,10 @@ class Waiter:
             for fd, prefixer in prefixers:
                 os.set_blocking(fd, False)
                 self._on(fd, lambda fd=fd, prefixer=prefixer: self._read(fd, prefixer))  # type: ignore[misc]
-            for host, process in enumerate(self.processes):
+            for rank, process in enumerate(self.processes):
                 end = os.pidfd_open(process.pid)
                 opened.callback(os.close, end)
-                self._on(end, lambda host=host, end=end: self._ended(host, end))  # type: ignore[misc]
+                self._on(end, lambda rank=rank, end=end: self._ended(rank, end))  # type: ignore[misc]
             if self.signals is not None:
                 self._on(self.signals.fd, self._stop)
             while self._running:
@@ -106,15 +106,15 @@ class Waiter:
             else:
                 self._selector.unregister(fd)
 
-    def _ended(self, host: int, end: int) -> None:
+    def _ended(self, rank: int, end: int) -> None:
         self._selector.unregister(end)
         # Before the status is collected, while the id cannot belong to another process.
-        signal_group(self.processes[host], signal.SIGKILL)
-        status = exit_status(self.processes[host].wait())
-        self.statuses[host] = status
-        self._running.discard(host)
+        signal_group(self.processes[rank], signal.SIGKILL)
+        status = exit_status(self.processes[rank].wait())
+        self.statuses[rank] = status
+        self._running.discard(rank)
         if status != 0 and self.statuses.first_failed is None:
-            self.statuses.first_failed = host
+            self.statuses.first_failed = rank
             if self._term_at_s is None and self._kill_at_s is None:
                 self._term_at_s = time.monotonic() + self.grace_s
 
@@ -142,5 +142,5 @@ class Waiter:
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _send(self, number: int) -> None:
-        for host in self._running:
-            signal_group(self.processes[host], number)
+        for rank in self._running:
+            signal_group(self.processes[rank], number)
