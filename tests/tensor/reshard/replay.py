@@ -19,22 +19,37 @@ from stretto.tensor.reshard.plan import ReshardPlan
 from stretto.tensor.reshard.tasks import Tensor
 
 
-def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[dict[int, np.ndarray]]:
-    """The target array of each rank, for each tensor; asserts all that a plan must keep on the way."""
+def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int, np.ndarray]]]:
+    """The target array of each rank, for each tensor and target; asserts all that a plan must keep.
+
+    Of a tensor with several targets a box that a rank receives goes into each of them that the rank is on.
+    """
     wholes = [np.arange(math.prod(t.shape), dtype=np.int64).reshape(t.shape) + 7 for t in tensors]
-    got = [_local(t.target, whole, blank=True) for t, whole in zip(tensors, wholes)]
-    times = [{rank: np.zeros(array.shape, np.int64) for rank, array in arrays.items()} for arrays in got]
+    got = [[_local(layout, whole, blank=True) for layout in t.targets] for t, whole in zip(tensors, wholes)]
+    times = [
+        [{rank: np.zeros(array.shape, np.int64) for rank, array in arrays.items()} for arrays in each]
+        for each in got
+    ]
     # what lies there as terms of a sum is no value: sending it would show
     held = [
         [_local(layout, whole, blank=bool(layout.partial_axes)) for layout in t.sources]
         for t, whole in zip(tensors, wholes)
     ]
-    boxes = [t.target.regions(t.shape) for t in tensors]
+    boxes = [[layout.regions(t.shape) for layout in t.targets] for t in tensors]
+
+    def places(tensor: int, rank: int, region: Region) -> list[tuple[int, tuple[slice, ...]]]:
+        """In which targets a rank needs a region, and where it lies in its part."""
+        found = []
+        for target, box in enumerate(boxes[tensor]):
+            if rank in box and _shares(box[rank], region):
+                found.append((target, _inside(region, box[rank])))
+        assert found, "came to a rank that does not need it"
+        return found
 
     def arrive(tensor: int, rank: int, region: Region, values: np.ndarray) -> None:
-        inner = _inside(region, boxes[tensor][rank])
-        got[tensor][rank][inner] = values
-        times[tensor][rank][inner] += 1
+        for target, inner in places(tensor, rank, region):
+            got[tensor][target][rank][inner] = values
+            times[tensor][target][rank][inner] += 1
 
     for copy in plan.copies:
         source = tensors[copy.tensor].sources[copy.holding]
@@ -54,32 +69,35 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[dict[int, np.
             brought = plan.transfers[one.after]
             assert one.after < index
             assert (brought.tensor, one.sender in brought.receivers) == (one.tensor, True)
-            inner = _inside(one.region, boxes[one.tensor][one.sender])
-            assert times[one.tensor][one.sender][inner].all(), "sent on before it came"
-            values = got[one.tensor][one.sender][inner]
+            target, inner = places(one.tensor, one.sender, one.region)[0]
+            assert times[one.tensor][target][one.sender][inner].all(), "sent on before it came"
+            values = got[one.tensor][target][one.sender][inner]
         for rank in one.receivers:
             for layout in tensor.sources:
                 if rank in layout.ranks and not layout.partial_axes:
                     assert not _shares(layout.regions(tensor.shape)[rank], one.region), "has it already"
             arrive(one.tensor, rank, one.region, values.copy())
     zeros = set(plan.zeros)
-    for tensor_index, arrays in enumerate(got):
-        for rank, array in arrays.items():
-            if (tensor_index, rank) in zeros:
-                assert (times[tensor_index][rank] == 0).all()
-                array[...] = 0
-            else:
-                assert (times[tensor_index][rank] == 1).all(), "an element came twice, or not at all"
+    for tensor_index, each in enumerate(got):
+        for arrays, counts in zip(each, times[tensor_index]):
+            for rank, array in arrays.items():
+                if (tensor_index, rank) in zeros:
+                    assert (counts[rank] == 0).all()
+                    array[...] = 0
+                else:
+                    assert (counts[rank] == 1).all(), "an element came twice, or not at all"
     return got
 
 
 def check_values(plan: ReshardPlan, tensors: Sequence[Tensor]) -> None:
     """Every rank has, after the plan, exactly what its target layout says."""
-    for index, (tensor, arrays) in enumerate(zip(tensors, replayed(plan, tensors))):
+    for index, (tensor, each) in enumerate(zip(tensors, replayed(plan, tensors))):
         whole = np.arange(math.prod(tensor.shape), dtype=np.int64).reshape(tensor.shape) + 7
-        for rank, region in tensor.target.regions(tensor.shape).items():
-            wanted = whole[tuple(slice(*ends) for ends in region)]
-            np.testing.assert_array_equal(arrays[rank], 0 * wanted if (index, rank) in plan.zeros else wanted)
+        for target, arrays in zip(tensor.targets, each):
+            for rank, region in target.regions(tensor.shape).items():
+                wanted = whole[tuple(slice(*ends) for ends in region)]
+                zero = (index, rank) in plan.zeros
+                np.testing.assert_array_equal(arrays[rank], 0 * wanted if zero else wanted)
 
 
 def check_times(plan: ReshardPlan, hosts: Hosts) -> None:

@@ -127,7 +127,7 @@ def plan_reshards(
     if choice not in ("balanced", "naive"):
         raise UsageError(f"choice {choice!r} is not known; use balanced or naive")
     for tensor in tensors:
-        for layout in (*tensor.sources, tensor.target):
+        for layout in (*tensor.sources, *tensor.targets):
             hosts.check(layout.ranks)
     needs = needs_of(tensors)
     bound = bound_us(needs.tasks, hosts)

@@ -3,7 +3,8 @@
 A unit task is one distinct box of the target layout, with all ranks that need it, cut by the boxes of the
 source layouts, with all ranks that hold it: any of the holders may send it, all of the others receive it. A
 rank that holds what it needs copies it. (Zhuang et al., "On Optimizing the Communication of Model
-Parallelism", MLSys 2023.)
+Parallelism", MLSys 2023.) Where a tensor has several targets, boxes are cut by all of them, and whoever needs
+a box for any of them receives it once.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ class Tensor:
     shape, itemsize_bytes: of the whole tensor.
     source: the layout that it is in; or several, when the same values lie in each of them.
     target: the layout that it goes to. A Partial("sum") axis of it holds the value on its first ranks only.
+        Several layouts, none of them Partial, when the same values are to lie in each of them.
     """
 
     shape: tuple[int, ...]
     itemsize_bytes: int
     source: Layout | Sequence[Layout]
-    target: Layout
+    target: Layout | Sequence[Layout]
 
     @property
     def sources(self) -> tuple[Layout, ...]:
         """The source layouts: one, unless several were given."""
         return (self.source,) if isinstance(self.source, Layout) else tuple(self.source)
+
+    @property
+    def targets(self) -> tuple[Layout, ...]:
+        """The target layouts: one, unless several were given."""
+        return (self.target,) if isinstance(self.target, Layout) else tuple(self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +80,11 @@ def needs_of(tensors: Sequence[Tensor]) -> Needs:
     zeros: list[tuple[int, int]] = []
     for index, tensor in enumerate(tensors):
         _check(tensor)
-        nothing = tensor.target.zero_ranks()
+        nothing = tensor.targets[0].zero_ranks()
         zeros += [(index, rank) for rank in nothing]
         held = [_tiles(source, tensor.shape) for source in tensor.sources]
-        needed = _tiles(tensor.target, tensor.shape, leave_out=nothing)
-        for tile, needers in needed.items():
+        needed = [_tiles(target, tensor.shape, leave_out=nothing) for target in tensor.targets]
+        for tile, needers in _needed(needed):
             for region, holders in _pieces(tile, held):
                 nbytes = region_count(region) * tensor.itemsize_bytes
                 copies += [
@@ -88,6 +95,17 @@ def needs_of(tensors: Sequence[Tensor]) -> Needs:
                     by_rank = tuple(sorted(holders.items()))
                     tasks.append(UnitTask(index, region, nbytes, by_rank, receivers))
     return Needs(tuple(tasks), tuple(copies), tuple(zeros))
+
+
+def _needed(targets: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, list[int]]]:
+    """The boxes of the first target, cut where any other cuts them: each with all ranks that need it."""
+    first, *others = targets
+    for tile, ranks in first.items():
+        if not others:
+            yield tile, ranks
+            continue
+        for region, more in _pieces(tile, others):
+            yield region, [*ranks, *(rank for rank in more if rank not in ranks)]
 
 
 def _pieces(tile: Region, held: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, dict[int, int]]]:
@@ -139,6 +157,13 @@ def _check(tensor: Tensor) -> None:
         raise UsageError(f"itemsize_bytes={tensor.itemsize_bytes}: give the bytes of one element, 1 or more")
     if any(size < 0 for size in tensor.shape):
         raise UsageError(f"shape {tensor.shape}: a size is below 0")
+    if not tensor.targets:
+        raise UsageError(f"tensor of shape {tensor.shape}: no target layout; give the layout that it goes to")
+    if len(tensor.targets) > 1 and any(target.partial_axes for target in tensor.targets):
+        raise UsageError(
+            f"tensor of shape {tensor.shape}: of its targets {', '.join(map(str, tensor.targets))} one is "
+            "Partial, and its ranks hold terms, not the value; plan that target as a tensor of its own"
+        )
     if not tensor.sources:
         raise UsageError(f"tensor of shape {tensor.shape}: no source layout; give the layout that it is in")
     for source in tensor.sources:
