@@ -220,7 +220,7 @@ def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | N
         return None, ""
     live = max(peak_live(paired))
     if job.max_live is not None and live > job.max_live:
-        return None, f"pairs need {live} live microbatches, and max_live is {job.max_live}"
+        return None, f"one window a rank may hold {live} live microbatches, and max_live is {job.max_live}"
     plan = _lowered(job, costs, paired, "window", captured_windows(job, paired))
     windows = order_together(plan, lower_bound(job, paired, costs).us)
     if windows is None:

@@ -33,7 +33,8 @@ ROUNDS = 5
 
 KEPT = 0.75
 """Part of the rounds that count, the faster ones. Of the faster half alone, a machine whose speed goes up and
-down by a tenth would promise steps 8 % too fast; of all, one stolen second would count."""
+down by a tenth would promise steps 8 % too fast (the mean of a normal spread's lower half lies 0.8 of its
+deviation below the whole's); of all, one stolen second would count."""
 
 LEAST_ROUND_US = 20_000.0
 """Shorter rounds are repeated more often, up to `MOST_ROUNDS`, so that noise averages out."""
@@ -56,6 +57,12 @@ class Rounds:
 
     shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def copy(self) -> Rounds:
+        """The same rounds, to which others can be added."""
+        shares = {name: list(us) for name, us in self.shares.items()}
+        totals = {phase: list(us) for phase, us in self.totals.items()}
+        return Rounds(defaultdict(list, shares), defaultdict(list, totals))
 
 
 def profile(
@@ -82,7 +89,7 @@ def profile(
         done[key] = (index, names)
         # Dropout draws; the user's generator must not notice.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            rounds[index] = before.rounds[index] if before is not None else Rounds()
+            rounds[index] = before.rounds[index].copy() if before is not None else Rounds()
             measured = _measure(job, stage, device, rounds[index])
         op_us.update(((index, name), us) for name, us in measured.items())
     return Profile(op_us, f"measured on {device_name(device)}", rounds)

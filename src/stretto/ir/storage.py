@@ -30,6 +30,11 @@ def owner(op: Op) -> str:
     return _part(op.args[0].name, op.args[1]) if op.target == GETITEM else op.name
 
 
+def maker_of(storage: str) -> str:
+    """The op that allocates a storage, by the storage's name."""
+    return storage.partition("#")[0]
+
+
 def reads(op: Op) -> tuple[str, ...]:
     """The values that the op reads; a part of a tuple reads the part alone."""
     return (owner(op),) if op.target == GETITEM else op.uses

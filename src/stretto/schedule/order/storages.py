@@ -1,7 +1,7 @@
 """The memory that the items of a window make and read, so that an order of them can keep a limit.
 
-    1. A value lies in the memory of what it is a view of. A wait's result lies in its start's, and what is
-       gathered or scattered is read until the wait.
+    1. A value lies in the memory of what it is a view of (`ir.storage`). A wait's result lies in its start's,
+       and what is gathered or scattered is read until the wait.
     2. What one part makes and another of its stage and microbatch reads is one memory.
     3. Memory that a later window reads, or that leaves, is kept when the window ends.
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
+from stretto.ir.storage import maker_of, makes, owner, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def find_storages(
             names: tuple[str, ...] = (job.edges[int(item.ref)].value,)
         else:
             op = ops[item.part][str(item.ref)]
-            names = (op.name, *op.uses)
+            names = (*(name for name, _ in makes(op)), *reads(op))
             if op.target == WAIT:
                 start = ops[item.part].get(op.uses[0])
                 if start is not None and start.target != "comm.all_reduce":  # which sums a copy
@@ -61,11 +62,12 @@ def find_storages(
     found: list[Storage] = []
     for (part, root), readers in users.items():
         stage, _ = window.parts[part]
-        op_of = ops[part].get(root)
-        nbytes = op_of.nbytes if op_of is not None else bytes_in.get((stage, root), 0)
+        made_by = maker_of(root)
+        op_of = ops[part].get(made_by)
+        nbytes = dict(makes(op_of)).get(root, 0) if op_of is not None else bytes_in.get((stage, root), 0)
         if nbytes:
             # What arrives was allocated when its receive was posted.
-            maker = made.get((part, root), -1) if op_of is not None else -1
+            maker = made.get((part, made_by), -1) if op_of is not None else -1
             found.append(Storage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept))
     return tuple(found)
 
@@ -82,13 +84,14 @@ class _Memory:
         if is_external(name):
             return part, name
         op = self.ops[part].get(name)
-        while op is not None and op.alias is not None:
-            name = op.alias
+        while op is not None and owner(op) != op.name:
+            name = owner(op)
             op = self.ops[part].get(name)
-        if (part, name) in self.made:
+        made_by = maker_of(name)
+        if (part, made_by) in self.made:
             return part, name
         mates = self.window.mates(part)
-        makers = [k for k in mates if k < part and (k, name) in self.made]
+        makers = [k for k in mates if k < part and (k, made_by) in self.made]
         # What an earlier window has left is one memory for all that read it.
         return (makers[-1] if makers else min((part, *mates))), name
 
@@ -100,7 +103,7 @@ class _Memory:
             for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
                 if sub not in here:
                     found.update(
-                        self.place(part, name) for op in self.job.stages[stage].ops[sub] for name in op.uses
+                        self.place(part, name) for op in self.job.stages[stage].ops[sub] for name in reads(op)
                     )
             leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
             found.update(self.place(part, value) for value in leaves)
