@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 import stretto
+from stretto.ir.action import Phase
 from tests.tensor.world import all_end_well
 
 F64 = torch.float64
@@ -46,6 +47,28 @@ class Skip(nn.Module):
 
     def to(self, place: int, x: torch.Tensor) -> torch.Tensor:
         return stretto.reshard(x, self.meshes[place], [Replicate()])
+
+
+class Sine(nn.Module):
+    """Two layers on two meshes; the second uses what the first mesh makes of its buffer."""
+
+    table: torch.Tensor
+
+    def __init__(self, meshes: list[DeviceMesh]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("table", torch.linspace(-1.0, 1.0, 6, dtype=F64))
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=F64) for _ in meshes)
+        for layer, mesh in zip(self.layers, meshes, strict=True):
+            stretto.shard(layer, mesh)
+        self.table = stretto.shard(self.table, meshes[0])
+        self.meshes = meshes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, sine = torch.tanh(self.layers[0](x)), torch.sin(self.table)
+        first, sine = (stretto.reshard(t, self.meshes[1], [Replicate()]) for t in (first, sine))
+        out: torch.Tensor = self.layers[1](first * sine)
+        return out
 
 
 def one_rank_each() -> list[DeviceMesh]:
@@ -110,6 +133,29 @@ def eager_and_captured_agree() -> None:
     runner.close()
 
 
+def what_a_buffer_gives_is_made_where_it_lies() -> None:
+    meshes = one_rank_each()
+    given = batch()
+    eager = Sine(meshes)
+    loss = loss_of(
+        eager, {"x": stretto.shard(given["x"], meshes[0]), "y": stretto.shard(given["y"], meshes[1])}
+    )
+    loss.backward()
+    everywhere = DeviceMesh("cpu", [0, 1])
+    expected = stretto.local(stretto.reshard(loss.detach(), everywhere, [Replicate()]))
+
+    model = Sine(meshes)
+    job = stretto.capture(model, given, loss_of, parallel(pp=2))
+    (sine,) = [op for op in job.stages[0].ops[Phase.F] if op.target == "aten.sin.default"]
+    assert [(b.name, b.stages) for b in job.buffers] == [("table", (0,))]
+    assert sine.name in [edge.value for edge in job.edges if (edge.source, edge.target) == (0, 1)]
+    plan = stretto.plan(job, cluster=stretto.Cluster())
+    runner = stretto.Runner(plan, model)
+    assert expected is not None
+    torch.testing.assert_close(runner.step(given), expected.reshape(()), rtol=1e-10, atol=1e-10)
+    runner.close()
+
+
 def misuse_is_refused() -> None:
     meshes = one_rank_each()
 
@@ -129,18 +175,25 @@ def misuse_is_refused() -> None:
 
     pair, two = DeviceMesh("cpu", [0, 1]), [meshes[0], meshes[2], meshes[0]]
     refused(
-        lambda: Skip([meshes[0], pair, meshes[2]]), r"'layers.1.weight' is on a mesh of 2 ranks, \[0, 1\]"
+        lambda: Skip([meshes[0], pair, meshes[2]]),
+        r"'layers.0.weight' is on a mesh of 1 ranks, \[0\], and 'layers.1.weight' on one of 2, \[0, 1\]",
     )
-    refused(lambda: Skip(two), r"meshes of ranks \[0, 2\]; stages are ranks 0 to 1", pp=2)
+    refused(lambda: Skip(two), r"meshes of ranks \[0\], \[2\]; its 2 stages are at ranks \[0\], \[1\]", pp=2)
     refused(
-        lambda: Skip(meshes[::-1]), "never reshards a tensor to the mesh of rank 2.*begins on that of rank 0"
+        lambda: Skip(meshes[::-1]),
+        "never reshards a tensor to the mesh of rank 2.*on the mesh of rank 0",
     )
-    refused(lambda: Skip(meshes, early=True), r"reaches the meshes of ranks \[2, 1\] in this order")
+    refused(lambda: Skip(meshes, early=True), r"reaches the meshes of ranks \[2\], \[1\] in this order")
     refused(lambda: Skip(meshes, back=True), "uses it after it has gone on to the mesh of rank 2.*never back")
-    refused(lambda: Skip(meshes), r"on 3 meshes, which are its stages: give Parallel\(pp=3\)", pp=2)
-    refused(lambda: Skip(meshes), "with tp=1 and no split", split=["layers.1", "layers.2"])
+    refused(
+        lambda: Skip(meshes),
+        r"on 3 meshes of 1 rank, which are its stages: give Parallel\(pp=3, tp=1\)",
+        pp=2,
+    )
+    refused(lambda: Skip(meshes), "with dp=1 and no split", split=["layers.1", "layers.2"])
     refused(half_plain, "'layers.1.weight' is on no mesh")
-    refused(stays, "never reshards a tensor to the mesh of rank 1")
+    with pytest.raises(stretto.CaptureError, match=r"its tensors are on two meshes.*mesh \[1\].*mesh \[0\]"):
+        stretto.capture(stays(), batch(), loss_of, parallel())
 
     # A plan whose stages are elsewhere than the model's tensors.
     plan = stretto.plan(
@@ -157,6 +210,7 @@ def test_a_program_on_meshes_becomes_a_plan() -> None:
     all_end_well(
         [
             (3, "tests.capture.test_meshes:eager_and_captured_agree"),
+            (2, "tests.capture.test_meshes:what_a_buffer_gives_is_made_where_it_lies"),
             (3, "tests.capture.test_meshes:misuse_is_refused"),
         ]
     )

@@ -62,8 +62,8 @@ def capture(
     """
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
-    meshes = on_meshes(model, parallel)
-    tensor = tensor_of(model, parallel, tp_plan)
+    meshes = on_meshes(model, parallel, tp_plan)
+    tensor = tensor_of(model, parallel, tp_plan) if meshes is None else meshes.tensor_parallel(model)
     traced = trace(
         model,
         batch,
@@ -74,13 +74,13 @@ def capture(
         tensor=tensor,
         equal_layers=equal_layers,
         skip_passes=parallel.skip_passes,
-        place=None if meshes is None else meshes.place,
+        meshes=meshes,
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     count = stages or named or parallel.pp
-    if meshes is not None and count != meshes.ranks:
+    if meshes is not None and count != len(meshes.meshes):
         raise UsageError(
-            f"the model is on {meshes.ranks} meshes, which are its stages; stages={count} is not"
+            f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
         )
     placement = split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
     job = cut(traced, placement, count, parallel.microbatches)

@@ -19,6 +19,9 @@ from stretto.errors import CaptureError
 from stretto.ir.program import CHUNK, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.ops import NAMESPACE
 
+PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
+"""Namespaces of PyTorch's own. DTensor changes placements by those of plans, but a few ops call these."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -82,6 +85,11 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         raise CaptureError(
             f"the model calls {node.target}, which is not an op of the dispatcher; "
             "control flow operators and compiled regions cannot be captured: call their body directly"
+        )
+    if str(node.target).partition(".")[0] in PYTORCHS_COLLECTIVES:
+        raise CaptureError(
+            f"an op on a spread tensor communicates in a way of its own ({node.target}), which a plan "
+            "does not have: reshard its tensors to [Replicate()] before the op"
         )
     alias = None
     if first is not None and torch_adapter.returns_view(node.target):

@@ -22,11 +22,10 @@ from torch import nn
 from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
+from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
-from stretto.tensor.captured import capturing
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
@@ -38,8 +37,8 @@ class JointGraph:
 
     inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
     outputs: (kind, name, node or None) in order, kind in "loss", "grad", "update".
-    segments: the module whose code runs in each segment, by number. borders: rank of a mesh -> the segment in
-    which execution first goes on there.
+    segments: the module whose code runs in each segment, by number. borders: stage of a program on several
+    meshes -> the segment in which execution first goes on there.
     """
 
     module: torch.fx.GraphModule
@@ -175,9 +174,11 @@ class _Step(nn.Module):
         rebuild: Callable[[Sequence[torch.Tensor]], Any],
         segments: _Segments,
         layers: Layers | None,
+        program: MeshProgram | None,
     ) -> None:
         super().__init__()
         self.model = model
+        self._program = program
         self._layers = layers
         self._loss = loss
         self._rebuild = rebuild
@@ -186,8 +187,10 @@ class _Step(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
         if self._layers is not None:
             self._layers.begin(self._segments)
-        with self._segments.forward():
+        program = self._program
+        with nullcontext() if program is None else program.state(self.model), self._segments.forward():
             loss = self._loss(self.model, self._rebuild(leaves))
+            loss = loss if program is None else program.loss(loss)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
@@ -211,15 +214,16 @@ def export_joint(
     leaves: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     layers: Layers | None = None,
-    place: Callable[[DeviceMesh], int] | None = None,
+    meshes: OnMeshes | None = None,
 ) -> JointGraph:
     """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake.
 
     layers: the equal layers that are not all traced; `stretto.capture.expand` then gives the whole graph.
-    place: of a program on several meshes, the rank of a mesh.
+    meshes: where a program on several meshes lies.
     """
     segments = _Segments()
-    step = _Step(model, loss, rebuild, segments, layers)
+    program = None if meshes is None else MeshProgram(meshes, segments.border)
+    step = _Step(model, loss, rebuild, segments, layers, program)
     with (
         ExitStack() as stack,
         torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
@@ -228,7 +232,7 @@ def export_joint(
         fx_traceback.preserve_node_meta(),
         segments.hooks(model),
         nullcontext() if layers is None else layers.installed(),
-        nullcontext() if place is None else capturing(lambda mesh: segments.border(place(mesh))),
+        nullcontext() if program is None else program.installed(),
     ):
         joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
     module = joint.graph_module

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.capture import torch_adapter, tree
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
@@ -27,6 +26,7 @@ from stretto.capture.axes import partial_axes
 from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explain
+from stretto.capture.mesh_program import OnMeshes
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Shard, TensorSpec
@@ -75,7 +75,7 @@ def trace(
     tensor: TensorParallel | None = None,
     equal_layers: bool = True,
     skip_passes: Collection[str] = (),
-    place: Callable[[DeviceMesh], int] | None = None,
+    meshes: OnMeshes | None = None,
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
@@ -85,16 +85,16 @@ def trace(
     "cuda" there need not be one here (`absent_cuda` says what is chosen then). tensor: trace one rank's part
     of a model that is spread so; None traces the whole. equal_layers: whether layers that are equal are
     traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
-    passes to leave out. place: of a program on several meshes, the rank of a mesh (`stretto.capture.meshes`).
+    passes to leave out. meshes: where a program on several meshes lies (`stretto.capture.meshes`).
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
     attempt = partial(
-        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, place
+        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, meshes
     )
     # Layers that are repeated would number the borders of meshes anew.
-    if equal_layers and place is None:
+    if equal_layers and meshes is None:
         try:
             return attempt(repeats=True)
         except (NotRepeatedError, CaptureError) as reason:
@@ -112,7 +112,7 @@ def _trace(
     device: torch.device | str | None,
     tensor: TensorParallel | None,
     skip_passes: Collection[str],
-    place: Callable[[DeviceMesh], int] | None,
+    meshes: OnMeshes | None,
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
@@ -155,7 +155,7 @@ def _trace(
         try:
             with CudaChoices() if absent else nullcontext():
                 joint = torch_adapter.export_joint(
-                    model, loss, tree.rebuilder(batch), fakes, mode, layers, place
+                    model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes
                 )
         except NotRepeatedError:
             raise

@@ -34,8 +34,8 @@ class Runner:
     """Walks a plan's orders for this rank, step after step.
 
     Holds the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
-    a parameter is spread over ranks, a copy of this rank's part. The rest of the model may be dropped.
-    Gradients are added to `.grad`.
+    a parameter is spread over ranks, a copy of this rank's part; of a model on meshes its part itself. The
+    rest of the model may be dropped. Gradients are added to `.grad`.
 
     plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values;
     it must not be on "meta". transport: how messages travel; `torch.distributed` by default. seed: random
@@ -119,21 +119,28 @@ class Runner:
                 found_buffer = held.get(buffer.name)
                 self._check(buffer.name, found_buffer, buffer.spec, None)
                 assert found_buffer is not None
-                self._buffers[k] = part_here(buffer.name, found_buffer, self.rank)
+                self._buffers[k] = part_here(
+                    buffer.name, found_buffer, buffer.spec, self.rank, self._place_in_stage()
+                )
 
     def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
         """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie). Of
         a model on several meshes, its part, which shares the model's memory."""
-        here = part_here(parameter.name, whole, self.rank)
-        if not parameter.shards and here is whole:
+        here = part_here(parameter.name, whole, parameter.spec, self.rank, self._place_in_stage())
+        on_mesh = here is not whole
+        if not parameter.shards and not on_mesh:
             return whole
         if parameter.tied_to in self._shared:
             return self._shared[parameter.tied_to]
         if id(whole) not in self._parts:
-            if parameter.shards:
+            if parameter.shards and not on_mesh:
                 here = part_of(whole.detach(), parameter, self.plan.job, self.coordinates).clone()
             self._parts[id(whole)] = nn.Parameter(here, requires_grad=whole.requires_grad)
         return self._parts[id(whole)]
+
+    def _place_in_stage(self) -> int:
+        """This rank's place among the ranks of its stage: on a mesh of their own, its coordinate there."""
+        return self.coordinates.get("tp", 0)
 
     def _by_tie(self) -> dict[str, nn.Parameter]:
         return {self.plan.job.parameters[k].tied_to: part for k, part in self._parameters.items()}

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from stretto.errors import UsageError
 from stretto.ir.program import Job, Parameter, TensorSpec
 from stretto.parallelize.parts import local_part, whole_of
-from stretto.tensor.errors import mesh_name
-from stretto.tensor.face import GlobalTensor, local
+from stretto.tensor.errors import mesh_name, tensor_name
+from stretto.tensor.face import local
 
 
 def whole_spec(job: Job, parameter: Parameter) -> TensorSpec:
@@ -62,15 +63,25 @@ def join(parts: Sequence[torch.Tensor], parameter: Parameter) -> torch.Tensor:
     return whole_of(list(parts), shard)
 
 
-def part_here(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: int) -> torch.Tensor:
     """What this rank holds of a model's parameter or buffer: itself, or of one on a mesh its part, without a
-    copy. Raises UsageError where the tensor is on the mesh of other ranks."""
-    if not isinstance(tensor, GlobalTensor):
+    copy.
+
+    spec: of the part that the plan has. at: the rank's place among those that share the stage. Raises
+    UsageError where the tensor is on the mesh of other ranks, or lies on it otherwise than at the capture.
+    """
+    if not isinstance(tensor, DTensor):
         return tensor
     part = local(tensor.detach())
+    mesh = mesh_name(tensor.device_mesh)
     if part is None:
         raise UsageError(
-            f"the plan has {name!r} on rank {rank}, but it is on mesh {mesh_name(tensor.device_mesh)}, "
+            f"the plan has {name!r} on rank {rank}, but it is on mesh {mesh}, "
             "which does not hold the rank: capture this model anew"
+        )
+    if tuple(part.shape) != spec.shape or tensor.device_mesh.get_coordinate() != (at,):
+        raise UsageError(
+            f"the plan has {name!r} as parts of shape {list(spec.shape)}, and part {at} on rank {rank}, but "
+            f"it is {tensor_name(tensor)}: capture this model anew"
         )
     return part

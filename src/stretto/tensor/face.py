@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
 from stretto.tensor import errors
-from stretto.tensor.captured import teller
+from stretto.tensor.captured import captured
 from stretto.tensor.clip import is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
 from stretto.tensor.global_tensor import GlobalTensor
@@ -46,8 +46,10 @@ def shard(tensor: Thing, mesh: DeviceMesh, placements: Sequence[Placement] | Non
     if isinstance(tensor, nn.Module):
         _shard_module(tensor, mesh, placements)
         return tensor
-    if teller() is not None:
-        return tensor
+    program = captured()
+    if program is not None:
+        made: Thing = program.shard(tensor, mesh, placements)
+        return made
     return _shard_tensor(tensor, mesh, placements)
 
 
@@ -59,8 +61,9 @@ def local(x: torch.Tensor) -> torch.Tensor | None:
     `backward()` on the tensor itself.
     Raises UsageError if `x` is on no mesh.
     """
-    if teller() is not None:
-        return x
+    program = captured()
+    if program is not None:
+        return program.local(x)
     if not isinstance(x, DTensor):
         raise errors.not_distributed("local", x)
     return None if is_absent(x.device_mesh) else x.to_local()

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
 from stretto.tensor import errors
-from stretto.tensor.captured import teller
+from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of, wrapped
 from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor
@@ -65,10 +65,10 @@ def reshard(
     there. Raises UsageError for arguments that do not fit, RunError if ranks do not make the same reshard or
     one is lost.
     """
-    tell = teller()
-    if tell is not None:
-        tell(mesh)
-        return x  # type: ignore[return-value]  # a plain tensor, while a program is captured
+    program = captured()
+    if program is not None:
+        resharded: GlobalTensor = program.reshard(x, mesh, placements)
+        return resharded
     placements = _checked(x, mesh, placements, in_flight_bytes, mode)
     agreement().enter(_text(x, mesh, placements, in_flight_bytes, mode))
     return _apply(as_global(x), mesh, placements, _Way(True, in_flight_bytes, mode, False))
@@ -77,6 +77,10 @@ def reshard(
 def redistributed(x: GlobalTensor, placements: Sequence[Placement], async_op: bool) -> GlobalTensor:
     """Other placements on the same mesh, by the ranks of the mesh alone, as DTensor does. Differentiable."""
     placements = _checked(x, x.device_mesh, placements, IN_FLIGHT_BYTES, "broadcast")
+    program = captured()
+    if program is not None:
+        made: GlobalTensor = program.redistribute(x, placements)
+        return made
     if not in_order(x.device_mesh):
         return reshard(x, x.device_mesh, placements)
     return _apply(x, x.device_mesh, placements, _Way(False, IN_FLIGHT_BYTES, "broadcast", async_op))
