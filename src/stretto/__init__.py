@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.simulate import simulate
-    from stretto.tensor.face import GlobalTensor, local, reshard, shard
+    from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
     from stretto.verify import verify
 
 __version__ = "0.1.0"
@@ -55,6 +55,7 @@ __all__ = [
     "plan",
     "rehearse",
     "reshard",
+    "reshard_all",
     "run_threads",
     "shard",
     "simulate",
@@ -81,6 +82,7 @@ _HOMES = {
     "plan": "stretto.planning",
     "rehearse": "stretto.runtime.rehearse",
     "reshard": "stretto.tensor.face",
+    "reshard_all": "stretto.tensor.face",
     "run_threads": "stretto.runtime",
     "shard": "stretto.tensor.face",
 }

@@ -144,8 +144,8 @@ class Reshard:
         if rank in ranks:
             execute(
                 self.plan,
-                part_of(self.case.source, self.shape, rank, self.held),
-                part_of(self.case.target, self.shape, rank, self.got),
+                [part_of(self.case.source, self.shape, rank, self.held)],
+                [[part_of(self.case.target, self.shape, rank, self.got)]],
                 lines(),
                 group,
                 self.in_flight_bytes,

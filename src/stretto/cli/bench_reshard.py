@@ -66,7 +66,7 @@ def print_race(result: dict[str, Any]) -> None:
         table.add_column(
             column,
             justify="left" if column in ("reshard", "mode", "senders, order") else "right",
-            no_wrap=column == "reshard",
+            no_wrap=column in ("reshard", "mode"),
         )
     for row in result["rows"]:
         table.add_row(

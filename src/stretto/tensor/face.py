@@ -1,5 +1,7 @@
 """The face of tensors on meshes: `shard` a tensor onto a mesh, `reshard` it, and its `local` part back.
 
+`reshard_all` does several reshards at one time.
+
 A program written with these runs on all ranks as it stands: each rank computes what lies on its meshes, and
 sees the descriptions of the rest.
 """
@@ -23,9 +25,11 @@ from stretto.tensor.clip import is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
 from stretto.tensor.global_tensor import GlobalTensor
 from stretto.tensor.layout import region_shape
-from stretto.tensor.reshard.move import checked_placements, reshard
+from stretto.tensor.reshard.agree import agreement
+from stretto.tensor.reshard.arguments import checked_placements
+from stretto.tensor.reshard.move import reshard, reshard_all
 
-__all__ = ["GlobalTensor", "local", "reshard", "shard"]
+__all__ = ["GlobalTensor", "local", "reshard", "reshard_all", "shard"]
 
 Thing = TypeVar("Thing", torch.Tensor, nn.Module)
 
@@ -93,6 +97,7 @@ def _shard_tensor(
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     placements = checked_placements(where, shape, mesh, placements)
+    agreement()  # from here on this rank looks out, though it may skip all reshards
     spec = new_spec(mesh, placements, shape, tensor.stride(), tensor.dtype)
     part = _part(where, tensor.detach(), mesh, placements)
     made = wrapped(GlobalTensor, part, spec, tensor.requires_grad)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 import stretto
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
 from stretto.tensor.layout import layout_of
+from stretto.tensor.reshard.modes import MODES
 from tests.tensor.world import all_end_well
 
 R, P = Replicate(), Partial()
@@ -170,7 +171,7 @@ def odd_tensors() -> None:
         check((5, 3), (a, [S0]), (a, [Partial(reduction)]))
     for old, new in islice(product((S0, S1, S2, R, P), repeat=2), None, None, few()):
         check((3, 5, 7), (a, [old]), (b, [new]))
-        for mode in stretto.tensor.reshard.move.MODES:
+        for mode in MODES:
             for limit in (1, 24, 1 << 20):
                 check((3, 2, 5), (a, [old]), (half, [new]), in_flight_bytes=limit, mode=mode)
     # A part whose memory is not in order.

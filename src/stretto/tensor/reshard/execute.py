@@ -1,19 +1,19 @@
 """Carries a reshard plan out: this rank's part of the transfers, piece by piece.
 
     1. Copy what this rank already holds.
-    2. Walk the plan's transfers in their order, which is the same on all ranks. Of each, cut into pieces that
-       all ranks cut alike, this rank receives a piece from the one before it in the chain, if there is one,
-       and hands it on to the one after it, if there is one.
+    2. Walk the plan's transfers, of all its tensors, in their order, which is the same on all ranks. Of each,
+       cut into pieces that all ranks cut alike, this rank receives a piece from the one before it in the
+       chain, if there is one, and hands it on to the one after it, if there is one.
     3. Receives are started ahead of their turn, as many bytes as the limit allows, so that pieces are under
        way while others are handed on.
 
-A rank holds its part of the source, its part of the target, and pieces under way: never more of the tensor.
+A rank holds its parts of the sources, its parts of the targets, and pieces under way: never more of a tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,17 @@ class Part:
     region: Region | None
     tensor: torch.Tensor | None
 
+    @property
+    def on_processor(self) -> bool:
+        """Whether it lies in the processor's memory, or nowhere."""
+        return self.tensor is None or self.tensor.device.type == "cpu"
+
+    def holds(self, box: Region) -> bool:
+        """Whether a box lies within the part."""
+        if self.region is None:
+            return False
+        return all(first <= start and stop <= last for (start, stop), (first, last) in zip(box, self.region))
+
     def at(self, box: Region) -> torch.Tensor:
         """The elements of a box within the part; not a copy."""
         assert self.region is not None, "the plan reads and writes only on the mesh"
@@ -43,8 +54,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """This rank's turn with one piece: receive it, hand it on, or both."""
+    """This rank's turn with one piece of a tensor: receive it, hand it on, or both."""
 
+    tensor: int
     box: Region
     nbytes: int
     before: int | None
@@ -60,66 +72,72 @@ def part_of(layout: Layout, shape: tuple[int, ...], rank: int, tensor: torch.Ten
 
 def execute(
     plan: ReshardPlan,
-    source: Part,
-    target: Part,
+    sources: Sequence[Part],
+    targets: Sequence[Sequence[Part]],
     lines: Lines,
     group: dist.ProcessGroup,
     limit_bytes: int,
 ) -> None:
-    """Fill the target's part on this rank, and send what others need of the source's.
+    """Fill the targets' parts on this rank, and send what others need of the sources'.
 
-    group: over all ranks of both layouts. limit_bytes: how many bytes of
-    sent pieces, and as many of awaited ones, may be under way on this rank.
-    Returns when this rank has its part; what it sent may still be under way.
+    sources: this rank's part of each tensor that the plan speaks of. targets: of each, its parts of all the
+    layouts that the tensor goes to. group: over all ranks of all layouts. limit_bytes: how many bytes of sent
+    pieces, and as many of awaited ones, may be under way on this rank, of all tensors together.
+    Returns when this rank has its parts; what it sent may still be under way.
     Raises RunError if a rank that it needs is lost or makes another reshard.
     """
     rank = lines.agreed.rank
     for copy in plan.copies:
         if copy.rank == rank:
-            target.at(copy.region).copy_(source.at(copy.region))
+            held = sources[copy.tensor].at(copy.region)
+            for place in _places(targets[copy.tensor], copy.region):
+                place.copy_(held)
+    # An accelerator's stream does one after the other: what is started ahead would wait in front.
+    ahead = all(part.on_processor for parts in targets for part in parts)
     steps = list(_steps(plan, rank, limit_bytes))
-    awaited: dict[int, tuple[Message, torch.Tensor | None]] = {}
+    awaited: dict[int, tuple[Message, torch.Tensor]] = {}
     awaited_bytes = 0
     started = 0
     for at, step in enumerate(steps):
-        # An accelerator's stream does one after the other: what is started ahead would wait in front.
         while started < len(steps) and (
-            started <= at or (steps[started].nbytes + awaited_bytes <= limit_bytes and _may_run_ahead(target))
+            started <= at or (steps[started].nbytes + awaited_bytes <= limit_bytes and ahead)
         ):
             if steps[started].before is not None:
-                awaited[started] = _receive(lines, group, steps[started], target)
+                awaited[started] = _receive(lines, group, steps[started], targets)
                 awaited_bytes += steps[started].nbytes
             started += 1
         if at in awaited:
-            message, aside = awaited.pop(at)
+            message, piece = awaited.pop(at)
             lines.wait(message)
             awaited_bytes -= step.nbytes
-            if aside is not None:
-                target.at(step.box).copy_(aside)
+            for place in _places(targets[step.tensor], step.box):
+                if place.data_ptr() != piece.data_ptr():
+                    place.copy_(piece)
         if step.after is not None:
-            held = target if step.from_target else source
-            lines.send(
-                group,
-                _bytes(held.at(step.box).clone(memory_format=torch.contiguous_format)),
-                step.after,
-                limit_bytes,
-            )
+            if step.from_target:
+                sent = _places(targets[step.tensor], step.box)[0]
+            else:
+                sent = sources[step.tensor].at(step.box)
+            copied = sent.clone(memory_format=torch.contiguous_format)
+            lines.send(group, _bytes(copied), step.after, limit_bytes)
 
 
-def _may_run_ahead(target: Part) -> bool:
-    return target.tensor is None or target.tensor.device.type == "cpu"
+def _places(parts: Sequence[Part], box: Region) -> list[torch.Tensor]:
+    """Where a box lies in the parts that hold it, one at least; boxes lie within a part or beside it."""
+    found = [part.at(box) for part in parts if part.holds(box)]
+    assert found, "the plan sends a rank what it needs"
+    return found
 
 
 def _receive(
-    lines: Lines, group: dist.ProcessGroup, step: Step, target: Part
-) -> tuple[Message, torch.Tensor | None]:
+    lines: Lines, group: dist.ProcessGroup, step: Step, targets: Sequence[Sequence[Part]]
+) -> tuple[Message, torch.Tensor]:
     """Start to receive a piece: into its place where that is one stretch of memory, else aside."""
     assert step.before is not None
-    place = target.at(step.box)
-    aside = (
-        None if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype, device=place.device)
-    )
-    return lines.receive(group, _bytes(place if aside is None else aside), step.before), aside
+    piece = _places(targets[step.tensor], step.box)[0]
+    if not piece.is_contiguous():
+        piece = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
+    return lines.receive(group, _bytes(piece), step.before), piece
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -138,6 +156,7 @@ def _steps(plan: ReshardPlan, rank: int, limit_bytes: int) -> Iterator[Step]:
         largest = min(limit_bytes, plan.piece_bytes) if len(chain) > 2 else limit_bytes
         for box in pieces(transfer.region, max(1, largest // itemsize)):
             yield Step(
+                transfer.tensor,
                 box,
                 region_count(box) * itemsize,
                 chain[at - 1] if at > 0 else None,

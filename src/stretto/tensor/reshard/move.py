@@ -1,47 +1,43 @@
-"""`reshard`: one tensor to other placements, or to another mesh, forward and backward.
+"""`reshard` and `reshard_all`: tensors to other placements, or to other meshes, forward and backward.
 
-1. All ranks agree that they make the same reshard                         agree
+1. All ranks agree that they make the same reshard                         arguments, agree
 2. On one mesh: DTensor's collectives, where they are right                within
 3. Else: Partial axes are reduced on the source mesh, to distinct tiles
-   where dims allow; transfers are planned, on every rank alike; and
-   carried out by the ranks of either mesh                                 plan, execute
+   where dims allow; transfers of all tensors are planned together, on
+   every rank alike; and carried out by the ranks of any of the meshes     between, forwarding, execute
 4. Ranks off the target mesh have the description alone                    clip
-5. The gradient is a tensor on the target mesh; it goes the way back: a
-   reshard to the source's mesh and placements. A Partial source has a
-   whole gradient, as in DTensor.
+5. A gradient is a tensor on the target mesh; it goes the way back: a
+   reshard to the source's mesh and placements. Gradients of tensors that
+   went together go back together, those that there are; where one tensor
+   went to several meshes, its gradient is the sum. A Partial source has
+   a whole gradient, as in DTensor.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.errors import UsageError
-from stretto.tensor import errors
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of, wrapped
 from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor
-from stretto.tensor.layout import Layout, region_shape, sharded_dim
 from stretto.tensor.reshard.agree import agreement
-from stretto.tensor.reshard.execute import execute, part_of
-from stretto.tensor.reshard.lines import lines
-from stretto.tensor.reshard.plan import Hosts, Mode, ReshardPlan, plan_reshard
+from stretto.tensor.reshard.arguments import check_way, checked_move, checked_moves, text_of
+from stretto.tensor.reshard.between import Move, between
+from stretto.tensor.reshard.modes import Mode
 from stretto.tensor.reshard.within import redistributed_part
 
 IN_FLIGHT_BYTES = 256 << 20
 """How much may wait to be sent, and to be received, on a rank unless told otherwise. Assumed: small beside an
 accelerator's memory, and many pieces."""
-
-MODES: tuple[Mode, ...] = ("broadcast", "all_gather", "point_to_point")
 
 
 def reshard(
@@ -59,7 +55,7 @@ def reshard(
     x: a tensor on a mesh, any shape and dtype. mesh: where it goes: of any size and shape, disjoint from the
     source's or not. placements: one for each axis of `mesh`: `Shard(dim)`, `Replicate()`, `Partial()`.
     in_flight_bytes: how much may wait to be sent, and to be received, on this rank.
-    mode: how a box goes to several ranks; see `stretto.tensor.reshard.plan`.
+    mode: how a box goes to several ranks; see `stretto.tensor.reshard.modes`.
 
     No rank holds more of the tensor than its parts, and pieces under way. Returns when this rank's part is
     there. Raises UsageError for arguments that do not fit, RunError if ranks do not make the same reshard or
@@ -69,69 +65,146 @@ def reshard(
     if program is not None:
         resharded: GlobalTensor = program.reshard(x, mesh, placements)
         return resharded
-    placements = _checked(x, mesh, placements, in_flight_bytes, mode)
-    agreement().enter(_text(x, mesh, placements, in_flight_bytes, mode))
-    return _apply(as_global(x), mesh, placements, _Way(True, in_flight_bytes, mode, False))
+    placements = checked_move(x, mesh, placements)
+    check_way([x], mode, in_flight_bytes)
+    return _agreed([x], (Move(0, mesh, placements),), _Way(True, in_flight_bytes, mode))[0]
+
+
+def reshard_all(
+    moves: Sequence[tuple[DTensor, DeviceMesh, Sequence[Placement]]],
+    *,
+    in_flight_bytes: int = IN_FLIGHT_BYTES,
+    mode: Mode = "broadcast",
+) -> tuple[GlobalTensor, ...]:
+    """Several tensors at one time, or one tensor to several meshes, or both. Differentiable.
+
+        h, skip = stretto.reshard_all([(h, second, [Shard(0)]), (skip, second, [Replicate()])])
+        near, far = stretto.reshard_all([(x, second, [Shard(0)]), (x, third, [Shard(0)])])
+
+    moves: (x, mesh, placements) of each, as `reshard` takes them; all meshes of one device type. Their
+    messages are planned together, so that they share the hosts' links well. Where the same tensor goes to
+    several meshes, ranks that receive a box of it hand it on to those of the other meshes if that ends
+    earlier, or takes less of the links: it leaves its own host once.
+    in_flight_bytes: of all moves together. mode: as in `reshard`.
+
+    Returns the result of each move. In the backward pass the gradients of all results go back together, once
+    all are there; a result that nothing used has none, and nothing is sent for it. The gradient of a tensor
+    that went to several meshes is their sum.
+    Every rank of the program calls it, with equal moves. Raises what `reshard` raises.
+    """
+    program = captured()
+    if program is not None:
+        return tuple(program.reshard(*move) for move in moves)
+    tensors, found = checked_moves(moves)
+    check_way(tensors, mode, in_flight_bytes)
+    return _agreed(tensors, found, _Way(True, in_flight_bytes, mode))
 
 
 def redistributed(x: GlobalTensor, placements: Sequence[Placement], async_op: bool) -> GlobalTensor:
     """Other placements on the same mesh, by the ranks of the mesh alone, as DTensor does. Differentiable."""
-    placements = _checked(x, x.device_mesh, placements, IN_FLIGHT_BYTES, "broadcast")
+    placements = checked_move(x, x.device_mesh, placements)
     program = captured()
     if program is not None:
         made: GlobalTensor = program.redistribute(x, placements)
         return made
     if not in_order(x.device_mesh):
         return reshard(x, x.device_mesh, placements)
-    return _apply(x, x.device_mesh, placements, _Way(False, IN_FLIGHT_BYTES, "broadcast", async_op))
+    way = _Way(False, IN_FLIGHT_BYTES, "broadcast", async_op)
+    return _apply([x], (Move(0, x.device_mesh, placements),), way)[0]
 
 
+@dataclass(frozen=True, slots=True)
 class _Way:
     """How a reshard is made, forward and back. agreed: with all ranks of the program."""
 
-    def __init__(self, agreed: bool, in_flight_bytes: int, mode: Mode, async_op: bool) -> None:
-        self.agreed = agreed
-        self.in_flight_bytes = in_flight_bytes
-        self.mode = mode
-        self.async_op = async_op
+    agreed: bool
+    in_flight_bytes: int
+    mode: Mode
+    async_op: bool = False
 
 
-def _apply(x: GlobalTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], way: _Way) -> GlobalTensor:
-    moved: GlobalTensor = _Move.apply(x, mesh, placements, way)  # type: ignore[no-untyped-call]
+def _agreed(tensors: Sequence[DTensor], moves: tuple[Move, ...], way: _Way) -> tuple[GlobalTensor, ...]:
+    """Step 1, and the rest."""
+    agreement().enter(text_of(tensors, moves, way.mode, way.in_flight_bytes))
+    return _apply([as_global(x) for x in tensors], moves, way) if moves else ()
+
+
+def _apply(tensors: Sequence[GlobalTensor], moves: tuple[Move, ...], way: _Way) -> tuple[GlobalTensor, ...]:
+    moved: tuple[GlobalTensor, ...] = _Moves.apply(way, moves, *tensors)  # type: ignore[no-untyped-call]
     return moved
 
 
-class _Move(torch.autograd.Function):
+class _Moves(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: GlobalTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], way: _Way
-    ) -> GlobalTensor:
+    def forward(ctx: Any, way: _Way, moves: tuple[Move, ...], *tensors: GlobalTensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.way = way
-        ctx.back = (x.device_mesh, tuple(Replicate() if p.is_partial() else p for p in x.placements))
-        return _moved(x, mesh, placements, way)
+        ctx.way, ctx.moves = way, moves
+        ctx.back = [(x.device_mesh, tuple(map(_placement_back, x.placements))) for x in tensors]
+        results = _moved(tensors, moves, way)
+        wanting = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(
+            *(result for result, move in zip(results, moves) if not wanting[move.tensor])
+        )
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> Any:
-        if gradient is None:
-            return None, None, None, None
-        mesh, placements = ctx.back
-        way = ctx.way
-        if way.agreed:
-            back = reshard(gradient, mesh, placements, in_flight_bytes=way.in_flight_bytes, mode=way.mode)
+    def backward(ctx: Any, *gradients: DTensor | None) -> Any:
+        """Step 5. Ranks run one backward pass, so they agree on which gradients there are."""
+        found = [(move, gradient) for move, gradient in zip(ctx.moves, gradients) if gradient is not None]
+        moves = tuple(Move(at, *ctx.back[move.tensor]) for at, (move, _) in enumerate(found))
+        there = [gradient for _, gradient in found]
+        if not there:
+            back: tuple[GlobalTensor, ...] = ()
+        elif ctx.way.agreed:
+            back = _agreed(there, moves, ctx.way)
         else:
-            back = redistributed(as_global(gradient), placements, way.async_op)
-        return back, None, None, None
+            back = tuple(
+                redistributed(as_global(gradient), move.placements, ctx.way.async_op)
+                for gradient, move in zip(there, moves)
+            )
+        sums: list[torch.Tensor | None] = [None] * len(ctx.back)
+        for (move, _), part in zip(found, back):
+            before = sums[move.tensor]
+            sums[move.tensor] = part if before is None else before + part
+        return None, None, *sums
 
 
-def _moved(x: GlobalTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], way: _Way) -> GlobalTensor:
-    same = mesh_ranks(x.device_mesh) == mesh_ranks(mesh)
-    if same and (in_order(mesh) or placements == x.placements):
-        spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
-        if is_absent(mesh):
-            return global_tensor(nothing(x.dtype, mesh.device_type), spec)
-        return global_tensor(redistributed_part(_bare(x), placements, dist.get_rank(), way.async_op), spec)
-    return _between(_reduced(x), mesh, placements, way)
+def _placement_back(placement: Placement) -> Placement:
+    """Where the gradient of a tensor so placed goes."""
+    return Replicate() if placement.is_partial() else plain_placement(placement)
+
+
+def _moved(tensors: Sequence[GlobalTensor], moves: Sequence[Move], way: _Way) -> list[GlobalTensor]:
+    """Steps 2 to 4, outside autograd."""
+    results = {
+        at: _within(tensors[move.tensor], move.mesh, move.placements, way.async_op)
+        for at, move in enumerate(moves)
+        if _stays(tensors[move.tensor], move)
+    }
+    going = [at for at in range(len(moves)) if at not in results]
+    if going:
+        leaving = dict.fromkeys(moves[at].tensor for at in going)
+        reduced = {number: _reduced(tensors[number]) for number in leaving}
+        arrived = between(reduced, [moves[at] for at in going], way.mode, way.in_flight_bytes)
+        results |= dict(zip(going, arrived))
+    return [results[at] for at in range(len(moves))]
+
+
+def _stays(x: GlobalTensor, move: Move) -> bool:
+    """Whether DTensor's collectives on the tensor's own mesh are right for a move."""
+    same = mesh_ranks(x.device_mesh) == mesh_ranks(move.mesh)
+    return same and (in_order(move.mesh) or move.placements == x.placements)
+
+
+def _within(
+    x: GlobalTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], async_op: bool = False
+) -> GlobalTensor:
+    """Other placements on the tensor's own mesh, or on one that is equal to it."""
+    spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
+    if is_absent(mesh):
+        return global_tensor(nothing(x.dtype, mesh.device_type), spec)
+    bare = wrapped(DTensor, local_of(x), spec_of(x))
+    return global_tensor(redistributed_part(bare, placements, dist.get_rank(), async_op), spec)
 
 
 def _reduced(x: GlobalTensor) -> GlobalTensor:
@@ -141,128 +214,4 @@ def _reduced(x: GlobalTensor) -> GlobalTensor:
         target = layout_on(x.device_mesh, tuple(plain)).reduced(x.shape).placements
     else:
         target = tuple(Replicate() if p.is_partial() else p for p in plain)  # an all-reduce has no order
-    if target == x.placements:
-        return x
-    spec = new_spec(x.device_mesh, target, x.shape, x.stride(), x.dtype)
-    if is_absent(x.device_mesh):
-        return global_tensor(local_of(x), spec)
-    return global_tensor(redistributed_part(_bare(x), target, dist.get_rank()), spec)
-
-
-def _between(x: GlobalTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], way: _Way) -> GlobalTensor:
-    rank = dist.get_rank()
-    shape = tuple(x.shape)
-    source = layout_on(x.device_mesh, x.placements)
-    target = layout_on(mesh, placements)
-    region = target.region(shape, rank)
-    spec = new_spec(mesh, placements, shape, _strides(shape), x.dtype)
-    if region is None:
-        local = nothing(x.dtype, mesh.device_type)
-    elif rank in target.zero_ranks():
-        local = torch.zeros(region_shape(region), dtype=x.dtype, device=mesh.device_type)
-    else:
-        local = torch.empty(region_shape(region), dtype=x.dtype, device=mesh.device_type)
-    group = lines().group(mesh.device_type, sorted({*source.ranks, *target.ranks}))
-    if region is not None or not is_absent(x.device_mesh):
-        plan = _plan(shape, x.element_size(), source, target, way.mode)
-        execute(
-            plan,
-            part_of(source, shape, rank, local_of(x)),
-            part_of(target, shape, rank, local),
-            lines(),
-            group,
-            way.in_flight_bytes,
-        )
-    return global_tensor(local, spec)
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    shape: tuple[int, ...], itemsize_bytes: int, source: Layout, target: Layout, mode: Mode
-) -> ReshardPlan:
-    return plan_reshard(shape, itemsize_bytes, source, target, _hosts(), mode)
-
-
-def _hosts() -> Hosts:
-    """Hosts as torchrun fills them; one for each rank where the launcher does not say."""
-    world = dist.get_world_size()
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Hosts.of(devices if devices > 0 and world % devices == 0 else 1, world)
-
-
-def _bare(x: GlobalTensor) -> DTensor:
-    return wrapped(DTensor, local_of(x), spec_of(x))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
-
-
-def _text(
-    x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], in_flight_bytes: int, mode: Mode
-) -> str:
-    """What ranks compare. Everything that their messages depend on."""
-    return (
-        f"of {errors.tensor_name(x)} to {errors.placements_name(placements)} on mesh "
-        f"{errors.mesh_name(mesh)} ({mode}, in_flight_bytes={in_flight_bytes})"
-    )
-
-
-def _checked(
-    x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], in_flight_bytes: int, mode: Mode
-) -> tuple[Placement, ...]:
-    """Placements with dims from 0. Raises UsageError if an argument does not fit."""
-    if not isinstance(x, DTensor):
-        raise errors.not_distributed("reshard", x)
-    where = f"reshard of {errors.tensor_name(x)}"
-    found = checked_placements(where, tuple(x.shape), mesh, placements)
-    if mesh.device_type != x.device_mesh.device_type:
-        raise UsageError(
-            f"{where}: to mesh {errors.mesh_name(mesh)} of device type {mesh.device_type!r}, from "
-            f"{x.device_mesh.device_type!r}; both meshes must have one device type"
-        )
-    if mode not in MODES:
-        raise UsageError(f"{where}: mode={mode!r}; it is one of {', '.join(MODES)}")
-    if not isinstance(in_flight_bytes, int) or in_flight_bytes < 1:
-        raise UsageError(f"{where}: in_flight_bytes={in_flight_bytes!r}; give a number of bytes, above 0")
-    return found
-
-
-def checked_placements(
-    where: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
-) -> tuple[Placement, ...]:
-    """Placements of a tensor on a mesh, their dims from 0. Raises UsageError if they do not fit it.
-
-    where: how the message begins. shape: of the whole tensor.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise UsageError(
-            f"{where}: the mesh is a {type(mesh).__name__}, {mesh!r}; give a "
-            "torch.distributed.device_mesh.DeviceMesh"
-        )
-    if isinstance(placements, Placement) or not isinstance(placements, Sequence):
-        raise UsageError(f"{where}: placements {placements!r}; give a list, one for each axis of the mesh")
-    if len(placements) != mesh.ndim:
-        raise UsageError(
-            f"{where}: mesh {errors.mesh_name(mesh)} has {mesh.ndim} axes, but there are {len(placements)} "
-            f"placements {list(placements)}; give one for each axis"
-        )
-    found: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if type(placement) is Shard:
-            try:
-                found.append(Shard(sharded_dim(placement, shape)))
-            except UsageError as error:
-                raise UsageError(f"{where}, axis {axis} of mesh {errors.mesh_name(mesh)}: {error}") from None
-        elif type(placement) is Replicate or isinstance(placement, Partial):
-            found.append(placement)
-        else:
-            raise UsageError(
-                f"{where}: axis {axis} of mesh {errors.mesh_name(mesh)} has {placement!r}; use Shard(dim), "
-                "Replicate() or Partial()"
-            )
-    layout_on(mesh, tuple(found)).zero_ranks()  # refuses reductions that no value can be laid out for
-    return tuple(found)
+    return x if target == x.placements else _within(x, x.device_mesh, target)

@@ -1,0 +1,315 @@
+"""`reshard_all`: several tensors, and several meshes, at one time. One world of eight ranks on hosts of two.
+
+Values, local shapes and gradients are those of the plain program. What ranks send is what the joint plan
+says: the same messages, in its order, of its bytes, so that its makespan is that of what runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+import stretto
+from stretto.tensor.layout import layout_of
+from stretto.tensor.reshard.forwarding import Together, plan_together
+from stretto.tensor.reshard.hosts import Hosts
+from stretto.tensor.reshard.plan import plan_reshards
+from stretto.tensor.reshard.tasks import Tensor
+from stretto.tensor.reshard.timeline import Timeline, footprint
+from tests.tensor.lone import lone_rank
+from tests.tensor.world import all_end_well
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+Where = tuple[DeviceMesh, Sequence[Placement]]
+
+# Not `lines`, nor what imports it: what a rank does when it ends is noted when that is first imported, which
+# must be in the rank, and not in the process that forks it.
+
+RANKS, DEVICES = 8, 2
+HOSTS = Hosts.of(DEVICES, RANKS)
+LIMIT = 256
+"""Bytes under way at most, in most cases: few, so that messages are in pieces and wait for one another."""
+
+
+def ranged(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    count = int(torch.Size(shape).numel())
+    values = torch.arange(count, dtype=torch.int64).reshape(tuple(shape)) % 101
+    return (values % 2 == 0) if dtype == torch.bool else values.to(dtype)
+
+
+def expected_part(whole: torch.Tensor, where: Where) -> torch.Tensor | None:
+    """What this rank must hold of a whole value; None off the mesh."""
+    layout = layout_of(*where)
+    region = layout.region(tuple(whole.shape), dist.get_rank())
+    if region is None:
+        return None
+    part = whole[tuple(slice(*ends) for ends in region)]
+    return torch.zeros_like(part) if dist.get_rank() in layout.zero_ranks() else part
+
+
+def check(x: DTensor, whole: torch.Tensor, where: Where) -> None:
+    part, expected = stretto.local(x), expected_part(whole, where)
+    assert (x.device_mesh, tuple(x.placements)) == (where[0], tuple(where[1]))
+    assert (part is None) == (expected is None)
+    if part is not None and expected is not None:
+        assert part.shape == expected.shape, where
+        assert torch.equal(part, expected), (where, part, expected)
+
+
+@contextmanager
+def recorded(sent: list[tuple[int, int]], got: list[tuple[int, int]], most: list[int]) -> Iterator[None]:
+    """Note (peer, bytes) of each message of this rank, in order, and how many bytes waited to be sent."""
+    from stretto.tensor.reshard.lines import Lines, Message
+
+    send, receive = Lines.send, Lines.receive
+
+    def noting_send(self: Lines, group: Any, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
+        sent.append((peer, buffer.numel()))
+        send(self, group, buffer, peer, limit_bytes)
+        most.append(self._sent_bytes)
+
+    def noting_receive(self: Lines, group: Any, buffer: torch.Tensor, peer: int) -> Message:
+        got.append((peer, buffer.numel()))
+        return receive(self, group, buffer, peer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lines, "send", noting_send)
+        patch.setattr(Lines, "receive", noting_receive)
+        yield
+
+
+def several_tensors() -> None:
+    """Of several dtypes and shapes, from several meshes to several, one within its own mesh, one a sum."""
+    a, b = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [2, 4, 5, 7])
+    square = DeviceMesh("cpu", [[4, 5], [6, 7]])
+    for mode in ("broadcast", "all_gather", "point_to_point"):
+        cases: list[tuple[torch.Tensor, Where, Where]] = [
+            (ranged((7, 5)), (a, [S0]), (b, [S1])),
+            (ranged((6,), torch.bool), (b, [R]), (a, [S0])),
+            (ranged((9, 2), torch.int64), (a, [S0]), (a, [R])),
+            (ranged((), torch.float32), (a, [R]), (square, [P, R])),
+            (ranged((0, 3)), (a, [R]), (b, [S0])),
+            (ranged((4, 6), torch.bfloat16), (square, [S1, S0]), (a, [R])),
+            (ranged((5, 4)), (a, [R]), (square, [S0, P])),
+        ]
+        held = [stretto.shard(whole, *source) for whole, source, _ in cases]
+        moves = [(x, *target) for x, (_, _, target) in zip(held, cases)]
+        found = stretto.reshard_all(moves, mode=mode, in_flight_bytes=LIMIT)
+        for x, (whole, _, target) in zip(found, cases):
+            check(x, whole, target)
+    assert stretto.reshard_all([]) == ()
+
+
+def one_tensor_to_several_meshes() -> None:
+    a, b, c = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [2, 3, 4]), DeviceMesh("cpu", [[5, 4], [7, 1]])
+    whole = ranged((9, 8))
+    x = stretto.shard(whole, a, [R])
+    for targets in (
+        [(b, [R]), (c, [R, R])],
+        [(b, [S0]), (c, [S1, R])],
+        [(b, [S0]), (c, [S0, S1]), (a, [R]), (b, [S1])],
+        [(b, [P]), (c, [R, P]), (b, [R])],
+    ):
+        for mode in ("broadcast", "all_gather", "point_to_point"):
+            for limit in (1, LIMIT, 1 << 20):
+                found = stretto.reshard_all(
+                    [(x, *target) for target in targets], mode=mode, in_flight_bytes=limit
+                )
+                for y, target in zip(found, targets):
+                    check(y, whole, target)
+
+
+def messages_are_those_of_the_plan() -> None:
+    """Order, peers and bytes on every rank; the links of hosts; and the makespan, from what was sent."""
+    from stretto.tensor.reshard.execute import pieces
+
+    a, b, c = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [3, 4, 6])
+    wholes = [ranged((40, 6)), ranged((30, 8), torch.float32)]
+    sources: list[Where] = [(a, [S0]), (a, [R])]
+    targets: list[tuple[int, Where]] = [(0, (b, [R])), (1, (c, [S0])), (0, (c, [S1])), (1, (b, [S1]))]
+    held = [stretto.shard(whole, *source) for whole, source in zip(wholes, sources)]
+    sent: list[tuple[int, int]] = []
+    got: list[tuple[int, int]] = []
+    most: list[int] = []
+    with recorded(sent, got, most):
+        found = stretto.reshard_all([(held[at], *to) for at, to in targets], in_flight_bytes=LIMIT)
+    for y, (at, to) in zip(found, targets):
+        check(y, wholes[at], to)
+
+    planned = planned_for(wholes, sources, targets)
+    assert [part for part in planned.parts if len(part[1]) > 1], (
+        "some tensor is handed on between its targets"
+    )
+    expected_sent: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    expected_got: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for one in planned.plan.transfers:
+        itemsize = wholes[planned.parts[one.tensor][0]].element_size()
+        # These boxes are far smaller than a piece of a chain, but not than what may be under way.
+        for box in pieces(one.region, LIMIT // itemsize):
+            nbytes = itemsize * int(torch.Size([stop - start for start, stop in box]).numel())
+            for here, there in pairwise((one.sender, *one.receivers)):
+                expected_sent[here].append((there, nbytes))
+                expected_got[there].append((here, nbytes))
+    rank = dist.get_rank()
+    assert sent == expected_sent[rank]
+    assert got == expected_got[rank]
+    assert max(most, default=0) <= LIMIT
+    everything: list[Any] = [None] * RANKS
+    dist.all_gather_object(everything, sent)
+    between = sum(
+        nbytes for at, each in enumerate(everything) for to, nbytes in each if HOSTS[at] != HOSTS[to]
+    )
+    assert sum(nbytes for each in everything for _, nbytes in each) == planned.plan.bytes_sent
+    assert between == planned.plan.link_bytes
+    timeline = Timeline()
+    for one in planned.plan.transfers:
+        timeline.place(footprint(one.nbytes, (one.sender, *one.receivers), HOSTS, planned.plan.piece_bytes))
+    assert timeline.makespan_us == planned.plan.makespan_us
+    apart = plan_reshards([tensor_of(wholes[at], sources[at], [to]) for at, to in targets], HOSTS)
+    assert planned.plan.makespan_us < apart.makespan_us
+
+
+def tensor_of(whole: torch.Tensor, source: Where, targets: Sequence[Where]) -> Tensor:
+    layouts = [layout_of(*target) for target in targets]
+    return Tensor(tuple(whole.shape), whole.element_size(), layout_of(*source), layouts)
+
+
+def planned_for(
+    wholes: Sequence[torch.Tensor], sources: Sequence[Where], targets: Sequence[tuple[int, Where]]
+) -> Together:
+    tensors = [
+        tensor_of(whole, source, [to for at, to in targets if at == number])
+        for number, (whole, source) in enumerate(zip(wholes, sources))
+    ]
+    return plan_together(tensors, HOSTS)
+
+
+Program = Callable[[torch.Tensor, torch.Tensor, Callable[..., Sequence[Any]]], torch.Tensor]
+
+
+def gradients() -> None:
+    """Against the plain program: all results used, one used twice, some not; a tensor that wants none."""
+    a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 4, 5])
+    square = DeviceMesh("cpu", [[1, 2], [3, 6]])
+    plain = ranged((6, 4)).requires_grad_(), ranged((4, 5)).requires_grad_()
+
+    def all_used(x: Any, w: Any, go: Any) -> Any:
+        h, v, again = go([(x * x, b, [S0]), (w, b, [R]), (x, b, [S0])])
+        return ((h @ v) ** 2).sum() + (again * again * h).sum()
+
+    def one_tensor_twice(x: Any, w: Any, go: Any) -> Any:
+        y = x * 2
+        near, far, v = go([(y, b, [S1]), (y, square, [S0, R]), (w, square, [R, S1])])
+        (back,) = go([((far @ v).sum(), b, [R])])
+        return (near * near).sum() + back
+
+    def some_unused(x: Any, w: Any, go: Any) -> Any:
+        near, _, _ = go([(x * 3, b, [R]), (w * 2, b, [R]), (x * 3, square, [S1, S0])])
+        return (near**3).sum()
+
+    def sums_and_stays(x: Any, w: Any, go: Any) -> Any:
+        h, v = go([(x, square, [P, S1]), (w, a, [R])])
+        h, v = go([(h * 2, b, [R]), (v, b, [R])])
+        return (h @ v).sum()
+
+    for program in (all_used, one_tensor_twice, some_unused, sums_and_stays):
+        for leaf in plain:
+            leaf.grad = None
+        program(*plain, lambda moves: [x for x, _, _ in moves]).backward()
+        x = stretto.shard(ranged((6, 4)).requires_grad_(), a, [S0])
+        w = stretto.shard(ranged((4, 5)).requires_grad_(), a, [R])
+        loss = program(x, w, lambda moves: stretto.reshard_all(moves, in_flight_bytes=LIMIT))
+        loss.backward()
+        for found, leaf in ((x, plain[0]), (w, plain[1])):
+            assert (found.grad is None) == (leaf.grad is None), program.__name__
+            if leaf.grad is not None:
+                assert isinstance(found.grad, DTensor)
+                part = stretto.local(stretto.reshard(found.grad, a, [R]))
+                assert part is None or torch.allclose(part, leaf.grad, rtol=1e-12), program.__name__
+    # What wants no gradient has none, beside one that does.
+    x = stretto.shard(ranged((6, 4)).requires_grad_(), a, [S0])
+    counts = stretto.shard(ranged((3,), torch.int64), a, [R])
+    fixed = stretto.shard(ranged((3, 4)), a, [R])
+    h, n, f = stretto.reshard_all([(x, b, [R]), (counts, b, [R]), (fixed, b, [R])])
+    assert [y.requires_grad for y in (h, n, f)] == [True, False, False]
+    (h[:3] * f * n.sum()).sum().backward()
+    part = stretto.local(x.grad) if x.grad is not None else None
+    expected = torch.zeros(6, 4, dtype=torch.float64)
+    expected[:3] = ranged((3, 4)) * 3
+    assert isinstance(x.grad, DTensor)
+    check(x.grad, expected, (a, tuple(x.grad.placements)))
+    assert (part is None) == (dist.get_rank() not in (0, 1))
+
+
+def sent_back_together() -> None:
+    """Two tensors that went together: one agreed reshard on the way back, and none for an unused result."""
+    from stretto.tensor.reshard.agree import agreement
+
+    a, b = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [2, 3])
+    x, y = (stretto.shard(ranged((4, 4)).requires_grad_(), a, [R]) for _ in range(2))
+    before = agreement().number
+    h, v = stretto.reshard_all([(x, b, [R]), (y, b, [S0])])
+    assert agreement().number == before + 1
+    (h.sum() + v.sum()).backward()
+    assert agreement().number == before + 2
+    h, v = stretto.reshard_all([(x, b, [R]), (y, b, [S0])])
+    v.sum().backward()
+    assert agreement().number == before + 4
+
+
+def eight_ranks() -> None:
+    several_tensors()
+    one_tensor_to_several_meshes()
+    messages_are_those_of_the_plan()
+    gradients()
+    sent_back_together()
+
+
+def test_programs() -> None:
+    all_end_well([(RANKS, "tests.tensor.test_together:eight_ranks")], {"LOCAL_WORLD_SIZE": str(DEVICES)})
+
+
+X = "float32 (4, 6) [Shard(0)] on mesh [0, 1]"
+WRITE = "stretto.reshard_all([(x, mesh, placements), ...])"
+
+
+@pytest.mark.parametrize(
+    ("misuse", "says"),
+    [
+        (lambda x, far: stretto.reshard([x, x], far, [R]), ("takes one tensor, not a list", WRITE)),
+        (lambda x, far: stretto.reshard(x, [far, far], [R]), (X, "takes one DeviceMesh, not 2", WRITE)),
+        (lambda x, far: stretto.reshard_all(x), (X, "is not a list of moves", WRITE)),
+        (lambda x, far: stretto.reshard_all([x, x]), ("move 0", X, "is not a tensor, its mesh", WRITE)),
+        (lambda x, far: stretto.reshard_all([(x, far)]), ("move 0", "is not a tensor, its mesh", WRITE)),
+        (
+            lambda x, far: stretto.reshard_all([(x, far, [R]), (torch.ones(4), far, [R])]),
+            ("move 1", "plain tensor float32 (4,)", "stretto.shard(it, mesh, placements)"),
+        ),
+        (
+            lambda x, far: stretto.reshard_all([(x, far, [R]), (x, far, [Shard(2)])]),
+            ("move 1", X, "no dim 2", "mesh [2]"),
+        ),
+        (
+            lambda x, far: stretto.reshard_all([(x, far, [R])], mode="ring"),
+            (X, "'ring'", "point_to_point"),
+        ),
+        (lambda x, far: stretto.reshard_all([(x, far, [R])], in_flight_bytes=0), (X, "above 0")),
+    ],
+)  # fmt: skip
+def test_misuse_names_the_move_the_tensor_and_what_to_write(misuse: Any, says: tuple[str, ...]) -> None:
+    with lone_rank(3, 4):
+        x = stretto.shard(torch.randn(4, 6), DeviceMesh("cpu", [0, 1]), [S0])
+        with pytest.raises(stretto.UsageError) as caught:
+            misuse(x, DeviceMesh("cpu", [2]))
+        for words in says:
+            assert words in str(caught.value)
