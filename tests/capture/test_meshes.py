@@ -66,7 +66,7 @@ class Sine(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, sine = torch.tanh(self.layers[0](x)), torch.sin(self.table)
-        first, sine = (stretto.reshard(t, self.meshes[1], [Replicate()]) for t in (first, sine))
+        first, sine = stretto.reshard_all([(t, self.meshes[1], [Replicate()]) for t in (first, sine)])
         out: torch.Tensor = self.layers[1](first * sine)
         return out
 

@@ -26,7 +26,6 @@ from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.plan import plan_reshards
 from stretto.tensor.reshard.tasks import Tensor
 from stretto.tensor.reshard.timeline import Timeline, footprint
-from tests.tensor.lone import lone_rank
 from tests.tensor.world import all_end_well
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -277,39 +276,3 @@ def eight_ranks() -> None:
 
 def test_programs() -> None:
     all_end_well([(RANKS, "tests.tensor.test_together:eight_ranks")], {"LOCAL_WORLD_SIZE": str(DEVICES)})
-
-
-X = "float32 (4, 6) [Shard(0)] on mesh [0, 1]"
-WRITE = "stretto.reshard_all([(x, mesh, placements), ...])"
-
-
-@pytest.mark.parametrize(
-    ("misuse", "says"),
-    [
-        (lambda x, far: stretto.reshard([x, x], far, [R]), ("takes one tensor, not a list", WRITE)),
-        (lambda x, far: stretto.reshard(x, [far, far], [R]), (X, "takes one DeviceMesh, not 2", WRITE)),
-        (lambda x, far: stretto.reshard_all(x), (X, "is not a list of moves", WRITE)),
-        (lambda x, far: stretto.reshard_all([x, x]), ("move 0", X, "is not a tensor, its mesh", WRITE)),
-        (lambda x, far: stretto.reshard_all([(x, far)]), ("move 0", "is not a tensor, its mesh", WRITE)),
-        (
-            lambda x, far: stretto.reshard_all([(x, far, [R]), (torch.ones(4), far, [R])]),
-            ("move 1", "plain tensor float32 (4,)", "stretto.shard(it, mesh, placements)"),
-        ),
-        (
-            lambda x, far: stretto.reshard_all([(x, far, [R]), (x, far, [Shard(2)])]),
-            ("move 1", X, "no dim 2", "mesh [2]"),
-        ),
-        (
-            lambda x, far: stretto.reshard_all([(x, far, [R])], mode="ring"),
-            (X, "'ring'", "point_to_point"),
-        ),
-        (lambda x, far: stretto.reshard_all([(x, far, [R])], in_flight_bytes=0), (X, "above 0")),
-    ],
-)  # fmt: skip
-def test_misuse_names_the_move_the_tensor_and_what_to_write(misuse: Any, says: tuple[str, ...]) -> None:
-    with lone_rank(3, 4):
-        x = stretto.shard(torch.randn(4, 6), DeviceMesh("cpu", [0, 1]), [S0])
-        with pytest.raises(stretto.UsageError) as caught:
-            misuse(x, DeviceMesh("cpu", [2]))
-        for words in says:
-            assert words in str(caught.value)
