@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate
 
 import stretto
 from stretto.ir.action import Phase
+from stretto.runtime.transport import ThreadTransport
+from tests.tensor.lone import lone_rank
 from tests.tensor.world import all_end_well
 
 F64 = torch.float64
@@ -156,7 +158,21 @@ def what_a_buffer_gives_is_made_where_it_lies() -> None:
     runner.close()
 
 
-def misuse_is_refused() -> None:
+def test_a_program_on_meshes_becomes_a_plan() -> None:
+    all_end_well(
+        [
+            (3, "tests.capture.test_meshes:eager_and_captured_agree"),
+            (2, "tests.capture.test_meshes:what_a_buffer_gives_is_made_where_it_lies"),
+        ]
+    )
+
+
+def test_misuse_is_refused() -> None:
+    with lone_rank(1, 3):
+        refuse_misuse()
+
+
+def refuse_misuse() -> None:
     meshes = one_rank_each()
 
     def refused(make: Callable[[], nn.Module], message: str, **changed: Any) -> None:
@@ -199,18 +215,6 @@ def misuse_is_refused() -> None:
     plan = stretto.plan(
         stretto.capture(Skip(meshes), batch(), loss_of, parallel()), cluster=stretto.Cluster()
     )
-    rank = dist.get_rank()
-    with pytest.raises(
-        stretto.UsageError, match=rf"'layers.{rank}.weight' on rank {rank}, but it is on mesh"
-    ):
-        stretto.Runner(plan, Skip([meshes[1], meshes[2], meshes[0]]))
-
-
-def test_a_program_on_meshes_becomes_a_plan() -> None:
-    all_end_well(
-        [
-            (3, "tests.capture.test_meshes:eager_and_captured_agree"),
-            (2, "tests.capture.test_meshes:what_a_buffer_gives_is_made_where_it_lies"),
-            (3, "tests.capture.test_meshes:misuse_is_refused"),
-        ]
-    )
+    moved = Skip([meshes[1], meshes[2], meshes[0]])
+    with pytest.raises(stretto.UsageError, match=r"has 'layers.1.weight' on rank 1, but it is on mesh \[2\]"):
+        stretto.Runner(plan, moved, transport=ThreadTransport.group(3)[1])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stretto.errors import CaptureError
+from stretto.errors import CaptureError, StrettoError
 
 
 def explain(model: nn.Module, error: Exception) -> CaptureError:
@@ -52,4 +52,6 @@ def _reason(error: Exception) -> str:
         )
     if kind == "UncapturedHigherOrderOpError":
         return "control flow operators cannot be captured: compute both sides and choose with torch.where"
+    if isinstance(error, StrettoError):
+        return text
     return f"{kind}: {text}" if text else kind

@@ -32,9 +32,9 @@ from stretto.tensor.captured import capturing
 from stretto.tensor.clip import layout_on
 from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, spec_of
 from stretto.tensor.errors import tensor_name
-from stretto.tensor.face import checked_placements  # type: ignore[attr-defined]
 from stretto.tensor.global_tensor import GlobalTensor, global_tensor
-from stretto.tensor.tracing_adapter import redistributing, standing_first
+from stretto.tensor.reshard.arguments import checked_placements
+from stretto.tensor.tracing_adapter import outside_tracing, redistributing, standing_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,13 @@ class OnMeshes:
 
     def place(self, mesh: DeviceMesh) -> int:
         """The stage of a mesh to which the program reshards. Raises UsageError for a mesh of no parameter."""
+        with outside_tracing():
+            ranks = ranks_of(mesh)
         for stage, own in enumerate(self.meshes):
-            if ranks_of(own) == ranks_of(mesh):
+            if ranks_of(own) == ranks:
                 return stage
         raise UsageError(
-            f"the captured program reshards to a mesh of ranks {list(ranks_of(mesh))}, on which no parameter "
+            f"the captured program reshards to a mesh of ranks {list(ranks)}, on which no parameter "
             "lies: stages are the meshes of parameters"
         )
 

@@ -16,7 +16,8 @@ where execution is, which is where its tensors are in such a program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stretto.capture.expand import TracedOp
 from stretto.capture.mesh_program import OnMeshes, ranks_of
 from stretto.capture.redistribute import check_placement
 from stretto.capture.split import Placement as StagesOfOps
@@ -148,7 +150,7 @@ def place_on_meshes(traced: Traced, on: OnMeshes) -> StagesOfOps:
             f"{_lists([ranks_of(on.meshes[k]) for k in reached])} in this order; stages come one "
             "after another: number ranks so, and reshard a tensor right before the layer that needs it"
         )
-    placed = place(traced, count, cuts, buffers=False)
+    placed = place(_entered(traced, on, cuts), count, cuts, buffers=False)
     for item in traced.ops:
         if item.backward:
             continue
@@ -161,6 +163,20 @@ def place_on_meshes(traced: Traced, on: OnMeshes) -> StagesOfOps:
                     "tensor right before the layer that needs it, and never back"
                 )
     return placed
+
+
+def _entered(traced: Traced, on: OnMeshes, cuts: Sequence[int]) -> Traced:
+    """With the ops that put parts on their meshes, before the forward begins, in the stages of these meshes.
+    There are some only where no pass has taken them out."""
+    begins = (0, *cuts)
+
+    def with_segment(item: TracedOp) -> TracedOp:
+        kind, _, own = item.op.uses[0].partition("/") if item.op.uses else ("", "", "")
+        if item.segment is not None or item.backward or kind not in ("param", "buffer"):
+            return item
+        return replace(item, segment=begins[on.places[own]])
+
+    return replace(traced, ops=tuple(with_segment(item) for item in traced.ops))
 
 
 def _ranks(size: int) -> str:

@@ -8,8 +8,9 @@ way cuts out the part of the rank on which it runs.
     Shard(d)         all-gather             all-gather, own slice        all-gather, as Replicate
     Partial()        all-reduce             reduce-scatter               -
 
-Parts must be equal: one program has one shape. DTensor's inner shard, which views of several dims make, is a
-Shard of the dim's blocks.
+Parts must be equal: one program has one shape. DTensor has two inner placements: a shard of a dim that is
+several in one, which is a Shard of the dim's blocks; and the sum of what each rank finds in its rows of a
+table, before which indices become those of the rank's rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from stretto.parallelize import ops
 from stretto.parallelize.tensor import AXIS
 from stretto.tensor.dtensor_adapter import Spec, described
 from stretto.tensor.layout import Layout
-from stretto.tensor.tracing_adapter import split_factor
+from stretto.tensor.tracing_adapter import elsewhere_of, keep_elsewhere, split_factor, table_rows
 
 REDUCTIONS = {"sum": "sum", "avg": "sum", "max": "max", "min": "max"}
 """Reduction of a Partial -> that of the all-reduce: an average is divided after it, a minimum negated."""
@@ -45,6 +46,10 @@ def redistributed(local: Tensor, source: Spec, target: Spec) -> Tensor:
     shape, _ = described(source)
     for placement in (old, new):
         check_placement(f"a tensor of shape {list(shape)}", shape, placement, size)
+    if table_rows(new) is not None:
+        return _own_rows(local, new, size)
+    if table_rows(old) is not None:
+        local = _found_here(local, old)
     if old.is_partial() and is_shard(new):
         return _reduced_to_shard(local, _reduction(old), new, size)
     if old.is_partial():
@@ -90,13 +95,32 @@ def check_placement(what: str, shape: Sequence[int], placement: Placement, size:
                 f"a multiple of {size * blocks}. A captured program has parts of one size on all ranks: pad "
                 "the dim, or place the tensor otherwise"
             )
-    elif placement.is_partial() and (
-        type(placement) is not Partial or _reduction(placement) not in REDUCTIONS
-    ):
+        return
+    plain = type(placement) is Partial or table_rows(placement) is not None
+    if placement.is_partial() and not (plain and _reduction(placement) in REDUCTIONS):
         raise UsageError(
             f"{what} would become {placement!r}, which a captured program does not have: reshard it to "
             "[Replicate()] before the op"
         )
+
+
+def _own_rows(indices: Tensor, new: Placement, size: int) -> Tensor:
+    """Indices into a table of which each rank has equally many rows, as indices into this rank's."""
+    total = table_rows(new)
+    assert total is not None, "it is asked where it is one"
+    assert total % size == 0, "the table is a parameter, and has equal parts"
+    here = indices - ops.index(indices, AXIS, size) * (total // size)
+    elsewhere = (here < 0) | (here >= total // size)
+    keep_elsewhere(new, elsewhere)
+    return here.masked_fill(elsewhere, 0)
+
+
+def _found_here(local: Tensor, old: Placement) -> Tensor:
+    """Zeros for what is in other ranks' rows."""
+    elsewhere = elsewhere_of(old)
+    if elsewhere.dim() < local.dim():
+        elsewhere = elsewhere.unsqueeze(-1)
+    return local.masked_fill(elsewhere, 0)
 
 
 def _reduction(placement: Placement) -> str:

@@ -2,9 +2,12 @@
 
 What it uses, so that the next release breaks this file alone, with a test for each:
 
-    DeviceMesh._coordinate_on_dim                   where on a mesh this rank stands
-    redistribute_local_tensor, in three modules     what DTensor calls to change placements
-    _StridedShard, by its `split_factor`            the shard of a dim that is several dims in one
+    DeviceMesh._coordinate_on_dim                    where on a mesh this rank stands
+    redistribute_local_tensor, in three modules      what DTensor calls to change placements
+    debug._clear_*_sharding_prop_cache               what DTensor remembers of sharding rules' answers
+    torch.utils._python_dispatch._disable_current_modes   tensors with values amid tracing
+    _StridedShard, by its `split_factor`             the shard of a dim that is several dims in one
+    _MaskPartial, by its `mask_buffer`               a sum of what each rank finds in its rows of a table
 """
 
 from __future__ import annotations
@@ -18,7 +21,12 @@ import torch.distributed.tensor._api
 import torch.distributed.tensor._dispatch
 import torch.distributed.tensor._redistribute
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import (
+    _clear_fast_path_sharding_prop_cache,
+    _clear_python_sharding_prop_cache,
+)
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stretto.tensor.dtensor_adapter import Spec
 
@@ -28,15 +36,25 @@ Redistribute = Callable[[torch.Tensor, Spec, Spec], torch.Tensor]
 
 @contextmanager
 def standing_first(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
-    """While the context lasts, this rank stands at the first place of each of these meshes."""
+    """While the context lasts, this rank stands at the first place of each of these meshes.
+
+    What DTensor remembers of sharding rules depends on where a rank stands: it forgets it before and after.
+    """
     kept = [(mesh, mesh._coordinate_on_dim) for mesh in meshes]
     try:
+        _forget()
         for mesh in meshes:
             mesh._coordinate_on_dim = (0,) * mesh.ndim
         yield
     finally:
         for mesh, coordinate in kept:
             mesh._coordinate_on_dim = coordinate
+        _forget()
+
+
+def _forget() -> None:
+    _clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -59,7 +77,33 @@ def redistributing(how: Redistribute) -> Iterator[None]:
             room.redistribute_local_tensor = own
 
 
+def outside_tracing() -> Any:
+    """A context in which tensors have values, though a program is being traced around it."""
+    return _disable_current_modes()
+
+
 def split_factor(placement: Placement) -> int:
     """Into how many blocks DTensor's inner shard cuts its dim before each rank takes its part of each block:
     1 for a plain Shard."""
     return int(getattr(placement, "split_factor", 1))
+
+
+def table_rows(placement: Placement) -> int | None:
+    """Of DTensor's inner Partial of what was looked up in a table whose rows are sharded: how many rows all
+    ranks have together. None for all other placements."""
+    if getattr(placement, "mask_buffer", None) is None:
+        return None
+    shape = placement.offset_shape  # type: ignore[attr-defined]
+    assert shape is not None, "DTensor knows the table where it makes one"
+    return int(shape[placement.offset_dim])  # type: ignore[attr-defined]
+
+
+def keep_elsewhere(placement: Placement, elsewhere: torch.Tensor) -> None:
+    """Remember which of the indices are in other ranks' rows."""
+    placement.mask_buffer.data = elsewhere  # type: ignore[attr-defined]
+
+
+def elsewhere_of(placement: Placement) -> torch.Tensor:
+    """Which of the indices are in other ranks' rows: what was kept."""
+    found: torch.Tensor = placement.mask_buffer.data  # type: ignore[attr-defined]
+    return found
