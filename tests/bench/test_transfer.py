@@ -56,6 +56,7 @@ def test_another_shape_and_rate_lies_near() -> None:
     assert "transferred" in found.costs.source
 
 
+@pytest.mark.slow
 def test_ops_of_equal_signature_have_one_time() -> None:
     one, other = plan_of(2, 32, 10.0), plan_of(3, 32, 10.0)
     ops = calibration_of([one]).ops

@@ -74,6 +74,9 @@ IN_FLOAT32: dict[str, dict[str, Any]] = {
 """Those with parts that are float32 whatever the model's dtype (Gemma's norms, Mamba's scan, PyTorch's
 grouped matrix product for experts)."""
 
+MORE_IN_FLOAT32 = ("GemmaForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Each of them is like another: for the longer run."""
+
 NOISE = 1e-9
 """Gradients below this part of the largest one are zero but for rounding: biases before a softmax."""
 
@@ -105,7 +108,10 @@ def test_equal_in_float64(name: str) -> None:
     check(name, MODELS[name], torch.float64, 1e-10)
 
 
-@pytest.mark.parametrize("name", IN_FLOAT32)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in MORE_IN_FLOAT32 else []) for n in IN_FLOAT32],
+)
 def test_equal_in_float32(name: str) -> None:
     check(name, IN_FLOAT32[name], torch.float32, 1e-5)
 

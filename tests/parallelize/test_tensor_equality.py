@@ -145,10 +145,19 @@ def loss_of(name: str) -> Loss:
     return next_token_loss if name.startswith("gpt") and not name.startswith("gpt2") else huggingface_loss
 
 
+MORE_CELLS = ((2, True, 1, 1), (4, False, 1, 1), (2, False, 2, 1))
+"""For the longer run: each is a part of another."""
+
+
 @pytest.mark.filterwarnings("ignore:.*is not spread over tp:UserWarning")
 @pytest.mark.parametrize(
     ("tp", "sequence", "pp", "dp"),
-    [(2, False, 1, 1), (2, True, 1, 1), (4, False, 1, 1), (4, True, 1, 1), (2, False, 2, 1), (2, True, 2, 2)],
+    [
+        (2, False, 1, 1),
+        (4, True, 1, 1),
+        (2, True, 2, 2),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE_CELLS),
+    ],
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize(

@@ -154,7 +154,23 @@ def side_by_side(folder: Path) -> None:
 
 def told(what: str, ranks: int, folder: Path) -> list[Any]:
     launch(ranks, "tests.runtime.test_lanes", what, str(folder))
+    return read(ranks, folder)
+
+
+def read(ranks: int, folder: Path) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have told, a folder for each question."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    asked: list[str] = []
+    for what in ("disagreement", "blocked"):
+        (folder / what).mkdir()
+        asked += what, str(folder / what)
+    launch(2, "tests.runtime.test_lanes", *asked)
+    return folder
 
 
 def test_all_ranks_make_all_communicators_up_front_in_one_order(tmp_path: Path) -> None:
@@ -170,14 +186,14 @@ def test_all_ranks_make_all_communicators_up_front_in_one_order(tmp_path: Path) 
         assert "lane 'a lane that nobody opened' was not opened" in found[rank]["refused"]
 
 
-def test_ranks_that_would_open_lanes_in_different_orders_are_refused(tmp_path: Path) -> None:
-    zero, one = told("disagreement", 2, tmp_path)
+def test_ranks_that_would_open_lanes_in_different_orders_are_refused(two_ranks: Path) -> None:
+    zero, one = read(2, two_ranks / "disagreement")
     assert "rank 0 opens lanes first, second, but rank 1 opens second, first" in zero
     assert "rank 1 opens lanes second, first, but rank 0 opens first, second" in one
 
 
-def test_a_lane_goes_on_while_others_are_blocked(tmp_path: Path) -> None:
-    zero, one = told("blocked", 2, tmp_path)
+def test_a_lane_goes_on_while_others_are_blocked(two_ranks: Path) -> None:
+    zero, one = read(2, two_ranks / "blocked")
     summed = [10.0 + 2 * k for k in range(6)]
     gathered = [*map(float, range(6)), *(10.0 + k for k in range(6))]
     scattered = [summed[:3], summed[3:]]
@@ -241,7 +257,12 @@ def test_on_nccl_a_lane_has_a_stream_of_high_priority(monkeypatch: pytest.Monkey
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    {"creation": creation, "disagreement": disagreement, "blocked": blocked, "side_by_side": side_by_side}[
-        sys.argv[1]
-    ](Path(sys.argv[2]))
+    DONE = {
+        "creation": creation,
+        "disagreement": disagreement,
+        "blocked": blocked,
+        "side_by_side": side_by_side,
+    }
+    for at in range(1, len(sys.argv), 2):
+        DONE[sys.argv[at]](Path(sys.argv[at + 1]))
     dist.destroy_process_group()

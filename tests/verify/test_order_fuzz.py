@@ -23,7 +23,7 @@ from tests.verify.program_mutations import MUTATIONS, Mutation
 from tests.verify.random_programs import random_plan, random_program
 from tests.verify.reference import WrongPlanError, runs
 
-FAST = range(100)
+FAST = range(60)
 ALL = range(500)
 BLOCK = 20
 
