@@ -78,6 +78,7 @@ def captured(
     make: Callable[[list[DeviceMesh]], nn.Module],
     rank: int = 0,
     given: dict[str, torch.Tensor] | None = None,
+    loss: Callable[..., torch.Tensor] = loss_of,
     **changed: Any,
 ) -> Job:
     """The job of a model on the meshes of ranks 0, 1 and 2, 3, captured by one of them."""
@@ -85,18 +86,21 @@ def captured(
     with lone_rank(rank, 4):
         meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
         parallel = stretto.Parallel(**(settings | changed))
-        return stretto.capture(make(meshes), given or batch(), loss_of, parallel)
+        return stretto.capture(make(meshes), given or batch(), loss, parallel)
 
 
 def assert_as_plain(
-    job: Job, make: Callable[[], nn.Module], given: dict[str, torch.Tensor] | None = None
+    job: Job,
+    make: Callable[[], nn.Module],
+    given: dict[str, torch.Tensor] | None = None,
+    loss: Callable[..., torch.Tensor] = loss_of,
 ) -> None:
     """The plan's ranks, as threads, have the plain model's loss and their parts of its gradients."""
     given = given or batch()
     plan = stretto.plan(job, cluster=stretto.Cluster())
     stretto.verify(plan)
     plain = make()
-    expected = loss_of(plain, given)
+    expected = loss(plain, given)
     expected.backward()
     whole = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     about = {parameter.name: parameter for parameter in job.parameters}
@@ -140,6 +144,25 @@ S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 def test_reshards(source: Placement, target: Placement, schedule: str, overlap: str) -> None:
     job = captured(lambda meshes: Pair(meshes, source, target), schedule=schedule, overlap=overlap)
     assert_as_plain(job, lambda: Pair(None, source, target))
+
+
+@pytest.mark.parametrize("last", [F.mse_loss, F.cross_entropy])
+def test_a_loss_over_parts(last: Callable[..., torch.Tensor]) -> None:
+    """The batch is cut in the loss, so that each rank has the mean over its part."""
+    given = batch()
+    if last is F.cross_entropy:
+        given["y"] = torch.arange(ROWS) * 5 % SIZE
+
+    def loss(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        out, y = model(given["x"]), given["y"]
+        assert isinstance(model, Pair)
+        if model.meshes is not None:
+            out = stretto.reshard(out, model.meshes[1], [Shard(0)])
+            y = stretto.shard(y, model.meshes[1], [Shard(0)])
+        return last(out, y)
+
+    job = captured(lambda meshes: Pair(meshes, S1, R), given=given, loss=loss)
+    assert_as_plain(job, lambda: Pair(None, S1, R), given, loss)
 
 
 def test_every_rank_captures_one_job() -> None:

@@ -5,6 +5,7 @@
 * a rank off the mesh computes on empty parts, or fails (see `stretto.tensor.clip`);
 * `redistribute` to another mesh raises nothing and moves nothing: here it is `stretto.reshard`;
 * a plain tensor beside a distributed one is refused: here it counts as replicated, unless that is ambiguous;
+* the gradient of a mean loss over a sharded tensor is too large (`stretto.tensor.mean_losses`);
 * two meshes in one op, shapes that depend on data, `item` off the mesh: the errors, where there are any, name
   neither the ranks of the meshes nor what to do, and some come on some ranks only.
 
@@ -36,6 +37,7 @@ from stretto.tensor.dtensor_adapter import (
     written_args,
 )
 from stretto.tensor.layout import region_shape
+from stretto.tensor.mean_losses import over_the_whole
 
 aten = torch.ops.aten
 
@@ -62,6 +64,7 @@ class GlobalTensor(DTensor):
             _refuse_writes_to_plain(op, args, kwargs, beside)
             args = tuple(_placed(op, value, beside) for value in args)
             kwargs = {name: _placed(op, value, beside) for name, value in kwargs.items()}
+        args = over_the_whole(op, args)
         if not in_order(mesh) and needs_redistribution(op, args, kwargs):
             raise errors.ranks_out_of_order(op, leaves)
         if is_absent(mesh) and op is not aten.equal.default:
