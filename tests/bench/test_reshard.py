@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stretto.bench.reshard import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, Setup, cases, planned
+from stretto.bench.reshard import Setup
+from stretto.bench.reshard_cases import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, cases, planned
 from stretto.cli.bench import bench
 from stretto.cli.bench_reshard import print_race
 from stretto.errors import UsageError
@@ -24,7 +25,10 @@ UNIT_S = ROWS * COLUMNS * ITEMSIZE_BYTES / BYTES_PER_S
 
 
 def predicted_units() -> dict[str, float]:
-    return {case.name: planned(case, ROWS, BYTES_PER_S).makespan_us / 1e6 / UNIT_S for case in cases()}
+    return {
+        case.name: sum(one.plan.makespan_us for one in planned(case, ROWS, BYTES_PER_S)) / 1e6 / UNIT_S
+        for case in cases()
+    }
 
 
 def test_what_is_predicted_of_each_case() -> None:
@@ -48,6 +52,10 @@ def test_what_is_predicted_of_each_case() -> None:
             "two replicas to rows, broadcast, balanced": 0.5,
             "columns to rows, broadcast, naive": 0.75,
             "columns to rows, broadcast, balanced": 0.5,
+            "whole to 2 meshes in turn, broadcast, balanced": 2.0,
+            "whole to 2 meshes together, broadcast, balanced": 1.0 + piece,
+            "rows to 2 meshes in turn, broadcast, balanced": 2.0,
+            "rows to 2 meshes together, broadcast, balanced": 1.0,
         }
     )
 
@@ -103,7 +111,7 @@ def test_the_table_names_each_case_with_its_error(capsys: pytest.CaptureFixture[
     [
         (("--rounds", "2"), "3 rounds or more"),
         (("--rate", "unlimited"), "give a rate such as 200mbit"),
-        (("--cases", "fan-in"), "choose of fan-out, devices, layouts"),
+        (("--cases", "fan-in"), "choose of fan-out, devices, layouts, meshes"),
         (("--json", "/nowhere/at/all.json"), "does not exist"),
     ],
 )

@@ -18,7 +18,7 @@ def reshard(
     mib: Annotated[int, typer.Option(min=1, help="Size of the tensor.")] = 64,
     rounds: Annotated[int, typer.Option(help="Counted rounds; every case takes one turn in each.")] = 3,
     parts: Annotated[
-        str, typer.Option("--cases", help="fan-out, devices, layouts.")
+        str, typer.Option("--cases", help="fan-out, devices, layouts, meshes.")
     ] = "fan-out,devices,layouts",
     in_flight_mib: Annotated[
         int, typer.Option(min=1, help="What a rank may have under way before it waits.")
@@ -30,7 +30,8 @@ def reshard(
     Each host has two ranks.
     """
     from stretto.bench.in_lab import result_of
-    from stretto.bench.reshard import HOSTS, RANKS_PER_HOST, Setup, cases, link_bytes_per_s
+    from stretto.bench.reshard import Setup, link_bytes_per_s
+    from stretto.bench.reshard_cases import HOSTS, RANKS_PER_HOST, cases
     from stretto.lab import Lab
 
     if rounds < 3:

@@ -8,7 +8,7 @@
     timeline     when each transfer runs on the hosts' links
     bound        the time that no plan can be under
     plan         all of these together: `plan_reshard`, `plan_reshards`
-    forwarding   a tensor that several meshes need, one after another: `plan_forwarding`
+    forwarding   tensors that several meshes need: one after another, or at one time: `plan_together`
     notation     layouts in short: 2x4:S0RR
 
 None of these needs a device or a process group.
