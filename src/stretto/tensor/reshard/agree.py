@@ -8,21 +8,23 @@ the store of the default process group:
    from the store, no waiting for other ranks). A difference is an error at once, and sets the alarm.
 2. A rank that waits for a message looks every `LOOK_S` whether there is an alarm, or whether a rank that it
    needs has ended its program before it came to this number; either is an error.
-3. A rank that waits longer than the patience gives up. That is the last resort, for a rank that stands
-   somewhere else, and it is long, for a rank may well be busy: `STRETTO_RESHARD_PATIENCE_S`.
-4. At the end of the program ranks compare how many reshards they have made; to differ is an error too.
+3. A rank that skips a reshard and stands somewhere else is found by all ranks together, which sets the alarm,
+   and ends also where no message is waited for (`stuck`).
+4. A rank that waits longer than the patience gives up. That is the last resort, and it is long, for a rank
+   may well be busy: `STRETTO_RESHARD_PATIENCE_S`.
+5. At the end of the program ranks compare how many reshards they have made; to differ is an error too.
 
-It costs two answers from the store a call, some 0.2 ms on one machine. The check is always on: what it finds
-would else be a hang, or wrong numbers. Old texts are deleted, so that the store does not grow.
+It costs two answers from the store a call, 0.1 ms on one machine. The check is always on: what it finds would
+else be a hang, or wrong numbers. Old texts are deleted, so that the store does not grow.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +32,9 @@ import torch.distributed as dist
 from stretto.errors import RunError
 from stretto.tensor.dtensor_adapter import shared_store
 from stretto.tensor.errors import disagreement
+from stretto.tensor.reshard.at_end import LAST_LOOK, LEAVE, at_end, fails_already
+from stretto.tensor.reshard.standing import Waiting, Whereabouts
+from stretto.tensor.reshard.stuck import ALARM, ENDED_ROUND, GONE, HEARD, LookOut, Word, hears, word_key
 
 LOOK_S = 1.0
 """How often a waiting rank looks for an alarm: rare enough to cost nothing, and an error is quick enough."""
@@ -37,8 +42,15 @@ LOOK_S = 1.0
 PATIENCE_S = 300.0
 """How long a rank waits for another unless told otherwise. Assumed: longer than a pause for a checkpoint."""
 
-LEAVE_S = 10.0
-"""How long the rank that keeps the store waits at its end for the others to end too. Assumed."""
+LEAVE_S = 20.0
+"""How long the rank that keeps the store waits at its end for the others, which may find out that they cannot
+end. Assumed."""
+
+HEAR_S = 3.0
+"""How long that rank, when it fails, waits for the others to hear why. Assumed."""
+
+MEET_S, LATE_MEET_S = 0.002, 0.05
+"""How often a rank asks whether others have come: at first, and after `LOOK_S`."""
 
 KEPT = 1024
 """Texts that stay in the store. A rank further behind than this is not compared."""
@@ -55,11 +67,18 @@ class Agreement:
     def __init__(self, generation: int) -> None:
         self.rank = dist.get_rank()
         self._ranks = dist.get_world_size()
-        self.number = 0
+        self.here = Whereabouts()
+        self._store: Any = None
+        self._look_out: LookOut | None = None
         # A fake group has no other ranks, and a store that remembers nothing.
-        self._store: Any = (
-            None if dist.get_backend() == "fake" else shared_store(f"stretto/reshard/{generation}")
-        )
+        if dist.get_backend() != "fake":
+            store = self._store = shared_store(f"stretto/reshard/{generation}")
+            self._look_out = LookOut(self.rank, self._ranks, store, self.here)
+
+    @property
+    def number(self) -> int:
+        """Of the last reshard that this rank came to."""
+        return self.here.number
 
     @property
     def alone(self) -> bool:
@@ -71,7 +90,8 @@ class Agreement:
 
         Raises RunError if another rank came to this number with another text, or an alarm is set.
         """
-        self.number += 1
+        self.here.number += 1
+        self.here.thread = threading.get_ident()
         if self._store is None:
             return self.number
         mine = f"{self.rank}|{text}"
@@ -93,31 +113,39 @@ class Agreement:
         """Tell all ranks that this one cannot go on. The first alarm stays."""
         if self._store is not None:
             try:
-                self._store.compare_set("alarm", "", f"{self.rank}|{text}")
+                self._store.compare_set(ALARM, "", f"{self.rank}|{text}")
+                self._is_told()
             except dist.DistError:
                 return  # nobody is left to hear it
+
+    def _is_told(self) -> None:
+        """The program is given an error, and is on its own way from here."""
+        self.here.told = True
+        hears(self._store, self.here)
 
     def _raise_if_alarmed(self) -> None:
         if self._store is None:
             return
         try:
-            if not self._store.check(["alarm"]):
+            if not self._store.check([ALARM]):
                 return
-            whose, _, text = self._store.get("alarm").decode().partition("|")
+            whose, _, text = self._store.get(ALARM).decode().partition("|")
+            self._is_told()
         except dist.DistError:
             return
-        raise RunError(
-            f"rank {self.rank} stops at reshard number {self.number}, for rank {whose} failed: {text}"
-        )
+        why = f", for rank {whose} failed: {text}" if whose else f": {text}"
+        raise RunError(f"rank {self.rank} stops at reshard number {self.number}{why}")
 
     def look_out(self, number: int, peers: Sequence[int], since_s: float, waits_for: str) -> None:
         """What a waiting rank does every `LOOK_S`.
 
         number: of the reshard. peers: ranks it needs. since_s: `time.monotonic()` when it began to wait.
-        Raises RunError if they will not come.
+        Raises RunError if they will not come. Call `goes_on` when they have.
         """
         if self._store is None:
             return
+        if self.here.waits is None or self.here.waits.since_s != since_s:
+            self.here.waits = Waiting(number, since_s, waits_for)
         self._raise_if_alarmed()
         for peer in peers:
             ended = self._ended(peer)
@@ -138,6 +166,10 @@ class Agreement:
             self.raise_alarm(str(error))
             raise error
 
+    def goes_on(self) -> None:
+        """The wait is over."""
+        self.here.waits = None
+
     def _ended(self, peer: int) -> int | None:
         assert self._store is not None
         try:
@@ -157,10 +189,11 @@ class Agreement:
         try:
             self._store.set(f"meet/{name}/{self.rank}", "")
             while not self._store.check(wanted):
-                time.sleep(0.002)
+                time.sleep(MEET_S if looked == began else LATE_MEET_S)
                 if time.monotonic() - looked > LOOK_S:
                     looked = time.monotonic()
                     self.look_out(self.number, ranks, began, f"to connect ranks {list(ranks)}")
+            self.goes_on()
         except dist.DistError as error:
             raise RunError(
                 f"rank {self.rank}: the rank that keeps the store has ended, in reshard number "
@@ -173,24 +206,46 @@ class Agreement:
             try:
                 self._store.set(f"ended/{self.rank}", str(self.number))
             except dist.DistError:
-                return
+                self._store = None  # it has ended, and each further question would print that it has
 
-    def keep_store(self) -> None:
-        """Rank 0 keeps the store where no launcher does, and leaves last, for the others look there."""
+    def gone(self) -> None:
+        """All that this rank sent has arrived, and it looks out no more: no other needs to wait for it."""
+        self.close()
+        if self._store is None:
+            return
+        text = f"has ended its program after reshard number {self.number}"
+        last = Word(self.rank, ENDED_ROUND, False, self.number, False, text)
+        try:
+            self._store.set(word_key(self.rank), last.written())
+            self._store.add(GONE, 1)
+            hears(self._store, self.here)
+        except dist.DistError:
+            self._store = None
+
+    def keep_store(self, failed: bool) -> None:
+        """Rank 0 keeps the store where no launcher does, and leaves last, for the others look there; where it
+        fails itself, as soon as they know that."""
         if self._store is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         try:
-            self._store.set(f"looked/{self.rank}", "")
-            wanted = [f"looked/{rank}" for rank in range(self._ranks)]
-            end = time.monotonic() + LEAVE_S
-            while self.rank == 0 and time.monotonic() < end and not self._store.check(wanted):
+            self._store.add("left", 1)
+            if self.rank != 0 or (failed and not self.here.told):
+                return
+            end = time.monotonic() + (HEAR_S if failed else LEAVE_S)
+            waits_for = HEARD if failed else "left"
+            while time.monotonic() < end and self._store.add(waits_for, 0) < self._ranks:
                 time.sleep(0.01)
         except dist.DistError:
             return
 
+    def close(self) -> None:
+        """Look out no more: the program ends, or another process group has taken the place of this one."""
+        if self._look_out is not None:
+            self._look_out.stop()
+
     def last_look(self) -> RunError | None:
-        """At the very end: did all ranks make as many reshards, and did none fail? The first to end is "
-        "asked."""
+        """At the very end: did all ranks make as many reshards, and did none fail? The first to end is
+        asked."""
         if self._store is None:
             return None
         try:
@@ -221,6 +276,10 @@ def agreement() -> Agreement:
     group = dist.group.WORLD
     assert group is not None, "there is a mesh, so there is a process group"
     if _current is None or _current[0] is not group:
+        if _current is not None:
+            _current[1].close()
+        at_end(_leave, LEAVE)
+        at_end(_last_look, LAST_LOOK)
         _generations += 1
         _current = (group, Agreement(_generations))
     return _current[1]
@@ -231,24 +290,15 @@ def _leave() -> None:
         _current[1].leave()
 
 
-def fails_already() -> bool:
-    """Whether this program ends with an error of its own, which must not be covered by another."""
-    return sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
-
-
 def _last_look() -> None:
-    if _current is None or fails_already():
+    if _current is None:
         return
-    error = _current[1].last_look()
-    _current[1].keep_store()
+    agreed, failed = _current[1], fails_already()
+    agreed.gone()
+    error = None if failed else agreed.last_look()
+    agreed.keep_store(failed or error is not None)
     if error is not None:
         # Nobody is left to catch it, and the program must not end as if all were well.
         sys.stdout.flush()
         print(error, file=sys.stderr, flush=True)
         os._exit(1)
-
-
-# Also where a process is a child of `multiprocessing`, which does not run `atexit`.
-# Before the lines are drained (`lines`): who waits for a later reshard need not wait for that.
-Finalize(None, _leave, exitpriority=2)
-Finalize(None, _last_look, exitpriority=0)

@@ -24,14 +24,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stretto.errors import RunError
-from stretto.tensor.reshard.agree import LOOK_S, Agreement, agreement, fails_already, patience_s
+from stretto.tensor.reshard.agree import LOOK_S, Agreement, agreement, patience_s
+from stretto.tensor.reshard.at_end import DRAIN, at_end, fails_already
 
 
 @dataclass(eq=False)
@@ -160,6 +160,7 @@ class Lines:
                 began,
                 f"{what} {message.buffer.numel()} bytes, rank {message.peer}",
             )
+        self.agreed.goes_on()
         if message.error is not None:
             # If the peer ended with an error of its own, that error is the better one.
             self.agreed.look_out(message.number, [message.peer], began, what)
@@ -189,6 +190,7 @@ def lines() -> Lines:
     agreed = agreement()
     if _lines is None or _lines.agreed is not agreed:
         _lines = Lines(agreed)
+        at_end(_drain, DRAIN)
     return _lines
 
 
@@ -203,6 +205,3 @@ def _drain() -> None:
         # Nobody is left to catch it, and the program must not end as if all were well.
         print(error, file=sys.stderr, flush=True)
         os._exit(1)
-
-
-Finalize(None, _drain, exitpriority=1)
