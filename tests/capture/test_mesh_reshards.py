@@ -179,6 +179,17 @@ def test_what_crosses_is_small() -> None:
         assert collectives(job, 1)[0] == "all_gather"
 
 
+def test_what_is_summed_for_the_forward_is_not_summed_again() -> None:
+    """DTensor's norm keeps the addends, and reduces them a second time for its gradient."""
+    counts = []
+    for skip in ([], ["equal_collectives"]):
+        job = captured(lambda meshes: Pair(meshes, S1, R), skip_passes=skip)
+        ops = [op for stage in job.stages for phase in stage.ops.values() for op in phase]
+        counts.append(sum(op.collective is not None and op.collective.kind == "all_reduce" for op in ops))
+        assert_as_plain(job, lambda: Pair(None, S1, R))
+    assert counts[0] == counts[1] - 1
+
+
 def test_the_ops_that_no_pass_takes_out() -> None:
     job = captured(lambda meshes: Pair(meshes, S1, R), skip_passes=["no_ops"])
     assert_as_plain(job, lambda: Pair(None, S1, R))

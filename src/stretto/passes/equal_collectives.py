@@ -3,7 +3,9 @@
 A plan of one's own may gather the slices of a sequence for each matrix of a layer; gathered once they serve
 all. Both must stand in the forward, or both in the backward, so that nothing is kept between the two for it
 (`stretto.passes.gather_again` is that choice), and in one module, or side by side in one layer, so that
-no stage has to send what is gathered to the next.
+no stage has to send what is gathered to the next. An all-reduce of the backward may be one of the forward:
+its result is as large as the value that would be kept to reduce it again. DTensor reduces so, for an op keeps
+what it was given before it is summed.
 
     1. A value is told by the op that made it; a view by what it is a view of, and how.
     2. A start whose input, words and place are those of an earlier one is gone, with its wait: what used them
@@ -17,6 +19,8 @@ from typing import Any
 from stretto.ir.program import STARTS, WAIT, Op, Ref
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import live, rebuilt, with_uses
+
+ALL_REDUCE = "comm.all_reduce"
 
 
 def equal_collectives(graph: Graph) -> Graph:
@@ -36,7 +40,7 @@ def equal_collectives(graph: Graph) -> Graph:
                 op.target,
                 keys.get(source, source),
                 op.args[1:],
-                graph.is_backward(op.name),
+                op.target != ALL_REDUCE and graph.is_backward(op.name),
                 _place(op.module),
             )
             if first.setdefault(told, op.name) != op.name:  # step 2
