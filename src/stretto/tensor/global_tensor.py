@@ -141,34 +141,41 @@ def _part(x: DTensor) -> torch.Tensor:
 
 def _present_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An op on a rank of the mesh: DTensor's own, on DTensors that share the parts."""
-    bare: dict[int, tuple[GlobalTensor, DTensor]] = {}
-
-    def unwrapped(value: Any) -> Any:
-        if isinstance(value, GlobalTensor):
-            if id(value) not in bare:
-                bare[id(value)] = (value, wrapped(DTensor, local_of(value), spec_of(value)))
-            return bare[id(value)][1]
-        if isinstance(value, (list, tuple)):
-            return type(value)(unwrapped(item) for item in value)
-        return value
-
-    inner_args = tuple(unwrapped(value) for value in args)
-    inner_kwargs = {name: unwrapped(value) for name, value in kwargs.items()}
+    bare: _Bare = {}
+    inner_args = tuple(_unwrapped(value, bare) for value in args)
+    inner_kwargs = {name: _unwrapped(value, bare) for name, value in kwargs.items()}
     result = op(*inner_args, **inner_kwargs)
     owners = {id(inner): owner for owner, inner in bare.values()}
+    return _rewrapped(result, owners)
 
-    def rewrapped(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            owner = owners.get(id(value))
-            if owner is None:
-                return global_tensor(local_of(value), spec_of(value))
-            set_spec(owner, spec_of(value))  # in place: some ops renumber dims
-            return owner
-        if isinstance(value, (list, tuple)):
-            return type(value)(rewrapped(item) for item in value)
-        return value
 
-    return rewrapped(result)
+_Bare = dict[int, tuple[GlobalTensor, DTensor]]
+
+
+# Not functions within the one above: these would refer to themselves, and so keep every op's tensors, parts
+# and all, until Python looks for cycles.
+def _unwrapped(value: Any, bare: _Bare) -> Any:
+    """Tensors as DTensors, remembered in `bare` by the identity of each."""
+    if isinstance(value, GlobalTensor):
+        if id(value) not in bare:
+            bare[id(value)] = (value, wrapped(DTensor, local_of(value), spec_of(value)))
+        return bare[id(value)][1]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_unwrapped(item, bare) for item in value)
+    return value
+
+
+def _rewrapped(value: Any, owners: dict[int, GlobalTensor]) -> Any:
+    """Results as tensors of this kind: those that an op in place gives back are the arguments themselves."""
+    if isinstance(value, DTensor):
+        owner = owners.get(id(value))
+        if owner is None:
+            return global_tensor(local_of(value), spec_of(value))
+        set_spec(owner, spec_of(value))  # in place: some ops renumber dims
+        return owner
+    if isinstance(value, (list, tuple)):
+        return type(value)(_rewrapped(item, owners) for item in value)
+    return value
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
