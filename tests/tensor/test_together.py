@@ -21,8 +21,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 import stretto
 from stretto.tensor.layout import layout_of
+from stretto.tensor.reshard.agree import agreement
+from stretto.tensor.reshard.execute import pieces
 from stretto.tensor.reshard.forwarding import Together, plan_together
 from stretto.tensor.reshard.hosts import Hosts
+from stretto.tensor.reshard.lines import Lines, Message
 from stretto.tensor.reshard.plan import plan_reshards
 from stretto.tensor.reshard.tasks import Tensor
 from stretto.tensor.reshard.timeline import Timeline, footprint
@@ -30,9 +33,6 @@ from tests.tensor.world import all_end_well
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 Where = tuple[DeviceMesh, Sequence[Placement]]
-
-# Not `lines`, nor what imports it: what a rank does when it ends is noted when that is first imported, which
-# must be in the rank, and not in the process that forks it.
 
 RANKS, DEVICES = 8, 2
 HOSTS = Hosts.of(DEVICES, RANKS)
@@ -68,8 +68,6 @@ def check(x: DTensor, whole: torch.Tensor, where: Where) -> None:
 @contextmanager
 def recorded(sent: list[tuple[int, int]], got: list[tuple[int, int]], most: list[int]) -> Iterator[None]:
     """Note (peer, bytes) of each message of this rank, in order, and how many bytes waited to be sent."""
-    from stretto.tensor.reshard.lines import Lines, Message
-
     send, receive = Lines.send, Lines.receive
 
     def noting_send(self: Lines, group: Any, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
@@ -130,8 +128,6 @@ def one_tensor_to_several_meshes() -> None:
 
 def messages_are_those_of_the_plan() -> None:
     """Order, peers and bytes on every rank; the links of hosts; and the makespan, from what was sent."""
-    from stretto.tensor.reshard.execute import pieces
-
     a, b, c = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [3, 4, 6])
     wholes = [ranged((40, 6)), ranged((30, 8), torch.float32)]
     sources: list[Where] = [(a, [S0]), (a, [R])]
@@ -252,8 +248,6 @@ def gradients() -> None:
 
 def sent_back_together() -> None:
     """Two tensors that went together: one agreed reshard on the way back, and none for an unused result."""
-    from stretto.tensor.reshard.agree import agreement
-
     a, b = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [2, 3])
     x, y = (stretto.shard(ranged((4, 4)).requires_grad_(), a, [R]) for _ in range(2))
     before = agreement().number
