@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -113,15 +114,11 @@ class Agreement:
         """Tell all ranks that this one cannot go on. The first alarm stays."""
         if self._store is not None:
             try:
+                self.here.told = True
                 self._store.compare_set(ALARM, "", f"{self.rank}|{text}")
-                self._is_told()
+                hears(self._store, self.here)
             except dist.DistError:
                 return  # nobody is left to hear it
-
-    def _is_told(self) -> None:
-        """The program is given an error, and is on its own way from here."""
-        self.here.told = True
-        hears(self._store, self.here)
 
     def _raise_if_alarmed(self) -> None:
         if self._store is None:
@@ -130,9 +127,11 @@ class Agreement:
             if not self._store.check([ALARM]):
                 return
             whose, _, text = self._store.get(ALARM).decode().partition("|")
-            self._is_told()
         except dist.DistError:
             return
+        self.here.told = True
+        with suppress(dist.DistError):
+            hears(self._store, self.here)
         why = f", for rank {whose} failed: {text}" if whose else f": {text}"
         raise RunError(f"rank {self.rank} stops at reshard number {self.number}{why}")
 
