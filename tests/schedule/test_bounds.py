@@ -15,7 +15,8 @@ from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 from stretto.ir.plan import Costs, Link, Plan
 from stretto.ir.program import Edge, Job
 from stretto.ir.timeline import COMPUTE_LANE
-from stretto.schedule.bounds import format_us, lower_bound
+from stretto.schedule.bound_words import format_us
+from stretto.schedule.bounds import lower_bound
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.lower import lower
 from stretto.simulate import predict, simulate

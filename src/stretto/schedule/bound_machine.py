@@ -1,26 +1,24 @@
 """The one-machine bound: how soon a machine that does one thing at a time can be done with its work.
 
-Numbers only: knows nothing of plans. For any set S of the work on a machine, a step lasts at least the least
-head in S, plus the time of S, plus the least tail in S. The sets tried are all {head >= a and tail >= b}.
-This is the preemptive one-machine bound of Jackson's rule (Carlier, "The one-machine sequencing problem",
-1982).
+Numbers only: knows nothing of plans. The steps:
+
+1. For any set S of the work on a machine, a step lasts at least the least head in S, plus the time of S, plus
+   the least tail in S. The sets tried are all {head >= a and tail >= b}. This is the preemptive one-machine
+   bound of Jackson's rule (Carlier, "The one-machine sequencing problem", 1982).
+2. Work with head < a may be done before a, but where another machine feeds this one, no more of it than
+   `schedule.bound_fed` allows. So all the work with tail >= b, less the most that can be done before a, lies
+   between a and the last b, and may be more than S. The same holds at the end of the step, and at both ends.
+3. Step 2 needs a and the last b not to overlap: only pairs with a + b <= the bound of step 1 are tried.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-
-THRESHOLDS = 256
-"""Heads and tails tried on each machine. With more distinct ones, some are rounded down, which keeps the
-bound true. Chosen so that 64 ranks take about a second."""
-
-ROUNDING = 1e-12
-"""Relative difference below which two bounds are equal: a few roundings of double precision."""
+from stretto.schedule.bound_fed import ROUNDING, Array, Feeder, Indices, most_done, thresholds
 
 
 @dataclass(slots=True)
@@ -30,27 +28,58 @@ class Work:
     outside_us, share: other work of `outside_us` that takes the machine from these jobs, at most `share` of
         its speed at any time; what of it cannot fit before the head and after the tail is added.
     before_us: time of the jobs that may lie before their head.
+    feeders: machines that hold this one up.
     """
 
+    feeders: tuple[Feeder, ...] = ()
     heads: list[float] = field(default_factory=list)
     tails: list[float] = field(default_factory=list)
     each_us: list[float] = field(default_factory=list)
     once_us: list[float] = field(default_factory=list)
+    stages: list[int] = field(default_factory=list)
+    needs_us: list[Sequence[float] | Array] = field(default_factory=list)
+    feeds_us: list[Sequence[float] | Array] = field(default_factory=list)
     outside_us: float = 0.0
     share: float = 0.0
     before_us: float = 0.0
 
-    def add(self, head_us: float, tail_us: float, each_us: float = 0.0, once_us: float = 0.0) -> None:
-        """One job."""
+    def add(
+        self,
+        head_us: float,
+        tail_us: float,
+        each_us: float = 0.0,
+        once_us: float = 0.0,
+        *,
+        stage: int = 0,
+        needs_us: Sequence[float] | Array = (),
+        feeds_us: Sequence[float] | Array = (),
+    ) -> None:
+        """One job. needs_us, feeds_us: by feeder, its time that must have passed for the same microbatch in
+        the same stage before the job begins; that cannot begin before the job has ended; 0 by default."""
         self.heads.append(head_us)
         self.tails.append(tail_us)
         self.each_us.append(each_us)
         self.once_us.append(once_us)
+        self.stages.append(stage)
+        self.needs_us.append(needs_us if len(needs_us) else (0.0,) * len(self.feeders))
+        self.feeds_us.append(feeds_us if len(feeds_us) else (0.0,) * len(self.feeders))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """At one end of the step no more than `done_us` of the work can be done, because of a feeder."""
+
+    feeder: str
+    done_us: float
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The binding set: us = head + microbatches * each + once + extra + tail."""
+    """The binding set: us = head + microbatches * each + once + extra + tail, less what is done at the ends.
+
+    at_first, at_last: what can be done of the set before the head, or after the tail has begun, where a
+    feeder holds it up; None where nothing of the set lies there.
+    """
 
     us: float
     head_us: float
@@ -58,14 +87,16 @@ class Machine:
     once_us: float
     tail_us: float
     extra_us: float = 0.0
+    at_first: Held | None = None
+    at_last: Held | None = None
 
 
 def one_machine(work: Work, microbatches: int) -> Machine | None:
     """The best of all sets; None for a machine with nothing to do."""
     if not work.heads:
         return None
-    firsts, at_head = _thresholds(np.array(work.heads))
-    lasts, at_tail = _thresholds(np.array(work.tails))
+    firsts, at_head = thresholds(np.array(work.heads))
+    lasts, at_tail = thresholds(np.array(work.tails))
 
     def sums(values: list[float] | Array) -> Array:
         """For each pair of thresholds, the sum over jobs that lie in both."""
@@ -75,27 +106,80 @@ def one_machine(work: Work, microbatches: int) -> Machine | None:
         return found
 
     each, once = sums(work.each_us), sums(work.once_us)
-    filled = sums(np.ones(len(work.heads))) > 0
+    weight = microbatches * each + once
     around = firsts[:, None] + lasts[None, :]
     extra = np.maximum(0.0, work.outside_us - work.share * around)
     early = np.where(firsts[:, None] > 0, work.before_us, 0.0)
-    total = np.where(filled, around + microbatches * each + once + extra - early, -np.inf)
-    # Of equal sets the first, which is the largest, says best what binds.
-    best = int(np.argmax(total >= total.max() * (1 - ROUNDING)))
-    row, column = np.unravel_index(best, total.shape)
+    # 1. Sets of which all lies after the head and before the tail.
+    filled = sums(np.ones(len(work.heads))) > 0
+    best = _best(np.where(filled, around + weight + extra - early, -np.inf))
+    # 2. Sets that reach before the head, and after the tail.
+    first = _held(work, firsts, at_head, weight[0, 0] - weight[:, 0], microbatches, at_end=False)
+    last = _held(work, lasts, at_tail, weight[0, 0] - weight[0, :], microbatches, at_end=True)
+    # 3. The two ends apart.
+    apart = around <= best[0]
+    nothing = np.zeros(len(firsts)), np.zeros(len(lasts))
+    at_first: _Done | None = None
+    at_last: _Done | None = None
+    for one, other in ((first, None), (None, last), (first, last)) if work.feeders else ():
+        reached = weight[:1] if one else weight
+        reached = reached[:, :1] if other else reached
+        before = one.most_us if one else nothing[0]
+        behind = other.most_us if other else nothing[1]
+        inside = reached - before[:, None] - behind[None, :]
+        found = _best(np.where(apart, around + inside + extra - early, -np.inf))
+        if found[0] > best[0] * (1 + ROUNDING):
+            best, at_first, at_last = found, one, other
+    us, row, column = best
+    inside_at = (0 if at_first else row, 0 if at_last else column)
     return Machine(
-        float(total[row, column]),
+        us,
         float(firsts[row]),
-        float(each[row, column]),
-        float(once[row, column]),
+        float(each[inside_at]),
+        float(once[inside_at]),
         float(lasts[column]),
         float(extra[row, column]),
+        at_first.held(row) if at_first else None,
+        at_last.held(column) if at_last else None,
     )
 
 
-def _thresholds(values: Array) -> tuple[Array, NDArray[np.intp]]:
-    """Values to try, ascending, and for each value the largest of them that is not above it."""
-    distinct = np.unique(values)
-    if len(distinct) > THRESHOLDS:
-        distinct = distinct[np.linspace(0, len(distinct) - 1, THRESHOLDS).astype(int)]
-    return distinct, np.searchsorted(distinct, values, side="right") - 1
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """At one end of the step, by threshold: the most that can be done there, and the feeder that says so."""
+
+    most_us: Array
+    feeders: list[str]
+
+    def held(self, at: int) -> Held:
+        return Held(self.feeders[at], float(self.most_us[at]))
+
+
+def _best(total: Array) -> tuple[float, int, int]:
+    """The largest total, its row and column. Of equal sets the first, which is the largest, says best what
+    binds."""
+    at = int(np.argmax(total >= total.max() * (1 - ROUNDING)))
+    row, column = np.unravel_index(at, total.shape)
+    return float(total[row, column]), int(row), int(column)
+
+
+def _held(work: Work, times_us: Array, at: Indices, all_us: Array, m: int, *, at_end: bool) -> _Done | None:
+    """Step 2 at one end of the step: for each time before which (or, at the end, since when) to count, the
+    most that can be done there, and the feeder that holds it to that. None where no feeder does.
+
+    at: by job, the last time that is not above its head (tail). all_us: the work with heads (tails) below.
+    """
+    if not work.feeders:
+        return None
+    each_us, stages = np.array(work.each_us), np.array(work.stages)
+    needs_us = np.array(work.feeds_us if at_end else work.needs_us)
+    once_us = np.zeros(len(times_us) + 1)
+    np.add.at(once_us, at + 1, work.once_us)
+    done = []
+    for k, feeder in enumerate(work.feeders):
+        room_us = times_us - (feeder.tail_us if at_end else feeder.head_us)
+        done.append(most_done(times_us, at, each_us, needs_us[:, k], stages, room_us, m))
+    least = np.argmin(done, axis=0)
+    # Work of once a step is not fed.
+    most = np.minimum(np.min(done, axis=0) + once_us[:-1].cumsum(), all_us)
+    return _Done(most, [work.feeders[k].name for k in least])

@@ -11,6 +11,8 @@ Knows ops as numbers, with times and lanes; nothing of ranks, links or other sta
    no earlier than a point all pass after it.
 4. A distance is the largest that 2 and 3 give over every chain of waits in between: the longest path
    over lanes, in which stretches of compute count with their load.
+5. Before an op has ended, and after it has begun, the time that each machine has spent on what it needs, and
+   must spend on what needs it, is known: what `schedule.bound_fed` bounds fed machines by.
 
 Equal stages have equal shapes, and their distances are found once. Cost is quadratic in a stage's ops with
 matrix products, times its collectives.
@@ -28,6 +30,9 @@ Mask = NDArray[np.bool_]
 
 NEVER = -np.inf
 """The distance between points of which none needs the other."""
+
+COMPUTE = "compute"
+"""The compute lane's name among machines; other lanes have their axis'."""
 
 _ROWS = 512
 """Rows of the relation that are numbers at one time: 4 MB a thousand ops."""
@@ -66,6 +71,8 @@ class Distances:
     from_start, from_arrival[k]: from the stage's first op, or the k-th arrival, to the op's end.
     to_end, to_sink[k]: from the op's start to the end of all that needs it, or to the k-th sink.
     before_sink[k]: the ops that have ended when the sink is reached.
+    before[machine], after[machine]: by op, time of the machine's work (compute, or collectives of a lane)
+        that has ended when the op has; that cannot begin before the op does. Both count the op itself.
     """
 
     time_us: Array
@@ -75,6 +82,8 @@ class Distances:
     to_end: Array
     to_sink: list[Array]
     before_sink: list[Mask]
+    before: dict[str, Array]
+    after: dict[str, Array]
 
 
 def find_distances(shape: Shape) -> Distances:
@@ -97,6 +106,12 @@ def find_distances(shape: Shape) -> Distances:
     earlier = same & needs[np.ix_(starts, starts)] if starts else same
     call_us = np.array([call.us for call in shape.calls])
     onward = range(len(shape.calls))
+    # 5. A collective has ended when its wait has, and cannot begin before its start does.
+    on_lane = {
+        lane: call_us * [c.lane == lane for c in shape.calls] for lane in {c.lane for c in shape.calls}
+    }
+    passed = {COMPUTE: up[:, 0], **{lane: needs[:, waits] @ us for lane, us in on_lane.items()}}
+    to_come = {COMPUTE: on[:, 0], **{lane: us @ needs[starts] for lane, us in on_lane.items()}}
 
     def forward_from(column: int, mask: Mask) -> Array:
         found = np.where(mask, up[:, column], NEVER)
@@ -126,6 +141,8 @@ def find_distances(shape: Shape) -> Distances:
         backward_from(0, everything),
         [backward_from(1 + k, mask) for k, mask in enumerate(before)],
         before,
+        passed,
+        to_come,
     )
 
 

@@ -8,6 +8,8 @@ May touch `stretto.ir` and this room. The contract:
    card in each direction. Each is bounded as one machine (`schedule.bound_machine`). A card carries
    messages, and the collectives of axes that share it, less their latency. Buckets of gradients
    are those of `schedule.sums`; each comes once a step, after the last of the ops that add to it.
+   Lanes feed the compute lane, which feeds lanes: what a machine can have done early, or late, is
+   what the others let it (`schedule.bound_fed`).
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
    the part that cannot fall before the head and after the tail is added to the work.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
@@ -28,10 +30,12 @@ from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Costs
 from stretto.ir.program import Job
 from stretto.schedule.bound_ends import SumTime
-from stretto.schedule.bound_live import LiveBound, live_bound
-from stretto.schedule.bound_machine import ROUNDING, Machine, Work, one_machine
-from stretto.schedule.bound_stage import after_lane
-from stretto.schedule.reach import Reach, find_reach
+from stretto.schedule.bound_fed import ROUNDING, Feeder
+from stretto.schedule.bound_live import live_bound
+from stretto.schedule.bound_machine import Work, one_machine
+from stretto.schedule.bound_stage import COMPUTE, Array, Call, after_lane
+from stretto.schedule.bound_words import collectives_of, format_us, machine_in_words, memory_in_words
+from stretto.schedule.reach import Reach, StageReach, find_reach
 from stretto.schedule.transfers import occupancy_us, processor_us
 
 
@@ -70,62 +74,47 @@ def lower_bound(
         place = _Place(job, stage_ranks, costs, reach, rank)
         works = {"compute": (place.compute(forwards), "compute")}
         for axis in place.axes:
-            works[axis] = (place.lane(axis), f"{axis} collectives")
+            works[axis] = (place.lane(axis), collectives_of(axis))
         works["sends"] = (place.card(outgoing=True), "outgoing messages")
         works["receives"] = (place.card(outgoing=False), "incoming messages")
         for name, (work, what) in works.items():
             machine = one_machine(work, m)
             if machine is not None:
                 parts[f"rank {rank} {name}"] = machine.us
-                words[f"rank {rank} {name}"] = _in_words(f"rank {rank}'s {what}", m, machine)
+                words[f"rank {rank} {name}"] = machine_in_words(f"rank {rank}'s {what}", m, machine)
     # 5. Memory.
     limits = max_live or (() if job.max_live is None else (job.max_live,) * len(job.stages))
     for stage, limit in enumerate(limits):
         live = live_bound(job, reach, stage, limit) if limit < m else None
         if live is not None:
             parts[f"stage {stage} memory"] = live.us
-            words[f"stage {stage} memory"] = _memory_in_words(stage, m, limit, live)
+            words[f"stage {stage} memory"] = memory_in_words(stage, m, limit, live)
     # 6. The largest binds; of equal ones the first named.
     largest = max(parts.values())
     binding = next(name for name, us in parts.items() if us >= largest * (1 - ROUNDING))
     return Bound(largest, words[binding], parts)
 
 
-def format_us(us: float) -> str:
-    """A time for people: `226 ms`, `1.38 s`, `12.5 us`."""
-    for limit, unit, scale in ((1e3, "us", 1.0), (1e6, "ms", 1e3), (float("inf"), "s", 1e6)):
-        if us < limit * 0.9995:
-            value = us / scale
-            return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
-    raise AssertionError("unreachable")
-
-
-def _in_words(machine_name: str, m: int, machine: Machine) -> str:
-    inside = [f"{m} x {format_us(machine.each_us)}"] if machine.each_us > 0 or not machine.once_us else []
-    if machine.once_us > 0:
-        inside.append(f"{format_us(machine.once_us)} once")
-    if machine.extra_us > 0:
-        inside.append(f"{format_us(machine.extra_us)} lost to communication")
-    return f"{machine_name} ({' and '.join(inside)}){_around(machine.head_us, machine.tail_us)}"
-
-
-def _memory_in_words(stage: int, m: int, limit: int, live: LiveBound) -> str:
-    text = f"stage {stage}'s limit of {limit} live microbatch{'es' if limit > 1 else ''}"
-    text += f" ({m} x {format_us(live.alive_us)} / {limit})"
-    return text + _around(live.head_us, live.tail_us)
-
-
-def _around(head_us: float, tail_us: float) -> str:
-    text = f" after a head of {format_us(head_us)}" if head_us > 0 else ""
-    if tail_us > 0:
-        text += f"{' and' if text else ''} before a tail of {format_us(tail_us)}"
-    return text
-
-
 def _forwards_a_run(schedule: Schedule) -> int:
     """The most forwards that one run holds: with k of them, `action_us` is paid once for every k."""
     slots = (slot for order in schedule.orders for slot in order)
     return max((sum(a.phase is Phase.F for a in slot.actions) for slot in slots), default=1) or 1
+
+
+def _around_call(stage: StageReach, call: Call) -> tuple[float, float]:
+    """Head and tail of a collective, microseconds."""
+    head_us = float(stage.head_us[call.start] + stage.time_us[call.start])
+    return head_us, float(stage.tail_us[call.wait] + stage.time_us[call.wait])
+
+
+def _fed(stage: StageReach, feeding: Sequence[str]) -> tuple[Array, Array]:
+    """By op and feeder: the feeder's time that the op needs, and that needs it, in microseconds."""
+    none = np.zeros(len(stage.time_us))
+    ways = (stage.distances.before, stage.distances.after)
+    needs_us, feeds_us = (
+        np.column_stack([way.get(name, none) for name in feeding] or [none]) for way in ways
+    )
+    return needs_us, feeds_us
 
 
 class _Place:
@@ -137,6 +126,7 @@ class _Place:
         self._reach = reach
         stages = [reach.stages[stage] for stage, owner in enumerate(stage_ranks) if owner == rank]
         self._stages = stages
+        self._feeders = self._find_feeders()
         ways = [(edge, stage_ranks[edge.source], stage_ranks[edge.target]) for edge in job.edges]
         self._messages = {
             out: [(edge, costs.link(a, b)) for edge, a, b in ways if a != b and rank == (a if out else b)]
@@ -145,6 +135,22 @@ class _Place:
         self._sums = self._find_sums()
         called = [call.lane for stage in stages for call, _ in stage.calls]
         self.axes = tuple(dict.fromkeys([*called, *(of.axis for of, _, _ in self._sums)]))
+
+    def _find_feeders(self) -> dict[str, Feeder]:
+        """The machines of this rank that others wait for, by name: compute, and lanes."""
+        found: dict[str, Feeder] = {}
+
+        def add(name: str, words: str, head_us: float, tail_us: float) -> None:
+            known = found.get(name, Feeder(words, head_us, tail_us))
+            found[name] = Feeder(words, min(known.head_us, head_us), min(known.tail_us, tail_us))
+
+        for stage in self._stages:
+            busy = stage.time_us > 0
+            if busy.any():
+                add(COMPUTE, COMPUTE, float(stage.head_us[busy].min()), float(stage.tail_us[busy].min()))
+            for call, _ in stage.calls:
+                add(call.lane, collectives_of(call.lane), *_around_call(stage, call))
+        return found
 
     def _find_sums(self) -> list[tuple[SumTime, float, float]]:
         """Buckets of gradients along axes beside pp, each with its head and tail."""
@@ -167,23 +173,29 @@ class _Place:
     def compute(self, forwards: int) -> Work:
         """The compute lane. forwards: the most that one run holds."""
         action_us = self._costs.action_us
-        work = Work()
+        feeding = [name for name in self._feeders if name != COMPUTE]
+        work = Work(tuple(self._feeders[name] for name in feeding))
         work.outside_us, work.share = self._transport()
         # The first run of a rank may pay `action_us` before the head.
         work.before_us = action_us
-        for stage in self._stages:
-            for head_us, tail_us, time_us in zip(stage.head_us, stage.tail_us, stage.time_us, strict=True):
-                work.add(float(head_us), float(tail_us), float(time_us))
+        for number, stage in enumerate(self._stages):
+            needs_us, feeds_us = _fed(stage, feeding)
+            for op, time_us in enumerate(stage.time_us):
+                here = {"stage": number, "needs_us": needs_us[op], "feeds_us": feeds_us[op]}
+                work.add(float(stage.head_us[op]), float(stage.tail_us[op]), float(time_us), **here)
             if action_us and stage.forward.any():
                 # Each run of a forward pays `action_us` before its ops; count it with one of them.
                 on_path = int(np.argmax(np.where(stage.forward, stage.head_us + stage.tail_us, -1.0)))
                 head_us, tail_us = float(stage.head_us[on_path]), float(stage.tail_us[on_path])
-                work.add(head_us, tail_us, action_us / forwards)
+                here = {"stage": number, "needs_us": needs_us[on_path], "feeds_us": feeds_us[on_path]}
+                work.add(head_us, tail_us, action_us / forwards, **here)
         return work
 
     def lane(self, axis: str) -> Work:
         """The lane of an axis: collectives of ops, and sums."""
-        return self._collectives(axis, Work(), card=False)
+        feeding = [name for name in self._feeders if name != axis]
+        work = Work(tuple(self._feeders[name] for name in feeding))
+        return self._collectives(axis, work, feeding, card=False)
 
     def card(self, *, outgoing: bool) -> Work:
         """One direction of the network card."""
@@ -193,18 +205,25 @@ class _Place:
             work.add(self._reach.leaves_us[edge.index], follows_us, occupancy_us(link, edge.spec.nbytes))
         for axis in self.axes:
             if axis in self._costs.shared:
-                self._collectives(axis, work, card=True)
+                self._collectives(axis, work, [], card=True)
         return work
 
-    def _collectives(self, axis: str, work: Work, *, card: bool) -> Work:
-        """Add those of an axis: on its lane, or on the card that it shares, which latency leaves free."""
-        for stage in self._stages:
+    def _collectives(self, axis: str, work: Work, feeding: list[str], *, card: bool) -> Work:
+        """Add those of an axis: on its lane, or on the card that it shares, which latency leaves free.
+
+        feeding: the machines that feed it."""
+        for number, stage in enumerate(self._stages):
+            needs_us, feeds_us = _fed(stage, feeding)
             for call, time in stage.calls:
                 if call.lane == axis:
                     late_us = time.latency_us if card else 0.0
-                    head_us = float(stage.head_us[call.start] + stage.time_us[call.start])
-                    tail_us = float(stage.tail_us[call.wait] + stage.time_us[call.wait])
-                    work.add(head_us, tail_us + late_us, each_us=time.us - late_us)
+                    head_us, tail_us = _around_call(stage, call)
+                    here = {
+                        "stage": number,
+                        "needs_us": needs_us[call.start],
+                        "feeds_us": feeds_us[call.wait],
+                    }
+                    work.add(head_us, tail_us + late_us, time.us - late_us, **here)
         for of, head_us, tail_us in self._sums:
             if of.axis == axis:
                 late_us = of.time.latency_us if card else 0.0
