@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.capture.borders import scatter_borders
 from stretto.capture.meshes import on_meshes, place_on_meshes
 from stretto.capture.split import split
 from stretto.capture.stages import cut
@@ -17,6 +18,7 @@ from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
+from stretto.passes import SCATTER_BORDERS
 
 DTYPES = {"float32": None, "bf16": torch.bfloat16}
 """Precision setting -> dtype of the parameters in the computation; None keeps their own. float16 is not
@@ -83,6 +85,8 @@ def capture(
             f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
         )
     placement = split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
+    if SCATTER_BORDERS not in parallel.skip_passes:
+        traced, placement = scatter_borders(traced, placement)
     job = cut(traced, placement, count, parallel.microbatches)
     return replace(
         job,

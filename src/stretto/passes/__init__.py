@@ -29,14 +29,18 @@ PASSES: dict[str, Pass] = {
 }
 """Name -> pass, in the order in which they run."""
 
+SCATTER_BORDERS = "scatter_borders"
+"""The name of what is done to a step that has its stages (`capture.borders`); it can be left out, too."""
+
 
 def check_names(names: Collection[str]) -> None:
     """Raises UsageError for a name that no pass has."""
-    unknown = [name for name in names if name not in PASSES]
+    known = (*PASSES, SCATTER_BORDERS)
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(
             f"skip_passes names {', '.join(map(repr, unknown))}, which no pass is called: "
-            f"the passes are {', '.join(PASSES)}"
+            f"the passes are {', '.join(known)}"
         )
 
 
@@ -49,4 +53,4 @@ def run_passes(graph: Graph, skip: Collection[str] = ()) -> Graph:
     return graph
 
 
-__all__ = ["PASSES", "Graph", "Pass", "check_names", "run_passes"]
+__all__ = ["PASSES", "SCATTER_BORDERS", "Graph", "Pass", "check_names", "run_passes"]

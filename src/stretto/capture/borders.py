@@ -1,0 +1,248 @@
+"""A tensor-parallel sum that leaves its stage crosses in parts: scattered before the border, gathered behind.
+
+The last thing that a stage of a transformer makes is a sum over tensor-parallel ranks, added to what the
+stage was given. All ranks of the stage would send that whole to their likes of the next. Instead each sums
+and sends its rows alone, and the next stage gathers them: an all-reduce is a reduce-scatter and an
+all-gather, and the message goes in between, where it is smallest. Less is moved on every link, and the next
+stage may start the gather when it likes. (Megatron-LM cuts what is whole before the border, and gathers
+behind it: Narayanan et al. 2021, arXiv 2104.04473, section 4.1; here the sum is not made whole at all.)
+
+    1. Of the values of the forward that other stages read and their own does not, take those that are equal
+       on all ranks of the axis, in one piece, of rows that the axis divides.
+    2. Follow one back through views that keep rows, and through additions (of a bias, too): what is added may
+       be cut by rows, as no rank needs more of it. Somewhere there must be an all-reduce, which nobody else
+       reads: it becomes a reduce-scatter. Without one the value stays whole; to cut it would only add a
+       gather.
+    3. Each stage that reads the value gathers the parts, and calls the result a name of its own.
+
+Every sum has the terms that it had; with two ranks it has the same bits, with more the order of the sum is
+the reduce-scatter's. Touches traced ops and their placement only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from stretto.capture.expand import TracedOp
+from stretto.capture.split import Placement
+from stretto.capture.trace import Traced
+from stretto.ir.program import CHUNK, WAIT, Op, Ref, TensorSpec
+from stretto.ir.varying import varying
+from stretto.parallelize.tensor import AXIS
+from stretto.passes.rewrite import with_uses
+
+VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+ADD = "aten.add.Tensor"
+
+
+def scatter_borders(traced: Traced, placement: Placement) -> tuple[Traced, Placement]:
+    """See the module. Both as they were when no sum crosses a border."""
+    step = _Step(traced, placement)
+    made = [cut for name in step.crossing() if (cut := _Border(step, name).cut()) is not None]
+    if not made:
+        return traced, placement
+    before: dict[str, list[tuple[TracedOp, int]]] = {}
+    gone: set[str] = set()
+    renamed: dict[tuple[int, str], str] = {}
+    for border in made:
+        gone |= border.gone
+        before[border.value] = border.scattered
+        for stage, (first, name, gathered) in border.gathered.items():
+            before[first] = [*before.get(first, []), *((op, stage) for op in gathered)]
+            renamed[stage, border.value] = name
+
+    def in_stage(item: TracedOp, stage: int) -> TracedOp:
+        return replace(item, op=with_uses(item.op, lambda used: renamed.get((stage, used), used)))
+
+    ops: list[TracedOp] = []
+    placed = dict(placement)
+    for item in traced.ops:
+        for new, stage in before.get(item.op.name, ()):
+            ops.append(in_stage(new, stage))
+            placed[new.op.name] = (stage,)
+        if item.op.name in gone:
+            del placed[item.op.name]
+        else:
+            ops.append(in_stage(item, placement[item.op.name][0]))
+    return replace(traced, ops=tuple(ops)), placed
+
+
+@dataclass(slots=True)
+class _Step:
+    """The traced step as this room asks about it."""
+
+    traced: Traced
+    placement: Placement
+    items: dict[str, TracedOp] = field(init=False)
+    users: Mapping[str, list[TracedOp]] = field(init=False)
+    differs: set[str] = field(init=False)
+    specs: dict[str, TensorSpec] = field(init=False)
+    roots: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        traced = self.traced
+        self.items = {item.op.name: item for item in traced.ops}
+        users: dict[str, list[TracedOp]] = defaultdict(list)
+        for item in traced.ops:
+            for name in item.op.uses:
+                users[name].append(item)
+        self.users = users
+        shards = {f"param/{name}" for name in traced.shards} | {f"buffer/{name}" for name in traced.shards}
+        self.differs = varying((item.op for item in traced.ops), shards, AXIS)
+        self.specs = {f"param/{name}": spec for name, (spec, _, _) in traced.parameters.items()}
+        self.specs |= {f"batch/{name}": spec for name, spec in traced.batch}
+        for item in traced.ops:
+            if len(item.op.outputs) == 1 and item.op.outputs[0] is not None:
+                self.specs[item.op.name] = item.op.outputs[0]
+        grads = (grad for _, _, grad in traced.parameters.values())
+        updates = (update for _, update in traced.buffers.values())
+        self.roots = {traced.loss, *(name for name in (*grads, *updates) if name is not None)}
+
+    def crossing(self) -> Iterator[str]:
+        """Step 1."""
+        for item in self.traced.ops:
+            op = item.op
+            homes = self.placement[op.name]
+            if item.backward or len(homes) != 1 or op.name in self.roots or op.name in self.differs:
+                continue
+            # What is cheap may be computed in several stages; it reads what all of them have.
+            read_in = [self.placement[user.op.name] for user in self.users.get(op.name, ())]
+            alone = read_in and all(len(stages) == 1 and stages != homes for stages in read_in)
+            if alone and len(op.outputs) == 1 and op.outputs[0] is not None:
+                yield op.name
+
+    def readers(self, name: str, stage: int) -> list[TracedOp]:
+        """What reads a value in a stage, in order."""
+        return [user for user in self.users[name] if stage in self.placement[user.op.name]]
+
+    def only_reader(self, name: str) -> bool:
+        """Whether one op reads a value, once."""
+        found = self.users.get(name, ())
+        return len(found) == 1 and name not in self.roots
+
+
+class _Border:
+    """One value that crosses.
+
+    gone: ops that are no more; scattered: those in the place of the value's op, with their stage; gathered:
+    by stage that reads it, its first reader, the value's name there, and the ops that gather it.
+    """
+
+    def __init__(self, step: _Step, value: str) -> None:
+        self._step = step
+        self.value = value
+        self._item = step.items[value]
+        (self._stage,) = step.placement[value]
+        self.gone: set[str] = set()
+        self.scattered: list[tuple[TracedOp, int]] = []
+        self.gathered: dict[int, tuple[str, str, list[TracedOp]]] = {}
+        self._size = 0
+
+    def cut(self) -> _Border | None:
+        """Steps 2 and 3; None where the value stays whole."""
+        spec = self._item.op.outputs[0]
+        assert spec is not None
+        if spec.stride is not None or len(spec.shape) < 2 or not self._sum(self.value, spec):
+            return None
+        if (spec.numel // spec.shape[-1]) % self._size:
+            return None
+        part = self._rows(self.value, spec)
+        assert part is not None, "there is a sum"
+        self._gather(part, spec)
+        return self
+
+    # --- step 2 -------------------------------------------------------------------------------------
+
+    def _here(self, name: str) -> Op | None:
+        """The op of a value, if this stage makes it."""
+        item = self._step.items.get(name)
+        return item.op if item is not None and self._step.placement[name] == (self._stage,) else None
+
+    def _sum(self, name: str, spec: TensorSpec) -> bool:
+        """Whether an all-reduce that nobody else reads is behind a value; finds the size of the axis."""
+        op = self._here(name)
+        if op is None or (name != self.value and not self._step.only_reader(name)):
+            return False
+        if op.target == WAIT:
+            start = self._here(op.uses[0])
+            if start is None or start.target != "comm.all_reduce" or start.args[1:3] != ("sum", AXIS):
+                return False
+            self._size = int(start.args[3])
+            return self._step.only_reader(start.name)
+        return any(self._sum(name, spec) for name in self._operands(op, spec))
+
+    def _operands(self, op: Op, spec: TensorSpec) -> tuple[str, ...]:
+        """The values of these rows that an op puts together; none for an op that does something else."""
+        if not _is_rows(op.outputs[0], spec) or op.kwargs:
+            return ()
+        rows = [name for name in op.uses if _is_rows(self._step.specs.get(name), spec)]
+        if op.target in VIEWS:
+            return tuple(rows)
+        others = [self._step.specs.get(name) for name in op.uses if name not in rows]
+        every = all(isinstance(arg, Ref) for arg in op.args) and len(op.uses) == len(op.args) == 2
+        # A bias is added to every row.
+        biases = all(s is not None and s.shape == spec.shape[-1:] and s.dtype == spec.dtype for s in others)
+        return tuple(rows) if op.target == ADD and every and biases else ()
+
+    def _rows(self, name: str, spec: TensorSpec) -> str:
+        """Make this rank's rows of a value; their name."""
+        op = self._here(name)
+        whole = TensorSpec((spec.numel // spec.shape[-1], spec.shape[-1]), spec.dtype)
+        part = TensorSpec((whole.shape[0] // self._size, whole.shape[1]), spec.dtype)
+        if op is None or not self._sum(name, spec):
+            rows = self._add(
+                f"{self.value}_of_{name.replace('/', '_')}",
+                "aten.view.default",
+                (Ref(name), whole.shape),
+                whole,
+                name,
+            )
+            return self._add(f"{rows}_part", CHUNK, (Ref(rows), 0, AXIS, self._size), part, rows)
+        self.gone.add(name)
+        if op.target == WAIT:
+            start = self._step.items[op.uses[0]].op
+            self.gone.add(start.name)
+            source = start.args[0]
+            rows = self._add(
+                f"{start.name}_rows", "aten.view.default", (source, whole.shape), whole, source.name
+            )
+            args = (Ref(rows), "sum", AXIS, self._size)
+            scattered = self._add(f"{start.name}_part", "comm.reduce_scatter", args, part, None)
+            return self._add(f"{name}_part", WAIT, (Ref(scattered),), part, scattered)
+        parts = {operand: self._rows(operand, spec) for operand in self._operands(op, spec)}
+        if op.target in VIEWS:
+            return next(iter(parts.values()))
+        operands = tuple(Ref(parts.get(used, used)) for used in op.uses)
+        return self._add(f"{name}_part", ADD, operands, part, None)
+
+    def _add(
+        self, name: str, target: str, args: tuple[object, ...], spec: TensorSpec, alias: str | None
+    ) -> str:
+        op = Op(name, target, args, (), (spec,), alias, module=self._item.op.module)
+        self.scattered.append((replace(self._item, op=op), self._stage))
+        return name
+
+    # --- step 3 -------------------------------------------------------------------------------------
+
+    def _gather(self, part: str, spec: TensorSpec) -> None:
+        whole = TensorSpec((spec.numel // spec.shape[-1], spec.shape[-1]), spec.dtype)
+        readers = self._step.users[self.value]
+        for stage in sorted({s for user in readers for s in self._step.placement[user.op.name]}):
+            first = self._step.readers(self.value, stage)[0]
+            start, name = f"{self.value}_gather_{stage}", f"{self.value}_at_{stage}"
+            steps = (
+                Op(start, "comm.all_gather", (Ref(part), AXIS, self._size), (), (whole,)),
+                Op(f"{start}_wait", WAIT, (Ref(start),), (), (whole,), start),
+                Op(name, "aten.view.default", (Ref(f"{start}_wait"), spec.shape), (), (spec,), start),
+            )
+            items = [replace(first, op=replace(op, module=first.op.module)) for op in steps]
+            self.gathered[stage] = (first.op.name, name, items)
+
+
+def _is_rows(found: TensorSpec | None, spec: TensorSpec) -> bool:
+    """Whether a tensor has the same rows in the same order."""
+    if found is None or found.stride is not None or found.dtype != spec.dtype or not found.shape:
+        return False
+    return found.shape[-1] == spec.shape[-1] and found.numel == spec.numel

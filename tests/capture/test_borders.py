@@ -1,0 +1,127 @@
+"""Sums over tensor-parallel ranks cross stages in parts: the same numbers, less on every link."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.config import Parallel
+from stretto.ir.action import Phase
+from stretto.ir.program import Job, TensorSpec
+from stretto.passes import SCATTER_BORDERS
+from tests.parallelize.test_tensor_equality import (
+    MODELS,
+    assert_plain,
+    batch_of,
+    gpt,
+    loss_of,
+    step,
+)
+
+
+def job_of(model: nn.Module, name: str = "gpt", skip: tuple[str, ...] = (), **layout: object) -> Job:
+    parallel = Parallel(**{"pp": 2, "tp": 2, "microbatches": 2, **layout}, skip_passes=skip)
+    return stretto.capture(model, batch_of(), loss_of(name), parallel)
+
+
+def kinds(job: Job, stage: int, phase: Phase = Phase.F) -> list[str]:
+    found = (op.collective for op in job.stages[stage].ops[phase])
+    return [one.kind for one in found if one is not None]
+
+
+def forward_specs(job: Job) -> list[TensorSpec]:
+    return [edge.spec for edge in job.edges if edge.phase is Phase.F]
+
+
+def test_a_sum_that_leaves_is_scattered_and_gathered_behind_the_border() -> None:
+    model = gpt().double()
+    whole, cut = job_of(model, skip=(SCATTER_BORDERS,)), job_of(model)
+    assert kinds(whole, 0)[-1] == "all_reduce"
+    assert kinds(cut, 0) == [*kinds(whole, 0)[:-1], "reduce_scatter"]
+    assert kinds(cut, 1) == ["all_gather", *kinds(whole, 1)]
+    [before], [after] = forward_specs(whole), forward_specs(cut)
+    assert after.nbytes * 2 == before.nbytes
+    # The backward has nothing to scatter: its last sum is before the norm.
+    assert [e.spec for e in cut.edges if e.phase is Phase.I] == [
+        e.spec for e in whole.edges if e.phase is Phase.I
+    ]
+    assert kinds(cut, 1, Phase.I) == kinds(whole, 1, Phase.I)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt tied, learned positions", "llama", "gpt2"])
+def test_two_ranks_have_the_same_bits(name: str) -> None:
+    model = MODELS[name]().double()
+    job = job_of(model, name)
+    assert "reduce_scatter" in kinds(job, 0)
+    loss, grads = step(job, model, batch_of())
+    expected, wanted = step(job_of(model, name, (SCATTER_BORDERS,)), model, batch_of())
+    assert loss == expected
+    assert grads.keys() == wanted.keys()
+    for one, grad in grads.items():
+        assert torch.equal(grad, wanted[one]), one
+    assert_plain(job, model, loss_of(name), batch_of())
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}])
+def test_more_ranks_and_stages_equal_the_plain_model(layout: dict[str, object]) -> None:
+    model = gpt(layers=4).double()
+    job = job_of(model, **layout)
+    assert kinds(job, 0)[-1] == "reduce_scatter"
+    assert_plain(job, model, loss_of("gpt"), batch_of())
+
+
+def test_rows_that_the_axis_does_not_divide_stay_whole() -> None:
+    model = gpt().double()
+    batch = {name: leaf[:, :5] for name, leaf in batch_of(2).items()}
+    parallel = Parallel(pp=2, tp=2, microbatches=2)
+    job = stretto.capture(model, batch, loss_of("gpt"), parallel)
+    assert "reduce_scatter" not in kinds(job, 0)
+    assert_plain(job, model, loss_of("gpt"), batch)
+
+
+def test_a_spread_sequence_has_nothing_to_cut() -> None:
+    model = gpt().double()
+    spread = {"sequence_parallel": True}
+    jobs = [job_of(model, **spread), job_of(model, skip=(SCATTER_BORDERS,), **spread)]
+    made, without = ([[op.name for op in stage.ops[Phase.F]] for stage in job.stages] for job in jobs)
+    assert made == without
+    assert jobs[0].edges == jobs[1].edges
+
+
+class Skips(nn.Module):
+    """What the first block makes is read by both others: the sum goes to two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.ModuleList(nn.Linear(8, 16) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(16, 8) for _ in range(3))
+
+    def block(self, at: int, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down[at](torch.tanh(self.up[at](x)))
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x + self.block(0, x)
+        second = first + self.block(1, first)
+        return self.block(2, second) + second * first
+
+
+def test_a_sum_that_goes_to_two_stages_is_gathered_in_both() -> None:
+    model = Skips().double()
+    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor = model(batch["x"]).square().mean()
+        return made
+
+    plan = {"up.*": "colwise", "down.*": "rowwise"}
+    job = stretto.capture(
+        model, batch, loss, Parallel(pp=3, tp=2, microbatches=2, split=["up.1", "up.2"]), tp_plan=plan
+    )
+    edges = [(e.source, e.target, e.spec.shape) for e in job.edges if e.phase is Phase.F]
+    assert edges == [(0, 1, (6, 8)), (0, 2, (6, 8)), (1, 2, (6, 8))]
+    assert kinds(job, 2).count("all_gather") == 2
+    assert_plain(job, model, loss, batch)
