@@ -66,6 +66,7 @@ def check(result: Any, places: int) -> None:
         assert row["ratio_to_bound"] == row["step_s"] / setup["bound_s"]
         if name in MODES:
             assert row["predicted_s"] >= setup["bound_s"] * (1 - 1e-9)
+            assert row["planned_s"] > 0
             assert row["predicted_over_measured"] == pytest.approx(row["predicted_s"] / row["step_s"])
             assert row["overlap"] == name or row["overlap_why"]
             assert len(row["hidden"]) == len(row["accounts"]) == places

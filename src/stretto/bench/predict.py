@@ -20,8 +20,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,12 @@ import torch
 import torch.distributed as dist
 
 import stretto
-from stretto.cost.measured import agreed_ops
-from stretto.cost.profile import profile
-from stretto.ir.mesh import Mesh
+from stretto.bench.ops_now import OpsNow, with_ops
 from stretto.ir.plan import Plan
-from stretto.ir.program import WAIT, OverlapMode
+from stretto.ir.program import OverlapMode
 from stretto.ir.serialize import plan_to_text
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.simulate import predict
 
 CPU = torch.device("cpu")
 
@@ -190,14 +187,12 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
     timelines.clear()
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / planned.step_us)))
     times: list[list[float]] = []
-    visit = profile(job, CPU, _stages_here(plan))
-    for number in range(rounds):
-        if number:
-            _together()
-            visit = profile(job, CPU, _stages_here(plan), visit)
+    ops = OpsNow(plan)
+    for _ in range(rounds):
+        ops.visit()
         times.append([step() for _ in range(steps)])
     runner.close()
-    plan = _with_ops(plan, agreed_ops(visit) if dist.is_initialized() else visit.op_us)
+    plan = with_ops(plan, ops.op_us())
     if keep is not None:
         keep(plan)
     prediction = plan.prediction
@@ -218,27 +213,6 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
         peak_predicted=prediction.peak_bytes,
         peak_measured=peak,
     )
-
-
-def _stages_here(plan: Plan) -> list[int]:
-    """The stages of this rank's place."""
-    mesh = Mesh((("pp", plan.ranks), *plan.job.axes))
-    place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
-    return [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
-
-
-def _with_ops(plan: Plan, op_us: Mapping[tuple[int, str], float]) -> Plan:
-    """The plan as it is, with these times of its computing ops, and predicted again."""
-    calls = {
-        (stage.index, op.name)
-        for stage in plan.job.stages
-        for ops in stage.ops.values()
-        for op in ops
-        if op.collective is not None or op.target == WAIT
-    }
-    times = {key: us if key in calls else op_us[key] for key, us in plan.costs.op_us.items()}
-    made = replace(plan, costs=replace(plan.costs, op_us=times))
-    return replace(made, prediction=predict(made))
 
 
 def _together() -> None:

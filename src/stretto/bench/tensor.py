@@ -6,7 +6,8 @@ a program, once on each host):
     1. captures the step and measures its costs on this network, once; all plans are made from them;
     2. runs every system once: gradients and loss must be those of the plain model, and ours must be bitwise
        equal to each other, or the race is void;
-    3. lets the systems take turns (`stretto.bench.race`), and keeps the timeline of each of ours.
+    3. lets the systems take turns (`stretto.bench.race`), and keeps the timeline of each of ours; ops are
+       measured again between the rounds (`stretto.bench.ops_now`).
 
 What is hidden, and of what, is defined in `stretto.bench.hidden`.
 """
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 import stretto
 from stretto.bench.hidden import work_of
+from stretto.bench.ops_now import OpsNow, with_ops
 from stretto.bench.race import race
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
@@ -80,9 +82,14 @@ def run_worker(setup: Setup, out: Path) -> None:
         if name in runners:
             timelines[name].append(runners[name].timeline())
 
-    times = race(systems, setup.rounds, after=after, say=say, warm_ups=WARM_UPS)
+    ops = OpsNow(runners["off"].plan)
+    times = race(systems, setup.rounds, after=after, before=ops.visit, say=say, warm_ups=WARM_UPS)
+    op_us = ops.op_us()
     if rank == 0:
-        result = make_result(setup, job, costs, times, {m: r.plan for m, r in runners.items()}, timelines)
+        plans = {mode: runner.plan for mode, runner in runners.items()}
+        result = make_result(
+            setup, plans, {m: with_ops(p, op_us) for m, p in plans.items()}, times, timelines
+        )
         result["setup"]["worst_error_vs_plain"] = error
         out.write_text(json.dumps(result, indent=1) + "\n")
     dist.barrier()

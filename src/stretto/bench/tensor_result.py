@@ -74,13 +74,17 @@ class Setup:
 
 def make_result(
     setup: Setup,
-    job: Job,
-    costs: Costs,
-    times: Mapping[str, Times],
+    planned: Mapping[str, Plan],
     plans: Mapping[str, Plan],
+    times: Mapping[str, Times],
     timelines: Mapping[str, Sequence[Timeline]],
 ) -> dict[str, Any]:
-    """The JSON of the race: {"setup": ..., "rows": [...]}, medians, with every round's time beside them."""
+    """The JSON of the race: {"setup": ..., "rows": [...]}, medians, with every round's time beside them.
+
+    planned: the plans by mode, as they were made. plans: with what ops took during the race; all but
+    `planned_s` is from these.
+    """
+    job, costs = plans["off"].job, plans["off"].costs
     steady = plans["window"].schedule
     places = range(steady.ranks)
     bound_s = min(_prediction(p).bound_us for p in plans.values()) / 1e6
@@ -106,6 +110,7 @@ def make_result(
             row |= {
                 "overlap": plans[name].overlap,
                 "overlap_why": plans[name].overlap_why,
+                "planned_s": _prediction(planned[name]).step_us / 1e6,
                 "predicted_s": predicted.step_us / 1e6,
                 "predicted_over_measured": predicted.step_us / 1e6 / found.median_s,
                 "exposed_s": [us / 1e6 for us in exposed],
