@@ -33,7 +33,7 @@ def plan_of(layers: int, hidden: int, bytes_per_us: float) -> Plan:
     cluster = stretto.Cluster(link_bytes_per_us=bytes_per_us, latency_us=50.0)
     costs = stretto.plan(job, cluster).costs
     curve = Curve(((0.0, 50.0), (1e6, 50.0 + 1e6 / bytes_per_us)))
-    kinds = {("tp", "all_reduce"): CollectiveCost(curve)}
+    kinds = {("tp", kind): CollectiveCost(curve) for kind in ("all_reduce", "reduce_scatter", "all_gather")}
     return make_plan(job, replace(costs, collectives=kinds))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -110,6 +111,28 @@ def test_weight_gradients_stand_under_the_collective_of_the_input_gradient() -> 
     assert time_of(graph, "list") == 300 + C + 300, "both fillers under the collective"
     assert order.index(at[0]) == 1
     assert order.index(at[1]) == len(order) - 2, "the wait directly before what reads it"
+
+
+def test_what_would_overfill_one_gap_is_kept_for_the_next() -> None:
+    graph = chains((10, "C", 10, "C", 10), lane_us=100, fillers=(60, 60))
+    assert time_of(graph, "list") == 10 + 120 + 10 + 100 + 10, "whatever can run, runs"
+    assert time_of(graph, "improve") == 10 + 100 + 10 + 100 + 10, "one filler under each"
+
+
+def test_nothing_is_held_where_memory_does_not_allow_it() -> None:
+    graph = chains((10, "C", 10, "C", 10), lane_us=100, fillers=(60,))
+    [first, second] = [n for n, node in enumerate(graph.nodes) if node.role is Role.START]
+    filler, between = len(graph.nodes) - 1, second - 1
+    # What the first op makes is freed by the filler, and the op between the collectives makes more.
+    storages = Storage(50, 0, (0, filler), False), Storage(60, between, (between, second), False)
+    graph = replace(graph, storages=storages)
+    held = {filler: second}
+    free = list_order(graph, limit_bytes=1000, held=held)
+    tight = list_order(graph, limit_bytes=100, held=held)
+    assert first < between
+    assert free.index(filler) > free.index(second)
+    assert tight.index(filler) < tight.index(between)
+    assert (replay(graph, free).peak_bytes, replay(graph, tight).peak_bytes) == (110, 60)
 
 
 def random_graph(seed: int) -> WindowGraph:

@@ -3,9 +3,10 @@
     1. The first orders: the list scheduler with and without `fit`, and the captured order.
     2. Groups: ops that lead to the same next communication are a stretch, and urgency is changed for a
        whole stretch, since what counts is which communication is reached first.
-    3. Each round changes the urgency of one or two groups, or of one filler, by up to a few times a typical
-       communication, and keeps the change unless the window takes longer. Of equal times the one with less
-       memory is kept.
+    3. Each round changes the urgency of one or two groups, or of one filler (what no communication waits
+       for), by up to a few times a typical communication; or it holds a filler for a later start, or lets it
+       go, since what fills one gap is not there for the next. A change is kept unless the window takes
+       longer. Of equal times the one with less memory is kept.
     4. Then rounds in which the order of starts on a lane is given as well: two neighbours that do not need
        each other change places, or a group's urgency changes. So a lane may stand for a moment, until what
        is more urgent than what it could do is ready. The first such order keeps collectives together that
@@ -18,7 +19,7 @@ every machine.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stretto.schedule.order.depend import Role, WindowGraph
 from stretto.schedule.order.listing import captured_limit, list_order, urgencies
@@ -36,6 +37,9 @@ FEWEST = 30
 
 SHORT = 0.5
 """Collectives belong together when the compute between them takes less than this share of the second."""
+
+HOLDING = 0.25
+"""Share of the rounds that hold a filler, or let one go. Assumed."""
 
 CLOSE = 1.001
 """An order this close to what no order can beat needs no improvement."""
@@ -69,6 +73,7 @@ class _Search:
         self.found = self._score(self.order)
         self.fit = False
         self.sequence: list[int] | None = None
+        self.held: dict[int, int] = {}
         self.floor_us = floor_us(graph)
 
     def _score(self, order: Sequence[int]) -> tuple[float, float, int]:
@@ -76,9 +81,20 @@ class _Search:
         played = replay(self.graph, order)
         return played.late_us, played.end_us, played.peak_bytes
 
-    def _try(self, urgency: Sequence[float], fit: bool, sequence: Sequence[int] | None = None) -> bool:
+    def _try(
+        self,
+        urgency: Sequence[float],
+        fit: bool,
+        sequence: Sequence[int] | None = None,
+        held: Mapping[int, int] | None = None,
+    ) -> bool:
         order = list_order(
-            self.graph, urgency=urgency, fit=fit, limit_bytes=self.limit_bytes, sequence=sequence
+            self.graph,
+            urgency=urgency,
+            fit=fit,
+            limit_bytes=self.limit_bytes,
+            sequence=sequence,
+            held=self.held if held is None else held,
         )
         score = self._score(order)
         if score > self.found:
@@ -95,6 +111,7 @@ class _Search:
         """Steps 3 and 4, `count` rounds in all."""
         draw = random.Random(0)
         groups = stretches(self.graph)
+        idle = fillers(self.graph)
         starts = [n for n, node in enumerate(self.graph.nodes) if node.role is Role.START]
         if not starts or not groups:
             return
@@ -111,7 +128,13 @@ class _Search:
                     self.sequence = together
             sequence = self.sequence
             urgency = self.urgency
-            if sequence is not None and len(sequence) > 1 and draw.random() < 0.6:
+            held = dict(self.held)
+            if idle and len(starts) > 1 and draw.random() < HOLDING:
+                for _ in range(draw.choice((1, 1, 2))):
+                    filler = draw.choice(idle)
+                    if held.pop(filler, None) is None or draw.random() < 0.5:
+                        held[filler] = draw.choice(starts)
+            elif sequence is not None and len(sequence) > 1 and draw.random() < 0.6:
                 sequence = list(sequence)
                 for _ in range(draw.choice((1, 1, 2, 3))):
                     at = draw.randrange(len(sequence) - 1)
@@ -125,8 +148,8 @@ class _Search:
                     for index in draw.choice(groups):
                         urgency[index] += change_us
             fit = self.fit if draw.random() < 0.8 else not self.fit
-            if self._try(urgency, fit, sequence):
-                self.urgency, self.fit, self.sequence = urgency, fit, sequence
+            if self._try(urgency, fit, sequence, held):
+                self.urgency, self.fit, self.sequence, self.held = urgency, fit, sequence, held
 
 
 def _needs(graph: WindowGraph) -> list[int]:
@@ -176,12 +199,7 @@ def _work_between(graph: WindowGraph, needs: Sequence[int], first: int, last: in
 
 def stretches(graph: WindowGraph) -> list[list[int]]:
     """Step 2: nodes that share part and next communication; what leads to none is a group by itself."""
-    leads: list[int] = [-1] * len(graph.nodes)
-    for index in reversed(range(len(graph.nodes))):
-        if graph.nodes[index].role in (Role.START, Role.SEND):
-            leads[index] = index
-        else:
-            leads[index] = min((leads[n] for n in graph.after[index] if leads[n] >= 0), default=-1)
+    leads = _leads(graph)
     found: dict[int, list[int]] = {}
     alone: list[list[int]] = []
     for index, node in enumerate(graph.nodes):
@@ -190,3 +208,20 @@ def stretches(graph: WindowGraph) -> list[list[int]]:
         elif node.work_us:
             alone.append([index])
     return [*found.values(), *alone]
+
+
+def fillers(graph: WindowGraph) -> list[int]:
+    """Work that leads to no communication."""
+    leads = _leads(graph)
+    return [index for index, node in enumerate(graph.nodes) if leads[index] < 0 and node.work_us]
+
+
+def _leads(graph: WindowGraph) -> list[int]:
+    """By node, the next communication that it leads to; -1 for none."""
+    leads: list[int] = [-1] * len(graph.nodes)
+    for index in reversed(range(len(graph.nodes))):
+        if graph.nodes[index].role in (Role.START, Role.SEND):
+            leads[index] = index
+        else:
+            leads[index] = min((leads[n] for n in graph.after[index] if leads[n] >= 0), default=-1)
+    return leads

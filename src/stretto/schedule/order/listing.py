@@ -11,6 +11,8 @@ something else than what would exceed it can run.
     3. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile.
        Not more: lanes keep their order, and something more urgent may be ready after the op. Where
        `sequence` gives a lane's order, each start goes as soon as it is the next of it.
+       An op that is `held` for a start is not there before it: it is kept to fill a later gap. Where the
+       limit allows nothing else, nothing is held any more.
     4. If there is no op, the compute lane stands until the next collective or message arrives.
     5. Waits and views have no place of their own: they stand directly before their first user, so that what
        arrives later than predicted stops the lane as late as possible.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stretto.schedule.order.depend import Role, WindowGraph
 from stretto.schedule.order.replay import Lanes, Memory, replay
@@ -53,17 +55,18 @@ def list_order(
     fit: bool = False,
     limit_bytes: int | None = None,
     sequence: Sequence[int] | None = None,
+    held: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """An order of the graph's nodes.
 
     urgency: by node; the critical path without it. fit: see step 3. limit_bytes: above what is held at the
     window's begin; what the captured order needs without it. sequence: all starts, in an order that does not
-    go against what they need.
+    go against what they need. held: op -> the start before which it does not run; no start needs such an op.
     """
     if limit_bytes is None:
         limit_bytes = captured_limit(graph)
     urgency = urgencies(graph) if urgency is None else urgency
-    return _Listing(graph, urgency, fit, limit_bytes, sequence).order()
+    return _Listing(graph, urgency, fit, limit_bytes, sequence, held or {}).order()
 
 
 AHEAD = 1.25
@@ -79,11 +82,15 @@ class _Listing:
         fit: bool,
         limit_bytes: int,
         sequence: Sequence[int] | None,
+        held: Mapping[int, int],
     ) -> None:
         self.graph = graph
         self.urgency = urgency
         self.fit = fit
         self.limit_bytes = limit_bytes
+        self.held = held
+        self.kept: dict[int, list[int]] = {}
+        """Start -> ops that could run, and are held for it."""
         self.now_us = 0.0
         self.lanes = Lanes()
         self.memory = Memory(graph)
@@ -128,6 +135,8 @@ class _Listing:
             elif self.arriving or any(self.starts.values()):
                 times = [self.lanes.free_us(lane) for lane, starts in self.starts.items() if starts]
                 self.now_us = min(times + [when for when, _ in self.arriving[:1]])
+            elif self.kept:
+                self._let_go()
             else:
                 break
         for index in range(len(self.graph.nodes)):
@@ -151,6 +160,8 @@ class _Listing:
             self.waiting.add(index)
         elif node.role is Role.SEND:
             heapq.heappush(self.sends, (-self.urgency[index], index))
+        elif index in self.held and not self.placed[self.held[index]]:
+            self.kept.setdefault(self.held[index], []).append(index)
         else:
             queue = self.starts.setdefault(node.lane, []) if node.role is Role.START else self.ready
             heapq.heappush(queue, (-self.urgency[index], index))
@@ -181,7 +192,16 @@ class _Listing:
             self.now_us = self.lanes.work(self.now_us, node.work_us)
         if node.role is Role.START:
             self.done[index] = self.lanes.start(node.lane, self.now_us, node.time_us, node.load)
+            for kept in self.kept.pop(index, ()):
+                heapq.heappush(self.ready, (-self.urgency[kept], kept))
         self._there(index)
+
+    def _let_go(self) -> None:
+        """Nothing is held any more."""
+        for kept in (index for held in self.kept.values() for index in held):
+            heapq.heappush(self.ready, (-self.urgency[kept], kept))
+        self.kept = {}
+        self.held = {}
 
     def _place(self, index: int) -> None:
         """Step 5: the node, behind the waits and views that it needs."""
@@ -212,6 +232,8 @@ class _Listing:
             set_aside.append(best)
             if self.memory.grows(best[1]) < self.memory.grows(over[1]):
                 over = best
+            if not self.ready:
+                self._let_go()
             if not self.ready:
                 set_aside.remove(over)
                 best = over
