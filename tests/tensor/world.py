@@ -80,6 +80,7 @@ def _rank(rank: int, ranks: int, port: int, function: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    dist.barrier()  # a rank that has ended while others still connect to it would leave them hanging
     module, name = function.split(":")
     getattr(import_module(module), name)()
     dist.destroy_process_group()
