@@ -81,7 +81,9 @@ def launched(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.slow if n > 2 else ()) for n in CASES])
+# Processes in the shorter run are those of `test_equality_tensor_processes.py`.
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", CASES)
 def test_processes_equal_the_plain_model_and_threads(ranks: int, tmp_path: Path) -> None:
     plans = [plan_for(case, ranks) for case in CASES[ranks]]
     for at, plan in enumerate(plans):

@@ -75,6 +75,7 @@ IN_FLOAT32: dict[str, dict[str, Any]] = {
 grouped matrix product for experts)."""
 
 MORE_IN_FLOAT32 = ("GemmaForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+MORE_IN_FLOAT64 = ("MistralForCausalLM", "Phi3ForCausalLM", "StableLmForCausalLM", "FalconForCausalLM")
 """Each of them is like another: for the longer run."""
 
 NOISE = 1e-9
@@ -103,7 +104,9 @@ def check(name: str, config: dict[str, Any], dtype: torch.dtype, tolerance: floa
     assert len(without_noise(expected, expected).grads) >= len(expected.grads) - 6
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in MORE_IN_FLOAT64 else []) for n in MODELS]
+)
 def test_equal_in_float64(name: str) -> None:
     check(name, MODELS[name], torch.float64, 1e-10)
 

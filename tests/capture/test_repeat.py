@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 tracing = importlib.import_module("stretto.capture.trace")
 
 TOKENS = torch.arange(4 * 17).reshape(4, 17) % 64
-SPREADS = [(1, False), (2, False), (2, True)]
+SOME = [(1, False), (2, True)]
 
 
 def both(
@@ -48,7 +48,7 @@ def huggingface(kind: str, layers: int, **more: Any) -> nn.Module:
     return getattr(transformers, f"{kind}ForCausalLM")(config).train()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("tp", "sp"), SPREADS)
+@pytest.mark.parametrize(("tp", "sp"), [pytest.param(2, False, marks=pytest.mark.slow), *SOME])
 @pytest.mark.parametrize(
     ("layers", "positions", "tied", "dropout"), [(4, "rotary", False, 0.0), (7, "learned", True, 0.1)]
 )
@@ -60,7 +60,7 @@ def test_gpt(layers: int, positions: Any, tied: bool, dropout: float, tp: int, s
     assert (reason == "") is repeats
 
 
-@pytest.mark.parametrize(("tp", "sp"), SPREADS)
+@pytest.mark.parametrize(("tp", "sp"), [pytest.param(2, False, marks=pytest.mark.slow), *SOME])
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("Llama", "Qwen2")), "GPT2"]
 )
@@ -72,7 +72,9 @@ def test_huggingface(kind: str, tp: int, sp: bool, caplog: Any) -> None:
     ("kind", "settings", "reason"),
     [
         ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "reads scaling"),
-        ("Gemma2", {"sliding_window": 4, "head_dim": 8}, "reads sliding_window"),
+        pytest.param(
+            "Gemma2", {"sliding_window": 4, "head_dim": 8}, "reads sliding_window", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_models_whose_layers_differ_are_traced_whole(

@@ -18,6 +18,7 @@ from tests.runtime.overlap_trace import (
 pytestmark = [pytest.mark.lab, pytest.mark.quiet, pytest.mark.usefixtures("machine")]
 
 
+@pytest.mark.slow  # two processes without a lab show it in the shorter run
 def test_the_trace_of_hosts_proves_overlap(tmp_path: Path) -> None:
     make_plans(tmp_path, bytes_per_us=37.0)
     with Lab(hosts=2, rate="300mbit", pin=True) as lab:

@@ -39,7 +39,10 @@ def all_gathers(job: Job, phase: Phase) -> int:
 
 
 @pytest.mark.parametrize("rows", [2, 4])
-@pytest.mark.parametrize(("name", "pp"), [("gpt", 1), ("gpt", 2), ("llama", 1), ("gpt2", 1)])
+@pytest.mark.parametrize(
+    ("name", "pp"),
+    [("gpt", 2), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in ("gpt", "llama", "gpt2"))],
+)
 def test_slices_are_kept_and_numbers_stay(name: str, pp: int, rows: int) -> None:
     job = job_of(name, 2, True, pp, rows=rows)
     changed = again(job)

@@ -194,7 +194,9 @@ def test_batched_products_become_plain_ones(how: str) -> None:
         assert torch.allclose(grads[key], want, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "copies"), [("gpt", 8), ("llama", 8), ("gpt2", 8)])
+@pytest.mark.parametrize(
+    ("name", "copies"), [("gpt", 8), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in ("llama", "gpt2"))]
+)
 def test_mlps_take_tokens_as_they_arrive(name: str, copies: int) -> None:
     """Two layers' four copies: into the MLP and out of it, in the forward and in the backward."""
     before, after = (targets(job_of(name, 2, True, skip=skip)) for skip in (("sequence_first",), ()))
@@ -247,7 +249,13 @@ def test_a_gather_for_each_matrix_becomes_one_for_all() -> None:
 
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize(("tp", "sp"), SPREADS)
-@pytest.mark.parametrize("name", ["gpt", "gpt tied, learned positions", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt tied, learned positions", "llama", "gpt2")),
+    ],
+)
 def test_no_weights_gradient_stands_before_an_inputs(name: str, tp: int, sp: bool, pp: int) -> None:
     """The collective of every linear layer's input gradient may start before any weight's gradient."""
     job = job_of(name, tp, sp, pp)

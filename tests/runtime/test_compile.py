@@ -174,8 +174,8 @@ CASES: dict[str, tuple[Callable[[], GPT], dict[str, Any], torch.dtype]] = {
     "tp=2, sequence, window": (lambda: gpt().double(), {"tp": 2, "sequence_parallel": True}, torch.float64),
 }
 
-MARKS = dict.fromkeys(("one rank, float64", "tp=2, sequence, window"), pytest.mark.slow)
-"""One rank and float64 are in other cases, too, and compilers take their time."""
+MARKS = dict.fromkeys(set(CASES) - {"one rank, float32, dropout"}, pytest.mark.slow)
+"""Compilers take their time: one case here, the others in the longer run."""
 
 
 @needs_compiler
@@ -197,6 +197,7 @@ def test_compiled_stretches_keep_the_numbers(case: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_compiled_results_do_not_depend_on_the_step() -> None:
     """The first step, whose memory is counted, computes as the others do."""
     model = gpt()

@@ -34,7 +34,7 @@ def planned(pp: int, tie: bool, dtype: torch.dtype) -> tuple[nn.Module, Job, Pla
     return model, job, stretto.plan(job, stretto.Cluster())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64])
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("pp", [1, 2, 3])
 @pytest.mark.parametrize(("scale", "max_norm"), [(1.0, 0.5), (1e-4, 1.0), (1.0, 0.0)])

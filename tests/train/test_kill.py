@@ -94,8 +94,9 @@ def test_another_split_goes_on_from_the_same_checkpoint(folder: Path, undisturbe
 
 @pytest.mark.parametrize(
     ("signum", "status"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
 )
+@pytest.mark.slow
 def test_an_interrupted_run_ends_at_once_with_one_line(folder: Path, signum: int, status: int) -> None:
     name = signal.Signals(signum).name.lower()
     config = write_settings(folder, pp=2, steps=100_000, every=10, run=name)
