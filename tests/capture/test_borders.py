@@ -125,3 +125,30 @@ def test_a_sum_that_goes_to_two_stages_is_gathered_in_both() -> None:
     assert edges == [(0, 1, (6, 8)), (0, 2, (6, 8)), (1, 2, (6, 8))]
     assert kinds(job, 2).count("all_gather") == 2
     assert_plain(job, model, loss, batch)
+
+
+class Late(Skips):
+    """What the first block makes is read by nothing but the sum that leaves the second stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        second = (x + self.block(0, x)) + self.block(1, x)
+        return second + self.block(2, second)
+
+
+def test_a_sum_that_is_read_first_by_a_sum_that_leaves_is_gathered_before_it() -> None:
+    model = Late().double()
+    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor = model(batch["x"]).square().mean()
+        return made
+
+    job = stretto.capture(
+        model,
+        batch,
+        loss,
+        Parallel(pp=3, tp=2, microbatches=2, split=["up.1", "up.2"]),
+        tp_plan={"up.*": "colwise", "down.*": "rowwise"},
+    )
+    assert (kinds(job, 1).count("all_gather"), kinds(job, 1)[-1]) == (1, "reduce_scatter")
+    assert_plain(job, model, loss, batch)

@@ -48,7 +48,8 @@ def scatter_borders(traced: Traced, placement: Placement) -> tuple[Traced, Place
     renamed: dict[tuple[int, str], str] = {}
     for border in made:
         gone |= border.gone
-        before[border.value] = border.scattered
+        # Behind what the same op is the first to read: that may be gathered for this.
+        before[border.value] = [*before.get(border.value, []), *border.scattered]
         for stage, (first, name, gathered) in border.gathered.items():
             before[first] = [*before.get(first, []), *((op, stage) for op in gathered)]
             renamed[stage, border.value] = name
@@ -148,9 +149,7 @@ class _Border:
             return None
         if (spec.numel // spec.shape[-1]) % self._size:
             return None
-        part = self._rows(self.value, spec)
-        assert part is not None, "there is a sum"
-        self._gather(part, spec)
+        self._gather(self._rows(self.value, spec), spec)
         return self
 
     # --- step 2 -------------------------------------------------------------------------------------
