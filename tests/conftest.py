@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from stretto.together import search
+from tests.forks import end_server
 
 settings.register_profile("desk", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -40,3 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("lab"):
             item.add_marker("quiet")
+
+
+def pytest_sessionfinish() -> None:
+    end_server()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.forks import REPOSITORY, Fork, run_forks
+
+__all__ = ["REPOSITORY", "launch"]
 
 TIMEOUT_S = 240.0
 """Longer than any launch of these tests takes on two busy cores."""
@@ -22,36 +22,15 @@ def launch(ranks: int, program: str | Path, *arguments: str, statuses: tuple[int
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    named = [str(program)] if isinstance(program, Path) else ["-m", program]
-    processes = []
-    for rank in range(ranks):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *named, *arguments],
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for rank, process in enumerate(processes):
-        assert process.returncode in statuses, (
-            f"rank {rank} ended with {process.returncode}:\n{outputs[rank]}"
-        )
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / str(rank) for rank in range(ranks)]
+        forks = [
+            Fork(str(program), arguments, {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, str(file))
+            for rank, file in enumerate(files)
+        ]
+        ended = run_forks(forks, TIMEOUT_S)
+        outputs = [file.read_text() for file in files]
+    for rank, status in enumerate(ended.statuses):
+        assert status in statuses, f"rank {rank} ended with {status}:\n{outputs[rank]}"
     return outputs
