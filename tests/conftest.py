@@ -4,18 +4,24 @@ In continuous integration property tests draw the same examples every time. Else
 that every run on a desk looks further. No example has a deadline: tests share the machine with others.
 
 Plans of tests are searched for less long than those of users; what is found is proved and run all the same.
+Equal models are traced once.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from importlib import import_module
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from stretto.capture.trace import Traced
 from stretto.together import search
 from tests.forks import end_server
+from tests.remembered import remembering
 
 settings.register_profile("desk", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -35,12 +41,34 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+_traces: dict[Hashable, Traced] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def equal_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A trace that was made serves again; not where capture itself is tested."""
+    if request.module.__name__.startswith("tests.capture."):
+        yield
+        return
+    # By its module, as the package has a function of this name.
+    room: Any = import_module("stretto.capture.trace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "_trace", remembering(room._trace, _traces))
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of the lab are quiet: they measure links, and look for what others have left of theirs."""
     for item in items:
         if item.get_closest_marker("lab"):
             item.add_marker("quiet")
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made stays: the collector of garbage need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

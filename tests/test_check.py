@@ -29,7 +29,9 @@ SLICED = Parallel(tp=2, sequence_parallel=True, microbatches=2)
 
 
 @pytest.mark.parametrize(
-    ("model", "loss"), [(gpt, next_token_loss), (gpt2, huggingface_loss)], ids=["gpt", "gpt2"]
+    ("model", "loss"),
+    [(gpt, next_token_loss), pytest.param(gpt2, huggingface_loss, marks=pytest.mark.slow)],
+    ids=["gpt", "gpt2"],
 )
 def test_right_plans_pass(model: Any, loss: Any) -> None:
     found = stretto.check(model(), batch_of(), loss, Parallel(pp=2, tp=2, sequence_parallel=True))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.runtime.launch import launch
 
 PROGRAM = """
 import os
@@ -61,25 +62,17 @@ dist.destroy_process_group()
 """
 
 
-def on_two_ranks(program: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--no-python", sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+def on_two_ranks(program: str, folder: Path) -> None:
+    (folder / "program.py").write_text(program)
+    launch(2, folder / "program.py")
 
 
-def test_a_lanes_collectives_end_in_the_order_of_their_starts() -> None:
-    on_two_ranks(ORDERED)
+def test_a_lanes_collectives_end_in_the_order_of_their_starts(tmp_path: Path) -> None:
+    on_two_ranks(ORDERED, tmp_path)
 
 
 @pytest.mark.quiet  # a loop of a group of one rank may get its name late on a busy machine
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11 gives Gloo's threads no names")
 @pytest.mark.skipif(sys.platform != "linux", reason="scheduling classes are Linux'")
-def test_loops_of_the_transport_are_calm_and_others_are_as_they_were() -> None:
-    on_two_ranks(PROGRAM)
+def test_loops_of_the_transport_are_calm_and_others_are_as_they_were(tmp_path: Path) -> None:
+    on_two_ranks(PROGRAM, tmp_path)

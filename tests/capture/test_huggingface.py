@@ -75,7 +75,14 @@ IN_FLOAT32: dict[str, dict[str, Any]] = {
 grouped matrix product for experts)."""
 
 MORE_IN_FLOAT32 = ("GemmaForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-MORE_IN_FLOAT64 = ("MistralForCausalLM", "Phi3ForCausalLM", "StableLmForCausalLM", "FalconForCausalLM")
+MORE_IN_FLOAT64 = (
+    "MistralForCausalLM",
+    "PhiForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3ForCausalLM",
+    "StableLmForCausalLM",
+    "FalconForCausalLM",
+)
 """Each of them is like another: for the longer run."""
 
 NOISE = 1e-9
@@ -124,9 +131,15 @@ def llama() -> nn.Module:
     return from_transformers("LlamaForCausalLM", **SMALL, tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_caches_and_attention_implementations(llama: nn.Module, use_cache: bool, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "use_cache"),
+    [
+        ("eager", True),
+        ("sdpa", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eager", False), ("sdpa", True))),
+    ],
+)
+def test_caches_and_attention_implementations(llama: nn.Module, attention: str, use_cache: bool) -> None:
     model = copy.deepcopy(llama)
     model.set_attn_implementation(attention)
     ids = tokens(4)

@@ -19,7 +19,6 @@ transformers = pytest.importorskip("transformers")
 tracing = importlib.import_module("stretto.capture.trace")
 
 TOKENS = torch.arange(4 * 17).reshape(4, 17) % 64
-SOME = [(1, False), (2, True)]
 
 
 def both(
@@ -48,9 +47,21 @@ def huggingface(kind: str, layers: int, **more: Any) -> nn.Module:
     return getattr(transformers, f"{kind}ForCausalLM")(config).train()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("tp", "sp"), [pytest.param(2, False, marks=pytest.mark.slow), *SOME])
 @pytest.mark.parametrize(
-    ("layers", "positions", "tied", "dropout"), [(4, "rotary", False, 0.0), (7, "learned", True, 0.1)]
+    ("layers", "positions", "tied", "dropout", "tp", "sp"),
+    [
+        (4, "rotary", False, 0.0, 1, False),
+        (7, "learned", True, 0.1, 2, True),
+        *(
+            pytest.param(*model, *spread, marks=pytest.mark.slow)
+            for model, spread in (
+                ((4, "rotary", False, 0.0), (2, False)),
+                ((4, "rotary", False, 0.0), (2, True)),
+                ((7, "learned", True, 0.1), (2, False)),
+                ((7, "learned", True, 0.1), (1, False)),
+            )
+        ),
+    ],
 )
 def test_gpt(layers: int, positions: Any, tied: bool, dropout: float, tp: int, sp: bool, caplog: Any) -> None:
     config = GPTConfig(64, layers, 32, 4, 16, positions=positions, tie_embeddings=tied, dropout=dropout)
@@ -60,7 +71,10 @@ def test_gpt(layers: int, positions: Any, tied: bool, dropout: float, tp: int, s
     assert (reason == "") is repeats
 
 
-@pytest.mark.parametrize(("tp", "sp"), [pytest.param(2, False, marks=pytest.mark.slow), *SOME])
+@pytest.mark.parametrize(
+    ("tp", "sp"),
+    [*(pytest.param(*spread, marks=pytest.mark.slow) for spread in ((2, False), (2, True))), (1, False)],
+)
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("Llama", "Qwen2")), "GPT2"]
 )

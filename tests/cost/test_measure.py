@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +26,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.plan import CollectiveCost
 from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Ref, TensorSpec
 from tests.cost.comm_job import comm_job
+from tests.runtime.launch import launch
 
 CPU = torch.device("cpu")
 
@@ -59,16 +57,8 @@ def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
     """Two places with two tensor-parallel ranks each: ops, messages, collectives, equal everywhere."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    root = Path(stretto.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)],
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    text, different = json.loads(done.stdout.strip().splitlines()[-1])
+    first, *_ = launch(4, script)
+    text, different = json.loads(first.strip().splitlines()[-1])
     assert different == 1, "ranks hold different costs"
     costs = json.loads(text)
     assert costs["source"].endswith("4 ranks at once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from typing import Any
 
@@ -31,6 +32,7 @@ BITWISE = ("dead_ops", "no_ops", "equal_collectives", "reduce_scatter_chunks")
 """Passes after which every op computes what it did, or sums in the same order."""
 
 
+@functools.cache
 def job_of(
     name: str,
     tp: int = 1,

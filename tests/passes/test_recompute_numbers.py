@@ -42,13 +42,13 @@ CASES = [
     ("dropping", "pp", "zb-h1"),
     ("dropping", "pp tp sp", "zb-h1"),
     ("llama", "tp sp", "zb-h1"),
-    ("gpt2", "pp tp sp", "1f1b"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ("dropping", "tp", "1f1b"),
             ("llama", "pp", "1f1b"),
             ("gpt2", "one rank", "zb-h1"),
+            ("gpt2", "pp tp sp", "1f1b"),
             ("gpt tied, learned positions", "pp", "1f1b"),
         )
     ),

@@ -156,7 +156,9 @@ def test_a_link_into_the_page_shows_its_stretch(page: Path) -> None:
     assert "Shown: 10 ms to 13.5 ms." in document
 
 
-@pytest.mark.parametrize("flags", [(), ("--force-dark-mode",)], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--force-dark-mode",), marks=pytest.mark.slow)], ids=["light", "dark"]
+)
 def test_a_screenshot_shows_phases_and_exposed_communication(
     page: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

@@ -57,7 +57,7 @@ def plan_of(**layout: Any) -> Plan:
     costs: Costs = replace(
         made_up_costs(job), collectives=collectives, default_link=Link(LATENCY_US, 1e6), action_us=0.0
     )
-    return make_plan(job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)))
+    return make_plan(job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)), schedule="1f1b")
 
 
 LAYOUTS = (

@@ -75,7 +75,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
+@pytest.mark.parametrize(
+    "layout",
+    # With the sequence spread, there are parts and copies of all kinds.
+    [pytest.param(one, marks=pytest.mark.slow if one == {"tp": 2} else ()) for one in LAYOUTS],
+    ids=lambda layout: " ".join(layout),
+)
 def test_parts_and_copies_are_clipped_by_the_norm_of_the_whole(layout: dict[str, int]) -> None:
     config = GPTConfig(vocab_size=40, layers=2, hidden=16, heads=2, context=8, tie_embeddings=True)
     model = GPT(config).double()

@@ -6,14 +6,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.forks import Fork, run_forks
 
 from stretto.config import DataSettings
 from stretto.errors import StrettoError, UsageError
@@ -214,11 +213,11 @@ text = prepare_data(DataSettings(paths=[{str(tmp_path / "text")!r}], cache_dir={
     sequence_length=16, vocab_size=400, held_out_fraction=0.3), print)
 print("sum", zlib.crc32(text.train.batch(9, 8).numpy().tobytes()))
 """
-    running = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * 4
+    (tmp_path / "program.py").write_text(program)
+    files = [tmp_path / f"said{number}" for number in range(4)]
+    ended = run_forks([Fork(str(tmp_path / "program.py"), (), {}, str(file)) for file in files], 120)
+    outputs = [file.read_text() for file in files]
+    assert ended.statuses == (0,) * 4, outputs
     assert sum("learning" in output for output in outputs) == 1
     assert len({output.splitlines()[-1] for output in outputs}) == 1
     assert outputs[0].splitlines()[-1].startswith("sum ")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from tests.train.tiny import run, write_settings
+from tests.train.tiny import write_settings
 
+from stretto.cli.main import main
 from stretto.config import Parallel, TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
 from stretto.models.build import build_model
@@ -77,10 +79,16 @@ def test_notes_come_back_in_the_order_of_failure(tmp_path: Path, monkeypatch: py
     assert read_notes(tmp_path) == [early, late]
 
 
-def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
-    config = write_settings(tmp_path, pp=2)
-    status, out, err = run("train", config, RANK="0", WORLD_SIZE="3")
-    assert (status, out) == (2, "")
+def test_a_world_of_another_size_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(sys, "argv", ["stretto", "train", str(write_settings(tmp_path, pp=2))])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
     assert err.startswith("stretto: parallel.pp = 2 needs 2 ranks, but WORLD_SIZE is 3: start 2 (torchrun")
 
 

@@ -38,8 +38,10 @@ def step_us(plan: Plan) -> float:
     return plan.prediction.step_us
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("stages", "sequence"),
+    [(1, False), (2, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((1, True), (2, False)))],
+)
 def test_more_overlap_is_never_slower(stages: int, sequence: bool) -> None:
     job = job_of(stages, 6, blocks=3, sequence=sequence)
     off, local, window = (plan_of(job, overlap=mode) for mode in ("off", "local", "window"))

@@ -1,0 +1,121 @@
+"""Traces of equal models are made once: half of the processor time of the tests was the tracing of a few.
+
+A trace depends on the model's modules and what they hold beside values, the shapes of a batch, the loss and
+the settings (`stretto.capture.trace`). Where all of that can be told and is the same, the first trace serves
+again; where anything cannot be told, and in the tests of capture themselves, the model is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type)
+FEW = 4096
+"""Elements of a tensor beside parameters and buffers whose values are compared."""
+
+MOST = 100
+"""Traces that are kept, a few hundred ops each."""
+
+OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+
+
+class UntoldError(Exception):
+    """Holds something of which it cannot be told whether it is the same."""
+
+
+def told(value: Any) -> Hashable:
+    """Something equal for what makes equal traces, and for nothing else."""
+    if isinstance(value, (*PLAIN, BuiltinFunctionType)):
+        return (type(value), value)
+    if isinstance(value, FunctionType):
+        if value.__closure__ is None and "<" not in value.__qualname__:
+            return value
+    elif isinstance(value, Mapping):
+        return (type(value), tuple((told(key), told(one)) for key, one in value.items()))
+    elif isinstance(value, (tuple, list)):
+        return (type(value), tuple(map(told, value)))
+    elif isinstance(value, (set, frozenset)) and all(isinstance(one, str) for one in value):
+        return frozenset(value)
+    elif isinstance(value, Tensor) and type(value) is Tensor and value.numel() <= FEW and not value.is_meta:
+        return (value.dtype, value.shape, tuple(value.flatten().tolist()))
+    elif dataclasses.is_dataclass(value):
+        return (type(value), told({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}))
+    elif hasattr(value, "to_json_string") and hasattr(value, "__dict__"):  # configurations of transformers
+        return (type(value), value.to_json_string(), getattr(value, "_attn_implementation", None))
+    raise UntoldError(type(value).__name__)
+
+
+def told_of_model(model: nn.Module) -> Hashable:
+    first: dict[int, str] = {}
+    modules = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        state = module.__dict__
+        if any(value for key, value in state.items() if "hooks" in key):
+            raise UntoldError(f"{name} has hooks")
+        beside = {key: value for key, value in state.items() if key not in OF_MODULES}
+        again = first.setdefault(id(module), name)
+        modules.append((name, type(module), again, told(beside)))
+    tensors = []
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise UntoldError(f"{name} is a tensor of another kind")
+        about = (
+            type(tensor),
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.device,
+            tensor.requires_grad,
+        )
+        tensors.append((name, about, first.setdefault(id(tensor), name)))
+    return (tuple(modules), tuple(tensors))
+
+
+def told_of_batch(batch: Any) -> Hashable:
+    if isinstance(batch, dict):
+        return tuple((name, told_of_batch(leaf)) for name, leaf in batch.items())
+    if type(batch) is Tensor:
+        return (batch.dtype, batch.shape, batch.device)
+    raise UntoldError("a batch of another kind")
+
+
+def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callable[..., Any]:
+    """`stretto.capture.trace._trace` that makes a trace only if it is not among those kept."""
+
+    def traced(
+        model: nn.Module,
+        batch: Any,
+        loss: Any,
+        microbatches: int,
+        param_dtype: torch.dtype | None,
+        device: Any,
+        tensor: Any,
+        skip_passes: Collection[str],
+        meshes: Any,
+        repeats: bool,
+    ) -> Any:
+        settings = (microbatches, param_dtype, device, tensor, tuple(skip_passes), repeats)
+        arguments = (model, batch, loss, *settings[:-2], skip_passes, meshes)
+        try:
+            if meshes is not None:
+                raise UntoldError("on meshes")
+            key = (told_of_model(model), told_of_batch(batch), told(loss), told(settings))
+            hash(key)
+        except (UntoldError, TypeError):
+            return trace(*arguments, repeats=repeats)
+        found = kept.pop(key, None) or trace(*arguments, repeats=repeats)
+        kept[key] = found  # at the end, for the first are forgotten
+        if len(kept) > MOST:
+            del kept[next(iter(kept))]
+        return found
+
+    return traced
