@@ -63,8 +63,8 @@ def test_an_unknown_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "sp"),
     [
-        ("gpt", 1, False),
         ("llama", 2, True),
+        pytest.param("gpt", 1, False, marks=pytest.mark.slow),
         *(pytest.param("gpt", tp, sp, marks=pytest.mark.slow) for tp, sp in SPREADS if tp > 1),
         pytest.param("gpt tied, learned positions", 2, True, marks=pytest.mark.slow),
         pytest.param("gpt2", 2, True, marks=pytest.mark.slow),

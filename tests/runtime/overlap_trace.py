@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,8 +47,8 @@ def batch() -> Tensor:
     return torch.randint(0, 512, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(5))
 
 
-def make_plans(folder: Path, bytes_per_us: float) -> None:
-    """The plans of both modes, as files. bytes_per_us: of a collective, as the links are believed to be."""
+def make_plans(folder: Path, bytes_per_us: float, modes: Sequence[str] = MODES) -> None:
+    """The plans of all modes, as files. bytes_per_us: of a collective, as the links are believed to be."""
     job = capture(model(), batch(), next_token_loss, Parallel(tp=2, microbatches=MICROBATCHES))
     op_us = {
         (stage.index, op.name): 20.0 + op.flops / FLOPS_PER_US
@@ -59,17 +60,17 @@ def make_plans(folder: Path, bytes_per_us: float) -> None:
     cost = CollectiveCost(Curve(((0.0, 200.0), (1e6, 200.0 + 1e6 / bytes_per_us))), source="assumed")
     collectives = {("tp", kind): cost for kind in ("all_reduce", "all_gather", "reduce_scatter")}
     costs = Costs(op_us, {}, Link(200.0, bytes_per_us), 20.0, "assumed", collectives)
-    for mode in MODES:
+    for mode in modes:
         plan = make_plan(job, costs, overlap=mode)
         assert plan.overlap == mode, plan.overlap_why
         replace(plan, prediction=None).save(folder / f"{mode}.json")
 
 
-def launched(folder: Path) -> None:
-    """What each process does."""
+def launched(folder: Path, modes: Sequence[str]) -> None:
+    """What each process does: a mode after the other."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for mode in MODES:
+    for mode in modes:
         runner = Runner(load_plan(folder / f"{mode}.json"), model())
         runner.step(batch())
         for step in range(STEPS):
@@ -149,4 +150,4 @@ def assert_none_under_collectives_when_off(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    launched(Path(sys.argv[1]))
+    launched(Path(sys.argv[1]), sys.argv[2:] or MODES)

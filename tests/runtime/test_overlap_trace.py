@@ -16,6 +16,6 @@ from tests.runtime.overlap_trace import assert_compute_under_collectives, make_p
 
 @pytest.mark.quiet
 def test_the_trace_of_processes_proves_overlap(tmp_path: Path) -> None:
-    make_plans(tmp_path, bytes_per_us=200.0)
-    launch(2, "tests.runtime.overlap_trace", str(tmp_path))
+    make_plans(tmp_path, bytes_per_us=200.0, modes=["window"])
+    launch(2, "tests.runtime.overlap_trace", str(tmp_path), "window")
     assert_compute_under_collectives(tmp_path)

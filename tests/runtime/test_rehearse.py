@@ -57,7 +57,8 @@ def plan_of(**layout: Any) -> Plan:
     costs: Costs = replace(
         made_up_costs(job), collectives=collectives, default_link=Link(LATENCY_US, 1e6), action_us=0.0
     )
-    return make_plan(job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)), schedule="1f1b")
+    costs = replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0))
+    return make_plan(job, costs, schedule="1f1b", overlap="local")
 
 
 LAYOUTS = (
@@ -387,7 +388,9 @@ def test_the_trace_shows_compute_under_collectives() -> None:
     collectives = {("tp", "all_reduce"): CollectiveCost(Curve(((0.0, 600.0),)))}
     costs = replace(made_up_costs(job), collectives=collectives, action_us=0.0)
     plans = {
-        mode: make_plan(job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)), overlap=mode)
+        mode: make_plan(
+            job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)), schedule="1f1b", overlap=mode
+        )
         for mode in ("off", "local", "window")
     }
     for _ in range(3):  # a busy machine can spoil a measurement, never make it better thrice
