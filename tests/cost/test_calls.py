@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.cost.calls import Calls, calls_us, starts_fitted
+from stretto.cost.calls import Calls, calls_us, line_through
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import SpanKind
 from stretto.simulate import simulate
@@ -38,13 +38,13 @@ def test_a_start_has_one_time_and_a_wait_goes_with_the_bytes() -> None:
 
 
 def test_starts_lie_on_a_line_that_never_falls() -> None:
-    assert starts_fitted([(1_000_000, 30.0), (0, 10.0)]) == pytest.approx((10.0, 20.0))
-    assert starts_fitted([(4_000_000, 50.0), (2_000_000, 30.0), (3_000_000, 99.0)]) == pytest.approx(
+    assert line_through([(1_000_000, 30.0), (0, 10.0)]) == pytest.approx((10.0, 20.0))
+    assert line_through([(4_000_000, 50.0), (2_000_000, 30.0), (3_000_000, 99.0)]) == pytest.approx(
         (10.0, 10.0)
     )
-    assert starts_fitted([(1_000, 30.0), (2_000, 20.0)]) == (30.0, 0.0)
-    assert starts_fitted([(1_000, 30.0)]) == (30.0, 0.0)
-    assert starts_fitted([(1_000, 1.0), (2_000, 9.0)]) == pytest.approx((0.0, 8_000.0))
+    assert line_through([(1_000, 30.0), (2_000, 20.0)]) == (30.0, 0.0)
+    assert line_through([(1_000, 30.0)]) == (30.0, 0.0)
+    assert line_through([(1_000, 1.0), (2_000, 9.0)]) == pytest.approx((0.0, 8_000.0))
 
 
 def test_what_a_wait_has_left_to_do_is_computing() -> None:

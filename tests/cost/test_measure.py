@@ -15,12 +15,14 @@ from stretto.cli.cost import cost as cost_app
 from stretto.cost import calibrate, time_ops
 from stretto.cost.calibration import load_calibration
 from stretto.cost.local_processes import MOST_PROCESSES, fitting, scaled
+from stretto.cost.measured import skew_of
 from stretto.cost.op_cache import signature
-from stretto.cost.profile import profile
+from stretto.cost.profile import profile, typical_us
 from stretto.cost.stand_ins import function_of
 from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
 from stretto.errors import StrettoError
+from stretto.ir.action import Phase
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import CollectiveCost
@@ -88,6 +90,21 @@ def test_one_process_measures_collectives_between_others() -> None:
     assert found.source == "measured, 2 ranks, loopback"
     assert found.curve.us(16 * 32 * 4) > 1.0
     assert plan.costs.default_link.source == "no messages"
+
+
+def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> None:
+    assert typical_us([1.0, 1.0, 1.6]) == pytest.approx(1.2)
+    assert typical_us([1.0, 1.0, 1.6, 50.0]) == pytest.approx(1.2)
+
+
+def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
+    fast = {0: {Phase.F: [100.0, 200.0], Phase.I: [50.0]}}
+    slow = {0: {Phase.F: [120.0, 180.0], Phase.I: [50.0]}}
+    other = {1: {Phase.F: [70.0, 900.0], Phase.I: [50.0]}}
+    assert skew_of([fast, slow]) == pytest.approx(370 / 350 - 1)
+    assert skew_of([fast, other]) == 0.0, "no two share a place"
+    assert skew_of([fast, slow, other]) == pytest.approx((370 + 1020) / (350 + 1020) - 1)
+    assert skew_of([]) == 0.0
 
 
 def test_large_axes_are_measured_small() -> None:

@@ -39,12 +39,43 @@ def test_a_collective_runs_on_its_lane_and_its_wait_stands() -> None:
     timeline = simulate(make_comm_plan(ONE, op_us=100, start_us=3, collective_us=50))
     assert lane(timeline, 0)[:3] == [
         ("compute", "0F0", 0, 103),
-        ("exposed", "tp all_reduce fr0.0", 103, 153),
-        ("compute", "0F0", 153, 453),
+        ("exposed", "tp all_reduce fr0.0", 103, 150),
+        ("compute", "0F0", 150, 450),
     ]
     found = message(timeline, "tp all_reduce fr0.0")
-    assert (found.lane, found.start_us, found.end_us, found.nbytes) == ("tp", 103, 153, ACTIVATION.nbytes)
+    assert (found.lane, found.start_us, found.end_us, found.nbytes) == ("tp", 100, 150, ACTIVATION.nbytes)
     assert (found.stage, found.phase, found.microbatch, found.sender) == (0, Phase.F, 0, None)
+
+
+def test_a_collective_that_finds_its_lane_busy_takes_its_whole_time_after_it() -> None:
+    """What a start does is a part of its collective: no lane carries more than its link lets through."""
+    plan = make_comm_plan(schedule("0F0 0F1 0B0 0B1"), op_us=1, start_us=30, collective_us=50)
+    plan = replace(plan, costs=replace(plan.costs, op_us=dict.fromkeys(plan.costs.op_us, 0.0)))
+    starts = {key: 30.0 if key[1].startswith("fr") else 0.0 for key in plan.costs.op_us}
+    plan = replace(plan, costs=replace(plan.costs, op_us=starts))
+    timeline = simulate(plan)
+    first, second = (
+        next(s for s in timeline.spans if s.name == "tp all_reduce fr0.0" and s.microbatch == mb)
+        for mb in (0, 1)
+    )
+    assert (first.start_us, first.end_us) == (0, 50)
+    assert (second.start_us, second.end_us) == (50, 100)
+
+
+def test_ranks_that_share_a_place_wait_for_the_slowest_in_their_next_collective() -> None:
+    plan = make_comm_plan(ONE, op_us=100, collective_us=50)
+    order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
+    plan = reordered(plan, "0B", *order)
+    even = simulate(plan)
+    apart = simulate(replace(plan, costs=replace(plan.costs, skew=0.1)))
+    # fr0.0 takes longer than the 10 us by which its ranks are apart after 100; br0.0 is done behind dn0, and
+    # stands for a tenth of the 300 from fr0.0's wait on, and the 300 before it in B; the norm's as fr0.0's.
+    late = {s.name: s.duration_us for s in apart.spans if s.kind is SpanKind.EXPOSED}
+    on_time = {s.name: s.duration_us for s in even.spans if s.kind is SpanKind.EXPOSED}
+    assert "tp all_reduce br0.0" not in on_time
+    assert late["tp all_reduce br0.0"] == pytest.approx(0.1 * 600)
+    assert late["tp all_reduce fr0.0"] == on_time["tp all_reduce fr0.0"] == 50
+    assert apart.total_us(SpanKind.COMPUTE, 0) == pytest.approx(even.total_us(SpanKind.COMPUTE, 0))
 
 
 def test_work_between_start_and_wait_hides_it() -> None:
@@ -232,10 +263,10 @@ def levels(plan: Plan, until: float) -> list[tuple[float, float]]:
 
 def test_the_start_owns_the_result_until_the_waits_last_use() -> None:
     plan = make_comm_plan(ONE, op_us=100, collective_us=50)
-    # fm0.0 and the result, which the start allocates at 100; fm0.0 goes. While it stands, nothing changes.
+    # fm0.0, and the result, which the start allocates at 100; fm0.0 goes. While it stands, nothing changes.
     # Then fy0.0 reads the result, which goes; it, y0, and the loss of 4 bytes make the highest.
     scalar = 4 / ACTIVATION.nbytes
-    assert levels(plan, 449) == [(0, 0), (100, 2), (100, 1), (350, 2 + scalar)]
+    assert levels(plan, 449) == [(0, 0), (0, 1), (100, 2), (100, 1), (350, 2 + scalar)]
 
 
 def test_a_result_stays_as_long_as_its_wait_is_to_come() -> None:
@@ -297,11 +328,11 @@ def test_the_inside_of_a_window() -> None:
     assert op_times(plan, "0F") == [
         ("fm0.0", 7, 100, "compute"),
         ("fr0.0", 107, 3, "compute"),
-        ("fr0.0", 110, 150, "tp"),
-        ("fr0.0_w", 260, 0, "compute"),
-        ("fy0.0", 260, 100, "compute"),
-        ("y0", 360, 100, "compute"),
-        ("loss", 460, 100, "compute"),
+        ("fr0.0", 107, 150, "tp"),
+        ("fr0.0_w", 257, 0, "compute"),
+        ("fy0.0", 257, 100, "compute"),
+        ("y0", 357, 100, "compute"),
+        ("loss", 457, 100, "compute"),
     ]
     with pytest.raises(PlanError, match="window '9F' is run but not defined"):
         op_times(plan, "9F")

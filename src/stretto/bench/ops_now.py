@@ -5,8 +5,8 @@ made; a step that is timed ten minutes later is held against them here:
 
     1. Between the timed steps all ranks measure the ops of their stages together, and the rounds of all
        visits count alike (`cost.profile`).
-    2. Afterwards the plans get these times for what computes, and are predicted anew. Their orders stay,
-       and so do the costs of communication.
+    2. Afterwards the plans get these times for what computes, and how far ranks are apart, and are predicted
+       anew. Their orders stay, and so do the costs of communication.
 
 May touch plans and costs.
 """
@@ -45,13 +45,13 @@ class OpsNow:
             dist.barrier()
         self._found = profile(self._job, CPU, self._stages, self._found)
 
-    def op_us(self) -> Mapping[tuple[int, str], float]:
-        """Microseconds by (stage, op), equal on all ranks; after at least one visit."""
+    def agreed(self) -> tuple[Mapping[tuple[int, str], float], float]:
+        """(microseconds by (stage, op), skew), equal on all ranks; after at least one visit."""
         assert self._found is not None, "no visit yet"
-        return agreed_ops(self._found) if dist.is_initialized() else self._found.op_us
+        return agreed_ops(self._found) if dist.is_initialized() else (self._found.op_us, 0.0)
 
 
-def with_ops(plan: Plan, op_us: Mapping[tuple[int, str], float]) -> Plan:
+def with_ops(plan: Plan, op_us: Mapping[tuple[int, str], float], skew: float) -> Plan:
     """Step 2: the plan as it is, with these times of its computing ops, and predicted again."""
     calls = {
         (stage.index, op.name)
@@ -61,5 +61,5 @@ def with_ops(plan: Plan, op_us: Mapping[tuple[int, str], float]) -> Plan:
         if op.collective is not None or op.target == WAIT
     }
     times = {key: us if key in calls else op_us[key] for key, us in plan.costs.op_us.items()}
-    made = replace(plan, costs=replace(plan.costs, op_us=times))
+    made = replace(plan, costs=replace(plan.costs, op_us=times, skew=skew))
     return replace(made, prediction=predict(made))

@@ -192,7 +192,7 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
         ops.visit()
         times.append([step() for _ in range(steps)])
     runner.close()
-    plan = with_ops(plan, ops.op_us())
+    plan = with_ops(plan, *ops.agreed())
     if keep is not None:
         keep(plan)
     prediction = plan.prediction

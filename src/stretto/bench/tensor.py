@@ -84,11 +84,11 @@ def run_worker(setup: Setup, out: Path) -> None:
 
     ops = OpsNow(runners["off"].plan)
     times = race(systems, setup.rounds, after=after, before=ops.visit, say=say, warm_ups=WARM_UPS)
-    op_us = ops.op_us()
+    agreed = ops.agreed()
     if rank == 0:
         plans = {mode: runner.plan for mode, runner in runners.items()}
         result = make_result(
-            setup, plans, {m: with_ops(p, op_us) for m, p in plans.items()}, times, timelines
+            setup, plans, {m: with_ops(p, *agreed) for m, p in plans.items()}, times, timelines
         )
         result["setup"]["worst_error_vs_plain"] = error
         out.write_text(json.dumps(result, indent=1) + "\n")

@@ -71,6 +71,7 @@ def _merged(costs: list[Costs]) -> Costs:
             found[0],
             curve=Curve.fitted(points[key]),
             processor_us_per_mb=sum(c.processor_us_per_mb for c in found) / len(found),
+            processor_us=sum(c.processor_us for c in found) / len(found),
             pace=sum(c.pace for c in found) / len(found),
         )
         for key, found in known.items()

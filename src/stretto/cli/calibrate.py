@@ -189,7 +189,7 @@ def _tell(console: Console, found: Calibration, measured: int, cached: int, warn
                 str(one.stride),
                 str(one.hosts),
                 f"{one.cost.curve.us(2**20) / 1000:.2f} ms",
-                f"{one.cost.processor_us_per_mb / 1000:.2f} ms"
+                f"{one.cost.lost_us(10**6) / 1000:.2f} ms"
                 + (f", {100 * one.cost.slowdown:.0f} %" if one.cost.slowdown else ""),
                 f"{100 * one.spread:.0f} %",
             )

@@ -70,6 +70,7 @@ def _collective(found: list[CollectiveCost], inverse: list[float], at: float) ->
         _on_lines(inverse, [cost.slowdown for cost in found], at),
         "interpolated between measured rates",
         alone_us / beside_us if beside_us > alone_us > 0 else 1.0,
+        _on_lines(inverse, [cost.processor_us for cost in found], at),
     )
 
 

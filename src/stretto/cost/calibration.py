@@ -37,11 +37,12 @@ from stretto.ir.plan import CollectiveCost, Link
 from stretto.ir.reading import Cursor, read_json
 
 FORMAT = "stretto-calibration"
-VERSION = 2
+VERSION = 3
 
 COST_KEYS = (
     "curve",
     "processor_us_per_mb",
+    "processor_us",
     "slowdown",
     "pace",
     "start_us",
@@ -148,6 +149,7 @@ def _group_data(one: GroupTiming) -> dict[str, Any]:
         "hosts": one.hosts,
         "curve": [[round(nbytes), round(us, 2)] for nbytes, us in one.cost.curve.points],
         "processor_us_per_mb": round(one.cost.processor_us_per_mb, 2),
+        "processor_us": round(one.cost.processor_us, 2),
         "slowdown": round(one.cost.slowdown, 4),
         "pace": round(one.cost.pace, 4),
         "start_us": round(one.calls.start_us, 2),
@@ -171,7 +173,12 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
     if not 0.0 < pace <= 1.0:
         raise parts["pace"].error(f"expected a share above 0 and at most 1, not {pace}")
     cost = CollectiveCost(
-        curve, positive(parts["processor_us_per_mb"]), positive(parts["slowdown"]), f"measured: {name}", pace
+        curve,
+        positive(parts["processor_us_per_mb"]),
+        positive(parts["slowdown"]),
+        f"measured: {name}",
+        pace,
+        positive(parts["processor_us"]),
     )
     return GroupTiming(
         kind,

@@ -38,10 +38,10 @@ class Calls:
         return self.finish_us_per_mb * nbytes / BYTES_PER_MB
 
 
-def starts_fitted(starts: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(start_us, start_us_per_mb) from (bytes, microseconds) of calls: a line through the least and the most
-    bytes, never falling."""
-    (least, low_us), (most, high_us) = min(starts), max(starts)
+def line_through(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(microseconds whatever the size, microseconds a megabyte) from (bytes, microseconds): a line through
+    the least and the most bytes, never falling."""
+    (least, low_us), (most, high_us) = min(samples), max(samples)
     per_byte = max(0.0, high_us - low_us) / (most - least) if most > least else 0.0
     return max(0.0, low_us - per_byte * least), per_byte * BYTES_PER_MB
 

@@ -1,9 +1,11 @@
 """What compute loses while communication is in flight, measured by doing both.
 
-    processor    The rank multiplies small matrices for as long as a given number of collectives, one after
-                 the other, are in flight. The time that it took, less what as many products take alone, was
-                 lost to the transport's own threads: microseconds for each 10**6 bytes. A collective takes
-                 longer meanwhile, too, by its pace.
+    processor    1. The rank multiplies small matrices for as long as a given number of collectives, one after
+                    the other, are in flight. The time that it took, less what as many products take alone,
+                    was lost to the transport. A collective takes longer meanwhile, too, by its pace.
+                 2. The loss is no less than what the process' other threads took of the processor, where the
+                    computing thread stood for them. For short collectives this is exact, and 1, a small
+                    difference of long times, is not. Where other cores are free, nothing stands.
     accelerator  As many products as last about as long as the collectives, with them and without; the
                  difference is the part of the device's speed that the collectives take.
 
@@ -23,7 +25,6 @@ from typing import Any
 
 import torch
 
-from stretto.cost.calls import BYTES_PER_MB
 from stretto.giving_way import lanes_first
 
 ALONE_S = 0.1
@@ -44,16 +45,16 @@ large enough to fill an accelerator."""
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """processor_us_per_mb, slowdown and pace as in `stretto.ir.plan.CollectiveCost`."""
+    """processor_us: what one collective takes from each member's compute; slowdown and pace as in
+    `stretto.ir.plan.CollectiveCost`."""
 
-    processor_us_per_mb: float
+    processor_us: float
     slowdown: float
     pace: float
 
 
 def compute_loss(
     start: Callable[[], Any],
-    nbytes: int,
     alone_us: float,
     meet: Callable[[], None],
     device: torch.device,
@@ -61,11 +62,10 @@ def compute_loss(
 ) -> Loss:
     """What this rank's compute loses to a collective.
 
-    start: begins the collective and returns its handle, which has `wait()`; nbytes: of its whole
-    tensor; alone_us: how long it takes when nothing else runs, the same number on all ranks; meet: brings
-    the ranks together; calls_us: of the call that begins it and of the wait for one that is done, which
-    are counted as such and no loss. What the transport does before a call returns, because it goes first, is
-    a loss like any other.
+    start: begins the collective and returns its handle, which has `wait()`; alone_us: how long it takes from
+    that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together;
+    calls_us: of the call that begins it and of the wait for one that is done, which are counted as such and
+    no loss. What the transport does before a call returns, because it goes first, is a loss like any other.
     """
     count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
     side = SIDE.get(device.type, SIDE["cuda"])
@@ -78,9 +78,9 @@ def compute_loss(
     with torch.no_grad():
         if device.type == "cpu":
             found = [_beside(start, count, compute, meet, calls_us) for _ in range(REPEATS)]
-            lost_us = max(0.0, statistics.median(lost for lost, _ in found))
+            lost_us = statistics.median(lost for lost, _ in found)
             beside_us = statistics.median(us for _, us in found)
-            return Loss(lost_us * BYTES_PER_MB / max(nbytes, 1), 0.0, min(1.0, alone_us / beside_us))
+            return Loss(max(0.0, lost_us), 0.0, min(1.0, alone_us / beside_us))
         slowdowns = [_slowdown(start, count, alone_us, compute, meet, device) for _ in range(REPEATS)]
         return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))), 1.0)
 
@@ -93,41 +93,52 @@ def _beside(
     calls_us: float,
 ) -> tuple[float, float]:
     """(compute that one of `count` collectives takes away, how long one takes under it), in microseconds."""
-    before_us = _alone_us(compute, meet)
+    before_us, share_before = _alone(compute, meet)
     # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
+    # It is no part of a step: what it takes, and what asking it takes, is left out.
     with ThreadPoolExecutor(max_workers=1) as waiter:
-        waiter.submit(int).result()  # its start is no loss to the collective
+        waited = -waiter.submit(time.thread_time_ns).result()
         with lanes_first():
             meet()
-            begin = time.perf_counter_ns()
-            calling = products = 0
+            begin, mine, process = time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()
+            asking = products = 0
             for _ in range(count):
-                called = time.perf_counter_ns()
                 work = start()
-                calling += time.perf_counter_ns() - called
+                asked = time.perf_counter_ns()
                 done = waiter.submit(work.wait)
+                asking += time.perf_counter_ns() - asked
                 while not done.done():
                     compute()
                     products += 1
                 done.result()
-            end = time.perf_counter_ns()
-    took_us = (end - begin) / 1000.0
-    product_us = (before_us + _alone_us(compute, meet)) / 2.0
-    lost_us = (took_us - products * product_us) / count - calls_us
-    # From the call's return, as when it is alone; its end is seen when a product ends, half of one late.
-    return lost_us, max(1.0, (took_us - calling / 1000.0) / count - product_us / 2.0)
+            took_us = (time.perf_counter_ns() - begin) / 1000.0
+            mine_us = (time.thread_time_ns() - mine) / 1000.0
+            process_us = (time.process_time_ns() - process) / 1000.0
+        waited += waiter.submit(time.thread_time_ns).result()
+    after_us, share_after = _alone(compute, meet)
+    product_us, share = (before_us + after_us) / 2.0, (share_before + share_after) / 2.0
+    extra_us = asking / 1000.0 + waited / 1000.0 / share
+    others_us = (process_us - mine_us - waited / 1000.0) / share
+    missing_us = took_us - extra_us - products * product_us
+    stood_us = took_us - extra_us - mine_us / share
+    taken_us = others_us if stood_us > others_us / 2.0 else 0.0
+    # Its end is seen when a product ends, half of one late.
+    beside_us = max(1.0, (took_us - extra_us) / count - product_us / 2.0)
+    return max(missing_us / count - calls_us, taken_us / count), beside_us
 
 
-def _alone_us(compute: Callable[[], None], meet: Callable[[], None]) -> float:
-    """A product's time while all ranks do nothing but compute."""
+def _alone(compute: Callable[[], None], meet: Callable[[], None]) -> tuple[float, float]:
+    """(a product's time in microseconds, the share of a processor that the thread has), while all ranks do
+    nothing but compute."""
     compute()
     meet()
-    begin = time.perf_counter_ns()
+    begin, mine = time.perf_counter_ns(), time.thread_time_ns()
     products = 0
     while time.perf_counter_ns() - begin < ALONE_S * 1e9:
         compute()
         products += 1
-    return (time.perf_counter_ns() - begin) / 1000.0 / products
+    took_ns = time.perf_counter_ns() - begin
+    return took_ns / 1000.0 / products, min(1.0, (time.thread_time_ns() - mine) / took_ns)
 
 
 def _slowdown(

@@ -72,6 +72,7 @@ def measure_between(
             entry["slowdown"],
             f"{entry['source']}, loopback",
             entry["pace"],
+            entry["processor_us"],
         )
         axis, kind = entry["axis"], entry["kind"]
         cost = scaled(cost, small.size(axis), mesh.size(axis))
@@ -107,6 +108,7 @@ def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
         cost,
         curve=Curve(tuple(points)),
         processor_us_per_mb=cost.processor_us_per_mb * part,
+        processor_us=cost.processor_us * steps,
         source=f"{cost.source}; scaled to {wish} ranks as a ring",
     )
 
@@ -172,6 +174,7 @@ def _probe(asked: Any) -> None:
                 "kind": kind,
                 "curve": cost.curve.to_list(),
                 "processor_us_per_mb": cost.processor_us_per_mb,
+                "processor_us": cost.processor_us,
                 "slowdown": cost.slowdown,
                 "pace": cost.pace,
                 "source": cost.source,

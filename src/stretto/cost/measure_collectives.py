@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from stretto import collectives, gloo_adapter
-from stretto.cost.calls import BYTES_PER_MB, Calls, starts_fitted
+from stretto.cost.calls import BYTES_PER_MB, Calls, line_through
 from stretto.cost.contention import compute_loss
 from stretto.cost.time_collectives import agree_max, agree_median, finish_us, meet, products_per_us, timed
 from stretto.cost.wanted import Wanted, elements
@@ -176,18 +176,25 @@ def _measure(
         if agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
             break
     fits = [sample for sample in samples if sample[1] <= CONTENTION_US] or [min(samples)]
-    size, alone_us = max(fits)
-    nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
+    nbytes, alone_us = max(fits)
+    _, start = collective_call(item.kind, nbytes, item.dtype, members, group, device)
     finishing_us = min(alone_us / 2, finish_us(start, alone_us)) if device.type == "cpu" else 0.0
-    calls = Calls(*starts_fitted(starts), finishing_us * BYTES_PER_MB / max(nbytes, 1))
-    calls_us = calls.starting_us(nbytes) + finishing_us
-    loss = compute_loss(start, nbytes, alone_us, lambda: meet(device), device, calls_us)
+    calls = Calls(*line_through(starts), finishing_us * BYTES_PER_MB / max(nbytes, 1))
+    # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
+    losses: list[tuple[int, float]] = []
+    for nbytes, alone_us in sorted({min(fits), max(fits)}):
+        _, start = collective_call(item.kind, nbytes, item.dtype, members, group, device)
+        calls_us = calls.starting_us(nbytes) + calls.finish_us(nbytes)
+        loss = compute_loss(start, alone_us, lambda: meet(device), device, calls_us)
+        losses.append((nbytes, agree_median(loss.processor_us)))
+    processor_us, processor_us_per_mb = line_through(losses)
     cost = CollectiveCost(
         Curve.fitted([(size, max(us / 2, us - calls.finish_us(size))) for size, us in samples]),
-        agree_median(loss.processor_us_per_mb),
+        processor_us_per_mb,
         agree_median(loss.slowdown),
         f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
         agree_median(loss.pace),
+        processor_us,
     )
     return Measured(cost, calls, spread)
 

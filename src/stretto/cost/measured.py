@@ -27,7 +27,7 @@ from stretto.cost.profile import Profile, device_name, profile
 from stretto.cost.roofline import ACTION_US
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
-from stretto.ir.action import Schedule
+from stretto.ir.action import Phase, Schedule
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import CollectiveCost, Costs, Link
 from stretto.ir.program import Job, Stage
@@ -90,7 +90,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
     dist.barrier()
     mine = profile(job, device, schedule.stages_of(place), mine)
     shared = shared_axes(mesh, [axis for axis, _ in job.axes])
-    op_us = agreed_ops(mine)
+    op_us, skew = agreed_ops(mine)
     told: list[Any] = [None] * mesh.world
     dist.all_gather_object(told, links)
     found: dict[tuple[int, int], list[Link]] = defaultdict(list)
@@ -106,6 +106,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
         f"measured on {device_name(device)}, {mesh.world} ranks at once",
         costs_by_lane(collectives),
         shared,
+        skew,
     )
 
 
@@ -116,11 +117,32 @@ def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], 
     return sum(op_us[index, op.name] for index, op in ops) / max(starts, 1)
 
 
-def agreed_ops(mine: Profile) -> dict[tuple[int, str], float]:
-    """All ranks' op times, equal on all of them; every running rank calls it with its own."""
+def agreed_ops(mine: Profile) -> tuple[dict[tuple[int, str], float], float]:
+    """(all ranks' op times, their skew as in `stretto.ir.plan.Costs`), equal on all of them; every running
+    rank calls it with its own."""
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, dict(mine.op_us))
-    return _merged(told)
+    totals = {stage: dict(rounds.totals) for stage, rounds in mine.rounds.items()}
+    dist.all_gather_object(told, (dict(mine.op_us), totals))
+    return _merged(op_us for op_us, _ in told), skew_of([of for _, of in told])
+
+
+def skew_of(totals: Sequence[Mapping[int, Mapping[Phase, Sequence[float]]]]) -> float:
+    """How much longer the slowest rank of a place computes than its ranks do on average, as a share.
+
+    totals: by rank, stage and phase, what rounds took, which ranks that hold a stage did at one time. The
+    mean over places; 0 where no two ranks share one.
+    """
+    by_stage: dict[int, list[Mapping[Phase, Sequence[float]]]] = defaultdict(list)
+    for rank in totals:
+        for stage, of in rank.items():
+            by_stage[stage].append(of)
+    slowest_us = mean_us = 0.0
+    for ranks in by_stage.values():
+        for phase in ranks[0]:
+            for together in zip(*(rank[phase] for rank in ranks), strict=False):
+                slowest_us += max(together)
+                mean_us += statistics.fmean(together)
+    return slowest_us / mean_us - 1.0 if mean_us else 0.0
 
 
 def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:

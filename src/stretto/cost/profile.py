@@ -31,10 +31,10 @@ from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
 
-KEPT = 0.75
-"""Part of the rounds that count, the faster ones. Of the faster half alone, a machine whose speed goes up and
-down by a tenth would promise steps 8 % too fast (the mean of a normal spread's lower half lies 0.8 of its
-deviation below the whole's); of all, one stolen second would count."""
+STOLEN = 2.0
+"""A round that took more than this many times the median does not count: something else had the processor.
+All others do. A step is a sum of what rounds take, fast and slow; of the faster three quarters alone, a
+machine whose speed goes up and down by a tenth would promise steps 6 to 9 % too fast."""
 
 LEAST_ROUND_US = 20_000.0
 """Shorter rounds are repeated more often, up to `MOST_ROUNDS`, so that noise averages out."""
@@ -116,18 +116,18 @@ def _measure(job: Job, stage: Stage, device: torch.device, rounds: Rounds) -> di
                 rounds.totals[phase].append(us)
     result: dict[str, float] = {}
     for phase in PHASES:
-        typical = {op.name: _typical(rounds.shares[op.name]) for op in stage.ops[phase]}
+        typical = {op.name: typical_us(rounds.shares[op.name]) for op in stage.ops[phase]}
         total = sum(typical.values())
-        scale = _typical(rounds.totals[phase]) / total if total else 0.0
+        scale = typical_us(rounds.totals[phase]) / total if total else 0.0
         result |= {name: us * scale for name, us in typical.items()}
         result |= {op.name: 0.0 for op in stage.ops[phase] if op.target == WAIT}
     return result
 
 
-def _typical(times_us: Sequence[float]) -> float:
+def typical_us(times_us: Sequence[float]) -> float:
     """The mean of the rounds that count."""
-    fast = sorted(times_us)[: max(1, round(KEPT * len(times_us)))]
-    return statistics.fmean(fast)
+    most_us = STOLEN * statistics.median(times_us)
+    return statistics.fmean(us for us in times_us if us <= most_us)
 
 
 def _make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:

@@ -56,7 +56,7 @@ def finish_us(start: Callable[[], Any], alone_us: float) -> float:
 def timed(
     start: Callable[[], Any], group: dist.ProcessGroup, device: torch.device, products: float
 ) -> tuple[float, float, float]:
-    """Step 2: (microseconds of one collective after its start, of its start, spread), equal on all ranks.
+    """Step 2: (microseconds of one collective from its call on, of that call, spread), equal on all ranks.
 
     products: what a rank computes before each, on average. The same work on all ranks, however long it takes
     them: that they are not ready at one time is a part of what a collective costs.
@@ -75,7 +75,7 @@ def timed(
         work.wait()
         _synchronise(device)
         end = time.perf_counter_ns()
-        took.append((end - started) / 1000.0)
+        took.append((end - begin) / 1000.0)
         starts.append((started - begin) / 1000.0)
         return took[-1]
 
@@ -91,25 +91,25 @@ def timed(
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (dist.get_process_group_ranks(group), took, starts))
     by_group: dict[tuple[int, ...], list[tuple[list[float], list[float]]]] = {}
-    for ranks, waits, calls in told:
-        by_group.setdefault(tuple(ranks), []).append((waits, calls))
+    for ranks, wholes, calls in told:
+        by_group.setdefault(tuple(ranks), []).append((wholes, calls))
     found = [_counted(members) for members in by_group.values()]
     return (
-        statistics.median(wait_us for wait_us, _, _ in found),
+        statistics.median(whole_us for whole_us, _, _ in found),
         statistics.median(start_us for _, start_us, _ in found),
         max(spread for _, _, spread in found),
     )
 
 
 def _counted(members: Sequence[tuple[list[float], list[float]]]) -> tuple[float, float, float]:
-    """(wait, start, spread) of one group from its members' waits and starts: means over members, and over the
-    rounds that count, which are those that took the least in all."""
-    waits = [statistics.fmean(each) for each in zip(*(waits for waits, _ in members), strict=True)]
+    """(whole, start, spread) of one group from its members' times: means over members, and over the rounds
+    that count, which are those that took the least."""
+    wholes = [statistics.fmean(each) for each in zip(*(wholes for wholes, _ in members), strict=True)]
     starts = [statistics.fmean(each) for each in zip(*(starts for _, starts in members), strict=True)]
-    rounds = sorted(zip(waits, starts, strict=True), key=sum)[: max(1, round(KEPT * len(waits)))]
-    wait_us = statistics.fmean(wait for wait, _ in rounds)
-    range_us = max(wait for wait, _ in rounds) - min(wait for wait, _ in rounds)
-    return wait_us, statistics.fmean(start for _, start in rounds), range_us / wait_us
+    rounds = sorted(zip(wholes, starts, strict=True))[: max(1, round(KEPT * len(wholes)))]
+    whole_us = statistics.fmean(whole for whole, _ in rounds)
+    range_us = max(whole for whole, _ in rounds) - min(whole for whole, _ in rounds)
+    return whole_us, statistics.fmean(start for _, start in rounds), range_us / whole_us
 
 
 def products_per_us(device: torch.device) -> float:

@@ -14,7 +14,17 @@ from stretto.ir.op_text import encode_float
 from stretto.ir.plan import CollectiveCost, Costs, Link, Prediction
 from stretto.ir.reading import Cursor
 
-COLLECTIVE_KEYS = ("communicator", "kind", "curve", "processor_us_per_mb", "slowdown", "pace", "source")
+COLLECTIVE_KEYS = (
+    "communicator",
+    "kind",
+    "curve",
+    "processor_us_per_mb",
+    "processor_us",
+    "slowdown",
+    "pace",
+    "source",
+)
+COST_KEYS = ("source", "action_us", "default_link", "links", "collectives", "shared", "skew", "op_us")
 LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
 
 
@@ -35,12 +45,13 @@ def encode_costs(costs: Costs) -> dict[str, Any]:
             for name, kind in sorted(costs.collectives)
         ],
         "shared": Line(list(costs.shared)),
+        "skew": encode_float(costs.skew),
         "op_us": op_us,
     }
 
 
 def decode_costs(cursor: Cursor) -> Costs:
-    fields = cursor.fields(("source", "action_us", "default_link", "links", "collectives", "shared", "op_us"))
+    fields = cursor.fields(COST_KEYS)
     links: dict[tuple[int, int], Link] = {}
     for entry in fields["links"].elements():
         parts = entry.fields(("from", "to", *LINK_KEYS))
@@ -64,6 +75,7 @@ def decode_costs(cursor: Cursor) -> Costs:
         source=fields["source"].text(),
         collectives=_decode_collectives(fields["collectives"]),
         shared=fields["shared"].sequence(Cursor.text),
+        skew=fields["skew"].number(),
     )
 
 
@@ -71,6 +83,7 @@ def _encode_collective(cost: CollectiveCost) -> dict[str, Any]:
     return {
         "curve": [[encode_float(nbytes), encode_float(us)] for nbytes, us in cost.curve.points],
         "processor_us_per_mb": encode_float(cost.processor_us_per_mb),
+        "processor_us": encode_float(cost.processor_us),
         "slowdown": encode_float(cost.slowdown),
         "pace": encode_float(cost.pace),
         "source": cost.source,
@@ -93,6 +106,7 @@ def _decode_collectives(cursor: Cursor) -> dict[tuple[str, str], CollectiveCost]
             slowdown=parts["slowdown"].number(),
             source=parts["source"].text(),
             pace=pace,
+            processor_us=parts["processor_us"].number(),
         )
     return found
 

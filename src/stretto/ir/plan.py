@@ -32,7 +32,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, OverlapMode
 
-VERSION = 3
+VERSION = 4
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps."""
 
 
@@ -186,9 +186,10 @@ class Link:
 class CollectiveCost:
     """What a collective of one kind takes on one communicator, when nothing else uses its links.
 
-    curve: time by bytes of the whole tensor (see `ir.program.Collective`).
+    curve: time by bytes of the whole tensor (see `ir.program.Collective`), from the call that starts it.
     processor_us_per_mb: processor time that every member loses, per 10**6 bytes of the whole tensor (a CPU
         transport copies and adds on the cores that compute).
+    processor_us: what it loses beside that, whatever the size (threads that wake up, headers).
     slowdown: share of the compute lane's speed that is lost while it is in flight, whatever its size (an
         accelerator gives multiprocessors to it).
     pace: share of its own speed that it has while a member computes, above 0 and at most 1 (a quota that
@@ -200,6 +201,11 @@ class CollectiveCost:
     slowdown: float = 0.0
     source: str = "assumed"
     pace: float = 1.0
+    processor_us: float = 0.0
+
+    def lost_us(self, nbytes: float) -> float:
+        """Processor time that every member loses to one of `nbytes`, in microseconds."""
+        return self.processor_us + self.processor_us_per_mb * nbytes / 10**6
 
     def __post_init__(self) -> None:
         if not 0.0 < self.pace <= 1.0:
@@ -215,6 +221,8 @@ class Costs:
     collectives[(communicator, kind)]; a communicator that is not named goes by links.
     shared: axes whose collectives use the same network cards as pipeline messages, and so slow each other
         down (tensor-parallel peers on different hosts); others have links of their own.
+    skew: how much longer the slowest of the ranks that share a place computes than they do on average, as a
+        share: the others wait for it in their next collective.
     """
 
     op_us: Mapping[tuple[int, str], float] = field(repr=False)
@@ -224,6 +232,7 @@ class Costs:
     source: str
     collectives: Mapping[tuple[str, str], CollectiveCost] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
+    skew: float = 0.0
 
     def link(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.default_link)

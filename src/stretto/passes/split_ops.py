@@ -172,11 +172,11 @@ class _Prices:
         ops = (chain.product, *chain.between)
 
         def product_us(parts: int) -> float:
-            return sum(self.part_us(chain.stage, op, parts) for op in ops) + begin_us
+            return sum(self.part_us(chain.stage, op, parts) for op in ops)
 
         def collective_us(parts: int) -> tuple[float, float]:
-            """Alone on its lane, as the simulation has it, and the compute that is lost to it meanwhile."""
-            lost_us = cost.processor_us_per_mb * asked.nbytes / parts / 1e6
+            """From its call on, alone on its lane, as the simulation has it, and the compute lost to it."""
+            lost_us = cost.lost_us(asked.nbytes / parts)
             us = max(cost.curve.us(asked.nbytes / parts), lost_us)
             return us, lost_us + cost.slowdown * us
 
@@ -186,7 +186,7 @@ class _Prices:
             if chain.columns % (parts * ALIGNMENT):
                 continue
             p, (c, r) = product_us(parts), collective_us(parts)
-            total = p + (parts - 1) * max(p + r, c) + c + self.join_us(result)
+            total = p + (parts - 1) * max(p + begin_us + r, c) + c + self.join_us(result)
             if total < best_us:
                 best, best_us = parts, total
         return best

@@ -6,9 +6,9 @@ Knows ops as numbers, with times and lanes; nothing of ranks, links or other sta
    that comes before theirs in every legal order.
 2. The compute lane runs one op at a time: between two points, all ops that need the first and are needed
    by the second pass.
-3. A wait ends after the op that starts its collective, and the collective. A lane carries one collective at
-   a time in the order of starts; so of those on one lane whose starts are needed, the ones that start
-   no earlier than a point all pass after it.
+3. A collective begins no sooner than the op that starts it, and ends before its wait. A lane carries one
+   collective at a time in the order of starts; so of those on one lane whose starts are needed, the ones that
+   start no earlier than a point all pass after it.
 4. A distance is the largest that 2 and 3 give over every chain of waits in between: the longest path
    over lanes, in which stretches of compute count with their load.
 5. Before an op has ended, and after it has begun, the time that each machine has spent on what it needs, and
@@ -72,7 +72,8 @@ class Distances:
     to_end, to_sink[k]: from the op's start to the end of all that needs it, or to the k-th sink.
     before_sink[k]: the ops that have ended when the sink is reached.
     before[machine], after[machine]: by op, time of the machine's work (compute, or collectives of a lane)
-        that has ended when the op has; that cannot begin before the op does. Both count the op itself.
+        that has ended when the op has; that cannot begin before the op does. Both count the op itself, but
+        not the collective that begins with it.
     """
 
     time_us: Array
@@ -105,20 +106,23 @@ def find_distances(shape: Shape) -> Distances:
     same = np.array([[a.lane == b.lane for b in shape.calls] for a in shape.calls], dtype=bool)
     earlier = same & needs[np.ix_(starts, starts)] if starts else same
     call_us = np.array([call.us for call in shape.calls])
+    start_us = time_us[starts]
     onward = range(len(shape.calls))
     # 5. A collective has ended when its wait has, and cannot begin before its start does.
     on_lane = {
         lane: call_us * [c.lane == lane for c in shape.calls] for lane in {c.lane for c in shape.calls}
     }
     passed = {COMPUTE: up[:, 0], **{lane: needs[:, waits] @ us for lane, us in on_lane.items()}}
-    to_come = {COMPUTE: on[:, 0], **{lane: us @ needs[starts] for lane, us in on_lane.items()}}
+    later = needs[starts]
+    later[np.arange(len(starts)), starts] = False
+    to_come = {COMPUTE: on[:, 0], **{lane: us @ later for lane, us in on_lane.items()}}
 
     def forward_from(column: int, mask: Mask) -> Array:
         found = np.where(mask, up[:, column], NEVER)
         for c in sorted(onward, key=lambda c: starts[c]):
             if mask[starts[c]]:
                 held = earlier[c] & mask[starts]
-                done_us = after_lane(found[starts][held], call_us[held])
+                done_us = after_lane((found[starts] - start_us)[held], call_us[held])
                 found = np.maximum(
                     found, np.where(needs[:, waits[c]], done_us + up[:, first_wait + c], NEVER)
                 )
@@ -130,7 +134,8 @@ def find_distances(shape: Shape) -> Distances:
             if mask[waits[c]]:
                 held = earlier[:, c] & mask[waits]
                 left_us = after_lane(found[waits][held], call_us[held])
-                found = np.maximum(found, np.where(needs[starts[c]], left_us + on[:, first_start + c], NEVER))
+                to_start_us = on[:, first_start + c] - start_us[c]
+                found = np.maximum(found, np.where(needs[starts[c]], left_us + to_start_us, NEVER))
         return found
 
     return Distances(

@@ -103,7 +103,7 @@ def _forwards_a_run(schedule: Schedule) -> int:
 
 def _around_call(stage: StageReach, call: Call) -> tuple[float, float]:
     """Head and tail of a collective, microseconds."""
-    head_us = float(stage.head_us[call.start] + stage.time_us[call.start])
+    head_us = float(stage.head_us[call.start])
     return head_us, float(stage.tail_us[call.wait] + stage.time_us[call.wait])
 
 
@@ -212,6 +212,7 @@ class _Place:
         """Add those of an axis: on its lane, or on the card that it shares, which latency leaves free.
 
         feeding: the machines that feed it."""
+        computes = np.array([name == COMPUTE for name in feeding])
         for number, stage in enumerate(self._stages):
             needs_us, feeds_us = _fed(stage, feeding)
             for call, time in stage.calls:
@@ -220,7 +221,8 @@ class _Place:
                     head_us, tail_us = _around_call(stage, call)
                     here = {
                         "stage": number,
-                        "needs_us": needs_us[call.start],
+                        # It begins with its start, whose own time need not have passed.
+                        "needs_us": needs_us[call.start] - computes * stage.time_us[call.start],
                         "feeds_us": feeds_us[call.wait],
                     }
                     work.add(head_us, tail_us + late_us, time.us - late_us, **here)

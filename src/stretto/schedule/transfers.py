@@ -25,7 +25,7 @@ ALL_REDUCE = "all_reduce"
 class CollectiveTime:
     """What one collective takes when it has its links for itself.
 
-    us: from its begin to its end; latency_us: the part of it that keeps no network card busy.
+    us: from the call that starts it to its end; latency_us: the part of it that keeps no network card busy.
     processor: share of every member's processor that it takes; slowdown: share of the compute lane's speed
         that is lost beside that, however long it takes. Both are 0 or more.
     pace: share of its speed that it has while a member computes.
@@ -146,7 +146,7 @@ def bucket_time(costs: Costs, communicator: Communicator, nbytes: int) -> Collec
 
 
 def _time(cost: CollectiveCost, nbytes: int) -> CollectiveTime:
-    lost_us = cost.processor_us_per_mb * nbytes / BYTES_PER_MB
+    lost_us = cost.lost_us(nbytes)
     # As with messages: it moves no faster than the processor does.
     us = max(cost.curve.us(nbytes), lost_us)
     processor = lost_us / us if lost_us else 0.0

@@ -16,9 +16,9 @@ def op_times(plan: Plan, window: str) -> list[tuple[str, float, float, str]]:
     """(item name, start, duration, lane) of every op and collective of a window, in the order of its items.
 
     Microseconds from the window's start. An op that starts a collective is there on the compute lane, for
-    what starting costs, and again on the lane of its axis, for what the collective takes; its wait begins
-    when that is done. A collective that another window starts is there already. The name is the item's in the
-    plan's text: `mm_3`, or `#1 mm_3` in a window's second part.
+    what starting costs, and on the lane of its axis from that moment on, for what the collective takes; its
+    wait begins when that is done. A collective that another window starts is there already. The name is the
+    item's in the plan's text: `mm_3`, or `#1 mm_3` in a window's second part.
 
     Raises PlanError as `simulate` does, for windows, ops and costs that are missing.
     """
@@ -33,9 +33,9 @@ def op_times(plan: Plan, window: str) -> list[tuple[str, float, float, str]]:
         if call is not None and op.target == WAIT:
             now_us = max(now_us, done_us.get((item.part, call.key), now_us))
         found.append((str(item), now_us, op_us, COMPUTE_LANE))
-        now_us += op_us
         if call is not None and op.target != WAIT:
             begin_us = max(now_us, free_us.get(call.axis, 0.0))
             found.append((str(item), begin_us, call.time.us, call.axis))
             free_us[call.axis] = done_us[item.part, call.key] = begin_us + call.time.us
+        now_us += op_us
     return found

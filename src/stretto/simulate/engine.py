@@ -6,8 +6,9 @@ May touch `stretto.ir`, `stretto.schedule.transfers` and this room. The contract
    and are simulated once. It has one compute lane, which walks the rank's instructions in order.
 2. `recv` posts a buffer, and takes no time. `run` walks a window: `action_us`, then its ops, each for its
    cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
-   value for a stage of the same rank is there as soon as it is made. An op that starts a collective takes
-   its cost, and then the collective goes to its lane; its `comm.wait` stands until it is done.
+   value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
+   begins, the collective goes to its lane; its `comm.wait` stands until it is done, and at least for
+   `skew` of what the rank has worked since the wait before: ranks that share the place are as far apart.
 3. `sent` stands until the message has left. `loss` and `reduce` start a collective; `heard` and
    `reduced` stand until it is done.
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
@@ -131,6 +132,8 @@ class _Rank:
         self.end_us = 0.0
         self._at: Instruction | None = None
         self._waits_for: Message | Collective | str = ""
+        self._skew = walk.plan.costs.skew
+        self._behind_us = 0.0
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
@@ -184,6 +187,7 @@ class _Rank:
             if work_us:
                 accounts.extend(actions[segment.part], start_us)
                 yield work_us
+                self._behind_us += self._skew * work_us
                 accounts.action_end_us = clock.now_us
             if change is not None:
                 held = memory.bytes_held
@@ -199,11 +203,23 @@ class _Rank:
                 if segment.control is Control.START:
                     self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
+                peers_us, self._behind_us = clock.now_us + self._behind_us, 0.0
                 started = self._started.get(key)
                 if started is None or not started.done.happened:
                     yield from self._finish(started, call)
+                if peers_us > clock.now_us:
+                    yield from self._wait(
+                        self._later(peers_us), call.name, f"the ranks beside it in {call.name}"
+                    )
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
+
+    def _later(self, time_us: float) -> Moment:
+        """What is under way now, and happens at a time to come."""
+        moment = Moment()
+        moment.begun_us = self._clock.now_us
+        self._clock.at(time_us, lambda: moment.happen(self._clock))
+        return moment
 
     def _finish(self, started: Collective | None, call: Call) -> Lane:
         """A `comm.wait` whose collective is not done."""

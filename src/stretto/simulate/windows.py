@@ -45,8 +45,8 @@ class Segment:
 
     first, last: the range of the window's items whose ops these are (`last` is one past the end).
     edge: of the message that the control is about, else -1. local: the edge stays on the rank.
-    call: of the collective that the control is about, else None; an op that starts one is the segment's last,
-    one that waits for one the next segment's first.
+    call: of the collective that the control is about, else None; the op that starts it, or waits for it, is
+    the next segment's first.
     """
 
     part: int
@@ -151,8 +151,8 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
 def _segments(
     plan: Plan, window: Window, op_us: list[float], ops: list[Op | None], calls: list[Call | None]
 ) -> tuple[Segment, ...]:
-    """Cut after every message's wait and send, after the start and before the wait of every collective, and
-    where the ops of another part begin."""
+    """Cut after every message's wait and send, before the start and the wait of every collective, and where
+    the ops of another part begin."""
     items = window.items
     segments: list[Segment] = []
     first = 0
@@ -177,15 +177,13 @@ def _segments(
             control = Control.SEND if item.kind is ItemKind.SEND else Control.RECEIVE
             close(at, control, edge.index, item.part, local)
             first = at + 1
-        elif op.target == WAIT:
-            close(at, Control.FINISH, control_part=item.part, call=calls[at])
+        elif calls[at] is not None:
+            control = Control.FINISH if op.target == WAIT else Control.START
+            close(at, control, control_part=item.part, call=calls[at])
             first = at
         elif at > first and items[at - 1].part != item.part:
             close(at)
             first = at
-        if calls[at] is not None and op is not None and op.target != WAIT:
-            close(at + 1, Control.START, control_part=item.part, call=calls[at])
-            first = at + 1
     if first < len(items):
         close(len(items))
     return tuple(segments)

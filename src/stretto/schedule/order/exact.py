@@ -1,7 +1,7 @@
 """The best order of a small window, by exact search (constraint programming, CP-SAT of `ortools`).
 
     1. Every item that takes time on the compute lane is an interval there; every collective one on its lane,
-       which begins when its start has run. No two intervals of a lane overlap.
+       which begins no sooner than its start. No two intervals of a lane overlap.
     2. What an item needs ends before it begins; through waits, views and messages, that is when these are
        there.
     3. The window's end, with what must follow its messages, is as early as can be; the search ends when
@@ -83,7 +83,7 @@ def _solve(cp: Any, graph: WindowGraph, known: tuple[int, ...]) -> list[float] |
             lanes.setdefault("", []).append(model.new_fixed_size_interval_var(begin, length, f"i{index}"))
         if node.role is Role.START:
             flight = model.new_int_var(0, horizon, f"f{index}")
-            model.add(flight >= begin + length)
+            model.add(flight >= begin)
             us = ticks(node.time_us)
             lanes.setdefault(node.lane, []).append(model.new_fixed_size_interval_var(flight, us, f"l{index}"))
             there.append(flight + us)
@@ -122,9 +122,9 @@ def _hint(model: Any, graph: WindowGraph, known: tuple[int, ...], begins: list[A
         if node.role in (Role.FINISH, Role.RECEIVE):
             now_us = max(now_us, done[node.start] if node.start >= 0 else node.time_us)
         model.add_hint(begins[index], round(now_us * TICKS))
-        now_us += node.work_us
         if node.role is Role.START:
             done[index] = free[node.lane] = max(now_us, free.get(node.lane, 0.0)) + node.time_us
+        now_us += node.work_us
 
 
 def _by_begin(graph: WindowGraph, begins: list[float]) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def urgencies(graph: WindowGraph) -> list[float]:
         # What only a later window waits for is in no hurry.
         leads = node.role is Role.SEND or (node.role is Role.START and graph.after[index])
         on_lane_us = max(node.time_us, node.tail_us) if leads else 0.0
-        found[index] = node.work_us + on_lane_us + behind
+        found[index] = max(node.work_us, on_lane_us) + behind
     return found
 
 
@@ -188,10 +188,11 @@ class _Listing:
     def _run(self, index: int) -> None:
         node = self.graph.nodes[index]
         self._place(index)
+        if node.role is Role.START:
+            self.done[index] = self.lanes.start(node.lane, self.now_us, node.time_us, node.load)
         if node.work_us:
             self.now_us = self.lanes.work(self.now_us, node.work_us)
         if node.role is Role.START:
-            self.done[index] = self.lanes.start(node.lane, self.now_us, node.time_us, node.load)
             for kept in self.kept.pop(index, ()):
                 heapq.heappush(self.ready, (-self.urgency[kept], kept))
         self._there(index)

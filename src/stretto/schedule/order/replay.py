@@ -1,7 +1,7 @@
 """A fast clock for one window: how long an order takes, how long compute stands, what memory it needs.
 
 It knows what `stretto.simulate` knows of a window by itself: the compute lane takes items one after another;
-each collective goes to the lane of its axis, which carries one at a time, in the order of starts; while
+each collective goes to the lane of its axis as its start begins; the lane carries one at a time; while
 collectives take a share of the processor, compute goes slower by that share. It knows nothing of other
 ranks, of messages but when they are expected, and of what came before the window.
 """
@@ -98,10 +98,10 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
             if ready_us > now_us:
                 stands_us += ready_us - now_us
                 now_us = ready_us
-        if node.work_us:
-            now_us = lanes.work(now_us, node.work_us)
         if node.role is Role.START:
             done[index] = lanes.start(node.lane, now_us, node.time_us, node.load)
+        if node.work_us:
+            now_us = lanes.work(now_us, node.work_us)
         memory.take(index)
     return Replay(now_us, stands_us, memory.peak, max(now_us, late_us), reached_us)
 
