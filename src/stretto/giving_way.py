@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 
 from stretto import gloo_adapter
+from stretto.control_groups import MOUNTS, PROC, own_group
 
 
 @contextmanager
@@ -63,14 +64,14 @@ def keeping_core() -> Iterator[None]:
 
 
 @functools.cache
-def is_alone(proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> bool:
+def is_alone(proc: Path = PROC, mounts: Path = MOUNTS) -> bool:
     """Whether this process, what it started, and what started it are all that its control group holds.
 
     proc, mounts: where the kernel tells. False where it does not, and in the group that holds all.
     """
     mine = os.getpid()
     try:
-        group = _group(proc, mounts)
+        group = own_group(proc, mounts)
         if group is None:
             return False
         members = [int(word) for word in (group / "cgroup.procs").read_text().split()]
@@ -78,18 +79,6 @@ def is_alone(proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) 
         return mine in members and all(pid in above or mine in _line(proc, pid) for pid in members)
     except (OSError, ValueError, IndexError):
         return False  # a process ended meanwhile, or the kernel does not say
-
-
-def _group(proc: Path, mounts: Path) -> Path | None:
-    """The directory of the control group that weighs this process's processor time (version 1 or 2)."""
-    unified = None
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "cpu" in controllers.split(","):
-            return mounts / controllers / path.lstrip("/") if path != "/" else None
-        if not controllers and path != "/":
-            unified = mounts / path.lstrip("/")
-    return unified
 
 
 def _line(proc: Path, pid: int) -> list[int]:

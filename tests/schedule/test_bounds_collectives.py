@@ -12,7 +12,7 @@ from tests.synthetic_comm import ACTIVATION, KINDS, make_comm_costs, make_comm_j
 
 from stretto.errors import PlanError
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link, Plan
+from stretto.ir.plan import CollectiveCost, Costs, Link, Plan, Quota
 from stretto.schedule.bounds import lower_bound
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.pair import whole
@@ -157,13 +157,16 @@ def plans(draw: st.DrawFn) -> Plan:
             draw(st.sampled_from([0.0, 50.0, 900.0])),
             draw(st.sampled_from([0.0, 0.2, 0.9])),
             pace=draw(st.sampled_from([1.0, 0.6])),
+            processor_us=draw(st.sampled_from([0.0, 30.0])),
         )
 
     links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
     collectives = {(axis, kind): collective() for axis, _ in axes for kind in KINDS}
     shared = draw(st.sampled_from([(), ("tp",), ("dp", "tp")]))
     action_us = draw(st.sampled_from([0.0, 15.0]))
-    costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared)
+    skew = draw(st.sampled_from([0.0, 0.1]))
+    quota = draw(st.sampled_from([None, None, Quota(150.0, 0.5), Quota(1000.0, 0.2)]))
+    costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota)
     plan = plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
     return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan
 

@@ -83,7 +83,7 @@ def test_collectives_that_cost_nothing_change_nothing(plan: Plan) -> None:
             programs[phase] = tuple(replaced)
         stages.append(replace(stage, ops=programs))
     collectives = dict.fromkeys(plan.costs.collectives, free)
-    costs = replace(plan.costs, op_us=op_us, collectives=collectives, shared=())
+    costs = replace(plan.costs, op_us=op_us, collectives=collectives, shared=(), skew=0.0)
     plan = replace(plan, costs=costs)
     without = replace(plan, job=replace(plan.job, stages=tuple(stages)))
     one, other = simulate(plan), simulate(without)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.control_groups import processor_quota
 from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
@@ -29,7 +30,7 @@ from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import CollectiveCost, Costs, Link
+from stretto.ir.plan import CollectiveCost, Costs, Link, Quota
 from stretto.ir.program import Job, Stage
 
 NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
@@ -107,6 +108,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
         costs_by_lane(collectives),
         shared,
         skew,
+        agreed_quota(device),
     )
 
 
@@ -124,6 +126,19 @@ def agreed_ops(mine: Profile) -> tuple[dict[tuple[int, str], float], float]:
     totals = {stage: dict(rounds.totals) for stage, rounds in mine.rounds.items()}
     dist.all_gather_object(told, (dict(mine.op_us), totals))
     return _merged(op_us for op_us, _ in told), skew_of([of for _, of in told])
+
+
+def agreed_quota(device: torch.device) -> Quota | None:
+    """The quota under which all ranks compute, equal on all of them; every running rank calls it.
+
+    None when one of them has none that holds back the threads that it computes with.
+    """
+    found = processor_quota() if device.type == "cpu" else None
+    share = found[1] / found[0] / torch.get_num_threads() if found is not None else 1.0
+    mine = (found[0], share) if found is not None and share < 1.0 else None
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return None if None in told else Quota(*min(told, key=lambda quota: quota[1]))
 
 
 def skew_of(totals: Sequence[Mapping[int, Mapping[Phase, Sequence[float]]]]) -> float:

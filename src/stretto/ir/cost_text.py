@@ -11,7 +11,7 @@ from typing import Any
 from stretto.ir.curve import Curve
 from stretto.ir.job_text import Line
 from stretto.ir.op_text import encode_float
-from stretto.ir.plan import CollectiveCost, Costs, Link, Prediction
+from stretto.ir.plan import CollectiveCost, Costs, Link, Prediction, Quota
 from stretto.ir.reading import Cursor
 
 COLLECTIVE_KEYS = (
@@ -24,7 +24,17 @@ COLLECTIVE_KEYS = (
     "pace",
     "source",
 )
-COST_KEYS = ("source", "action_us", "default_link", "links", "collectives", "shared", "skew", "op_us")
+COST_KEYS = (
+    "source",
+    "action_us",
+    "default_link",
+    "links",
+    "collectives",
+    "shared",
+    "skew",
+    "quota",
+    "op_us",
+)
 LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
 
 
@@ -46,6 +56,7 @@ def encode_costs(costs: Costs) -> dict[str, Any]:
         ],
         "shared": Line(list(costs.shared)),
         "skew": encode_float(costs.skew),
+        "quota": None if costs.quota is None else Line(_encode_quota(costs.quota)),
         "op_us": op_us,
     }
 
@@ -76,7 +87,22 @@ def decode_costs(cursor: Cursor) -> Costs:
         collectives=_decode_collectives(fields["collectives"]),
         shared=fields["shared"].sequence(Cursor.text),
         skew=fields["skew"].number(),
+        quota=_decode_quota(fields["quota"]),
     )
+
+
+def _encode_quota(quota: Quota) -> dict[str, Any]:
+    return {"period_us": encode_float(quota.period_us), "share": encode_float(quota.share)}
+
+
+def _decode_quota(cursor: Cursor) -> Quota | None:
+    if cursor.value is None:
+        return None
+    parts = cursor.fields(("period_us", "share"))
+    try:
+        return Quota(parts["period_us"].number(), parts["share"].number())
+    except ValueError as error:
+        raise cursor.error(str(error)) from None
 
 
 def _encode_collective(cost: CollectiveCost) -> dict[str, Any]:

@@ -213,6 +213,22 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """A control group's limit on a rank: in every `period_us` it may compute for `share` of it, at full speed,
+    and stands for the rest. Op times are those of a rank that never stands for anything else."""
+
+    period_us: float
+    share: float
+
+    def __post_init__(self) -> None:
+        if not (self.period_us > 0.0 and 0.0 < self.share < 1.0):
+            raise ValueError(
+                f"a quota has a period above 0 and a share above 0 and below 1, not {self.period_us} us and "
+                f"{self.share}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Predicted times. op_us[(stage, op name)] on the compute lane: for the start of a communication that is
     what starting costs. links[(sender rank, receiver rank)]; `default_link` serves pairs that are not named.
@@ -223,6 +239,7 @@ class Costs:
         down (tensor-parallel peers on different hosts); others have links of their own.
     skew: how much longer the slowest of the ranks that share a place computes than they do on average, as a
         share: the others wait for it in their next collective.
+    quota: on every rank's processor time; None without one.
     """
 
     op_us: Mapping[tuple[int, str], float] = field(repr=False)
@@ -233,6 +250,7 @@ class Costs:
     collectives: Mapping[tuple[str, str], CollectiveCost] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     skew: float = 0.0
+    quota: Quota | None = None
 
     def link(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.default_link)

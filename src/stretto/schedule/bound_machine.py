@@ -28,6 +28,7 @@ class Work:
     outside_us, share: other work of `outside_us` that takes the machine from these jobs, at most `share` of
         its speed at any time; what of it cannot fit before the head and after the tail is added.
     before_us: time of the jobs that may lie before their head.
+    ahead_us: by how much the jobs that are done in any stretch of time may exceed it.
     feeders: machines that hold this one up.
     """
 
@@ -42,6 +43,7 @@ class Work:
     outside_us: float = 0.0
     share: float = 0.0
     before_us: float = 0.0
+    ahead_us: float = 0.0
 
     def add(
         self,
@@ -109,7 +111,7 @@ def one_machine(work: Work, microbatches: int) -> Machine | None:
     weight = microbatches * each + once
     around = firsts[:, None] + lasts[None, :]
     extra = np.maximum(0.0, work.outside_us - work.share * around)
-    early = np.where(firsts[:, None] > 0, work.before_us, 0.0)
+    early = work.ahead_us + np.where(firsts[:, None] > 0, work.before_us, 0.0)
     # 1. Sets of which all lies after the head and before the tail.
     filled = sums(np.ones(len(work.heads))) > 0
     best = _best(np.where(filled, around + weight + extra - early, -np.inf))

@@ -12,6 +12,8 @@ May touch `stretto.ir` and this room. The contract:
    what the others let it (`schedule.bound_fed`).
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
    the part that cannot fall before the head and after the tail is added to the work.
+   Under a quota a rank that has stood computes at full speed for a while: heads, tails and chains
+   count ops at that speed, and a stretch of time may hold two periods' quota more than its own.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
 5. A stage that may hold few live microbatches cannot start the next before one has ended
    (`schedule.bound_live`).
@@ -21,7 +23,7 @@ May touch `stretto.ir` and this room. The contract:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
@@ -64,7 +66,7 @@ def lower_bound(
     """
     stage_ranks = tuple(where.stage_ranks if isinstance(where, Schedule) else where)
     forwards = _forwards_a_run(where) if isinstance(where, Schedule) else 1
-    reach = find_reach(job, stage_ranks, costs)
+    reach = find_reach(job, stage_ranks, _at_full_speed(costs))
     m = job.microbatches
     # 4. One microbatch alone.
     parts = {"critical path": reach.critical_us}
@@ -93,6 +95,13 @@ def lower_bound(
     largest = max(parts.values())
     binding = next(name for name, us in parts.items() if us >= largest * (1 - ROUNDING))
     return Bound(largest, words[binding], parts)
+
+
+def _at_full_speed(costs: Costs) -> Costs:
+    """What ops take while a quota lasts."""
+    if costs.quota is None:
+        return costs
+    return replace(costs, op_us={key: us * costs.quota.share for key, us in costs.op_us.items()})
 
 
 def _forwards_a_run(schedule: Schedule) -> int:
@@ -178,11 +187,15 @@ class _Place:
         work.outside_us, work.share = self._transport()
         # The first run of a rank may pay `action_us` before the head.
         work.before_us = action_us
+        quota, speed = self._costs.quota, 1.0
+        if quota is not None:
+            speed = 1.0 / quota.share
+            work.ahead_us = 2.0 * (1.0 - quota.share) * quota.period_us
         for number, stage in enumerate(self._stages):
             needs_us, feeds_us = _fed(stage, feeding)
             for op, time_us in enumerate(stage.time_us):
                 here = {"stage": number, "needs_us": needs_us[op], "feeds_us": feeds_us[op]}
-                work.add(float(stage.head_us[op]), float(stage.tail_us[op]), float(time_us), **here)
+                work.add(float(stage.head_us[op]), float(stage.tail_us[op]), float(time_us) * speed, **here)
             if action_us and stage.forward.any():
                 # Each run of a forward pays `action_us` before its ops; count it with one of them.
                 on_path = int(np.argmax(np.where(stage.forward, stage.head_us + stage.tail_us, -1.0)))

@@ -1,13 +1,23 @@
-"""A compute lane: one piece of work at a time, at the speed that transfers leave it.
+"""A compute lane: one piece of work at a time, at the speed that transfers and a quota leave it.
 
-While transfers take shares of its rank's processor, it goes slower by these shares (at least 0 is left); a
-lane that stands loses nothing. Knows the clock; nothing of ops or windows.
+Knows the clock; nothing of ops or windows. The contract:
+
+1. While transfers take shares of its rank's processor, it goes slower by these shares (at least 0 is left);
+   a lane that stands loses nothing.
+2. Work is counted in the time that it takes a lane that never stands. Under a quota such a lane has `share` of
+   a processor: it computes at full speed, 1 / share, until the period's time is spent, and then stands until
+   the next period. So a lane that stood for something else has time left, and computes faster. What
+   transfers take is spent as well, whether or not there is work.
+3. Periods begin with the step, on all ranks alike: ranks that share a place go on together, and stand
+   together when one of them has nothing left.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+from stretto.ir.plan import Quota
 from stretto.simulate.clock import Clock
 
 DONE_US = 1e-6
@@ -17,45 +27,112 @@ DONE_US = 1e-6
 class ComputeLane:
     """One rank's. `working`: whether there is work that has not ended."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, quota: Quota | None = None) -> None:
         self._clock = clock
         self.working = False
         self._left_us = self._since_us = 0.0
-        self._speed = 1.0
         self._shares: list[float] = []
         self._version = 0
         self._then: Callable[[], None] = lambda: None
+        self._budget = _Budget(quota) if quota is not None else None
 
     def work(self, work_us: float, then: Callable[[], None]) -> None:
         """Work from now on; `then` is called at its end. The lane must not be working."""
         assert not self.working
-        self.working, self._left_us, self._since_us, self._then = True, work_us, self._clock.now_us, then
+        self._pass()
+        self.working, self._left_us, self._then = True, work_us, then
         self._aim()
 
     def change_load(self, was: float, share: float) -> None:
         """A transfer that took the share `was` of the processor takes `share` from now on."""
+        self._pass()
         if was:
             self._shares.remove(was)
         if share:
             self._shares.append(share)
-        now_us = self._clock.now_us
-        self._left_us -= (now_us - self._since_us) * self._speed
-        self._since_us = now_us
-        self._speed = max(0.0, 1.0 - sum(self._shares))
         if self.working:
             self._aim()
+
+    @property
+    def _load(self) -> float:
+        return min(1.0, sum(self._shares))
+
+    def _pass(self) -> None:
+        """Account for the time since the last change."""
+        since_us, now_us = self._since_us, self._clock.now_us
+        self._since_us = now_us
+        if self._budget is not None:
+            self._left_us -= self._budget.run(since_us, now_us, self._load, self.working)
+        elif self.working:
+            self._left_us -= (now_us - since_us) * (1.0 - self._load)
 
     def _aim(self) -> None:
         """Put the end of the work into the clock; an earlier aim no longer counts."""
         self._version += 1
-        version = self._version
+        version, now_us, load = self._version, self._clock.now_us, self._load
         # Work that ends as a transfer begins has ended, whichever of the two the clock tells first.
-        left_us = self._left_us if self._left_us > DONE_US else 0.0
-        if not left_us or self._speed > 0:
-            after_us = left_us / self._speed if left_us else 0.0
-            self._clock.at(self._clock.now_us + after_us, lambda: self._finish(version))
+        end_us: float | None = now_us
+        if self._left_us > DONE_US:
+            if self._budget is not None:
+                end_us = self._budget.end(now_us, self._left_us, load)
+            else:
+                end_us = now_us + self._left_us / (1.0 - load) if load < 1.0 else None
+        if end_us is not None:  # else nothing is left for it until a transfer ends
+            self._clock.at(end_us, lambda: self._finish(version))
 
     def _finish(self, version: int) -> None:
         if version == self._version and self.working:
+            self._pass()
             self.working = False
             self._then()
+
+
+class _Budget:
+    """Step 2: the processor time of the period in which `run` was last called. Below 0 it is a debt, which the
+    next period pays: what transfers take while the lane stands because the time is spent."""
+
+    def __init__(self, quota: Quota) -> None:
+        self._period_us = quota.period_us
+        self._share = quota.share
+        self._whole_us = quota.period_us * quota.share
+        self._left_us = self._whole_us
+        self._until_us = quota.period_us
+
+    def run(self, since_us: float, now_us: float, load: float, working: bool) -> float:
+        """Spend the time of a stretch; returns the work that was done in it."""
+        taken = load * self._share
+        ran_us = 0.0
+        while since_us < now_us:
+            end_us = min(now_us, self._until_us)
+            stretch_us = end_us - since_us
+            mine_us = min(stretch_us, max(0.0, self._left_us)) if working else 0.0
+            ran_us += mine_us
+            self._left_us -= mine_us + (stretch_us - mine_us) * taken
+            if end_us >= self._until_us:
+                self._left_us = min(0.0, self._left_us) + self._whole_us
+                self._until_us += self._period_us
+                if not working and not taken and self._left_us >= self._whole_us:
+                    # Nothing is spent for a while, and nothing is left over from one period to another.
+                    idle = max(0, math.ceil((now_us - self._until_us) / self._period_us))
+                    self._until_us += idle * self._period_us
+                    end_us = now_us if idle else end_us
+            since_us = end_us
+        return ran_us * self._speed(load)
+
+    def end(self, now_us: float, work_us: float, load: float) -> float | None:
+        """When work that goes on from now is done, if the load stays; None if never."""
+        taken, need_us = load * self._share, work_us / self._speed(load)
+        left_us, until_us = self._left_us, self._until_us
+        while True:
+            room_us = min(until_us - now_us, max(0.0, left_us))
+            if need_us <= room_us:
+                return now_us + need_us
+            before_us, need_us = left_us, need_us - room_us
+            left_us = min(0.0, left_us - room_us - (until_us - now_us - room_us) * taken) + self._whole_us
+            if left_us <= 0.0 and left_us <= before_us:
+                return None  # transfers take all that there is
+            now_us, until_us = until_us, until_us + self._period_us
+
+    def _speed(self, load: float) -> float:
+        """Of work, while there is time left."""
+        return (1.0 - load * self._share) / self._share
