@@ -17,7 +17,7 @@ from stretto.cost.calibration import load_calibration
 from stretto.cost.local_processes import MOST_PROCESSES, fitting, scaled
 from stretto.cost.measured import skew_of
 from stretto.cost.op_cache import signature
-from stretto.cost.profile import profile, typical_us
+from stretto.cost.profile import profile, typical
 from stretto.cost.stand_ins import function_of
 from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
@@ -93,8 +93,8 @@ def test_one_process_measures_collectives_between_others() -> None:
 
 
 def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> None:
-    assert typical_us([1.0, 1.0, 1.6]) == pytest.approx(1.2)
-    assert typical_us([1.0, 1.0, 1.6, 50.0]) == pytest.approx(1.2)
+    assert typical([1.0, 1.0, 1.6]) == pytest.approx(1.2)
+    assert typical([1.0, 1.0, 1.6, 50.0]) == pytest.approx(1.2)
 
 
 def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:

@@ -1,4 +1,4 @@
-"""The compute lane under a quota: full speed until the period's time is spent, then nothing until the next."""
+"""The compute lane under a quota: full speed until the period's time is spent, then nothing for a while."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_transfers_spend_the_quota_too() -> None:
     lane.change_load(0.0, 0.5)
     lane.work(1000.0, lambda: done.append(clock.now_us))
     clock.run()
-    # They take a quarter of the processor throughout, and leave a quarter: half of what the lane has alone. Of
-    # the last period the end is not needed.
+    # They take a quarter of the processor throughout, and leave a quarter: half of what the lane has alone.
+    # Of the last period the end is not needed.
     assert 1900.0 < done[0] <= 2000.0
 
 

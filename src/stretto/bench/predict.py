@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import stretto
 from stretto.bench.ops_now import OpsNow, with_ops
+from stretto.cost.profile import typical
 from stretto.ir.plan import Plan
 from stretto.ir.program import OverlapMode
 from stretto.ir.serialize import plan_to_text
@@ -85,7 +86,7 @@ class Found:
     """A cell's figures. Shares are of the step, the mean over places; peaks by place.
 
     planned_ms: what the plan said when it was made; predicted_ms: with what ops took between steps;
-    rounds_ms: the median of each round.
+    measured_ms: of steps, the same mean as of ops; rounds_ms: the median of each round.
     """
 
     cell: str
@@ -206,7 +207,7 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
         cell=str(cell),
         planned_ms=planned.step_us / 1e3,
         predicted_ms=prediction.step_us / 1e3,
-        measured_ms=statistics.median(ms for together in times for ms in together),
+        measured_ms=typical([ms for together in times for ms in together]),
         rounds_ms=tuple(statistics.median(together) for together in times),
         exposed_predicted=statistics.mean(us / prediction.step_us for us in prediction.exposed_us),
         exposed_measured=statistics.median(exposed),

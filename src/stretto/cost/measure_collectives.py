@@ -2,13 +2,12 @@
 
     1. A process group for every group of an axis. All groups work at once, as they do in a step, so links and
        processors that they share are shared here.
-    2. Each size several times in a row, twice. Without a pause, as on a lane that is never idle: what an idle
-       link lets through at once (a token bucket's content) is not counted on. And as in a step: ranks compute
-       for a while, all as much, start and wait. How long a member waits, on average, is what the collective
-       costs a step: with it come the members that compute a little longer, and a quota that computing has
-       spent. Measured at 300 Mbit/s between hosts of 0.8 processors: 9.2 ms, where one that follows no
-       compute takes 6.9. Of the rounds, the mean without the slowest tenth; of both ways the longer. The
-       sizes give a `Curve`.
+    2. Each size several times in a row. Without a pause, as on a lane that is never idle: what an idle link
+       lets through at once (a token bucket's content) is not counted on. Where compute before it matters,
+       again as in a step: ranks compute for a while, all as much, start and wait; with it come the members
+       that compute a little longer, and a quota that computing has spent. Measured at 300 Mbit/s between hosts of
+       0.8 processors: 9.2 ms, where one that follows no compute takes 6.9. Of the rounds, the mean without
+       the slowest tenth; of both ways the longer. The sizes give a `Curve`.
     3. What compute loses to it (`cost.contention`), and what its wait does when it is done, at a size that
        stays in flight for a while. The latter is compute: the curve is without it.
     4. All ranks take the median over groups, so they hold equal costs.
@@ -71,7 +70,8 @@ def measure_collectives(
 ) -> dict[tuple[str, str], Measured]:
     """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
 
-    compute_us: how long a step computes between two collectives (ranks may differ; the median counts).
+    compute_us: how long a step computes between two collectives (ranks may differ; the median counts); 0
+        where that does nothing to a collective that is not counted elsewhere.
 
     Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
     slow links.

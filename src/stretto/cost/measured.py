@@ -86,7 +86,10 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh)
     here = [job.stages[stage] for stage in schedule.stages_of(place)]
-    between_us = compute_between_us(here, mine.op_us)
+    # Under a quota a collective pays for what the compute before it has spent. Elsewhere all that compute
+    # does to it is to let ranks come apart, which `skew` says.
+    quota = agreed_quota(device)
+    between_us = compute_between_us(here, mine.op_us) if quota is not None else 0.0
     collectives = measure_collectives(mesh, wanted_collectives(job), device, between_us)
     dist.barrier()
     mine = profile(job, device, schedule.stages_of(place), mine)
@@ -108,7 +111,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
         costs_by_lane(collectives),
         shared,
         skew,
-        agreed_quota(device),
+        quota,
     )
 
 

@@ -116,18 +116,18 @@ def _measure(job: Job, stage: Stage, device: torch.device, rounds: Rounds) -> di
                 rounds.totals[phase].append(us)
     result: dict[str, float] = {}
     for phase in PHASES:
-        typical = {op.name: typical_us(rounds.shares[op.name]) for op in stage.ops[phase]}
-        total = sum(typical.values())
-        scale = typical_us(rounds.totals[phase]) / total if total else 0.0
-        result |= {name: us * scale for name, us in typical.items()}
+        shares = {op.name: typical(rounds.shares[op.name]) for op in stage.ops[phase]}
+        total = sum(shares.values())
+        scale = typical(rounds.totals[phase]) / total if total else 0.0
+        result |= {name: us * scale for name, us in shares.items()}
         result |= {op.name: 0.0 for op in stage.ops[phase] if op.target == WAIT}
     return result
 
 
-def typical_us(times_us: Sequence[float]) -> float:
-    """The mean of the rounds that count."""
-    most_us = STOLEN * statistics.median(times_us)
-    return statistics.fmean(us for us in times_us if us <= most_us)
+def typical(times: Sequence[float]) -> float:
+    """The mean of the times that count (`STOLEN`), which need not be microseconds."""
+    most = STOLEN * statistics.median(times)
+    return statistics.fmean(took for took in times if took <= most)
 
 
 def _make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:

@@ -214,8 +214,8 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A control group's limit on a rank: in every `period_us` it may compute for `share` of it, at full speed,
-    and stands for the rest. Op times are those of a rank that never stands for anything else."""
+    """A control group's limit on a rank: in every `period_us` it may compute for `share` of it, at full
+    speed, and stands for the rest. Op times are those of a rank that never stands for anything else."""
 
     period_us: float
     share: float

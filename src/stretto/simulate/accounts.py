@@ -5,6 +5,8 @@ Knows spans and numbers; nothing of how they come about.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stretto.ir.action import Action
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
 
@@ -24,6 +26,7 @@ class Accounts:
         self._action: Action | None = None
         self._action_start_us = 0.0
         self.action_end_us = 0.0
+        self._stood = -1
 
     def extend(self, action: Action, start_us: float) -> None:
         """Work of `action` begins."""
@@ -57,7 +60,20 @@ class Accounts:
             (SpanKind.EXPOSED, begun_us, end_us),
         ):
             if last > first:
-                self._spans.append(Span(self._rank, COMPUTE_LANE, kind, name, first, last))
+                self._stand(Span(self._rank, COMPUTE_LANE, kind, name, first, last))
+
+    def _stand(self, span: Span) -> None:
+        """Write a span, or make the last one longer that it goes on with."""
+        before = self._spans[self._stood] if self._stood >= 0 else None
+        if before is not None and (before.kind, before.name, before.end_us) == (
+            span.kind,
+            span.name,
+            span.start_us,
+        ):
+            self._spans[self._stood] = replace(before, end_us=span.end_us)
+            return
+        self._stood = len(self._spans)
+        self._spans.append(span)
 
     def hold(self, time_us: float, held: int) -> None:
         """So many bytes are held from now on."""

@@ -33,7 +33,7 @@ LOSS = "loss"
 @dataclass(slots=True, eq=False)
 class Collective:
     """One collective of one step. track: the communicator, whose lane the timeline shows; name: `<axis> ...`,
-    as in the timeline."""
+    as in the timeline; done_us: when `done` happened."""
 
     lane: Lane
     track: str
@@ -43,6 +43,7 @@ class Collective:
     time: CollectiveTime
     missing: set[int] = field(default_factory=set)
     done: Moment = field(default_factory=Moment)
+    done_us: float = 0.0
     stage: int | None = None
     phase: Phase | None = None
     microbatch: int | None = None
@@ -159,6 +160,7 @@ class Collectives:
                 self._begin(lane.waiting.popleft())
             else:
                 lane.busy = False
+            collective.done_us = self._clock.now_us
             collective.done.happen(self._clock)
 
         places = collective.places

@@ -4,9 +4,9 @@ Knows the clock; nothing of ops or windows. The contract:
 
 1. While transfers take shares of its rank's processor, it goes slower by these shares (at least 0 is left);
    a lane that stands loses nothing.
-2. Work is counted in the time that it takes a lane that never stands. Under a quota such a lane has `share` of
-   a processor: it computes at full speed, 1 / share, until the period's time is spent, and then stands until
-   the next period. So a lane that stood for something else has time left, and computes faster. What
+2. Work is counted in the time that it takes a lane that never stands. Under a quota such a lane has `share`
+   of a processor: it computes at full speed, 1 / share, until the period's time is spent, and then stands
+   until the next period. So a lane that stood for something else has time left, and computes faster. What
    transfers take is spent as well, whether or not there is work.
 3. Periods begin with the step, on all ranks alike: ranks that share a place go on together, and stand
    together when one of them has nothing left.
@@ -88,8 +88,8 @@ class ComputeLane:
 
 
 class _Budget:
-    """Step 2: the processor time of the period in which `run` was last called. Below 0 it is a debt, which the
-    next period pays: what transfers take while the lane stands because the time is spent."""
+    """Step 2: the processor time of the period in which `run` was last called. Below 0 it is a debt, which
+    the next period pays: what transfers take while the lane stands because the time is spent."""
 
     def __init__(self, quota: Quota) -> None:
         self._period_us = quota.period_us

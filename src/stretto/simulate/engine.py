@@ -7,8 +7,10 @@ May touch `stretto.ir`, `stretto.schedule.transfers` and this room. The contract
 2. `recv` posts a buffer, and takes no time. `run` walks a window: `action_us`, then its ops, each for its
    cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
    value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
-   begins, the collective goes to its lane; its `comm.wait` stands until it is done, and at least for
-   `skew` of what the rank has worked since the wait before: ranks that share the place are as far apart.
+   begins, the collective goes to its lane; its `comm.wait` stands until it is done. Ranks that share the
+   place come apart by `skew` of what they work. The slowest of them is as much later with its part of a
+   collective, and a wait stands for it as well; by what a collective was done before its wait, ranks may
+   stay apart.
 3. `sent` stands until the message has left. `loss` and `reduce` start a collective; `heard` and
    `reduced` stand until it is done.
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
@@ -202,23 +204,25 @@ class _Rank:
                 if segment.control is Control.START:
                     self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
-                peers_us, self._behind_us = clock.now_us + self._behind_us, 0.0
                 started = self._started.get(key)
                 if started is None or not started.done.happened:
                     yield from self._finish(started, call)
-                if peers_us > clock.now_us:
-                    yield from self._wait(
-                        self._later(peers_us), call.name, f"the ranks beside it in {call.name}"
-                    )
+                if started is not None and self._skew:
+                    yield from self._meet(started)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 
-    def _later(self, time_us: float) -> Moment:
-        """What is under way now, and happens at a time to come."""
-        moment = Moment()
-        moment.begun_us = self._clock.now_us
-        self._clock.at(time_us, lambda: moment.happen(self._clock))
-        return moment
+    def _meet(self, done: Collective) -> Lane:
+        """Stand until the slowest rank of the place has done its part of a collective that this one has."""
+        now_us = self._clock.now_us
+        slack_us = now_us - done.done_us
+        late_us = self._behind_us - slack_us
+        if late_us > 0.0:
+            self._behind_us = slack_us
+            there = Moment()
+            there.begun_us = now_us
+            self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
+            yield from self._wait(there, done.name, done)
 
     def _finish(self, started: Collective | None, call: Call) -> Lane:
         """A `comm.wait` whose collective is not done."""
