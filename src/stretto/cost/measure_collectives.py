@@ -5,9 +5,9 @@
     2. Each size several times in a row. Without a pause, as on a lane that is never idle: what an idle link
        lets through at once (a token bucket's content) is not counted on. Where compute before it matters,
        again as in a step: ranks compute for a while, all as much, start and wait; with it come the members
-       that compute a little longer, and a quota that computing has spent. Measured at 300 Mbit/s between hosts of
-       0.8 processors: 9.2 ms, where one that follows no compute takes 6.9. Of the rounds, the mean without
-       the slowest tenth; of both ways the longer. The sizes give a `Curve`.
+       that compute a little longer, and a quota that computing has spent. Measured at 300 Mbit/s between
+       hosts of 0.8 processors: 9.2 ms, where one that follows no compute takes 6.9. Of the rounds, the mean
+       without the slowest tenth; of both ways the longer. The sizes give a `Curve`.
     3. What compute loses to it (`cost.contention`), and what its wait does when it is done, at a size that
        stays in flight for a while. The latter is compute: the curve is without it.
     4. All ranks take the median over groups, so they hold equal costs.
