@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.cost.measured import agreed_ops
-from stretto.cost.profile import Profile, profile
+from stretto.cost.profile import ROUNDS, Profile, profile
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
@@ -39,11 +39,11 @@ class OpsNow:
         self._stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
         self._found: Profile | None = None
 
-    def visit(self) -> None:
-        """Step 1, once."""
+    def visit(self, least_rounds: int = ROUNDS) -> None:
+        """Step 1, once; least_rounds as in `profile`."""
         if dist.is_initialized():
             dist.barrier()
-        self._found = profile(self._job, CPU, self._stages, self._found)
+        self._found = profile(self._job, CPU, self._stages, self._found, least_rounds)
 
     def agreed(self) -> tuple[Mapping[tuple[int, str], float], float]:
         """(microseconds by (stage, op), skew), equal on all ranks; after at least one visit."""

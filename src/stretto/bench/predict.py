@@ -4,9 +4,9 @@
        rank on each host; ranks share the machine's cores equally.
     2. In each cell the ranks capture, measure their costs together, plan, and run. The machine's speed goes
        up and down, by a fifth within seconds on some days, which is no error of a prediction: ops are
-       measured again and steps run in turn, for as many rounds as are asked for. The plan, simulated with
-       what its ops took over all rounds, stands beside what steps took: time, exposed communication, peak
-       memory. What was predicted when it was made is kept too.
+       measured again before every step, for as many rounds of steps as are asked for. The plan, simulated
+       with what its ops took on average, stands beside what steps took on average: time, exposed
+       communication, peak memory. What was predicted when it was made is kept too.
     3. Cells of shapes and rates that no measurement knows are predicted once more from others alone: op times
        and communication from the calibrated cells (`stretto.bench.transfer`).
 
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 WARM_UPS = 2
 """Steps that do not count: first messages open connections, first steps fill caches."""
 
-ROUND_US = 1_500_000.0
+ROUND_US = 3_000_000.0
 MOST_STEPS = 4
 """A round has as many steps as take this long, at least one and at most `MOST_STEPS`."""
 
@@ -190,8 +190,10 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
     times: list[list[float]] = []
     ops = OpsNow(plan)
     for _ in range(rounds):
-        ops.visit()
-        times.append([step() for _ in range(steps)])
+        times.append([])
+        for _ in range(steps):
+            ops.visit(least_rounds=1)
+            times[-1].append(step())
     runner.close()
     plan = with_ops(plan, *ops.agreed())
     if keep is not None:

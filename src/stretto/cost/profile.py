@@ -66,11 +66,16 @@ class Rounds:
 
 
 def profile(
-    job: Job, device: torch.device, stages: Sequence[int] | None = None, before: Profile | None = None
+    job: Job,
+    device: torch.device,
+    stages: Sequence[int] | None = None,
+    before: Profile | None = None,
+    least_rounds: int = ROUNDS,
 ) -> Profile:
     """Measure the ops of `stages` (all by default) on `device`.
 
     before: of the same job, stages and device, some time ago; its rounds count as much as the new ones.
+    least_rounds: that count, after one for warmth; more of short programs.
 
     Memory: the parameters, saved values and gradients of one microbatch of one stage at a time.
     """
@@ -90,7 +95,7 @@ def profile(
         # Dropout draws; the user's generator must not notice.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             rounds[index] = before.rounds[index].copy() if before is not None else Rounds()
-            measured = _measure(job, stage, device, rounds[index])
+            measured = _measure(job, stage, device, rounds[index], least_rounds)
         op_us.update(((index, name), us) for name, us in measured.items())
     return Profile(op_us, f"measured on {device_name(device)}", rounds)
 
@@ -103,14 +108,16 @@ def device_name(device: torch.device) -> str:
     return f"this processor, {threads} thread{'s' if threads != 1 else ''}"
 
 
-def _measure(job: Job, stage: Stage, device: torch.device, rounds: Rounds) -> dict[str, float]:
+def _measure(
+    job: Job, stage: Stage, device: torch.device, rounds: Rounds, least_rounds: int
+) -> dict[str, float]:
     made = _make_inputs(job, stage, device)
     calls = _calls(job, stage, device)
     grads: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         warm = _run(calls, made, grads, device, None)
         longer = LEAST_ROUND_US / max(sum(warm.values()), 1.0)
-        for _ in range(int(min(MOST_ROUNDS, max(ROUNDS, ROUNDS * longer)))):
+        for _ in range(int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))):
             _run(calls, made, grads, device, rounds.shares)
             for phase, us in _run(calls, made, grads, device, None).items():
                 rounds.totals[phase].append(us)
