@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ REPEATS = 3
 SIDE = {"cpu": 192, "cuda": 4096}
 """Rows and columns of the products: short on a processor, so that the end of a collective is seen soon;
 large enough to fill an accelerator."""
+
+
+WEIGHTS_BYTES = 16 * 2**20
+"""The products on a processor read as many bytes in turn, as a step reads weights: what a transport copies
+takes caches and memory from them, which products of one small matrix would not notice. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +70,17 @@ def compute_loss(
 
     start: begins the collective and returns its handle, which has `wait()`; alone_us: how long it takes from
     that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together;
-    calls_us: of the call that begins it and of the wait for one that is done, which are counted as such and
-    no loss. What the transport does before a call returns, because it goes first, is a loss like any other.
+    calls_us: of the call that begins it, which is counted as such and no loss. What the transport does before
+    the call returns, because it goes first, is a loss like any other. What a wait has left to do is left out.
     """
     count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
     side = SIDE.get(device.type, SIDE["cuda"])
-    factor = torch.full((side, side), 0.01, device=device)
-    product = torch.empty_like(factor)
+    count_of_factors = WEIGHTS_BYTES // (4 * side * side) if device.type == "cpu" else 1
+    factors = cycle([torch.full((side, side), 0.01, device=device) for _ in range(count_of_factors)])
+    product = torch.empty((side, side), device=device)
 
     def compute() -> None:
+        factor = next(factors)
         torch.mm(factor, factor, out=product)
 
     with torch.no_grad():

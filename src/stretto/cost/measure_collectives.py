@@ -184,8 +184,7 @@ def _measure(
     losses: list[tuple[int, float]] = []
     for nbytes, alone_us in sorted({min(fits), max(fits)}):
         _, start = collective_call(item.kind, nbytes, item.dtype, members, group, device)
-        calls_us = calls.starting_us(nbytes) + calls.finish_us(nbytes)
-        loss = compute_loss(start, alone_us, lambda: meet(device), device, calls_us)
+        loss = compute_loss(start, alone_us, lambda: meet(device), device, calls.starting_us(nbytes))
         losses.append((nbytes, agree_median(loss.processor_us)))
     processor_us, processor_us_per_mb = line_through(losses)
     cost = CollectiveCost(
