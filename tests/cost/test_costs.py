@@ -79,9 +79,9 @@ def test_equal_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     measured: list[int] = []
     measure = profile._measure
 
-    def counted(job: Job, stage, device, rounds):
+    def counted(job: Job, stage, device, rounds, least_rounds):
         measured.append(stage.index)
-        return measure(job, stage, device, rounds)
+        return measure(job, stage, device, rounds, least_rounds)
 
     monkeypatch.setattr(profile, "_measure", counted)
     found = profile.profile(job, CPU)
