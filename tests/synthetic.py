@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.ir.action import Phase, Schedule
-from stretto.ir.plan import Costs, Link, Plan
+from stretto.ir.costs import Costs, Link
+from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.schedule.lower import lower
 from stretto.schedule.sums import make_sums

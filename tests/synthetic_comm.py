@@ -14,8 +14,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Item, ItemKind, Link, Plan, Window
+from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.program import Arg, Job, Op, OverlapMode, Parameter, Ref, Shard, Stage, TensorSpec
 from stretto.schedule.lower import lower
 from stretto.schedule.sums import make_sums

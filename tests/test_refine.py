@@ -9,7 +9,8 @@ import pytest
 
 from stretto import candidates, refine
 from stretto.ir.action import Phase
-from stretto.ir.plan import Costs, ItemKind, Plan
+from stretto.ir.costs import Costs
+from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import Job
 from stretto.ir.serialize import plan_to_text
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind

@@ -10,7 +10,8 @@ import pytest
 from stretto import candidates
 from stretto.errors import PlanError
 from stretto.ir.action import Action, Overlap, Phase
-from stretto.ir.plan import Costs, Instruction, InstructionKind, Item, ItemKind, Plan, Window
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Buffer, Job
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.planning import make_plan

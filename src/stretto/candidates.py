@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 
 from stretto.errors import PlanError
 from stretto.ir.action import Overlap, Schedule, Slot
-from stretto.ir.plan import Costs, Plan, Window
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Plan, Window
 from stretto.ir.program import STARTS, Job, OverlapMode
 from stretto.refine import ROUNDS, refine
 from stretto.schedule.across import across, split_stages

@@ -29,8 +29,9 @@ from stretto.capture import capture, tree
 from stretto.config import ParallelSettings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.action import Phase
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.planning import make_plan
 from stretto.runtime.local import run_threads

@@ -19,7 +19,8 @@ from stretto.candidates import Candidate, candidates, why_less
 from stretto.cost.cluster import Description, costs_of, describe, memory_limit
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.plan import Costs, InstructionKind, Plan
+from stretto.ir.costs import Costs
+from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.passes.split_ops import split_for_overlap

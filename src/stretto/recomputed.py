@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from stretto.ir.action import Schedule
-from stretto.ir.plan import Costs
+from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.passes.recompute import costs_of_repeated
 from stretto.passes.recompute_choice import recompute

@@ -17,8 +17,8 @@ from stretto.bench.hidden import (
     work_of,
 )
 from stretto.ir.action import Action, Phase, Schedule, parse_slot
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link
 from stretto.ir.program import Job
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from tests.synthetic_comm import make_comm_job

@@ -13,8 +13,9 @@ import stretto
 from stretto.bench.predict import SHAPES, Cell, Found, Shape, cell_from, grid, run_cell
 from stretto.bench.predict_grid import bits_per_s, is_calibrated
 from stretto.bench.transfer import calibration_of, transferred
+from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning import make_plan

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stretto.cost.at_rate import costs_at_rate
 from stretto.errors import UsageError
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link
 
 ENDS_US_PER_BYTE = 0.002
 LATENCY_US = 40.0

@@ -21,9 +21,9 @@ from stretto.cost.op_cache import Machine, Timing, signature
 from stretto.cost.priced import Pricer, find_group, find_link, priced_costs, priced_ops
 from stretto.cost.roofline import specs_of
 from stretto.cost.time_ops import distinct_ops
+from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import CollectiveCost, Link
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.schedule.families import make_schedule
 from tests.cost.comm_job import comm_job

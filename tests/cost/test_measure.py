@@ -23,9 +23,9 @@ from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
 from stretto.errors import StrettoError
 from stretto.ir.action import Phase
+from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import CollectiveCost
 from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Ref, TensorSpec
 from tests.cost.comm_job import comm_job
 from tests.runtime.launch import launch

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.ir.action import Phase
+from stretto.ir.costs import CollectiveCost, Link, Prediction
 from stretto.ir.curve import Curve
-from stretto.ir.plan import Bucket, CollectiveCost, Communicator, Link, Plan, Prediction
+from stretto.ir.plan import Bucket, Communicator, Plan
 from stretto.ir.program import Buffer, Const, Constant, Op, Ref, Shard, Stage, TensorSpec
 from stretto.ir.serialize import plan_to_text
 from stretto.schedule.families import make_schedule

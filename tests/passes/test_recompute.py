@@ -10,9 +10,9 @@ import pytest
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
+from stretto.ir.costs import Costs, Link
 from stretto.ir.flow import PHASES
 from stretto.ir.op_text import decode_op, encode_op
-from stretto.ir.plan import Costs, Link
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.ir.reading import Cursor
 from stretto.passes.recompute import costs_of_repeated, forget, is_repeated, repeat

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from stretto.capture import capture
 from stretto.config import Parallel
+from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import Costs
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.recompute import is_repeated

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link
 from stretto.ir.program import Job
 from stretto.passes.split_ops import chains, split_for_overlap
 from stretto.planning import make_plan

@@ -19,7 +19,8 @@ from stretto.capture.split import place, split
 from stretto.capture.stages import cut
 from stretto.capture.trace import Traced, trace
 from stretto.ir.action import Schedule
-from stretto.ir.plan import Costs, Link, Plan
+from stretto.ir.costs import Costs, Link
+from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss

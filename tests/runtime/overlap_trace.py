@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from stretto.capture import capture
 from stretto.config import Parallel
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss

@@ -21,9 +21,10 @@ from stretto.capture import capture
 from stretto.cli.main import app
 from stretto.config import Parallel
 from stretto.errors import RunError, UsageError
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import CollectiveCost, Communicator, Costs, Link, Plan
+from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning import make_plan

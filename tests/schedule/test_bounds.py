@@ -12,7 +12,8 @@ from tests.synthetic_comm import plan_with
 
 from stretto.errors import PlanError
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
-from stretto.ir.plan import Costs, Link, Plan
+from stretto.ir.costs import Costs, Link
+from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job
 from stretto.ir.timeline import COMPUTE_LANE
 from stretto.schedule.bound_words import format_us

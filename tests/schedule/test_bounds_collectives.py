@@ -11,8 +11,9 @@ from tests.schedule.test_bounds import overlapped, virtual
 from tests.synthetic_comm import ACTIVATION, KINDS, make_comm_costs, make_comm_job, plan_with, shuffled
 
 from stretto.errors import PlanError
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link, Plan, Quota
+from stretto.ir.plan import Plan
 from stretto.schedule.bounds import lower_bound
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.pair import whole

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.simulate import predict, simulate

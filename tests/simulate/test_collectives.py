@@ -8,8 +8,9 @@ import pytest
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
+from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, InstructionKind, Item, ItemKind, Plan
+from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
 from stretto.simulate import op_times, simulate
 from tests.simulate.test_engine import lane, message, schedule

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stretto.control_groups import processor_quota
 from stretto.errors import UsageError
-from stretto.ir.plan import Quota
+from stretto.ir.costs import Quota
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.simulate.clock import Clock
 from stretto.simulate.compute_lane import ComputeLane

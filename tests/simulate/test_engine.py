@@ -8,7 +8,8 @@ import pytest
 
 from stretto.errors import PlanError
 from stretto.ir.action import Action, Phase, Schedule, parse_slot
-from stretto.ir.plan import Costs, Instruction, InstructionKind, Link, Plan
+from stretto.ir.costs import Costs, Link
+from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.program import Edge, Ref
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.schedule.lower import lower

@@ -11,8 +11,9 @@ from functools import cache
 from random import Random
 
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import OVERLAP_MODES, WAIT, Job, OverlapMode
 from stretto.planning import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule

@@ -32,7 +32,7 @@ from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
 from stretto.cost.measured import measured_costs
 from stretto.errors import RunError
-from stretto.ir.plan import Costs
+from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss

@@ -26,7 +26,8 @@ from stretto.bench.hidden import (
 )
 from stretto.bench.race import Times
 from stretto.ir.action import Action
-from stretto.ir.plan import Costs, Plan, Prediction
+from stretto.ir.costs import Costs, Prediction
+from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
 

@@ -19,8 +19,9 @@ from stretto.cost.calibration import Calibration
 from stretto.cost.op_cache import Machine, Timing, signature
 from stretto.cost.priced import priced_ops
 from stretto.cost.roofline import sizes_of, specs_of, traffic_bytes
+from stretto.ir.costs import CollectiveCost, Costs
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Plan
+from stretto.ir.plan import Plan
 from stretto.simulate import predict
 
 

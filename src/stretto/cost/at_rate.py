@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from stretto.errors import UsageError
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link
 
 
 def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:

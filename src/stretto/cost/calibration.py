@@ -32,8 +32,8 @@ from stretto.cost.op_cache import (
     write_whole,
 )
 from stretto.errors import UsageError
+from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Link
 from stretto.ir.reading import Cursor, read_json
 
 FORMAT = "stretto-calibration"

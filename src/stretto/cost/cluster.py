@@ -21,7 +21,7 @@ from stretto.cost.priced import priced_costs
 from stretto.cost.roofline import described_costs
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.plan import Costs
+from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.settings_file import refusal
 

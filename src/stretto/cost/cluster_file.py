@@ -34,8 +34,8 @@ from stretto.cost.efficiency import Matmul, Roof, op_us
 from stretto.cost.fabric import Fabric, Group, axis_group
 from stretto.cost.nccl_tests import read_nccl_tests
 from stretto.errors import UsageError
+from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Link
 from stretto.settings_file import read_settings
 
 _NAME = re.compile(r"^(?P<device>.+)x(?P<count>[1-9]\d*)$")

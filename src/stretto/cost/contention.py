@@ -52,7 +52,7 @@ takes caches and memory from them, which products of one small matrix would not 
 @dataclass(frozen=True, slots=True)
 class Loss:
     """processor_us: what one collective takes from each member's compute; slowdown and pace as in
-    `stretto.ir.plan.CollectiveCost`."""
+    `stretto.ir.costs.CollectiveCost`."""
 
     processor_us: float
     slowdown: float

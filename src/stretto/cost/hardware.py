@@ -22,8 +22,8 @@ from stretto.cost.wanted import wanted_collectives
 from stretto.dispatch import resolve
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
+from stretto.ir.costs import Costs
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import Costs
 from stretto.ir.program import CHUNK, INDEX, STARTS, Job, Op, Ref, TensorSpec
 
 FP32_PART = 1 / 16

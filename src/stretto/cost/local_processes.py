@@ -23,9 +23,9 @@ from stretto.cost.measure_collectives import Measured, measure_collectives
 from stretto.cost.messages import measure_both_ways, measure_links
 from stretto.cost.wanted import Wanted
 from stretto.errors import StrettoError
+from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import CollectiveCost, Link
 
 MOST_PROCESSES = 8
 """More are not started: each needs memory for the framework. Larger axes are scaled from what these show."""

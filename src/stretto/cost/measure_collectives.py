@@ -35,9 +35,9 @@ from stretto.cost.time_collectives import agree_max, agree_median, finish_us, me
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
 from stretto.giving_way import keeping_core
+from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import CollectiveCost
 
 COMPUTE_US = 5_000.0
 """Compute before a collective when nobody knows how much the step has."""

@@ -29,8 +29,8 @@ from stretto.cost.roofline import ACTION_US
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import CollectiveCost, Costs, Link, Quota
 from stretto.ir.program import Job, Stage
 
 NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
@@ -123,7 +123,7 @@ def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], 
 
 
 def agreed_ops(mine: Profile) -> tuple[dict[tuple[int, str], float], float]:
-    """(all ranks' op times, their skew as in `stretto.ir.plan.Costs`), equal on all of them; every running
+    """(all ranks' op times, their skew as in `stretto.ir.costs.Costs`), equal on all of them; every running
     rank calls it with its own."""
     told: list[Any] = [None] * dist.get_world_size()
     totals = {stage: dict(rounds.totals) for stage, rounds in mine.rounds.items()}

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from stretto.giving_way import keeping_core, lanes_first
 from stretto.gloo_adapter import calm_loops
+from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import Link
 
 SIZES = (4, 65_536, 262_144, 1_048_576)
 """Bytes of the probes: an empty message, and around an activation's size."""

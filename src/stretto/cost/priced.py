@@ -32,8 +32,8 @@ from stretto.cost.roofline import ACTION_US, FREE, op_times, sizes_of, specs_of,
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
+from stretto.ir.costs import Costs, Link
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import Costs, Link
 from stretto.ir.program import Job, Op, TensorSpec
 
 BEYOND = 4.0

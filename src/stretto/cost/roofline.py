@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stretto.cost.wanted import wanted_collectives
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Link
 from stretto.ir.program import WAIT, Job, Op, TensorSpec
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stretto.ir.costs import CollectiveCost, Costs, Link, Prediction, Quota
 from stretto.ir.curve import Curve
 from stretto.ir.job_text import Line
 from stretto.ir.op_text import encode_float
-from stretto.ir.plan import CollectiveCost, Costs, Link, Prediction, Quota
 from stretto.ir.reading import Cursor
 
 COLLECTIVE_KEYS = (

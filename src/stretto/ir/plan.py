@@ -28,12 +28,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from stretto.ir.action import Phase, Schedule
-from stretto.ir.curve import Curve
+from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, OverlapMode
 
 VERSION = 4
-"""Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps."""
+"""Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
+quotas, and what a collective takes of the processor whatever its size."""
 
 
 class ItemKind(StrEnum):
@@ -164,129 +165,6 @@ class Bucket:
     name: str
     communicator: str
     parameters: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a message between two ranks costs.
-
-    latency_us: from the start of the send to the first byte usable at the receiver.
-    bytes_per_us: payload rate while the message has the link for itself.
-    processor_us_per_mb: processor time that each end loses to the transfer, per 10**6 bytes (a CPU
-        transport copies on the cores that compute; 0 on accelerators with their own engines).
-    """
-
-    latency_us: float
-    bytes_per_us: float
-    processor_us_per_mb: float = 0.0
-    source: str = "assumed"
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveCost:
-    """What a collective of one kind takes on one communicator, when nothing else uses its links.
-
-    curve: time by bytes of the whole tensor (see `ir.program.Collective`), from the call that starts it.
-    processor_us_per_mb: processor time that every member loses, per 10**6 bytes of the whole tensor (a CPU
-        transport copies and adds on the cores that compute).
-    processor_us: what it loses beside that, whatever the size (threads that wake up, headers).
-    slowdown: share of the compute lane's speed that is lost while it is in flight, whatever its size (an
-        accelerator gives multiprocessors to it).
-    pace: share of its own speed that it has while a member computes, above 0 and at most 1 (a quota that
-        computing has spent stops the transport's threads as well).
-    """
-
-    curve: Curve
-    processor_us_per_mb: float = 0.0
-    slowdown: float = 0.0
-    source: str = "assumed"
-    pace: float = 1.0
-    processor_us: float = 0.0
-
-    def lost_us(self, nbytes: float) -> float:
-        """Processor time that every member loses to one of `nbytes`, in microseconds."""
-        return self.processor_us + self.processor_us_per_mb * nbytes / 10**6
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.pace <= 1.0:
-            raise ValueError(f"a collective's pace is a share above 0 and at most 1, not {self.pace}")
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """A control group's limit on a rank: in every `period_us` it may compute for `share` of it, at full
-    speed, and stands for the rest. Op times are those of a rank that never stands for anything else."""
-
-    period_us: float
-    share: float
-
-    def __post_init__(self) -> None:
-        if not (self.period_us > 0.0 and 0.0 < self.share < 1.0):
-            raise ValueError(
-                f"a quota has a period above 0 and a share above 0 and below 1, not {self.period_us} us and "
-                f"{self.share}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Predicted times. op_us[(stage, op name)] on the compute lane: for the start of a communication that is
-    what starting costs. links[(sender rank, receiver rank)]; `default_link` serves pairs that are not named.
-    action_us is what a window costs beside its ops (launch, loop).
-
-    collectives[(communicator, kind)]; a communicator that is not named goes by links.
-    shared: axes whose collectives use the same network cards as pipeline messages, and so slow each other
-        down (tensor-parallel peers on different hosts); others have links of their own.
-    skew: how much longer the slowest of the ranks that share a place computes than they do on average, as a
-        share: the others wait for it in their next collective.
-    quota: on every rank's processor time; None without one.
-    """
-
-    op_us: Mapping[tuple[int, str], float] = field(repr=False)
-    links: Mapping[tuple[int, int], Link]
-    default_link: Link
-    action_us: float
-    source: str
-    collectives: Mapping[tuple[str, str], CollectiveCost] = field(default_factory=dict)
-    shared: tuple[str, ...] = ()
-    skew: float = 0.0
-    quota: Quota | None = None
-
-    def link(self, sender: int, receiver: int) -> Link:
-        return self.links.get((sender, receiver), self.default_link)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What the simulation says of the plan, in microseconds and bytes; lists are by rank.
-
-    exposed_us: compute-lane time spent waiting for communication; bubble_us: idle for want of work.
-    exposed_axis_us, comm_axis_us: axis -> by rank, exposed time and total time of its communications; their
-        quotient tells what was hidden.
-    bound_us: no order of this job's actions on these ranks can be faster; `binds` says why in words.
-    """
-
-    step_us: float
-    compute_us: tuple[float, ...]
-    exposed_us: tuple[float, ...]
-    bubble_us: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
-    bound_us: float
-    binds: str
-    exposed_axis_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    comm_axis_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-
-    def hidden(self, axis: str) -> float | None:
-        """Share of an axis's communication that is hidden, over all ranks; None when there is none."""
-        total = sum(self.comm_axis_us.get(axis, ()))
-        if not total:
-            return None
-        return 1.0 - sum(self.exposed_axis_us.get(axis, ())) / total
-
-    @property
-    def gap(self) -> float:
-        """How far the plan is from its bound: 0.05 is five percent above it."""
-        return self.step_us / self.bound_us - 1.0 if self.bound_us else 0.0
 
 
 @dataclass(frozen=True, slots=True)

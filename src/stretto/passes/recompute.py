@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stretto.ir.action import Phase
-from stretto.ir.plan import Costs
+from stretto.ir.costs import Costs
 from stretto.ir.program import WAIT, Arg, Job, Op, Ref, Stage
 
 AGAIN = "_again"

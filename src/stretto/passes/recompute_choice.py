@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import Costs
 from stretto.ir.program import Job, Stage
 from stretto.passes.gather_again import gathers
 from stretto.passes.recompute import forget, repeat, storages

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stretto.ir.action import Phase
-from stretto.ir.plan import Costs
+from stretto.ir.costs import Costs
 from stretto.ir.program import Op, Stage
 from stretto.passes.recompute import storages
 from stretto.passes.recompute_blocks import Blocks, borders

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.ir.action import Phase
+from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import Costs
 from stretto.ir.program import WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.passes.rewrite import spec_with, strides_of
 

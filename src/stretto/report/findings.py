@@ -5,7 +5,7 @@ May touch `stretto.ir` and this room's tables of communication.
 
 from __future__ import annotations
 
-from stretto.ir.plan import Prediction
+from stretto.ir.costs import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.report.traffic import axes_of, communication_of
 from stretto.report.words import KINDS, format_change, format_share, format_us

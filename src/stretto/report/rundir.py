@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import UsageError
-from stretto.ir.plan import Plan, Prediction
+from stretto.ir.costs import Prediction
+from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
 from stretto.report.jsonfile import load_timeline

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from stretto.ir.plan import Prediction
+from stretto.ir.costs import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.report.dearest import Dear
 from stretto.report.traffic import axes_of, traffic_of

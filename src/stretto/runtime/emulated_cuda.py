@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
-from stretto.ir.plan import Communicator, Link, Plan
+from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.runtime.lone import LoneEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans

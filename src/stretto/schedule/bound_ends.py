@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Schedule
-from stretto.ir.plan import Bucket, Communicator, Costs
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Bucket, Communicator
 from stretto.ir.program import Job
 from stretto.schedule.sums import communicators_of, make_sums, tells_loss
 from stretto.schedule.transfers import CollectiveTime, bucket_time, grad_bytes, loss_time

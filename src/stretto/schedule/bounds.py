@@ -29,7 +29,7 @@ from itertools import combinations
 import numpy as np
 
 from stretto.ir.action import Phase, Schedule
-from stretto.ir.plan import Costs
+from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.schedule.bound_ends import SumTime
 from stretto.schedule.bound_fed import ROUNDING, Feeder

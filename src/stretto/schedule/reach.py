@@ -21,8 +21,8 @@ from graphlib import CycleError, TopologicalSorter
 import numpy as np
 
 from stretto.errors import PlanError
+from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import Costs
 from stretto.ir.program import WAIT, Edge, Job, Op
 from stretto.schedule.bound_ends import End, ends_of
 from stretto.schedule.bound_stage import NEVER, Array, Call, Distances, Mask, Shape, find_distances

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.errors import PlanError
-from stretto.ir.plan import CollectiveCost, Communicator, Costs, Link
+from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.plan import Communicator
 from stretto.ir.program import WAIT, Job, Op
 
 BYTES_PER_MB = 10**6

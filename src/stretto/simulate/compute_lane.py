@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from stretto.ir.plan import Quota
+from stretto.ir.costs import Quota
 from stretto.simulate.clock import Clock
 
 DONE_US = 1e-6

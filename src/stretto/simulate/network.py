@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from stretto.ir.plan import Costs, Plan
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span, SpanKind
 from stretto.schedule.transfers import occupancy_us, processor_us
 from stretto.simulate.cards import Cards, Transfer

@@ -5,7 +5,8 @@ May touch `stretto.ir`, `stretto.schedule.bounds` and this room.
 
 from __future__ import annotations
 
-from stretto.ir.plan import Plan, Prediction
+from stretto.ir.costs import Prediction
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.schedule.bounds import lower_bound
 from stretto.simulate.engine import simulate

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
 from stretto.ir.action import Action, Overlap, Phase
-from stretto.ir.plan import Costs, Item, Plan, Window
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Item, Plan, Window
 from stretto.ir.program import Job
 from stretto.schedule.lower import make_window, window_name
 from stretto.schedule.order import Role, make_graph

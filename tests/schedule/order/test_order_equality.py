@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from stretto.capture import capture
 from stretto.config import Parallel
+from stretto.ir.costs import CollectiveCost, Costs
 from stretto.ir.curve import Curve
-from stretto.ir.plan import CollectiveCost, Costs, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Job
 from stretto.models.gpt import next_token_loss
 from stretto.planning import make_plan

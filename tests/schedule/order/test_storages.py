@@ -8,7 +8,7 @@ from torch import nn
 
 import stretto
 from stretto.ir.action import Action, Phase
-from stretto.ir.plan import Costs, Link
+from stretto.ir.costs import Costs, Link
 from stretto.ir.program import Job
 from stretto.ir.storage import makes
 from stretto.schedule.lower import make_window

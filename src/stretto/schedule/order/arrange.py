@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stretto.ir.plan import Costs, Window
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Window
 from stretto.ir.program import Job
 from stretto.schedule.order.depend import NOTHING, Outside, WindowGraph, make_graph
 from stretto.schedule.order.improve import improve_order

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stretto.ir.action import Phase
+from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import Costs, Item, ItemKind, Window
+from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
 from stretto.schedule.order.storages import Storage, find_storages
 from stretto.schedule.transfers import axis_time, is_free, message_us, op_time_us
