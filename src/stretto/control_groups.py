@@ -14,23 +14,39 @@ MOUNTS = Path("/sys/fs/cgroup")
 def own_group(proc: Path = PROC, mounts: Path = MOUNTS) -> Path | None:
     """The directory of the control group that weighs this process's processor time; None for the group that
     holds all. Raises OSError or ValueError where the kernel does not tell."""
-    unified = None
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "cpu" in controllers.split(","):
-            return mounts / controllers / path.lstrip("/") if path != "/" else None
-        if not controllers and path != "/":
-            unified = mounts / path.lstrip("/")
-    return unified
+    root, path = _place(proc, mounts)
+    return root / path if path else None
 
 
 def processor_quota(proc: Path = PROC, mounts: Path = MOUNTS) -> tuple[float, float] | None:
-    """(period in microseconds, processor time that the process's group may have in one, in microseconds):
-    what `cpu.max`, or `cpu.cfs_quota_us`, says of the group itself. None without a limit."""
+    """(period in microseconds, processor time that the process may have in one, in microseconds): the
+    tightest limit, by `cpu.max` or `cpu.cfs_quota_us`, of its group and of those that hold it, as far as the
+    mount shows them (in a container, whose own group is the mount's top, that one). None without a limit."""
     try:
-        group = own_group(proc, mounts)
-        if group is None:
-            return None
+        root, path = _place(proc, mounts)
+    except (OSError, ValueError):
+        return None
+    group = root / path
+    limits = [_limit(directory) for directory in (group, *group.parents) if directory.is_relative_to(root)]
+    known = [limit for limit in limits if limit is not None]
+    return min(known, key=lambda limit: limit[1] / limit[0], default=None)
+
+
+def _place(proc: Path, mounts: Path) -> tuple[Path, str]:
+    """(the `cpu` controller's mount, the path of this process's group below it: "" at the top)."""
+    unified = (mounts, "")
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            return mounts / controllers, path.lstrip("/")
+        if not controllers:
+            unified = (mounts, path.lstrip("/"))
+    return unified
+
+
+def _limit(group: Path) -> tuple[float, float] | None:
+    """What one group may have."""
+    try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()
             return (float(period), float(quota)) if quota != "max" else None

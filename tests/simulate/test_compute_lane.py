@@ -124,7 +124,11 @@ def test_a_quota_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
     assert processor_quota(proc, mounts) is None, "nothing is said"
     (group / "cpu.max").write_text("5000 10000\n")
     assert processor_quota(proc, mounts) == (10_000.0, 5_000.0)
-    (group / "cpu.max").write_text("max 100000\n")
+    (mounts / "cpu.max").write_text("2000 10000\n")
+    assert processor_quota(proc, mounts) == (10_000.0, 2_000.0), "what holds the group is tighter"
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    assert processor_quota(proc, mounts) == (10_000.0, 2_000.0), "a container sees its own group as the top"
+    (mounts / "cpu.max").write_text("max 100000\n")
     assert processor_quota(proc, mounts) is None
     (proc / "self" / "cgroup").write_text("2:cpu:/old\n0::/job\n")
     old = mounts / "cpu" / "old"

@@ -190,11 +190,10 @@ class _Listing:
         self._place(index)
         if node.role is Role.START:
             self.done[index] = self.lanes.start(node.lane, self.now_us, node.time_us, node.load)
-        if node.work_us:
-            self.now_us = self.lanes.work(self.now_us, node.work_us)
-        if node.role is Role.START:
             for kept in self.kept.pop(index, ()):
                 heapq.heappush(self.ready, (-self.urgency[kept], kept))
+        if node.work_us:
+            self.now_us = self.lanes.work(self.now_us, node.work_us)
         self._there(index)
 
     def _let_go(self) -> None:
