@@ -4,9 +4,10 @@
        rank on each host; ranks share the machine's cores equally.
     2. In each cell the ranks capture, measure their costs together, plan, and run. The machine's speed goes
        up and down, by a fifth within seconds on some days, which is no error of a prediction: ops are
-       measured again before every step, for as many rounds of steps as are asked for. The plan, simulated
-       with what its ops took on average, stands beside what steps took on average: time, exposed
-       communication, peak memory. What was predicted when it was made is kept too.
+       measured again before every step, and communication after the last. The plan, simulated with what both
+       took on average, stands beside what steps took on average: time, exposed communication, peak memory.
+       What was predicted when it was made is kept too. Steps go on for as many rounds as are asked for, and
+       then until their mean is known to `KNOWN_TO`, or for `MOST_TIMES` as many.
     3. Cells of shapes and rates that no measurement knows are predicted once more from others alone: op times
        and communication from the calibrated cells (`stretto.bench.transfer`).
 
@@ -20,7 +21,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 import stretto
-from stretto.bench.ops_now import OpsNow, with_ops
+from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.cost.profile import typical
 from stretto.ir.plan import Plan
 from stretto.ir.program import OverlapMode
@@ -45,6 +46,13 @@ WARM_UPS = 2
 ROUND_US = 3_000_000.0
 MOST_STEPS = 4
 """A round has as many steps as take this long, at least one and at most `MOST_STEPS`."""
+
+KNOWN_TO = 0.02
+"""The standard error of the steps' mean, as a share of it, up to which the mean counts as known: a quarter of
+the error that a prediction may have."""
+
+MOST_TIMES = 3
+"""A cell has at most as many times the rounds that were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +93,8 @@ class Cell:
 class Found:
     """A cell's figures. Shares are of the step, the mean over places; peaks by place.
 
-    planned_ms: what the plan said when it was made; predicted_ms: with what ops took between steps;
-    measured_ms: of steps, the same mean as of ops; rounds_ms: the median of each round.
+    planned_ms: what the plan said when it was made; predicted_ms: with what ops and communication took
+    meanwhile; measured_ms: of steps, the same mean as of ops; rounds_ms: the median of each round.
     """
 
     cell: str
@@ -188,14 +196,15 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
     timelines.clear()
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / planned.step_us)))
     times: list[list[float]] = []
-    ops = OpsNow(plan)
-    for _ in range(rounds):
+    now = CostsNow(plan)
+    while len(times) < rounds or (len(times) < MOST_TIMES * rounds and uncertainty(times) > KNOWN_TO):
         times.append([])
         for _ in range(steps):
-            ops.visit(least_rounds=1)
+            now.visit()
             times[-1].append(step())
     runner.close()
-    plan = with_ops(plan, *ops.agreed())
+    now.measure_communication()
+    plan = with_costs(plan, now.agreed())
     if keep is not None:
         keep(plan)
     prediction = plan.prediction
@@ -216,6 +225,15 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
         peak_predicted=prediction.peak_bytes,
         peak_measured=peak,
     )
+
+
+def uncertainty(times: Sequence[Sequence[float]]) -> float:
+    """The standard error of the mean of these rounds' steps, as a share of it. Ranks know equal times, and so
+    agree; a single step tells nothing, and is not known at all."""
+    steps = [ms for together in times for ms in together]
+    if len(steps) < 2:
+        return math.inf
+    return statistics.stdev(steps) / math.sqrt(len(steps)) / statistics.fmean(steps)
 
 
 def _together() -> None:

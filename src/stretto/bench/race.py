@@ -42,8 +42,8 @@ def race(
 ) -> dict[str, Times]:
     """Time one step of each system, `rounds` times in turn. Every rank calls it with equal names in order.
 
-    after(name): called after each counted turn, outside the clock. before: called before each
-    round. say: told of progress. warm_ups: turns of each system that do not count.
+    before, after(name): called before and after each counted turn, outside the clock. say: told of progress.
+    warm_ups: turns of each system that do not count.
     """
     names = list(systems)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -51,10 +51,10 @@ def race(
         for _ in range(warm_ups):
             _turn(systems[name])
     for number in range(rounds):
-        if before is not None:
-            before()
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
+            if before is not None:
+                before()
             found[name].append(_turn(systems[name]))
             if after is not None:
                 after(name)

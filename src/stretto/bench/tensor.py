@@ -7,7 +7,7 @@ a program, once on each host):
     2. runs every system once: gradients and loss must be those of the plain model, and ours must be bitwise
        equal to each other, or the race is void;
     3. lets the systems take turns (`stretto.bench.race`), and keeps the timeline of each of ours; ops are
-       measured again between the rounds (`stretto.bench.ops_now`).
+       measured again before every turn, and communication after the last (`stretto.bench.costs_now`).
 
 What is hidden, and of what, is defined in `stretto.bench.hidden`.
 """
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import stretto
+from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.bench.hidden import work_of
-from stretto.bench.ops_now import OpsNow, with_ops
 from stretto.bench.race import race
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
@@ -82,13 +82,14 @@ def run_worker(setup: Setup, out: Path) -> None:
         if name in runners:
             timelines[name].append(runners[name].timeline())
 
-    ops = OpsNow(runners["off"].plan)
-    times = race(systems, setup.rounds, after=after, before=ops.visit, say=say, warm_ups=WARM_UPS)
-    agreed = ops.agreed()
+    now = CostsNow(runners["off"].plan)
+    times = race(systems, setup.rounds, after=after, before=now.visit, say=say, warm_ups=WARM_UPS)
+    now.measure_communication()
+    agreed = now.agreed()
     if rank == 0:
         plans = {mode: runner.plan for mode, runner in runners.items()}
         result = make_result(
-            setup, plans, {m: with_ops(p, *agreed) for m, p in plans.items()}, times, timelines
+            setup, plans, {m: with_costs(p, agreed) for m, p in plans.items()}, times, timelines
         )
         result["setup"]["worst_error_vs_plain"] = error
         out.write_text(json.dumps(result, indent=1) + "\n")

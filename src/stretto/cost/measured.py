@@ -14,6 +14,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,18 +84,58 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
     place = mesh.coordinates(dist.get_rank())["pp"]
     dist.barrier()  # so that all ranks load the machine at the same time, as in a step
     mine = profile(job, device, schedule.stages_of(place))
+    communication = measure_communication(job, schedule, mine.op_us)
+    dist.barrier()
+    mine = profile(job, device, schedule.stages_of(place), mine)
+    op_us, skew = agreed_ops(mine)
+    source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
+    return communication.costs(job, op_us, skew, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """What all ranks found of a job's messages and collectives: links by pair of places, collectives by
+    (axis, kind); `shared` and `quota` as in `stretto.ir.costs.Costs`."""
+
+    links: Mapping[tuple[int, int], Link]
+    collectives: Mapping[tuple[str, str], Measured]
+    shared: tuple[str, ...]
+    quota: Quota | None
+
+    def costs(self, job: Job, op_us: Mapping[tuple[int, str], float], skew: float, source: str) -> Costs:
+        """With the times of the job's computing ops, as `agreed_ops` gives them."""
+        return Costs(
+            with_calls(job, op_us, self.collectives),
+            self.links,
+            next(iter(self.links.values()), NO_LINK),
+            ACTION_US,
+            source,
+            costs_by_lane(self.collectives),
+            self.shared,
+            skew,
+            self.quota,
+        )
+
+
+def measure_communication(
+    job: Job, schedule: Schedule, op_us: Mapping[tuple[int, str], float]
+) -> Communication:
+    """Measure a job's messages and collectives between the running ranks; each of them calls this.
+
+    op_us: what the ops of the calling rank's stages take; ranks may differ.
+    """
+    device = device_of(job)
+    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    place = mesh.coordinates(dist.get_rank())["pp"]
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh)
     here = [job.stages[stage] for stage in schedule.stages_of(place)]
     # Under a quota a collective pays for what the compute before it has spent. Elsewhere all that compute
     # does to it is to let ranks come apart, which `skew` says.
     quota = agreed_quota(device)
-    between_us = compute_between_us(here, mine.op_us) if quota is not None else 0.0
+    between_us = compute_between_us(here, op_us) if quota is not None else 0.0
     collectives = measure_collectives(mesh, wanted_collectives(job), device, between_us)
-    dist.barrier()
-    mine = profile(job, device, schedule.stages_of(place), mine)
     shared = shared_axes(mesh, [axis for axis, _ in job.axes])
-    op_us, skew = agreed_ops(mine)
     told: list[Any] = [None] * mesh.world
     dist.all_gather_object(told, links)
     found: dict[tuple[int, int], list[Link]] = defaultdict(list)
@@ -102,17 +143,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
         for pair, link in some.items():
             found[pair].append(link)
     merged = {pair: typical_link(found[pair]) for pair in sorted(found)}
-    return Costs(
-        with_calls(job, op_us, collectives),
-        merged,
-        next(iter(merged.values()), NO_LINK),
-        ACTION_US,
-        f"measured on {device_name(device)}, {mesh.world} ranks at once",
-        costs_by_lane(collectives),
-        shared,
-        skew,
-        quota,
-    )
+    return Communication(merged, collectives, shared, quota)
 
 
 def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], float]) -> float:

@@ -1,0 +1,79 @@
+"""What ops and communication cost while systems are being timed, and plans predicted again with that.
+
+A machine that is shared with others has another speed every minute. Costs are measured once before a plan is
+made; a step that is timed ten minutes later is held against them here:
+
+    1. Before the timed steps all ranks measure the ops of their stages together, and the rounds of all visits
+       count alike (`cost.profile`).
+    2. After the last step they measure messages and collectives once more; the mean of both times counts
+       (`cost.mean`).
+    3. The plans get these costs, and are predicted anew. Their orders stay.
+
+May touch plans and costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from stretto.cost.mean import mean_costs
+from stretto.cost.measured import Communication, agreed_ops, measure_communication
+from stretto.cost.profile import Profile, profile
+from stretto.ir.costs import Costs
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import Plan
+from stretto.ir.program import WAIT
+from stretto.simulate import predict
+
+CPU = torch.device("cpu")
+
+
+class CostsNow:
+    """What one rank finds; every rank makes one for the same plan, and calls the same methods."""
+
+    def __init__(self, plan: Plan) -> None:
+        mesh = Mesh((("pp", plan.ranks), *plan.job.axes))
+        place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
+        self._plan = plan
+        self._stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
+        self._found: Profile | None = None
+        self._again: list[Communication] = []
+
+    def visit(self) -> None:
+        """Step 1, once: one round, or more of short programs."""
+        if dist.is_initialized():
+            dist.barrier()
+        self._found = profile(self._plan.job, CPU, self._stages, self._found, least_rounds=1)
+
+    def measure_communication(self) -> None:
+        """Step 2; nothing for a rank alone. After at least one visit."""
+        assert self._found is not None, "no visit yet"
+        if dist.is_initialized():
+            plan = self._plan
+            self._again.append(measure_communication(plan.job, plan.schedule, self._found.op_us))
+
+    def agreed(self) -> Costs:
+        """What all of it says together, equal on all ranks; after at least one visit."""
+        assert self._found is not None, "no visit yet"
+        op_us, skew = agreed_ops(self._found) if dist.is_initialized() else (self._found.op_us, 0.0)
+        job, known = self._plan.job, self._plan.costs
+        calls = {
+            (stage.index, op.name)
+            for stage in job.stages
+            for ops in stage.ops.values()
+            for op in ops
+            if op.collective is not None or op.target == WAIT
+        }
+        times = {key: us if key in calls else op_us[key] for key, us in known.op_us.items()}
+        found = [replace(known, op_us=times, skew=skew)]
+        found += [again.costs(job, op_us, skew, known.source) for again in self._again]
+        return mean_costs(found)
+
+
+def with_costs(plan: Plan, costs: Costs) -> Plan:
+    """Step 3: the plan as it is, with these costs, and predicted again."""
+    made = replace(plan, costs=costs)
+    return replace(made, prediction=predict(made))
