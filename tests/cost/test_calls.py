@@ -17,7 +17,7 @@ from tests.synthetic_comm import make_comm_plan
 
 def test_a_start_has_one_time_and_a_wait_goes_with_the_bytes() -> None:
     job = comm_job(2, tp=2)
-    known = {("tp", "all_reduce"): Calls(5.0), ("tp", "reduce_scatter"): Calls(7.0, 60.0, 100.0)}
+    known = {("tp", "all_reduce"): Calls(5.0), ("tp", "reduce_scatter"): Calls(7.0, 60.0, 100.0, 30.0)}
     found = calls_us(job, known)
     kinds = set()
     for stage in job.stages:
@@ -32,7 +32,8 @@ def test_a_start_has_one_time_and_a_wait_goes_with_the_bytes() -> None:
             calls = known["tp", asked.kind]
             mb = asked.nbytes / 1e6
             start_us = calls.start_us + calls.start_us_per_mb * mb
-            expected = calls.finish_us_per_mb * mb if op.target == WAIT else start_us
+            finish_us = calls.finish_us + calls.finish_us_per_mb * mb
+            expected = finish_us if op.target == WAIT else start_us
             assert found[stage.index, op.name] == pytest.approx(expected)
     assert kinds == {"all_reduce", "reduce_scatter"}
 

@@ -15,18 +15,17 @@ from stretto.cli.cost import cost as cost_app
 from stretto.cost import calibrate, time_ops
 from stretto.cost.calibration import load_calibration
 from stretto.cost.local_processes import MOST_PROCESSES, fitting, scaled
-from stretto.cost.measured import skew_of
+from stretto.cost.measured import skew_of, stretches
 from stretto.cost.op_cache import signature
-from stretto.cost.profile import profile, typical
+from stretto.cost.profile import Rounds, profile, typical
 from stretto.cost.stand_ins import function_of
 from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
 from stretto.errors import StrettoError
-from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
 from tests.cost.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -98,13 +97,25 @@ def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> N
 
 
 def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
-    fast = {0: {Phase.F: [100.0, 200.0], Phase.I: [50.0]}}
-    slow = {0: {Phase.F: [120.0, 180.0], Phase.I: [50.0]}}
-    other = {1: {Phase.F: [70.0, 900.0], Phase.I: [50.0]}}
+    fast = {0: [[100.0, 200.0], [50.0]]}
+    slow = {0: [[120.0, 180.0], [50.0]]}
+    other = {1: [[70.0, 900.0], [50.0]]}
     assert skew_of([fast, slow]) == pytest.approx(370 / 350 - 1)
     assert skew_of([fast, other]) == 0.0, "no two share a place"
     assert skew_of([fast, slow, other]) == pytest.approx((370 + 1020) / (350 + 1020) - 1)
     assert skew_of([]) == 0.0
+
+
+def test_a_stretch_lies_between_two_waits() -> None:
+    job = comm_job(2, tp=2)
+    ops = [op for made in job.stages[0].ops.values() for op in made]
+    times = {op.name: [float(n), 10.0 * n] for n, op in enumerate(ops)}
+    found = stretches(job, {0: Rounds(shares=times)})
+    waits = [float(n) for n, op in enumerate(ops) if op.target == WAIT]
+    assert waits, "else nothing is cut"
+    assert len(found[0]) > len(job.stages[0].ops), "programs are cut at their waits"
+    assert sum(first for first, _ in found[0]) == sum(range(len(ops))) - sum(waits)
+    assert all(second == 10.0 * first for first, second in found[0])
 
 
 def test_large_axes_are_measured_small() -> None:

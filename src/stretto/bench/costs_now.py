@@ -58,8 +58,8 @@ class CostsNow:
     def agreed(self) -> Costs:
         """What all of it says together, equal on all ranks; after at least one visit."""
         assert self._found is not None, "no visit yet"
-        op_us, skew = agreed_ops(self._found) if dist.is_initialized() else (self._found.op_us, 0.0)
         job, known = self._plan.job, self._plan.costs
+        op_us, skew = agreed_ops(job, self._found) if dist.is_initialized() else (self._found.op_us, 0.0)
         calls = {
             (stage.index, op.name)
             for stage in job.stages

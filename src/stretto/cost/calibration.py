@@ -37,7 +37,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.reading import Cursor, read_json
 
 FORMAT = "stretto-calibration"
-VERSION = 3
+VERSION = 4
 
 COST_KEYS = (
     "curve",
@@ -48,6 +48,7 @@ COST_KEYS = (
     "start_us",
     "start_us_per_mb",
     "finish_us_per_mb",
+    "finish_us",
     "spread",
 )
 
@@ -155,6 +156,7 @@ def _group_data(one: GroupTiming) -> dict[str, Any]:
         "start_us": round(one.calls.start_us, 2),
         "start_us_per_mb": round(one.calls.start_us_per_mb, 2),
         "finish_us_per_mb": round(one.calls.finish_us_per_mb, 2),
+        "finish_us": round(one.calls.finish_us, 2),
         "spread": round(one.spread, 3),
     }
 
@@ -190,6 +192,7 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
             positive(parts["start_us"]),
             positive(parts["start_us_per_mb"]),
             positive(parts["finish_us_per_mb"]),
+            positive(parts["finish_us"]),
         ),
         positive(parts["spread"]),
     )

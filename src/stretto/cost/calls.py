@@ -4,7 +4,8 @@
        over before it returns (copies, a first write). What its own threads do is a loss of compute
        (`cost.contention`).
     2. Once the collective is done, its wait may have work of its own (a transport that adds up the rows of a
-       reduce-scatter on the thread that waits); it grows with the bytes.
+       reduce-scatter on the thread that waits), and whoever reads the result first reads what others wrote:
+       no cache of this core has it. Both grow with the bytes.
 
 Touches `stretto.ir` alone.
 """
@@ -22,20 +23,21 @@ BYTES_PER_MB = 10**6
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """start_us, start_us_per_mb: of the call that starts a collective; finish_us_per_mb: of the wait for one
-    that is done. Microseconds, and microseconds for each 10**6 bytes of the whole tensor."""
+    """start_us, start_us_per_mb: of the call that starts a collective; finish_us, finish_us_per_mb: of the
+    wait for one that is done. Microseconds, and microseconds for each 10**6 bytes of the whole tensor."""
 
     start_us: float
     start_us_per_mb: float = 0.0
     finish_us_per_mb: float = 0.0
+    finish_us: float = 0.0
 
     def starting_us(self, nbytes: float) -> float:
         """What the call that starts takes, in microseconds, for a whole tensor of `nbytes`."""
         return self.start_us + self.start_us_per_mb * nbytes / BYTES_PER_MB
 
-    def finish_us(self, nbytes: float) -> float:
-        """What the wait has left to do, in microseconds, for a whole tensor of `nbytes`."""
-        return self.finish_us_per_mb * nbytes / BYTES_PER_MB
+    def finishing_us(self, nbytes: float) -> float:
+        """What is left to do when it is done, in microseconds, for a whole tensor of `nbytes`."""
+        return self.finish_us + self.finish_us_per_mb * nbytes / BYTES_PER_MB
 
 
 def line_through(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -59,5 +61,5 @@ def calls_us(job: Job, calls: Mapping[tuple[str, str], Calls]) -> dict[tuple[int
             if collective is None or known is None:
                 continue
             waits, nbytes = op.target == WAIT, collective.nbytes
-            found[stage.index, op.name] = known.finish_us(nbytes) if waits else known.starting_us(nbytes)
+            found[stage.index, op.name] = known.finishing_us(nbytes) if waits else known.starting_us(nbytes)
     return found

@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import torch
 
+from stretto.cost.products import products_on
 from stretto.giving_way import lanes_first
 
 ALONE_S = 0.1
@@ -38,15 +38,6 @@ MOST_COLLECTIVES = 64
 
 REPEATS = 3
 """The median of as many measurements is taken."""
-
-SIDE = {"cpu": 192, "cuda": 4096}
-"""Rows and columns of the products: short on a processor, so that the end of a collective is seen soon;
-large enough to fill an accelerator."""
-
-
-WEIGHTS_BYTES = 16 * 2**20
-"""The products on a processor read as many bytes in turn, as a step reads weights: what a transport copies
-takes caches and memory from them, which products of one small matrix would not notice. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +65,7 @@ def compute_loss(
     the call returns, because it goes first, is a loss like any other. What a wait has left to do is left out.
     """
     count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
-    side = SIDE.get(device.type, SIDE["cuda"])
-    count_of_factors = WEIGHTS_BYTES // (4 * side * side) if device.type == "cpu" else 1
-    factors = cycle([torch.full((side, side), 0.01, device=device) for _ in range(count_of_factors)])
-    product = torch.empty((side, side), device=device)
-
-    def compute() -> None:
-        factor = next(factors)
-        torch.mm(factor, factor, out=product)
-
+    compute = products_on(device)
     with torch.no_grad():
         if device.type == "cpu":
             found = [_beside(start, count, compute, meet, calls_us) for _ in range(REPEATS)]

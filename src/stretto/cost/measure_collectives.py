@@ -8,8 +8,10 @@
        that compute a little longer, and a quota that computing has spent. Measured at 300 Mbit/s between
        hosts of 0.8 processors: 9.2 ms, where one that follows no compute takes 6.9. Of the rounds, the mean
        without the slowest tenth; of both ways the longer. The sizes give a `Curve`.
-    3. What compute loses to it (`cost.contention`), and what its wait does when it is done, at a size that
-       stays in flight for a while. The latter is compute: the curve is without it.
+    3. What it takes on the thread that computes (its start, its wait when it is done, the first look at its
+       result), behind compute as in a step; the wait's part is in step 2's time too, and taken off. And what
+       compute loses to it (`cost.contention`). Both at the least size and at one that stays in flight for a
+       while.
     4. All ranks take the median over groups, so they hold equal costs.
 
 `torch.distributed` is used as it is: the transport that will carry the plan's collectives. On Gloo the start
@@ -31,7 +33,15 @@ import torch.distributed as dist
 from stretto import collectives, gloo_adapter
 from stretto.cost.calls import BYTES_PER_MB, Calls, line_through
 from stretto.cost.contention import compute_loss
-from stretto.cost.time_collectives import agree_max, agree_median, finish_us, meet, products_per_us, timed
+from stretto.cost.time_collectives import (
+    KEPT,
+    agree_max,
+    agree_median,
+    meet,
+    products_per_us,
+    timed,
+    timed_around,
+)
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
 from stretto.giving_way import keeping_core
@@ -119,8 +129,9 @@ def hosts_of() -> list[Any]:
 
 def collective_call(
     kind: str, nbytes: int, dtype: str, members: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[int, Callable[[], Any]]:
-    """(bytes of the whole tensor, a function that starts the collective and returns its handle).
+) -> tuple[int, Callable[[], Any], torch.Tensor]:
+    """(bytes of the whole tensor, a function that starts the collective and returns its handle, what the
+    collective writes).
 
     Raises UsageError for a kind that cannot be measured.
     """
@@ -139,7 +150,7 @@ def collective_call(
 
     if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
         raise UsageError(f"cannot measure a collective {kind!r}: all_reduce, all_gather, reduce_scatter")
-    return whole.nbytes, start
+    return whole.nbytes, start, part if kind == "reduce_scatter" else whole
 
 
 def _group(mesh: Mesh, axis: str, device: torch.device) -> dist.ProcessGroup:
@@ -160,35 +171,39 @@ def _measure(
     item: Wanted, members: int, group: dist.ProcessGroup, device: torch.device, products: float
 ) -> Measured:
     samples: list[tuple[int, float]] = []
-    starts: list[tuple[int, float]] = []
+    launches: list[tuple[int, float]] = []
     spread = 0.0
     begin = time.perf_counter_ns()
     for size in item.sizes:
-        nbytes, start = collective_call(item.kind, size, item.dtype, members, group, device)
-        us, start_us, range_of = timed(start, group, device, products)
+        nbytes, start, _ = collective_call(item.kind, size, item.dtype, members, group, device)
+        us, launch_us, range_of = timed(start, group, device, products)
         if products:
             # Behind compute, ranks come apart, and that is part of the cost; noise is what is there without.
             at_once_us, _, range_of = timed(start, group, device, 0.0)
             us = max(us, at_once_us)
         samples.append((nbytes, us))
-        starts.append((nbytes, start_us))
+        launches.append((nbytes, launch_us))
         spread = max(spread, range_of)
         if agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
             break
     fits = [sample for sample in samples if sample[1] <= CONTENTION_US] or [min(samples)]
-    nbytes, alone_us = max(fits)
-    _, start = collective_call(item.kind, nbytes, item.dtype, members, group, device)
-    finishing_us = min(alone_us / 2, finish_us(start, alone_us)) if device.type == "cpu" else 0.0
-    calls = Calls(*line_through(starts), finishing_us * BYTES_PER_MB / max(nbytes, 1))
+    ends = sorted({min(fits), max(fits)})
+    if device.type == "cpu":
+        # A quota that is spent stops the thread within a call, too; that belongs to what the call takes.
+        calls, waits = _calls(item, members, group, device, ends, kept=1.0 if products else KEPT)
+    else:
+        calls, waits = Calls(*line_through(launches)), (0.0, 0.0)
     # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
     losses: list[tuple[int, float]] = []
-    for nbytes, alone_us in sorted({min(fits), max(fits)}):
-        _, start = collective_call(item.kind, nbytes, item.dtype, members, group, device)
+    for nbytes, alone_us in ends:
+        _, start, _ = collective_call(item.kind, nbytes, item.dtype, members, group, device)
         loss = compute_loss(start, alone_us, lambda: meet(device), device, calls.starting_us(nbytes))
         losses.append((nbytes, agree_median(loss.processor_us)))
     processor_us, processor_us_per_mb = line_through(losses)
     cost = CollectiveCost(
-        Curve.fitted([(size, max(us / 2, us - calls.finish_us(size))) for size, us in samples]),
+        Curve.fitted(
+            [(size, max(us / 2, us - waits[0] - waits[1] * size / BYTES_PER_MB)) for size, us in samples]
+        ),
         processor_us_per_mb,
         agree_median(loss.slowdown),
         f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
@@ -196,6 +211,29 @@ def _measure(
         processor_us,
     )
     return Measured(cost, calls, spread)
+
+
+def _calls(
+    item: Wanted,
+    members: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    sizes: Sequence[tuple[int, float]],
+    *,
+    kept: float,
+) -> tuple[Calls, tuple[float, float]]:
+    """Step 3: (the calls, the part of them that is the wait, as `line_through` gives it). sizes: the bytes
+    to measure at, and a collective's time."""
+    starts, waits, finishes = [], [], []
+    for nbytes, alone_us in sizes:
+        _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
+        meet(device)
+        around = timed_around(start, result, alone_us, kept=kept)
+        starts.append((nbytes, around.start_us))
+        waits.append((nbytes, around.wait_us))
+        finishes.append((nbytes, around.wait_us + around.read_us))
+    finish_us, finish_us_per_mb = line_through(finishes)
+    return Calls(*line_through(starts), finish_us_per_mb, finish_us), line_through(waits)
 
 
 def _host() -> tuple[str, str]:

@@ -15,6 +15,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.cost.messages import measure_links
-from stretto.cost.profile import Profile, device_name, profile
+from stretto.cost.profile import Profile, Rounds, device_name, profile
 from stretto.cost.roofline import ACTION_US
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
-from stretto.ir.action import Phase, Schedule
+from stretto.ir.action import Schedule
 from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
 from stretto.ir.mesh import Mesh
-from stretto.ir.program import Job, Stage
+from stretto.ir.program import WAIT, Job, Stage
 
 NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
 
@@ -87,7 +88,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
     communication = measure_communication(job, schedule, mine.op_us)
     dist.barrier()
     mine = profile(job, device, schedule.stages_of(place), mine)
-    op_us, skew = agreed_ops(mine)
+    op_us, skew = agreed_ops(job, mine)
     source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
     return communication.costs(job, op_us, skew, source)
 
@@ -153,13 +154,26 @@ def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], 
     return sum(op_us[index, op.name] for index, op in ops) / max(starts, 1)
 
 
-def agreed_ops(mine: Profile) -> tuple[dict[tuple[int, str], float], float]:
+def agreed_ops(job: Job, mine: Profile) -> tuple[dict[tuple[int, str], float], float]:
     """(all ranks' op times, their skew as in `stretto.ir.costs.Costs`), equal on all of them; every running
     rank calls it with its own."""
     told: list[Any] = [None] * dist.get_world_size()
-    totals = {stage: dict(rounds.totals) for stage, rounds in mine.rounds.items()}
-    dist.all_gather_object(told, (dict(mine.op_us), totals))
+    dist.all_gather_object(told, (dict(mine.op_us), stretches(job, mine.rounds)))
     return _merged(op_us for op_us, _ in told), skew_of([of for _, of in told])
+
+
+def stretches(job: Job, rounds: Mapping[int, Rounds]) -> dict[int, list[list[float]]]:
+    """Stage -> the stretches of its programs between waits for collectives, where its ranks meet: each with
+    what it took, by round, in microseconds."""
+    found: dict[int, list[list[float]]] = {}
+    for index, of in rounds.items():
+        found[index] = []
+        for ops in job.stages[index].ops.values():
+            for wait, stretch in groupby(ops, key=lambda op: op.target == WAIT):
+                if not wait:
+                    together = zip(*(of.shares[op.name] for op in stretch), strict=True)
+                    found[index].append([sum(times) for times in together])
+    return found
 
 
 def agreed_quota(device: torch.device) -> Quota | None:
@@ -175,20 +189,21 @@ def agreed_quota(device: torch.device) -> Quota | None:
     return None if None in told else Quota(*min(told, key=lambda quota: quota[1]))
 
 
-def skew_of(totals: Sequence[Mapping[int, Mapping[Phase, Sequence[float]]]]) -> float:
+def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
     """How much longer the slowest rank of a place computes than its ranks do on average, as a share.
 
-    totals: by rank, stage and phase, what rounds took, which ranks that hold a stage did at one time. The
-    mean over places; 0 where no two ranks share one.
+    ranks: what `stretches` says of each; ranks that hold a stage did the same round at one time. Whole
+    programs would show less: what hinders one rank in one stretch hinders the other in the next. 0 where no
+    two ranks share a stage.
     """
-    by_stage: dict[int, list[Mapping[Phase, Sequence[float]]]] = defaultdict(list)
-    for rank in totals:
+    by_stage: dict[int, list[Sequence[Sequence[float]]]] = defaultdict(list)
+    for rank in ranks:
         for stage, of in rank.items():
             by_stage[stage].append(of)
     slowest_us = mean_us = 0.0
-    for ranks in by_stage.values():
-        for phase in ranks[0]:
-            for together in zip(*(rank[phase] for rank in ranks), strict=False):
+    for sharing in by_stage.values():
+        for rounds in zip(*sharing, strict=True):
+            for together in zip(*rounds, strict=False):
                 slowest_us += max(together)
                 mean_us += statistics.fmean(together)
     return slowest_us / mean_us - 1.0 if mean_us else 0.0
