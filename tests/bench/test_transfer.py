@@ -23,7 +23,7 @@ from stretto.bench.predict import (
     uncertainty,
 )
 from stretto.bench.predict_grid import bits_per_s, is_calibrated
-from stretto.bench.transfer import calibration_of, transferred
+from stretto.bench.transfer import at_speed, calibration_of, transferred
 from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
@@ -76,6 +76,13 @@ def test_ops_of_equal_signature_have_one_time() -> None:
     assert any(key.startswith("aten.mm.default(float32[") for key in ops)
 
 
+def test_op_times_go_with_the_speed_of_the_machine() -> None:
+    plan = plan_of(2, 32, 10.0)
+    slower = at_speed(plan, 1.5)
+    assert slower.costs.op_us == {key: 1.5 * us for key, us in plan.costs.op_us.items()}
+    assert slower.costs.collectives == plan.costs.collectives, "the network does not compute"
+
+
 def test_the_grid_has_every_layout_and_rates_that_were_not_calibrated() -> None:
     cells = grid()
     assert {(c.pp, c.tp) for c in cells} == {(1, 1), (2, 1), (1, 2), (2, 2)}
@@ -95,6 +102,7 @@ def test_a_cell_is_predicted_by_what_its_ops_took_between_steps() -> None:
     assert found.predicted_ms == pytest.approx(plan.prediction.step_us / 1e3)
     assert found.planned_ms != found.predicted_ms, "ops took another time when the plan was made"
     assert 3 <= len(found.rounds_ms) <= 3 * MOST_TIMES
+    assert found.product_us > 0.0
     assert found.peak_measured == pytest.approx(plan.prediction.peak_bytes, rel=0.01)
 
 
@@ -107,7 +115,7 @@ def test_steps_go_on_until_their_mean_is_known() -> None:
 
 
 def test_figures_of_a_cell() -> None:
-    found = Found("a", 90.0, 110.0, 100.0, (100.0,), 0.25, 0.2, (105, 90), (100, 100))
+    found = Found("a", 90.0, 110.0, 100.0, (100.0,), 0.25, 0.2, (105, 90), (100, 100), 200.0)
     assert found.error == pytest.approx(0.1)
     assert found.exposed_points == pytest.approx(5.0)
     assert found.peak_error == pytest.approx(-0.1)

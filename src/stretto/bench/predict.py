@@ -9,7 +9,8 @@
        What was predicted when it was made is kept too. Steps go on for as many rounds as are asked for, and
        then until their mean is known to `KNOWN_TO`, or for `MOST_TIMES` as many.
     3. Cells of shapes and rates that no measurement knows are predicted once more from others alone: op times
-       and communication from the calibrated cells (`stretto.bench.transfer`).
+       and communication from the calibrated cells (`stretto.bench.transfer`). Of the cell itself nothing is
+       used but how fast the machine was: what a product took that is the same in all cells.
 
 A worker (this module as a program, once on each host) does steps 2 and keeps its plans' costs for step 3.
 """
@@ -95,6 +96,7 @@ class Found:
 
     planned_ms: what the plan said when it was made; predicted_ms: with what ops and communication took
     meanwhile; measured_ms: of steps, the same mean as of ops; rounds_ms: the median of each round.
+    product_us: of a product that is the same in all cells, meanwhile.
     """
 
     cell: str
@@ -106,6 +108,7 @@ class Found:
     exposed_measured: float
     peak_predicted: tuple[int, ...]
     peak_measured: tuple[int, ...]
+    product_us: float
 
     @property
     def error(self) -> float:
@@ -224,6 +227,7 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
         exposed_measured=statistics.median(exposed),
         peak_predicted=prediction.peak_bytes,
         peak_measured=peak,
+        product_us=now.product_us(),
     )
 
 

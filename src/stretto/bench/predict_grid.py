@@ -18,7 +18,7 @@ import torch
 
 from stretto.bench.in_lab import run_worker
 from stretto.bench.predict import Cell, Found
-from stretto.bench.transfer import transferred
+from stretto.bench.transfer import at_speed, transferred
 from stretto.errors import PlanError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
@@ -49,7 +49,8 @@ def run_grid(cells: Sequence[Cell], rounds: int, folder: Path, say: Callable[[st
     rows = [Found(**json.loads((folder / f"{cell}.json").read_text())) for cell in cells]
     plans = {cell: load_plan(folder / f"{cell}.plan.json") for cell in cells}
     say("predicting the cells that were not calibrated")
-    predicted = _transfer(cells, plans, say)
+    product_us = {cell: found.product_us for cell, found in zip(cells, rows, strict=True)}
+    predicted = _transfer(cells, plans, product_us, say)
     return {
         "setup": {
             "rounds": rounds,
@@ -88,23 +89,31 @@ def bits_per_s(rate: str) -> float:
 
 
 def _transfer(
-    cells: Sequence[Cell], plans: Mapping[Cell, Plan], say: Callable[[str], None]
+    cells: Sequence[Cell],
+    plans: Mapping[Cell, Plan],
+    product_us: Mapping[Cell, float],
+    say: Callable[[str], None],
 ) -> dict[Cell, Plan]:
     """Cell -> its plan from others, for cells that are not calibrated.
 
     Sequence parallelism has other collectives than its absence: a cell is priced by calibrated cells of its
     own layout, in which each kind of both occurs. One that they cannot price is told, and left out.
+    product_us: what a product took in each cell.
     """
-    known: dict[Layout, dict[float, list[Plan]]] = defaultdict(lambda: defaultdict(list))
+    known: dict[Layout, dict[float, list[Cell]]] = defaultdict(lambda: defaultdict(list))
     for cell in cells:
         if is_calibrated(cell):
-            known[cell.pp, cell.tp][bits_per_s(cell.rate)].append(plans[cell])
+            known[cell.pp, cell.tp][bits_per_s(cell.rate)].append(cell)
     found: dict[Cell, Plan] = {}
     for cell in cells:
         if is_calibrated(cell):
             continue
         try:
-            found[cell] = transferred(plans[cell], bits_per_s(cell.rate), known[cell.pp, cell.tp])
+            now = {
+                rate: [at_speed(plans[one], product_us[cell] / product_us[one]) for one in those]
+                for rate, those in known[cell.pp, cell.tp].items()
+            }
+            found[cell] = transferred(plans[cell], bits_per_s(cell.rate), now)
         except (PlanError, UsageError) as error:
             say(f"{cell}: no calibrated cell prices it: {error}")
     return found
@@ -122,6 +131,7 @@ def _row(cell: Cell, found: Found, plan: Plan | None) -> dict[str, Any]:
         "exposed_predicted_pct": 100.0 * found.exposed_predicted,
         "peak_error_pct": 100.0 * found.peak_error,
         "rounds_ms": list(found.rounds_ms),
+        "product_us": found.product_us,
     }
     if plan is not None and plan.prediction is not None:
         step_us = plan.prediction.step_us

@@ -1,11 +1,12 @@
 """Cells predicted from others alone: plans of calibrated shapes and rates price a job that none of them is.
 
 1. Op times of all calibrated plans of a layout become a calibration: an op of the same signature is looked
-   up, others lie between ops of the same kind with less and more work (`stretto.cost.priced`).
+   up, others lie between ops of the same kind with less and more work (`stretto.cost.priced`). The machine
+   has another speed at every time, so they are put in terms of a product that every cell has timed.
 2. Links and collectives at the cell's rate lie between those of the calibrated rates
    (`stretto.cost.at_rate`).
-3. The cell's plan, the very order that ran, is simulated with these costs; nothing that was measured in the
-   cell is used.
+3. The cell's plan, the very order that ran, is simulated with these costs; nothing else that was measured in
+   the cell is used.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ def transferred(plan: Plan, rate: float, known: Mapping[float, Iterable[Plan]]) 
     costs = replace(costs, op_us=times, shared=plan.costs.shared, source=f"transferred: {costs.source}")
     made = replace(plan, costs=costs)
     return replace(made, prediction=predict(made))
+
+
+def at_speed(plan: Plan, slower: float) -> Plan:
+    """The plan as if its ops had been measured when a product took `slower` times as long."""
+    times = {key: us * slower for key, us in plan.costs.op_us.items()}
+    return replace(plan, costs=replace(plan.costs, op_us=times))
 
 
 def calibration_of(plans: Iterable[Plan]) -> Calibration:

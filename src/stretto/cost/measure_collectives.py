@@ -34,7 +34,6 @@ from stretto import collectives, gloo_adapter
 from stretto.cost.calls import BYTES_PER_MB, Calls, line_through
 from stretto.cost.contention import compute_loss
 from stretto.cost.time_collectives import (
-    KEPT,
     agree_max,
     agree_median,
     meet,
@@ -189,8 +188,7 @@ def _measure(
     fits = [sample for sample in samples if sample[1] <= CONTENTION_US] or [min(samples)]
     ends = sorted({min(fits), max(fits)})
     if device.type == "cpu":
-        # A quota that is spent stops the thread within a call, too; that belongs to what the call takes.
-        calls, waits = _calls(item, members, group, device, ends, kept=1.0 if products else KEPT)
+        calls, waits = _calls(item, members, group, device, ends)
     else:
         calls, waits = Calls(*line_through(launches)), (0.0, 0.0)
     # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
@@ -219,8 +217,6 @@ def _calls(
     group: dist.ProcessGroup,
     device: torch.device,
     sizes: Sequence[tuple[int, float]],
-    *,
-    kept: float,
 ) -> tuple[Calls, tuple[float, float]]:
     """Step 3: (the calls, the part of them that is the wait, as `line_through` gives it). sizes: the bytes
     to measure at, and a collective's time."""
@@ -228,7 +224,7 @@ def _calls(
     for nbytes, alone_us in sizes:
         _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
         meet(device)
-        around = timed_around(start, result, alone_us, kept=kept)
+        around = timed_around(start, result, alone_us)
         starts.append((nbytes, around.start_us))
         waits.append((nbytes, around.wait_us))
         finishes.append((nbytes, around.wait_us + around.read_us))

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.cost.products import products_on
+from stretto.control_groups import processor_quota
+from stretto.cost.products import products_on, us_each
 from stretto.giving_way import lanes_first
 
 ROUNDS = 12
@@ -63,15 +64,15 @@ class Around:
     read_us: float
 
 
-def timed_around(
-    start: Callable[[], Any], result: torch.Tensor, alone_us: float, *, kept: float = KEPT
-) -> Around:
+def timed_around(start: Callable[[], Any], result: torch.Tensor, alone_us: float) -> Around:
     """What a collective takes on the thread that computes before it and beside it, equal on all ranks.
 
     Behind compute the call finds neither its code nor its data in the caches: between two processors at
     200 Mbit/s the start of an all-gather of 0.3 MB takes 0.5 ms, where one that follows another takes 0.3.
-    result: what the collective writes. kept: the part of the rounds that count, the faster ones.
+    result: what the collective writes. The faster rounds count, and all of them under a quota: one that is
+    spent stops the thread within a call, too, and that belongs to what calls take.
     """
+    kept = KEPT if processor_quota() is None else 1.0
     compute = products_on(result.device)
     copy = torch.empty_like(result)
     rounds: list[tuple[float, float, float]] = []
@@ -173,14 +174,8 @@ def products_per_us(device: torch.device) -> float:
     if device.type != "cpu":
         return 0.0
     compute = products_on(device)
-    compute()
     meet(device)
-    begin = time.perf_counter_ns()
-    products = 0
-    while time.perf_counter_ns() - begin < ALONE_US * 1e3:
-        compute()
-        products += 1
-    return agree_median(products * 1e3 / (time.perf_counter_ns() - begin))
+    return agree_median(1.0 / us_each(compute, ALONE_US))
 
 
 def meet(device: torch.device) -> None:
