@@ -25,7 +25,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stretto.capture import capture, tree
+from stretto import tree
+from stretto.capture import capture
 from stretto.config import ParallelSettings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.action import Phase

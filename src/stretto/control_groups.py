@@ -32,6 +32,13 @@ def processor_quota(proc: Path = PROC, mounts: Path = MOUNTS) -> tuple[float, fl
     return min(known, key=lambda limit: limit[1] / limit[0], default=None)
 
 
+def own_share(threads: int, proc: Path = PROC, mounts: Path = MOUNTS) -> float:
+    """The share of a processor that each of so many threads of this process has, by its quota, if all of them
+    always compute: at most 1."""
+    quota = processor_quota(proc, mounts)
+    return 1.0 if quota is None else min(1.0, quota[1] / quota[0] / threads)
+
+
 def _place(proc: Path, mounts: Path) -> tuple[Path, str]:
     """(the `cpu` controller's mount, the path of this process's group below it: "" at the top)."""
     unified = (mounts, "")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.control_groups import processor_quota
+from stretto.control_groups import own_share, processor_quota
 from stretto.errors import UsageError
 from stretto.ir.costs import Quota
 from stretto.ir.serialize import plan_from_text, plan_to_text
@@ -122,6 +122,7 @@ def test_a_quota_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
     group.mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("0::/job\n")
     assert processor_quota(proc, mounts) is None, "nothing is said"
+    assert own_share(1, proc, mounts) == 1.0
     (group / "cpu.max").write_text("5000 10000\n")
     assert processor_quota(proc, mounts) == (10_000.0, 5_000.0)
     (mounts / "cpu.max").write_text("2000 10000\n")
@@ -138,6 +139,7 @@ def test_a_quota_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
     assert processor_quota(proc, mounts) is None
     (old / "cpu.cfs_quota_us").write_text("150000\n")
     assert processor_quota(proc, mounts) == (100_000.0, 150_000.0)
+    assert [own_share(threads, proc, mounts) for threads in (1, 2)] == [1.0, 0.75]
 
 
 def test_costs_keep_their_quota() -> None:

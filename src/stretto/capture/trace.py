@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.capture import torch_adapter, tree
+from stretto import tree
+from stretto.capture import torch_adapter
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.axes import partial_axes
 from stretto.capture.convert import convert, dtype_name, spec_of

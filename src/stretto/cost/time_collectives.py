@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.control_groups import processor_quota
+from stretto.control_groups import own_share
 from stretto.cost.products import products_on, us_each
 from stretto.giving_way import lanes_first
 
@@ -69,10 +69,11 @@ def timed_around(start: Callable[[], Any], result: torch.Tensor, alone_us: float
 
     Behind compute the call finds neither its code nor its data in the caches: between two processors at
     200 Mbit/s the start of an all-gather of 0.3 MB takes 0.5 ms, where one that follows another takes 0.3.
-    result: what the collective writes. The faster rounds count, and all of them under a quota: one that is
-    spent stops the thread within a call, too, and that belongs to what calls take.
+    result: what the collective writes. Under a quota, which stops the thread for milliseconds within one call
+    of ten, processor time is counted, and taken for as long as the thread has its share of a processor.
     """
-    kept = KEPT if processor_quota() is None else 1.0
+    share = own_share(torch.get_num_threads())
+    clock = time.perf_counter_ns if share == 1.0 else time.thread_time_ns
     compute = products_on(result.device)
     copy = torch.empty_like(result)
     rounds: list[tuple[float, float, float]] = []
@@ -81,21 +82,21 @@ def timed_around(start: Callable[[], Any], result: torch.Tensor, alone_us: float
     with torch.no_grad(), lanes_first():
         for _ in range(count + 2):
             _compute_for(compute, BEFORE_US)
-            at = [time.perf_counter_ns()]
+            at = [clock()]
             work = start()
-            at.append(time.perf_counter_ns())
+            at.append(clock())
             _compute_for(compute, surely_us)
-            at.append(time.perf_counter_ns())
+            at.append(clock())
             work.wait()
-            at.append(time.perf_counter_ns())
+            at.append(clock())
             for _ in range(2):
                 copy.copy_(result)
-                at.append(time.perf_counter_ns())
-            call, _, wait, first, second = (1e-3 * (end - begin) for begin, end in pairwise(at))
+                at.append(clock())
+            call, _, wait, first, second = (1e-3 * (end - begin) / share for begin, end in pairwise(at))
             rounds.append((call, wait, first - second))
 
     def mean(times: Iterable[float]) -> float:
-        counted = sorted(times)[: max(1, round(kept * count))]
+        counted = sorted(times)[: max(1, round(KEPT * count))]
         return max(0.0, agree_median(statistics.fmean(counted)))
 
     return Around(*(mean(times) for times in zip(*rounds[2:], strict=True)))

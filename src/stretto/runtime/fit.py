@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stretto.capture import tree
+from stretto import tree
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
