@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from stretto.cost.products import products_on
+from stretto.cost.products import products_on, us_each
 from stretto.giving_way import lanes_first
 
 ALONE_S = 0.1
@@ -121,15 +121,11 @@ def _beside(
 def _alone(compute: Callable[[], None], meet: Callable[[], None]) -> tuple[float, float]:
     """(a product's time in microseconds, the share of a processor that the thread has), while all ranks do
     nothing but compute."""
-    compute()
     meet()
     begin, mine = time.perf_counter_ns(), time.thread_time_ns()
-    products = 0
-    while time.perf_counter_ns() - begin < ALONE_S * 1e9:
-        compute()
-        products += 1
+    product_us = us_each(compute, ALONE_S * 1e6)
     took_ns = time.perf_counter_ns() - begin
-    return took_ns / 1000.0 / products, min(1.0, (time.thread_time_ns() - mine) / took_ns)
+    return product_us, min(1.0, (time.thread_time_ns() - mine) / took_ns)
 
 
 def _slowdown(

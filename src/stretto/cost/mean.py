@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stretto.ir.costs import CollectiveCost, Costs, Link
@@ -50,7 +50,7 @@ def _collective(found: Sequence[CollectiveCost]) -> CollectiveCost:
     def mean(of: Callable[[CollectiveCost], float]) -> float:
         return statistics.fmean(of(cost) for cost in found)
 
-    sizes: Iterable[float] = sorted({nbytes for cost in found for nbytes, _ in cost.curve.points})
+    sizes = sorted({nbytes for cost in found for nbytes, _ in cost.curve.points})
     points: list[tuple[float, float]] = []
     for nbytes in sizes:
         us = statistics.fmean(cost.curve.us(nbytes) for cost in found)
