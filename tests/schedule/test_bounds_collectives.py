@@ -166,7 +166,7 @@ def plans(draw: st.DrawFn) -> Plan:
     shared = draw(st.sampled_from([(), ("tp",), ("dp", "tp")]))
     action_us = draw(st.sampled_from([0.0, 15.0]))
     skew = draw(st.sampled_from([0.0, 0.1]))
-    quota = draw(st.sampled_from([None, None, Quota(150.0, 0.5), Quota(1000.0, 0.2)]))
+    quota = draw(st.sampled_from([None, None, Quota(150.0, 0.5), Quota(1000.0, 0.2), Quota(150.0, 0.5, 0.7)]))
     costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota)
     plan = plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
     return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan

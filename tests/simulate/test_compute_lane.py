@@ -80,14 +80,15 @@ def test_transfers_spend_the_quota_too() -> None:
 @given(
     st.floats(10, 500),
     st.floats(0.1, 0.9),
+    st.floats(0.0, 1.0),
     st.lists(st.tuples(st.floats(0.1, 300), st.floats(0, 300), st.floats(0, 0.9)), min_size=1, max_size=8),
 )
 def test_no_stretch_holds_more_than_its_time_and_two_periods(
-    period_us: float, share: float, steps: list[tuple[float, float, float]]
+    period_us: float, share: float, faster: float, steps: list[tuple[float, float, float]]
 ) -> None:
     """What `schedule.bounds` builds on; and no work takes longer than at its share, but for two periods."""
     clock = Clock()
-    lane = ComputeLane(clock, Quota(period_us, share))
+    lane = ComputeLane(clock, Quota(period_us, share, min(1.0, share + faster * (1.0 - share))))
     done: list[tuple[float, float]] = []
 
     def go(at: int) -> None:
@@ -113,6 +114,21 @@ def test_no_stretch_holds_more_than_its_time_and_two_periods(
             assert sum(works[first : last + 1]) <= done[last][1] - begin_us + ahead_us
     for (begin_us, end_us), (work_us, _, load) in zip(done, steps, strict=True):
         assert end_us - begin_us <= work_us / (1 - load) + 2 * period_us / (1 - load)
+
+
+def test_a_core_that_others_use_makes_what_is_left_slower() -> None:
+    def took(quota: Quota, rest_us: float) -> float:
+        clock = Clock()
+        lane = ComputeLane(clock, quota)
+        done: list[float] = []
+        clock.at(rest_us, lambda: lane.work(60.0, lambda: done.append(clock.now_us - rest_us)))
+        clock.run()
+        return done[0]
+
+    # Half of 100 us: 60 us of work is 30 us of a processor.
+    assert took(Quota(100.0, 0.5), 20.0) == pytest.approx(30.0)
+    assert took(Quota(100.0, 0.5, 0.75), 20.0) == pytest.approx(40.0)
+    assert took(Quota(100.0, 0.5, 0.5), 20.0) == pytest.approx(60.0), "as it was timed"
 
 
 def test_a_quota_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.control_groups import own_share, processor_quota
+from stretto.control_groups import own_share
 from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.cost.messages import measure_links
 from stretto.cost.profile import Profile, Rounds, device_name, profile
+from stretto.cost.quota import agreed_quota
 from stretto.cost.roofline import ACTION_US
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
@@ -181,19 +182,6 @@ def stretches(job: Job, rounds: Mapping[int, Rounds], *, whole: bool = False) ->
                     together = zip(*(of.shares[op.name] for op in stretch), strict=True)
                     found[index].append([sum(times) for times in together])
     return found
-
-
-def agreed_quota(device: torch.device) -> Quota | None:
-    """The quota under which all ranks compute, equal on all of them; every running rank calls it.
-
-    None when one of them has none that holds back the threads that it computes with.
-    """
-    found = processor_quota() if device.type == "cpu" else None
-    share = own_share(torch.get_num_threads())
-    mine = (found[0], share) if found is not None and share < 1.0 else None
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return None if None in told else Quota(*min(told, key=lambda quota: quota[1]))
 
 
 def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:

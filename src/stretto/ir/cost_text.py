@@ -35,6 +35,7 @@ COST_KEYS = (
     "quota",
     "op_us",
 )
+QUOTA_KEYS = ("period_us", "share", "speed")
 LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
 
 
@@ -92,15 +93,15 @@ def decode_costs(cursor: Cursor) -> Costs:
 
 
 def _encode_quota(quota: Quota) -> dict[str, Any]:
-    return {"period_us": encode_float(quota.period_us), "share": encode_float(quota.share)}
+    return {name: encode_float(getattr(quota, name)) for name in QUOTA_KEYS}
 
 
 def _decode_quota(cursor: Cursor) -> Quota | None:
     if cursor.value is None:
         return None
-    parts = cursor.fields(("period_us", "share"))
+    parts = cursor.fields(QUOTA_KEYS)
     try:
-        return Quota(parts["period_us"].number(), parts["share"].number())
+        return Quota(*(parts[name].number() for name in QUOTA_KEYS))
     except ValueError as error:
         raise cursor.error(str(error)) from None
 

@@ -59,18 +59,28 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A control group's limit on a rank: in every `period_us` it may compute for `share` of it, at full
-    speed, and stands for the rest. Op times are those of a rank that never stands for anything else."""
+    """A control group's limit on a rank: in every `period_us` it may compute for `share` of it, and stands
+    for the rest. Op times are those of a rank that never stands for anything else.
+
+    speed: what it has of a processor while that lasts, from `share` to 1: other ranks may compute on the same
+    cores.
+    """
 
     period_us: float
     share: float
+    speed: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.period_us > 0.0 and 0.0 < self.share < 1.0):
+        if not (self.period_us > 0.0 and 0.0 < self.share < 1.0 and self.share <= self.speed <= 1.0):
             raise ValueError(
-                f"a quota has a period above 0 and a share above 0 and below 1, not {self.period_us} us and "
-                f"{self.share}"
+                "a quota has a period above 0, a share above 0 and below 1, and a speed from its share to 1, "
+                f"not {self.period_us} us, {self.share} and {self.speed}"
             )
+
+    @property
+    def fastest(self) -> float:
+        """How many times as fast as its op times say a rank computes while the quota lasts."""
+        return self.speed / self.share
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,9 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, OverlapMode
 
-VERSION = 4
+VERSION = 5
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
-quotas, and what a collective takes of the processor whatever its size."""
+quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed."""
 
 
 class ItemKind(StrEnum):

@@ -101,7 +101,7 @@ def _at_full_speed(costs: Costs) -> Costs:
     """What ops take while a quota lasts."""
     if costs.quota is None:
         return costs
-    return replace(costs, op_us={key: us * costs.quota.share for key, us in costs.op_us.items()})
+    return replace(costs, op_us={key: us / costs.quota.fastest for key, us in costs.op_us.items()})
 
 
 def _forwards_a_run(schedule: Schedule) -> int:
@@ -189,7 +189,7 @@ class _Place:
         work.before_us = action_us
         quota, speed = self._costs.quota, 1.0
         if quota is not None:
-            speed = 1.0 / quota.share
+            speed = quota.fastest
             work.ahead_us = 2.0 * (1.0 - quota.share) * quota.period_us
         for number, stage in enumerate(self._stages):
             needs_us, feeds_us = _fed(stage, feeding)

@@ -5,9 +5,9 @@ Knows the clock; nothing of ops or windows. The contract:
 1. While transfers take shares of its rank's processor, it goes slower by these shares (at least 0 is left);
    a lane that stands loses nothing.
 2. Work is counted in the time that it takes a lane that never stands. Under a quota such a lane has `share`
-   of a processor: it computes at full speed, 1 / share, until the period's time is spent, and then stands
-   until the next period. So a lane that stood for something else has time left, and computes faster. What
-   transfers take is spent as well, whether or not there is work.
+   of a processor: it has `speed` of one until the period's time is spent, and then stands until the next
+   period. So a lane that stood for something else has time left, and computes faster. What transfers take is
+   spent as well, whether or not there is work.
 3. Periods begin with the step, on all ranks alike: ranks that share a place go on together, and stand
    together when one of them has nothing left.
 """
@@ -93,7 +93,7 @@ class _Budget:
 
     def __init__(self, quota: Quota) -> None:
         self._period_us = quota.period_us
-        self._share = quota.share
+        self._share, self._rate = quota.share, quota.speed
         self._whole_us = quota.period_us * quota.share
         self._left_us = self._whole_us
         self._until_us = quota.period_us
@@ -105,9 +105,9 @@ class _Budget:
         while since_us < now_us:
             end_us = min(now_us, self._until_us)
             stretch_us = end_us - since_us
-            mine_us = min(stretch_us, max(0.0, self._left_us)) if working else 0.0
+            mine_us = min(stretch_us, max(0.0, self._left_us) / self._rate) if working else 0.0
             ran_us += mine_us
-            self._left_us -= mine_us + (stretch_us - mine_us) * taken
+            self._left_us -= mine_us * self._rate + (stretch_us - mine_us) * taken
             if end_us >= self._until_us:
                 self._left_us = min(0.0, self._left_us) + self._whole_us
                 self._until_us += self._period_us
@@ -121,18 +121,21 @@ class _Budget:
 
     def end(self, now_us: float, work_us: float, load: float) -> float | None:
         """When work that goes on from now is done, if the load stays; None if never."""
+        if self._speed(load) <= 0.0:
+            return None
         taken, need_us = load * self._share, work_us / self._speed(load)
         left_us, until_us = self._left_us, self._until_us
         while True:
-            room_us = min(until_us - now_us, max(0.0, left_us))
+            room_us = min(until_us - now_us, max(0.0, left_us) / self._rate)
             if need_us <= room_us:
                 return now_us + need_us
             before_us, need_us = left_us, need_us - room_us
-            left_us = min(0.0, left_us - room_us - (until_us - now_us - room_us) * taken) + self._whole_us
-            if left_us <= 0.0 and left_us <= before_us:
-                return None  # transfers take all that there is
+            stands_us = until_us - now_us - room_us
+            left_us = min(0.0, left_us - room_us * self._rate - stands_us * taken) + self._whole_us
+            if left_us <= DONE_US and left_us <= before_us:
+                return None  # transfers take all that there is, but for what sums are off by
             now_us, until_us = until_us, until_us + self._period_us
 
     def _speed(self, load: float) -> float:
         """Of work, while there is time left."""
-        return (1.0 - load * self._share) / self._share
+        return (self._rate - load * self._share) / self._share
