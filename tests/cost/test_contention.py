@@ -133,3 +133,28 @@ def test_threads_for_which_the_computing_one_stood_took_at_least_their_time(
         made = machine(1.0, 1)
         loss = compute_loss(partial(start, made, stands), 1000.0, lambda: None, torch.device("cpu"), 50.0)
         assert loss.processor_us == pytest.approx(lost_us, abs=1.0)
+
+
+def test_under_a_quota_processor_time_counts_and_not_the_clock(
+    machine: Callable[[float, int], Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that counts in periods of the quota, as long as what is lost, is off by a period each time."""
+    made = machine(1.25, 20)
+    offs = iter([9000, -9000, 7000, -9000, 0, 3000, -7000, 9000, -3000] * 400)
+    last = 0
+
+    def clock() -> int:
+        nonlocal last
+        last = max(last, 2 * made.now + next(offs) * NS)
+        return last
+
+    monkeypatch.setattr(contention.time, "perf_counter_ns", clock)
+
+    def start() -> Any:
+        work = made.start()
+        made.others += 400 * NS
+        return work
+
+    loss = compute_loss(start, 60_000.0, lambda: None, torch.device("cpu"), 100.0)
+    # 20 products of 250 us more and the others' 400, at half a processor; the call's 50 are no loss.
+    assert loss.processor_us == pytest.approx(2 * (20 * 250 + 400), rel=0.08)

@@ -1,16 +1,20 @@
 """What compute loses while communication is in flight, measured by doing both.
 
-    processor    1. The rank multiplies small matrices for as long as a given number of collectives, one after
-                    the other, are in flight. The time that it took, less what as many products take alone,
-                    was lost to the transport. A collective takes longer meanwhile, too, by its pace.
-                 2. The loss is no less than what the process' other threads took of the processor, where the
-                    computing thread stood for them. For short collectives this is exact, and 1, a small
-                    difference of long times, is not. Where other cores are free, nothing stands.
+    processor    The rank multiplies small matrices for as long as a given number of collectives, one after
+                 the other, are in flight. A collective takes longer meanwhile, too, by its pace.
+                 1. Where the rank's threads stand for each other (a quota, a shared core), what counts is
+                    processor time: the process' in flight less what as many products take alone. It holds
+                    the transport's threads and what its packets and copies make products slower by. A clock
+                    would count in whole periods of the quota, which are as long as what is lost.
+                 2. Where other cores are free, the transport's threads take nothing; then the time by the
+                    clock counts, less what as many products take alone.
+                 The machine has another speed every few seconds: a product is timed alone before and after
+                 each flight.
     accelerator  As many products as last about as long as the collectives, with them and without; the
                  difference is the part of the device's speed that the collectives take.
 
-What is counted is compute that did not get done, so shared cores and quotas need no case of their own. Every
-rank of a group must call these together. Touches no file.
+What is counted is compute that did not get done. Every rank of a group must call these together. Touches no
+file.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import Any
 
 import torch
 
-from stretto.cost.products import products_on, us_each
+from stretto.cost.products import products_on
 from stretto.giving_way import lanes_first
 
 ALONE_S = 0.1
@@ -36,8 +40,13 @@ FLIGHT_S = 0.3
 
 MOST_COLLECTIVES = 64
 
-REPEATS = 3
+REPEATS = 5
 """The median of as many measurements is taken."""
+
+OWN_CORE = 0.9
+"""A thread that has at least this share of a processor while it computes alone has a core for itself; less
+is a quota or a shared core. Assumed: quotas of a whole core or more hold nothing back, and half a core is the
+next that machines are cut in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,13 @@ def compute_loss(
     compute = products_on(device)
     with torch.no_grad():
         if device.type == "cpu":
-            found = [_beside(start, count, compute, meet, calls_us) for _ in range(REPEATS)]
+            found = []
+            before = _alone(compute, meet)
+            for _ in range(REPEATS):
+                flight = _flight(start, count, compute, meet)
+                after = _alone(compute, meet)
+                found.append(_lost(flight, before.mean(after), calls_us))
+                before = after
             lost_us = statistics.median(lost for lost, _ in found)
             beside_us = statistics.median(us for _, us in found)
             return Loss(max(0.0, lost_us), 0.0, min(1.0, alone_us / beside_us))
@@ -76,15 +91,57 @@ def compute_loss(
         return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))), 1.0)
 
 
-def _beside(
-    start: Callable[[], Any],
-    count: int,
-    compute: Callable[[], None],
-    meet: Callable[[], None],
-    calls_us: float,
-) -> tuple[float, float]:
-    """(compute that one of `count` collectives takes away, how long one takes under it), in microseconds."""
-    before_us, share_before = _alone(compute, meet)
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """A product while all ranks do nothing else: its time, and what it takes of the computing thread and of
+    the process, in microseconds."""
+
+    product_us: float
+    thread_us: float
+    process_us: float
+
+    def mean(self, other: _Alone) -> _Alone:
+        return _Alone(
+            (self.product_us + other.product_us) / 2.0,
+            (self.thread_us + other.thread_us) / 2.0,
+            (self.process_us + other.process_us) / 2.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """`collectives` one after the other, and the `products` made meanwhile: the time, and what was taken of
+    the computing thread and of the process. What waiting for the collectives took is left out."""
+
+    collectives: int
+    products: int
+    took_us: float
+    thread_us: float
+    process_us: float
+
+
+def _lost(flight: _Flight, alone: _Alone, calls_us: float) -> tuple[float, float]:
+    """(compute that one collective takes away, how long one takes under it), in microseconds."""
+    # Its end is seen when a product ends, half of one late.
+    beside_us = max(1.0, flight.took_us / flight.collectives - alone.product_us / 2.0)
+    if alone.thread_us < OWN_CORE * alone.product_us:
+        taken_us = flight.process_us - flight.products * alone.process_us
+        lost_us = taken_us * alone.product_us / alone.process_us / flight.collectives - calls_us
+    else:
+        # The transport's threads stand on the computing one's core (pinned), or have others (they do not).
+        others_us = flight.process_us - flight.products * (alone.process_us - alone.thread_us)
+        others_us -= flight.thread_us
+        stood_us = flight.took_us - flight.thread_us
+        lost_us = (flight.took_us - flight.products * alone.product_us) / flight.collectives - calls_us
+        if stood_us > others_us / 2.0:
+            lost_us = max(lost_us, others_us / flight.collectives)
+    return lost_us, beside_us
+
+
+def _flight(
+    start: Callable[[], Any], count: int, compute: Callable[[], None], meet: Callable[[], None]
+) -> _Flight:
+    """Products for as long as `count` collectives, one after the other, are in flight."""
     # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
     # It is no part of a step: what it takes, and what asking it takes, is left out.
     with ThreadPoolExecutor(max_workers=1) as waiter:
@@ -95,37 +152,39 @@ def _beside(
             asking = products = 0
             for _ in range(count):
                 work = start()
-                asked = time.perf_counter_ns()
+                asked = time.thread_time_ns()
                 done = waiter.submit(work.wait)
-                asking += time.perf_counter_ns() - asked
+                asking += time.thread_time_ns() - asked
                 while not done.done():
                     compute()
                     products += 1
                 done.result()
-            took_us = (time.perf_counter_ns() - begin) / 1000.0
-            mine_us = (time.thread_time_ns() - mine) / 1000.0
-            process_us = (time.process_time_ns() - process) / 1000.0
+            took = time.perf_counter_ns() - begin
+            mine = time.thread_time_ns() - mine
+            process = time.process_time_ns() - process
         waited += waiter.submit(time.thread_time_ns).result()
-    after_us, share_after = _alone(compute, meet)
-    product_us, share = (before_us + after_us) / 2.0, (share_before + share_after) / 2.0
-    extra_us = asking / 1000.0 + waited / 1000.0 / share
-    others_us = (process_us - mine_us - waited / 1000.0) / share
-    missing_us = took_us - extra_us - products * product_us
-    stood_us = took_us - extra_us - mine_us / share
-    taken_us = others_us if stood_us > others_us / 2.0 else 0.0
-    # Its end is seen when a product ends, half of one late.
-    beside_us = max(1.0, (took_us - extra_us) / count - product_us / 2.0)
-    return max(missing_us / count - calls_us, taken_us / count), beside_us
+    return _Flight(
+        count,
+        products,
+        (took - asking - waited) / 1e3,
+        (mine - asking) / 1e3,
+        (process - asking - waited) / 1e3,
+    )
 
 
-def _alone(compute: Callable[[], None], meet: Callable[[], None]) -> tuple[float, float]:
-    """(a product's time in microseconds, the share of a processor that the thread has), while all ranks do
-    nothing but compute."""
+def _alone(compute: Callable[[], None], meet: Callable[[], None]) -> _Alone:
+    """A product while all ranks do nothing but compute."""
     meet()
-    begin, mine = time.perf_counter_ns(), time.thread_time_ns()
-    product_us = us_each(compute, ALONE_S * 1e6)
-    took_ns = time.perf_counter_ns() - begin
-    return product_us, min(1.0, (time.thread_time_ns() - mine) / took_ns)
+    with lanes_first():
+        compute()
+        begin, mine, process = time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()
+        products = 0
+        while time.perf_counter_ns() - begin < ALONE_S * 1e9:
+            compute()
+            products += 1
+        clocks = (time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns())
+    took, mine, process = (now - then for now, then in zip(clocks, (begin, mine, process), strict=True))
+    return _Alone(took / 1e3 / products, mine / 1e3 / products, process / 1e3 / products)
 
 
 def _slowdown(
