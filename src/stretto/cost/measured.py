@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.control_groups import own_share
 from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
@@ -159,25 +158,22 @@ def agreed_ops(job: Job, mine: Profile) -> tuple[dict[tuple[int, str], float], f
     """(all ranks' op times, their skew as in `stretto.ir.costs.Costs`), equal on all of them; every running
     rank calls it with its own.
 
-    Ranks are compared from one wait to the next; under a quota over whole programs: it stops one rank in this
-    stretch and the other in the next, which is counted as the quota's own.
+    Ranks are compared from one wait to the next. Under a quota, whose periods begin for each rank in its own
+    time, one rank stands in this stretch and the other in the next.
     """
-    limited = own_share(torch.get_num_threads()) < 1.0
     told: list[Any] = [None] * dist.get_world_size()
-    mine_of = {whole: stretches(job, mine.rounds, whole=whole) for whole in (False, True)}
-    dist.all_gather_object(told, (dict(mine.op_us), mine_of, limited))
-    whole = any(limited for _, _, limited in told)
-    return _merged(op_us for op_us, _, _ in told), skew_of([of[whole] for _, of, _ in told])
+    dist.all_gather_object(told, (dict(mine.op_us), stretches(job, mine.rounds)))
+    return _merged(op_us for op_us, _ in told), skew_of([of for _, of in told])
 
 
-def stretches(job: Job, rounds: Mapping[int, Rounds], *, whole: bool = False) -> dict[int, list[list[float]]]:
-    """Stage -> the stretches of its programs between waits for collectives, where its ranks meet (whole: each
-    program as one): what each took, by round, in microseconds."""
+def stretches(job: Job, rounds: Mapping[int, Rounds]) -> dict[int, list[list[float]]]:
+    """Stage -> the stretches of its programs between waits for collectives, where its ranks meet: what each
+    took, by round, in microseconds."""
     found: dict[int, list[list[float]]] = {}
     for index, of in rounds.items():
         found[index] = []
         for ops in job.stages[index].ops.values():
-            for wait, stretch in groupby(ops, key=lambda op: op.target == WAIT and not whole):
+            for wait, stretch in groupby(ops, key=lambda op: op.target == WAIT):
                 if not wait:
                     together = zip(*(of.shares[op.name] for op in stretch), strict=True)
                     found[index].append([sum(times) for times in together])
