@@ -63,9 +63,9 @@ times the fastest. Measured on GPTs over pp=2 tp=2: the winner was up to 8 % beh
 WITHIN = 1.25
 
 REFINED = 0.99
-"""Of its step before, what a candidate takes at most that is ordered again. The search fits orders to costs
-that are off by a percent, and lets a rank wait wherever the step of these costs does not need it; an order of
-each window by itself hides what can be hidden everywhere. Assumed."""
+"""Of the fastest of them, what a candidate takes at most that is ordered again. The search fits orders to
+costs that are off by a percent, and lets a rank wait wherever the step of these costs does not need it; an
+order of each window by itself hides what can be hidden everywhere. Assumed."""
 
 WHOLE = 12
 """Microbatches up to which a step may be one window a rank: its ops are ordered one by one. Assumed."""
@@ -197,7 +197,7 @@ def _refined(costs: Costs, tried: Sequence[tuple[Candidate, _Way]], overlap: Ove
     found: list[Candidate] = []
     for candidate, way in most[:PROMISING]:
         made = _refined_way(costs, way) if candidate.step_us <= WITHIN * most[0][0].step_us else None
-        if made is not None and made.step_us <= REFINED * candidate.step_us:
+        if made is not None and made.step_us <= REFINED * most[0][0].step_us:
             found.append(made)
     return found
 
