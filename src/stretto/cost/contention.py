@@ -2,12 +2,13 @@
 
     processor    The rank multiplies small matrices for as long as a given number of collectives, one after
                  the other, are in flight. A collective takes longer meanwhile, too, by its pace.
-                 1. Where the rank's threads stand for each other (a quota, a shared core), what counts is
-                    processor time: the process' in flight less what as many products take alone. It holds
-                    the transport's threads and what its packets and copies make products slower by. A clock
-                    would count in whole periods of the quota, which are as long as what is lost.
-                 2. Where other cores are free, the transport's threads take nothing; then the time by the
-                    clock counts, less what as many products take alone.
+                 1. Under a quota what counts is processor time: the process' in flight less what as many
+                    products take alone. It holds the transport's threads and what its packets and copies
+                    make products slower by. A clock would count in whole periods of the quota, which are
+                    as long as what is lost.
+                 2. Elsewhere the time by the clock counts, less what as many products take alone, and no
+                    less than what the process' other threads took, where the computing thread stood for
+                    them. Where other cores are free, nothing stands.
                  The machine has another speed every few seconds: a product is timed alone before and after
                  each flight.
     accelerator  As many products as last about as long as the collectives, with them and without; the
@@ -29,7 +30,8 @@ from typing import Any
 
 import torch
 
-from stretto.cost.products import products_on
+from stretto.control_groups import own_share
+from stretto.cost.products import products_on, us_each
 from stretto.giving_way import lanes_first
 
 ALONE_S = 0.1
@@ -42,11 +44,6 @@ MOST_COLLECTIVES = 64
 
 REPEATS = 5
 """The median of as many measurements is taken."""
-
-OWN_CORE = 0.9
-"""A thread that has at least this share of a processor while it computes alone has a core for itself; less
-is a quota or a shared core. Assumed: quotas of a whole core or more hold nothing back, and half a core is the
-next that machines are cut in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +74,13 @@ def compute_loss(
     compute = products_on(device)
     with torch.no_grad():
         if device.type == "cpu":
+            limited = own_share(torch.get_num_threads()) < 1.0
             found = []
             before = _alone(compute, meet)
             for _ in range(REPEATS):
                 flight = _flight(start, count, compute, meet)
                 after = _alone(compute, meet)
-                found.append(_lost(flight, before.mean(after), calls_us))
+                found.append(_lost(flight, before.mean(after), calls_us, limited))
                 before = after
             lost_us = statistics.median(lost for lost, _ in found)
             beside_us = statistics.median(us for _, us in found)
@@ -120,18 +118,19 @@ class _Flight:
     process_us: float
 
 
-def _lost(flight: _Flight, alone: _Alone, calls_us: float) -> tuple[float, float]:
+def _lost(flight: _Flight, alone: _Alone, calls_us: float, limited: bool) -> tuple[float, float]:
     """(compute that one collective takes away, how long one takes under it), in microseconds."""
     # Its end is seen when a product ends, half of one late.
     beside_us = max(1.0, flight.took_us / flight.collectives - alone.product_us / 2.0)
-    if alone.thread_us < OWN_CORE * alone.product_us:
+    if limited:
         taken_us = flight.process_us - flight.products * alone.process_us
         lost_us = taken_us * alone.product_us / alone.process_us / flight.collectives - calls_us
     else:
-        # The transport's threads stand on the computing one's core (pinned), or have others (they do not).
-        others_us = flight.process_us - flight.products * (alone.process_us - alone.thread_us)
-        others_us -= flight.thread_us
-        stood_us = flight.took_us - flight.thread_us
+        # A thread that shares its core with other processes is as much slower than its processor time says.
+        slower = alone.product_us / alone.thread_us
+        helpers_us = flight.products * (alone.process_us - alone.thread_us)
+        others_us = (flight.process_us - flight.thread_us - helpers_us) * slower
+        stood_us = flight.took_us - flight.thread_us * slower
         lost_us = (flight.took_us - flight.products * alone.product_us) / flight.collectives - calls_us
         if stood_us > others_us / 2.0:
             lost_us = max(lost_us, others_us / flight.collectives)
@@ -148,7 +147,7 @@ def _flight(
         waited = -waiter.submit(time.thread_time_ns).result()
         with lanes_first():
             meet()
-            begin, mine, process = time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()
+            begin = _clocks()
             asking = products = 0
             for _ in range(count):
                 work = start()
@@ -159,9 +158,7 @@ def _flight(
                     compute()
                     products += 1
                 done.result()
-            took = time.perf_counter_ns() - begin
-            mine = time.thread_time_ns() - mine
-            process = time.process_time_ns() - process
+            took, mine, process = (now - then for now, then in zip(_clocks(), begin, strict=True))
         waited += waiter.submit(time.thread_time_ns).result()
     return _Flight(
         count,
@@ -176,15 +173,15 @@ def _alone(compute: Callable[[], None], meet: Callable[[], None]) -> _Alone:
     """A product while all ranks do nothing but compute."""
     meet()
     with lanes_first():
-        compute()
-        begin, mine, process = time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()
-        products = 0
-        while time.perf_counter_ns() - begin < ALONE_S * 1e9:
-            compute()
-            products += 1
-        clocks = (time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns())
-    took, mine, process = (now - then for now, then in zip(clocks, (begin, mine, process), strict=True))
-    return _Alone(took / 1e3 / products, mine / 1e3 / products, process / 1e3 / products)
+        begin = _clocks()
+        product_us = us_each(compute, ALONE_S * 1e6)
+        took, mine, process = (now - then for now, then in zip(_clocks(), begin, strict=True))
+    return _Alone(product_us, product_us * mine / took, product_us * process / took)
+
+
+def _clocks() -> tuple[int, int, int]:
+    """Now, the time that this thread has computed, and that the process has; in nanoseconds."""
+    return time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()
 
 
 def _slowdown(

@@ -24,7 +24,7 @@ from stretto.giving_way import lanes_first
 from stretto.ir.costs import Quota
 
 BURSTS = 40
-"""Rests and bursts that are measured."""
+"""Rests and bursts that are measured. Assumed: they take half a second with a period of 10 ms."""
 
 REST = (0.2, 0.8)
 """Of a period, the least and the most that a rank rests. Assumed: as long as a step's waits."""
