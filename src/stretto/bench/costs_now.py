@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.cost.mean import mean_costs
-from stretto.cost.measured import Communication, agreed_ops, measure_communication
+from stretto.cost.measured import Communication, Compute, agreed_ops, measure_communication
 from stretto.cost.products import products_on, us_each
 from stretto.cost.profile import Profile, profile
 from stretto.ir.costs import Costs
@@ -76,7 +76,8 @@ class CostsNow:
         """What all of it says together, equal on all ranks; after at least one visit."""
         assert self._found is not None, "no visit yet"
         job, known = self._plan.job, self._plan.costs
-        op_us, skew = agreed_ops(job, self._found) if dist.is_initialized() else (self._found.op_us, 0.0)
+        alone = not dist.is_initialized()
+        now = Compute(self._found.op_us, 0.0, 0.0) if alone else agreed_ops(job, self._found)
         calls = {
             (stage.index, op.name)
             for stage in job.stages
@@ -84,9 +85,9 @@ class CostsNow:
             for op in ops
             if op.collective is not None or op.target == WAIT
         }
-        times = {key: us if key in calls else op_us[key] for key, us in known.op_us.items()}
-        found = [replace(known, op_us=times, skew=skew)]
-        found += [again.costs(job, op_us, skew, known.source) for again in self._again]
+        times = {key: us if key in calls else now.op_us[key] for key, us in known.op_us.items()}
+        found = [replace(known, op_us=times, skew=now.skew, cold=now.cold)]
+        found += [again.costs(job, now, known.source) for again in self._again]
         return mean_costs(found)
 
 

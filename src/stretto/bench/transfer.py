@@ -68,7 +68,7 @@ def calibration_of(plans: Iterable[Plan]) -> Calibration:
 
 def _merged(costs: list[Costs]) -> Costs:
     """Costs of several shapes at one rate: a collective's curve goes through the points of all, and ranks
-    are as uneven as they are on average."""
+    are as uneven, and as slow after waiting, as they are on average."""
     points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     known: dict[tuple[str, str], list[CollectiveCost]] = defaultdict(list)
     for one in costs:
@@ -85,4 +85,5 @@ def _merged(costs: list[Costs]) -> Costs:
         )
         for key, found in known.items()
     }
-    return replace(costs[0], collectives=collectives, skew=sum(c.skew for c in costs) / len(costs))
+    skew, cold = sum(c.skew for c in costs) / len(costs), sum(c.cold for c in costs) / len(costs)
+    return replace(costs[0], collectives=collectives, skew=skew, cold=cold)

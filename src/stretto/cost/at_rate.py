@@ -52,7 +52,9 @@ def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:
         default_link=link(lambda c: c.default_link),
         collectives={key: _collective([c.collectives[key] for c in costs], inverse, at) for key in kinds},
         source=f"{costs[0].source}; communication interpolated between rates",
-        skew=sum(c.skew for c in costs) / len(costs),  # of processors, which the network does not touch
+        # Of processors, which the network does not touch.
+        skew=sum(c.skew for c in costs) / len(costs),
+        cold=sum(c.cold for c in costs) / len(costs),
     )
 
 

@@ -33,6 +33,7 @@ def mean_costs(found: Sequence[Costs]) -> Costs:
             key: _collective([costs.collectives[key] for costs in found]) for key in first.collectives
         },
         skew=statistics.fmean(costs.skew for costs in found),
+        cold=statistics.fmean(costs.cold for costs in found),
     )
 
 

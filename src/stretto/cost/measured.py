@@ -88,9 +88,17 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
     communication = measure_communication(job, schedule, mine.op_us)
     dist.barrier()
     mine = profile(job, device, schedule.stages_of(place), mine)
-    op_us, skew = agreed_ops(job, mine)
     source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
-    return communication.costs(job, op_us, skew, source)
+    return communication.costs(job, agreed_ops(job, mine), source)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What all ranks found of a job's computing ops; `skew` and `cold` as in `stretto.ir.costs.Costs`."""
+
+    op_us: Mapping[tuple[int, str], float]
+    skew: float
+    cold: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +111,19 @@ class Communication:
     shared: tuple[str, ...]
     quota: Quota | None
 
-    def costs(self, job: Job, op_us: Mapping[tuple[int, str], float], skew: float, source: str) -> Costs:
-        """With the times of the job's computing ops, as `agreed_ops` gives them."""
+    def costs(self, job: Job, compute: Compute, source: str) -> Costs:
+        """With what is known of the job's computing ops."""
         return Costs(
-            with_calls(job, op_us, self.collectives),
+            with_calls(job, compute.op_us, self.collectives),
             self.links,
             next(iter(self.links.values()), NO_LINK),
             ACTION_US,
             source,
             costs_by_lane(self.collectives),
             self.shared,
-            skew,
+            compute.skew,
             self.quota,
+            compute.cold,
         )
 
 
@@ -154,16 +163,19 @@ def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], 
     return sum(op_us[index, op.name] for index, op in ops) / max(starts, 1)
 
 
-def agreed_ops(job: Job, mine: Profile) -> tuple[dict[tuple[int, str], float], float]:
-    """(all ranks' op times, their skew as in `stretto.ir.costs.Costs`), equal on all of them; every running
-    rank calls it with its own.
+def agreed_ops(job: Job, mine: Profile) -> Compute:
+    """What all ranks found together, equal on all of them; every running rank calls it with its own.
 
     Ranks are compared from one wait to the next. Under a quota, whose periods begin for each rank in its own
     time, one rank stands in this stretch and the other in the next.
     """
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (dict(mine.op_us), stretches(job, mine.rounds)))
-    return _merged(op_us for op_us, _ in told), skew_of([of for _, of in told])
+    dist.all_gather_object(told, (dict(mine.op_us), stretches(job, mine.rounds), mine.cold))
+    return Compute(
+        _merged(op_us for op_us, _, _ in told),
+        skew_of([of for _, of, _ in told]),
+        statistics.fmean(cold for _, _, cold in told),
+    )
 
 
 def stretches(job: Job, rounds: Mapping[int, Rounds]) -> dict[int, list[list[float]]]:

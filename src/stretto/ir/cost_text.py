@@ -33,6 +33,7 @@ COST_KEYS = (
     "shared",
     "skew",
     "quota",
+    "cold",
     "op_us",
 )
 QUOTA_KEYS = ("period_us", "share", "speed")
@@ -58,6 +59,7 @@ def encode_costs(costs: Costs) -> dict[str, Any]:
         "shared": Line(list(costs.shared)),
         "skew": encode_float(costs.skew),
         "quota": None if costs.quota is None else Line(_encode_quota(costs.quota)),
+        "cold": encode_float(costs.cold),
         "op_us": op_us,
     }
 
@@ -89,6 +91,7 @@ def decode_costs(cursor: Cursor) -> Costs:
         shared=fields["shared"].sequence(Cursor.text),
         skew=fields["skew"].number(),
         quota=_decode_quota(fields["quota"]),
+        cold=fields["cold"].number(),
     )
 
 

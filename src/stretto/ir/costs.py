@@ -95,6 +95,8 @@ class Costs:
     skew: how much longer the slowest of the ranks that share a place computes than they do on average, as a
         share: the others wait for it in their next collective.
     quota: on every rank's processor time; None without one.
+    cold: how much longer ops take on a lane that has stood for all of the last time, as a share; one that has
+        stood for half of it takes half of that longer (`stretto.simulate.compute_lane`).
     """
 
     op_us: Mapping[tuple[int, str], float] = field(repr=False)
@@ -106,6 +108,7 @@ class Costs:
     shared: tuple[str, ...] = ()
     skew: float = 0.0
     quota: Quota | None = None
+    cold: float = 0.0
 
     def link(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.default_link)

@@ -10,6 +10,8 @@ Knows the clock; nothing of ops or windows. The contract:
    spent as well, whether or not there is work.
 3. Periods begin with the step, on all ranks alike: ranks that share a place go on together, and stand
    together when one of them has nothing left.
+4. What follows a wait takes longer, by up to `cold`: others have used the caches meanwhile, or the processor
+   has gone to sleep. How long the lane stood counts over about the last `MEMORY_US`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from collections.abc import Callable
 from stretto.ir.costs import Quota
 from stretto.simulate.clock import Clock
 
+MEMORY_US = 200_000.0
+"""Over how long a lane's standing still tells: it counts exponentially less. Assumed: products that followed
+a wait were seen to be slower for 75 ms at least."""
+
 DONE_US = 1e-6
 """Work of which no more than this is left is done: what sums of times in double precision may be off by."""
 
@@ -27,9 +33,11 @@ DONE_US = 1e-6
 class ComputeLane:
     """One rank's. `working`: whether there is work that has not ended."""
 
-    def __init__(self, clock: Clock, quota: Quota | None = None) -> None:
+    def __init__(self, clock: Clock, quota: Quota | None = None, cold: float = 0.0) -> None:
         self._clock = clock
         self.working = False
+        self._cold = cold
+        self._stood = self._stood_at_us = 0.0
         self._left_us = self._since_us = 0.0
         self._shares: list[float] = []
         self._version = 0
@@ -40,6 +48,10 @@ class ComputeLane:
         """Work from now on; `then` is called at its end. The lane must not be working."""
         assert not self.working
         self._pass()
+        if self._cold:
+            self._count_stood(1.0)
+            still = -math.expm1(-work_us / MEMORY_US) * MEMORY_US  # of the work, as it warms the caches again
+            work_us += self._cold * self._stood * still
         self.working, self._left_us, self._then = True, work_us, then
         self._aim()
 
@@ -84,7 +96,16 @@ class ComputeLane:
         if version == self._version and self.working:
             self._pass()
             self.working = False
+            if self._cold:
+                self._count_stood(0.0)
             self._then()
+
+    def _count_stood(self, standing: float) -> None:
+        """Step 4: since the last call the lane has stood (1) or worked (0) all the time."""
+        now_us = self._clock.now_us
+        kept = math.exp((self._stood_at_us - now_us) / MEMORY_US)
+        self._stood = standing + (self._stood - standing) * kept
+        self._stood_at_us = now_us
 
 
 class _Budget:

@@ -15,8 +15,9 @@ May touch `stretto.ir`, `stretto.schedule.transfers` and this room. The contract
    `reduced` stand until it is done.
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
    what is shared of `simulate.cards`; what is held in memory is that of `simulate.memory`.
-5. While transfers take shares of a rank's processor, its ops go slower by these shares, and under a quota
-   they stand when it is spent (`simulate.compute_lane`). Transfers with a pace go slower while it works.
+5. While transfers take shares of a rank's processor, its ops go slower by these shares; under a quota they
+   stand when it is spent; and what follows a wait takes longer (`simulate.compute_lane`). Transfers with a
+   pace go slower while it works.
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
    under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
    step (`simulate.accounts`).
@@ -127,7 +128,7 @@ class _Rank:
         self._memory = RankMemory(walk.plan, index)
         self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
         self._started: dict[tuple[object, int], Collective] = {}
-        self._compute = ComputeLane(walk.clock, walk.plan.costs.quota)
+        self._compute = ComputeLane(walk.clock, walk.plan.costs.quota, walk.plan.costs.cold)
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
