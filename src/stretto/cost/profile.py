@@ -10,9 +10,9 @@
     5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
     6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
        while it is multiplied, which takes less than a product and a sum.
-    7. A step stands between its ops, and on a processor what follows takes longer: others have used the
-       caches meanwhile, or it has gone to sleep. Rounds in which the rank sleeps wherever the step may wait
-       are held against those in which it never does (`Rest`).
+    7. What follows a wait takes longer: rounds in which the rank pauses wherever the step may wait are held
+       against those of 3, which never stand (`cost.pauses`). They come first, all of them together, because
+       what has not stood for a while is fast for a while.
 
 Touches no file and no network. Ops run under `no_grad`, as in the runtime.
 """
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from stretto.cost.pauses import Paused, Pauses
 from stretto.cost.stand_ins import function_of
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
@@ -41,10 +42,6 @@ STOLEN = 2.0
 """A round that took more than this many times the median does not count: something else had the processor.
 All others do. A step is a sum of what rounds take, fast and slow; of the faster three quarters alone, a
 machine whose speed goes up and down by a tenth would promise steps 6 to 9 % too fast."""
-
-SLEEPS = 1.0
-"""How long a rank sleeps in step 7, as a multiple of what it computed since the last time. Assumed: a step
-that hides nothing at a rate where communication takes as long as compute."""
 
 LEAST_ROUND_US = 20_000.0
 """Shorter rounds are repeated more often, up to `MOST_ROUNDS`, so that noise averages out."""
@@ -63,39 +60,31 @@ class Profile:
     @property
     def cold(self) -> float:
         """As in `stretto.ir.costs.Costs`; 0 where the step never waits, or the device is no processor."""
-        rests = [of.rests for of in self.rounds.values() if of.rests]
-        straight_us = sum(typical([rest.straight_us for rest in of]) for of in rests)
-        rested_us = sum(typical([rest.rested_us for rest in of]) for of in rests)
-        if not rests or not straight_us:
+        waiting = [of for of in self.rounds.values() if of.paused]
+        if not waiting:
             return 0.0
-        slept = statistics.fmean(rest.slept for of in rests for rest in of)
-        return max(0.0, rested_us / straight_us - 1.0) / slept
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What a round took of the computing thread without a pause, and with; slept: the share of the latter's
-    time in which it did nothing."""
-
-    straight_us: float
-    rested_us: float
-    slept: float
+        straight_us = sum(typical(of.straight_us) for of in waiting)
+        paused_us = sum(typical([one.us for one in of.paused]) for of in waiting)
+        stood = statistics.fmean(one.stood for of in waiting for one in of.paused)
+        return max(0.0, paused_us / straight_us - 1.0) / stood if straight_us and stood else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What the rounds of one stage took. shares: by op, with clocks; totals: by phase, without; rests: of a
-    stage that may wait."""
+    """What the rounds of one stage took. shares: by op, with clocks; totals: by phase, without;
+    straight_us: of the computing thread, all phases; paused: where the step may wait."""
 
     shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
-    rests: list[Rest] = field(default_factory=list)
+    straight_us: list[float] = field(default_factory=list)
+    paused: list[Paused] = field(default_factory=list)
 
     def copy(self) -> Rounds:
         """The same rounds, to which others can be added."""
         shares = {name: list(us) for name, us in self.shares.items()}
         totals = {phase: list(us) for phase, us in self.totals.items()}
-        return Rounds(defaultdict(list, shares), defaultdict(list, totals), list(self.rests))
+        straight_us, paused = list(self.straight_us), list(self.paused)
+        return Rounds(defaultdict(list, shares), defaultdict(list, totals), straight_us, paused)
 
 
 def profile(
@@ -147,22 +136,23 @@ def _measure(
     made = _make_inputs(job, stage, device)
     calls = _calls(job, stage, device)
     grads: dict[str, torch.Tensor] = {}
-    waits = device.type == "cpu" and (
-        bool(job.edges) or any(op.target == WAIT for ops in stage.ops.values() for op in ops)
-    )
+    waits = bool(job.edges) or any(op.target == WAIT for ops in stage.ops.values() for op in ops)
+    pausing = waits and device.type == "cpu"
     with torch.no_grad():
-        warm = _run(calls, made, grads, device, None)
+        pauses = Pauses() if pausing else None
+        warm = _run(calls, made, grads, device, None, pauses)
         longer = LEAST_ROUND_US / max(sum(warm.values()), 1.0)
-        for _ in range(int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))):
+        count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
+        for _ in range(count if pausing else 0):
+            pauses = Pauses()
+            _run(calls, made, grads, device, None, pauses)
+            rounds.paused.append(pauses.end())
+        for _ in range(count):
             _run(calls, made, grads, device, rounds.shares)
             begin_ns = time.thread_time_ns()
             for phase, us in _run(calls, made, grads, device, None).items():
                 rounds.totals[phase].append(us)
-            straight_us = (time.thread_time_ns() - begin_ns) / 1000.0
-            if waits:
-                sleeper = _Sleeper()
-                _run(calls, made, grads, device, None, sleeper)
-                rounds.rests.append(sleeper.rest(straight_us))
+            rounds.straight_us.append((time.thread_time_ns() - begin_ns) / 1000.0)
     result: dict[str, float] = {}
     for phase in PHASES:
         shares = {op.name: typical(rounds.shares[op.name]) for op in stage.ops[phase]}
@@ -298,7 +288,7 @@ def _run(
     grads: dict[str, torch.Tensor],
     device: torch.device,
     shares: dict[str, list[float]] | None,
-    sleeper: _Sleeper | None = None,
+    pauses: Pauses | None = None,
 ) -> dict[Phase, float]:
     """Steps 2, 3 and 7: one microbatch through F, I and W; microseconds of each phase.
 
@@ -318,40 +308,13 @@ def _run(
             if shares is not None:
                 _synchronise(device)
                 shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
-            if sleeper is not None and call.op.target == WAIT:
-                sleeper.sleep()
+            if pauses is not None and call.op.target == WAIT:
+                pauses.pause()
         _synchronise(device)
         result[phase] = (time.perf_counter_ns() - begin) / 1000.0
-        if sleeper is not None:
-            sleeper.sleep()  # before the next program there may be a message to wait for
+        if pauses is not None:
+            pauses.pause()  # before the next program there may be a message to wait for
     return result
-
-
-class _Sleeper:
-    """Step 7: a round's pauses. Compute is counted in time of the computing thread, because under a quota a
-    rank that slept computes faster by the clock."""
-
-    def __init__(self) -> None:
-        self._slept_ns = self._awake_ns = self._computed_ns = 0
-        self._wake()
-
-    def _wake(self) -> None:
-        self._woke_ns, self._woke_thread_ns = time.perf_counter_ns(), time.thread_time_ns()
-
-    def sleep(self) -> None:
-        """For as long as the rank was awake since the last time."""
-        self._computed_ns += time.thread_time_ns() - self._woke_thread_ns
-        begin_ns = time.perf_counter_ns()
-        awake_ns = begin_ns - self._woke_ns
-        time.sleep(SLEEPS * awake_ns / 1e9)
-        self._awake_ns += awake_ns
-        self._slept_ns += time.perf_counter_ns() - begin_ns
-        self._wake()
-
-    def rest(self, straight_us: float) -> Rest:
-        """What the round has come to; straight_us: what it takes of the thread without a pause."""
-        slept = self._slept_ns / max(1, self._slept_ns + self._awake_ns)
-        return Rest(straight_us, self._computed_ns / 1000.0, slept)
 
 
 def _synchronise(device: torch.device) -> None:
