@@ -25,7 +25,8 @@ def costs(rate: float) -> Costs:
     link = Link(LATENCY_US, 1.0 / slow, 100.0)
     # Whatever the rate, the largest takes 300 us longer under compute.
     kind = CollectiveCost(curve, 900.0, 0.0, "measured", curve.us(1e6) / (curve.us(1e6) + 300.0))
-    return Costs({(0, "mm"): 5.0}, {(0, 1): link}, link, 8.0, "measured", {("tp", "all_reduce"): kind})
+    collectives = {("tp", "all_reduce"): kind}
+    return Costs({(0, "mm"): 5.0}, {(0, 1): link}, link, 8.0, "measured", collectives, cold=0.1)
 
 
 KNOWN = {rate: costs(rate) for rate in (1e8, 1e9, math.inf)}
@@ -42,7 +43,7 @@ def test_rates_between_and_beyond(rate: float, nbytes: float) -> None:
     assert found.collectives["tp", "all_reduce"].pace == pytest.approx(
         expected.collectives["tp", "all_reduce"].pace
     )
-    assert found.op_us == expected.op_us
+    assert (found.op_us, found.cold) == (expected.op_us, pytest.approx(expected.cold))
 
 
 def test_a_measured_rate_is_what_was_measured() -> None:

@@ -19,7 +19,17 @@ def costs(scale: float, curve: Curve, rate: float = 10.0) -> Costs:
     link = Link(100.0 * scale, rate, 5.0 * scale, "measured")
     collective = CollectiveCost(curve, 8.0 * scale, 0.1, "measured", 0.5 * scale, 20.0 * scale)
     op_us = {(0, "mm"): 50.0 * scale}
-    return Costs(op_us, {(0, 1): link}, link, 1.0, "measured", {KEY: collective}, ("tp",), 0.02 * scale)
+    return Costs(
+        op_us,
+        {(0, 1): link},
+        link,
+        1.0,
+        "measured",
+        {KEY: collective},
+        ("tp",),
+        0.02 * scale,
+        cold=0.1 * scale,
+    )
 
 
 def test_the_mean_is_taken_of_every_figure() -> None:
@@ -31,6 +41,7 @@ def test_the_mean_is_taken_of_every_figure() -> None:
     assert made.op_us == {(0, "mm"): 75.0}
     assert made.links[0, 1] == made.default_link == Link(150.0, pytest.approx(10.0), 7.5, "measured")
     assert made.skew == pytest.approx(0.03)
+    assert made.cold == pytest.approx(0.15)
     found = made.collectives[KEY]
     assert (found.processor_us_per_mb, found.processor_us) == (12.0, 30.0)
     assert found.pace == pytest.approx(1 / 1.5), "what takes us / pace lies in the middle of both"

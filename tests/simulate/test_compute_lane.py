@@ -1,4 +1,5 @@
-"""The compute lane under a quota: full speed until the period's time is spent, then nothing for a while."""
+"""The compute lane: slower after it stood; under a quota at full speed until the period's time is spent, then
+nothing for a while."""
 
 from __future__ import annotations
 
@@ -13,19 +14,22 @@ from hypothesis import strategies as st
 from stretto.control_groups import own_share, processor_quota
 from stretto.errors import UsageError
 from stretto.ir.costs import Quota
+from stretto.ir.curve import Curve
 from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.ir.timeline import SpanKind
+from stretto.simulate import simulate
 from stretto.simulate.clock import Clock
-from stretto.simulate.compute_lane import ComputeLane
+from stretto.simulate.compute_lane import MEMORY_US, ComputeLane
 from tests.simulate.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan
 
 HALF = Quota(100.0, 0.5)
 
 
-def ends(quota: Quota | None, *steps: float | tuple[float, float]) -> list[float]:
+def ends(quota: Quota | None, *steps: float | tuple[float, float], cold: float = 0.0) -> list[float]:
     """When each piece of work ends. steps: work, or (0 for rest, microseconds of it)."""
     clock = Clock()
-    lane = ComputeLane(clock, quota)
+    lane = ComputeLane(clock, quota, cold)
     found: list[float] = []
 
     def go(left: tuple[float | tuple[float, float], ...]) -> None:
@@ -50,6 +54,41 @@ def test_a_lane_that_never_stands_takes_what_its_work_takes() -> None:
     assert ends(HALF, *[10.0] * 100)[-1] == 950.0
     assert ends(HALF, 1000.0) == [950.0]
     assert ends(None, *[10.0] * 100)[-1] == 1000.0
+
+
+def test_what_follows_a_wait_takes_longer() -> None:
+    long = 20 * MEMORY_US
+    assert ends(None, *[10.0] * 100, cold=0.5)[-1] == 1000.0, "it never stood"
+    # A short piece of work after a long wait is slower by all of it, as is the next.
+    assert ends(None, (0.0, long), 10.0, 10.0, cold=0.5) == pytest.approx(
+        [long + 15.0, long + 30.0], rel=1e-9
+    )
+    # One that stands for half of the time is slower by about half of it, in the long run.
+    pair = ((0.0, MEMORY_US / 100), MEMORY_US / 100)
+    found = ends(None, *pair * 1000, cold=0.1)
+    took = (found[-1] - found[499]) / 500 - MEMORY_US / 100
+    assert took == pytest.approx(1.05 * MEMORY_US / 100, rel=0.01)
+    # Work makes it warm again: however long, no more is lost than `cold` of what it remembers.
+    assert ends(None, (0.0, long), long, cold=0.5) == pytest.approx([2 * long + 0.5 * MEMORY_US])
+    # Cut in pieces or not, it takes about as long: pieces count by the clock, which is a little later.
+    pieces = ends(None, (0.0, long), *[MEMORY_US / 50] * 100, cold=0.1)[-1] - long
+    whole = ends(None, (0.0, long), 2 * MEMORY_US, cold=0.1)[-1] - long
+    assert pieces == pytest.approx(whole, rel=0.01)
+    # A quota's periods go on as ever.
+    assert ends(HALF, (0.0, 1000.0), 200.0, cold=0.5)[0] > ends(HALF, (0.0, 1000.0), 200.0)[0]
+
+
+def test_a_plan_is_slower_by_its_waits() -> None:
+    plan = make_comm_plan(schedule("0F0 0B0"), op_us=100, collective_us=5000)
+    cold = replace(plan, costs=replace(plan.costs, cold=0.2))
+    free = {key: replace(cost, curve=Curve(((0.0, 0.0),))) for key, cost in plan.costs.collectives.items()}
+    warm = replace(plan, costs=replace(plan.costs, collectives=free))
+    never = replace(plan, costs=replace(cold.costs, collectives=free))
+    assert simulate(never).total_us(SpanKind.COMPUTE, 0) == pytest.approx(
+        simulate(warm).total_us(SpanKind.COMPUTE, 0)
+    )
+    more = simulate(cold).total_us(SpanKind.COMPUTE, 0) / simulate(plan).total_us(SpanKind.COMPUTE, 0) - 1.0
+    assert 0.0 < more < 0.2
 
 
 def test_a_lane_that_stood_has_time_left() -> None:
@@ -161,7 +200,7 @@ def test_a_quota_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
 def test_costs_keep_their_quota() -> None:
     plan = make_comm_plan(schedule("0F0 0B0"))
     for quota in (None, HALF):
-        plan = replace(plan, costs=replace(plan.costs, skew=0.25, quota=quota))
+        plan = replace(plan, costs=replace(plan.costs, skew=0.25, quota=quota, cold=0.125))
         assert plan_from_text(plan_to_text(plan)).costs == plan.costs
     wrong = plan_to_text(plan).replace('"share": 0.5', '"share": 1.0')
     with pytest.raises(UsageError, match=r"costs\.quota: a quota has .* a share above 0 and below 1"):
