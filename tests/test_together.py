@@ -10,7 +10,7 @@ import pytest
 from stretto import candidates
 from stretto.errors import PlanError
 from stretto.ir.action import Action, Overlap, Phase
-from stretto.ir.costs import Costs
+from stretto.ir.costs import Costs, Quota
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Buffer, Job
 from stretto.ir.serialize import plan_from_text, plan_to_text
@@ -21,7 +21,7 @@ from stretto.schedule.lower import lower, make_window
 from stretto.schedule.order import list_order, make_graph
 from stretto.schedule.order.replay import Memory
 from stretto.schedule.pair import whole
-from stretto.simulate import simulate
+from stretto.simulate import compute_lane, simulate
 from stretto.together import order_together, search
 from stretto.together.choose import choose
 from stretto.together.whole import make_whole
@@ -173,10 +173,15 @@ def test_compiled_stretches_do_not_pass_a_part_of_their_microbatch() -> None:
 # Orders of all ranks together.
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long(stages: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "quota", "cold"), [(2, None, 0.0), (3, None, 0.0), (2, Quota(200.0, 0.5), 0.0), (2, None, 2.0)]
+)
+def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long(
+    stages: int, quota: Quota | None, cold: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_lane, "MEMORY_US", 500.0)  # steps of this job are short
     job, costs = job_of(microbatches=4, stages=stages, blocks=1)
-    plan = whole_plan(job, costs)
+    plan = whole_plan(job, replace(costs, quota=quota, cold=cold))
     wholes = []
     for (slot,) in plan.schedule.orders:
         window = make_window(job, slot)

@@ -109,7 +109,8 @@ class _Rank:
         self._flying: dict[str, int] = defaultdict(int)
         self._free_us: dict[str, float] = defaultdict(float)
         """Lane -> about when it has done what is started."""
-        self.lane = ComputeLane(walk.clock)
+        costs = walk.plan.costs
+        self.lane = ComputeLane(walk.clock, costs.quota, costs.cold)
 
     def begin(self) -> None:
         """Post all receives, and go on until the lane works or stands."""
