@@ -17,7 +17,7 @@ from stretto.cost.calibration import load_calibration
 from stretto.cost.local_processes import MOST_PROCESSES, fitting, scaled
 from stretto.cost.measured import skew_of, stretches
 from stretto.cost.op_cache import signature
-from stretto.cost.profile import Rounds, profile, typical
+from stretto.cost.profile import Profile, Rounds, profile, typical
 from stretto.cost.stand_ins import function_of
 from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
@@ -83,12 +83,14 @@ def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.quiet
-def test_one_process_measures_collectives_between_others() -> None:
+def test_one_process_measures_collectives_between_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Profile, "cold", 0.25)
     plan = stretto.plan(comm_job(1, tp=2, rows=16, hidden=32), cluster="local")
     found = plan.costs.collectives["tp", "all_reduce"]
     assert found.source == "measured, 2 ranks, loopback"
     assert found.curve.us(16 * 32 * 4) > 1.0
     assert plan.costs.default_link.source == "no messages"
+    assert plan.costs.cold == 0.25, "as ops were found"
 
 
 def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> None:

@@ -66,6 +66,7 @@ def measured_costs(job: Job, schedule: Schedule) -> Costs:
         ACTION_US,
         found.source,
         costs_by_lane(collectives),
+        cold=found.cold,
     )
 
 
