@@ -141,7 +141,9 @@ def _measure(
     with torch.no_grad():
         pauses = Pauses() if pausing else None
         warm = _run(calls, made, grads, device, None, pauses)
-        longer = LEAST_ROUND_US / max(sum(warm.values()), 1.0)
+        # Pauses are no part of a round's length: with them short programs would get too few rounds.
+        warm_us = pauses.end().us if pauses is not None else sum(warm.values())
+        longer = LEAST_ROUND_US / max(warm_us, 1.0)
         count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
         for _ in range(count if pausing else 0):
             pauses = Pauses()

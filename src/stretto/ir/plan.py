@@ -34,8 +34,8 @@ from stretto.ir.program import Job, OverlapMode
 
 VERSION = 6
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
-quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed; 6
-how much slower compute is after waiting."""
+quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed;
+6 how much slower compute is after waiting."""
 
 
 class ItemKind(StrEnum):
