@@ -30,10 +30,12 @@ from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
 from tests.verify.comm_plans import comm_job
 
 
-def job_of(microbatches: int = 6, stages: int = 2, blocks: int = 2) -> tuple[Job, Costs]:
-    """A job whose collectives take about as long as compute, and share cards with messages."""
+def job_of(
+    microbatches: int = 6, stages: int = 2, blocks: int = 2, collective_us: float = 100.0
+) -> tuple[Job, Costs]:
+    """A job whose collectives share cards with messages."""
     job = comm_job(stages, microbatches, (("tp", 2),), blocks=blocks)
-    return job, make_comm_costs(job, collective_us=100.0, latency_us=20.0, shared=("tp",))
+    return job, make_comm_costs(job, collective_us=collective_us, latency_us=20.0, shared=("tp",))
 
 
 def whole_plan(job: Job, costs: Costs) -> Plan:
@@ -234,6 +236,15 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch
     assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
 
 
+def test_the_only_rank_of_a_pipeline_may_have_one_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of(stages=1, collective_us=400.0)
+    plan = make_plan(job, costs, schedule="1f1b", overlap="window")
+    assert [window.shares for window in plan.windows.values()] == [(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10)]
+    verify(plan)
+    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: None)
+    assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
+
+
 def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Plan] = []
     monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: asked.append(plan))
@@ -246,7 +257,6 @@ def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> 
     job, costs = job_of(microbatches=4, blocks=1)
     assert tried(job, costs)
     assert not tried(job, costs, "zb-h1"), "I and W are apart"
-    assert not tried(*job_of(microbatches=4, stages=1, blocks=1)), "no messages"
     assert not tried(*job_of(microbatches=13, stages=4, blocks=1)), "it would cost more with every microbatch"
     plan = make_plan(replace(job, max_live=3), costs, schedule="1f1b", overlap="window")
     assert not asked[1:]

@@ -7,8 +7,7 @@
        ones, with ends in windows of their own as well, on one rank also in wider windows; likewise ordered.
     4. Each of these also with communications that go on from one window to the next, where the job has such
        (`stretto.schedule.across`).
-    5. Where ranks exchange messages and microbatches are few, `window` also with one window for each rank
-       (`stretto.together`).
+    5. Where microbatches are few, `window` also with one window for each rank (`stretto.together`).
     6. Where that is not far ahead, the most promising of the others are ordered again for the step as a whole
        (`stretto.refine`).
 
@@ -221,7 +220,7 @@ def _refined_way(costs: Costs, way: _Way) -> Candidate | None:
 
 def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | None, str]:
     """Step 5: the candidate, or why a limit forbids it ("" where it is not for this job)."""
-    paired = whole(schedule) if job.trains and schedule.ranks > 1 else None
+    paired = whole(schedule) if job.trains else None
     if paired is None or job.microbatches > WHOLE or writes_buffers(job):
         return None, ""
     live = max(peak_live(paired))
