@@ -23,8 +23,8 @@ from stretto.schedule.order.replay import Memory
 from stretto.schedule.pair import whole
 from stretto.simulate import compute_lane, simulate
 from stretto.together import order_together, search
-from stretto.together.choose import choose
-from stretto.together.whole import make_whole
+from stretto.together.choose import Chosen, choose
+from stretto.together.whole import Whole, make_whole
 from stretto.verify import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
 from tests.verify.comm_plans import comm_job
@@ -43,6 +43,28 @@ def whole_plan(job: Job, costs: Costs) -> Plan:
     schedule = whole(make_schedule("1f1b", len(job.stages), job.microbatches))
     assert schedule is not None
     return plan_with(job, schedule, costs, overlap="window")
+
+
+def wholes_of(plan: Plan) -> list[Whole]:
+    """By rank, its window ready to be walked."""
+    found = []
+    for (slot,) in plan.schedule.orders:
+        window = make_window(plan.job, slot)
+        graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
+        found.append(make_whole(plan, graph, tuple(action.microbatch for action in slot.actions)))
+    return found
+
+
+def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
+    """The plan with the orders that were found."""
+    windows = {
+        one.graph.window.name: replace(
+            one.graph.window, items=tuple(one.graph.nodes[index].item for index in order)
+        )
+        for one, order in zip(wholes, found.orders, strict=True)
+    }
+    done, orders, _ = lower(plan.job, plan.schedule, overlap="window", windows=windows)
+    return replace(plan, windows=done, orders=orders)
 
 
 def step_us(plan: Plan) -> float:
@@ -176,39 +198,82 @@ def test_compiled_stretches_do_not_pass_a_part_of_their_microbatch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "quota", "cold"), [(2, None, 0.0), (3, None, 0.0), (2, Quota(200.0, 0.5), 0.0), (2, None, 2.0)]
+    ("stages", "quota", "cold", "skew"),
+    [
+        (2, None, 0.0, 0.0),
+        (3, None, 0.0, 0.0),
+        (2, Quota(200.0, 0.5), 0.0, 0.0),
+        (2, None, 2.0, 0.0),
+        (2, None, 0.0, 0.2),
+    ],
 )
 def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long(
-    stages: int, quota: Quota | None, cold: float, monkeypatch: pytest.MonkeyPatch
+    stages: int, quota: Quota | None, cold: float, skew: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compute_lane, "MEMORY_US", 500.0)  # steps of this job are short
     job, costs = job_of(microbatches=4, stages=stages, blocks=1)
-    plan = whole_plan(job, replace(costs, quota=quota, cold=cold))
-    wholes = []
-    for (slot,) in plan.schedule.orders:
-        window = make_window(job, slot)
-        graph = make_graph(job, costs, window, plan.schedule.stage_ranks)
-        wholes.append(make_whole(plan, graph, tuple(action.microbatch for action in slot.actions)))
+    plan = whole_plan(job, replace(costs, quota=quota, cold=cold, skew=skew))
+    wholes = wholes_of(plan)
     draw = random.Random(stages)
     steps = set()
     for _ in range(12):
         urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes]
         found = choose(plan, wholes, urgency, [draw.choice((0.0, 0.5, 2.0)) for _ in wholes])
         assert found is not None
-        windows = {}
         for one, order in zip(wholes, found.orders, strict=True):
             place = {index: at for at, index in enumerate(order)}
             assert len(place) == len(one.graph.nodes)
             assert all(place[n] < place[at] for at, needs in enumerate(one.graph.before) for n in needs)
-            items = tuple(one.graph.nodes[index].item for index in order)
-            windows[one.graph.window.name] = replace(one.graph.window, items=items)
-        done, orders, _ = lower(job, plan.schedule, overlap="window", windows=windows)
-        made = replace(plan, windows=done, orders=orders)
+        made = in_order(plan, wholes, found)
         verify(made)
         # The loss and `action_us` are the simulation's alone.
         assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
         steps.add(round(found.step_us))
     assert len(steps) > 1, "urgencies matter"
+
+
+def test_what_takes_little_stands_directly_before_its_first_user() -> None:
+    job, costs = job_of(microbatches=2, blocks=1)
+    short = set(sorted(key for key, us in costs.op_us.items() if us)[::2])
+    few = {key: 0.01 if key in short else us for key, us in costs.op_us.items()}
+    plan = whole_plan(job, replace(costs, op_us=few))
+    wholes = wholes_of(plan)
+    draw = random.Random(1)
+    found = choose(
+        plan, wholes, [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes], [0.0, 0.0]
+    )
+    assert found is not None
+    seen = 0
+    for one, order in zip(wholes, found.orders, strict=True):
+        for at, index in enumerate(order):
+            node = one.graph.nodes[index]
+            if not one.lazy[index] or node.lazy:
+                continue
+            seen += 1
+            assert node.work_us == 0.01
+            behind = next(other for other in order[at:] if not one.lazy[other])
+            needs, todo = {behind}, [behind]
+            while todo:
+                more = set(one.graph.before[todo.pop()]) - needs
+                needs |= more
+                todo += more
+            assert index in needs
+    assert seen > len(short), "in two microbatches"
+
+
+def test_a_lane_works_rather_than_stand_for_a_slower_rank_of_its_place() -> None:
+    job, costs = job_of(stages=1)
+    plan = whole_plan(job, replace(costs, skew=0.3))
+    unaware = replace(plan, costs=costs)
+    wholes = wholes_of(plan)
+    draw = random.Random(0)
+    taken: list[tuple[float, float]] = []
+    for _ in range(10):
+        urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes]
+        found = [choose(each, wholes, urgency, [0.0]) for each in (plan, unaware)]
+        knows, not_so = (simulate(in_order(plan, wholes, one)).step_us for one in found if one is not None)
+        taken.append((knows, not_so))
+    assert sum(knows for knows, _ in taken) < 0.99 * sum(not_so for _, not_so in taken)
 
 
 def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:

@@ -3,13 +3,15 @@
 For steps in which each rank has one window. Where a window ordered by itself must be told when messages
 arrive, here they arrive when the other rank has sent them. The contract:
 
-1. A send that can go, goes. Of the ops whose values are there the most urgent is next.
+1. A send that can go, goes. Of the ops whose values are there the most urgent is next, but before those for
+   which the lane would have to stand until the slowest rank of its place has done its part of a collective.
 2. Before it, the most urgent start of every lane that would run dry meanwhile; lanes keep their order.
 3. Not if a start that is more urgent could be made soon after the lane is free: within `patience` times what
    the first would take. A lane that stands for a moment may be better than one that is taken.
 4. If there is nothing to do, the compute lane stands until something arrives.
-5. Waits and views stand directly before their first user, as in `schedule.order.listing`.
-6. Collectives, messages, shared cards and what they take of processors are those of the simulation.
+5. Waits, views and ops that take little stand directly before their first user.
+6. Collectives, messages, shared cards, what they take of processors, and how far ranks of a place come apart
+   are those of the simulation.
 
 So an order takes as long here as it takes when it is simulated, but for what follows a step's last window.
 May touch `stretto.ir`, `stretto.schedule` and `stretto.simulate`.
@@ -111,6 +113,11 @@ class _Rank:
         """Lane -> about when it has done what is started."""
         costs = walk.plan.costs
         self.lane = ComputeLane(walk.clock, costs.quota, costs.cold)
+        self._skew = costs.skew
+        self._behind_us = 0.0
+        """By how much the slowest rank of the place is behind, as `stretto.simulate.engine` counts it."""
+        self._meeting = False
+        """Whether the lane stands for it."""
 
     def begin(self) -> None:
         """Post all receives, and go on until the lane works or stands."""
@@ -137,7 +144,7 @@ class _Rank:
         elif node.role is Role.RECEIVE and self._travels(int(node.item.ref)):
             microbatch = self._whole.microbatches[node.item.part]
             self._when(self._walk.network.message(int(node.item.ref), microbatch).arrived, index)
-        elif node.lazy:
+        elif self._whole.lazy[index]:
             self._there(index)
         elif node.role is Role.SEND:
             heapq.heappush(self._sends, entry)
@@ -148,7 +155,7 @@ class _Rank:
 
     def _wake(self) -> None:
         """Something has arrived; a lane that works sees it when its op has ended."""
-        if not self.lane.working:
+        if not self.lane.working and not self._meeting:
             self._go_on()
 
     def _worked(self, index: int) -> None:
@@ -185,16 +192,62 @@ class _Rank:
                 if start is not None:
                     index = start
                 elif self._ready:
-                    index = heapq.heappop(self._ready)[1]
+                    index = self._next()
                 else:
                     self._stand()
                     return
-            work_us = self._place(index)
+            late_us, work_us = self._place(index)
+            if late_us > 0.0:
+                self._meeting = True
+                self._walk.cards.work(self._rank, False)
+                self._clock.at(self._clock.now_us + late_us, partial(self._met, index, work_us))
+                return
             if work_us:
-                self._walk.cards.work(self._rank, True)
-                self.lane.work(work_us, partial(self._worked, index))
+                self._work(index, work_us)
                 return
             self._done(index)
+
+    def _next(self) -> int:
+        """Step 1: the next of the ops that are ready."""
+        if not self._skew:
+            return heapq.heappop(self._ready)[1]
+        late: list[tuple[float, int]] = []
+        while self._ready:
+            entry = heapq.heappop(self._ready)
+            if self._late_us(entry[1]) <= 0.0:
+                break
+            late.append(entry)
+        else:
+            entry = late.pop(0)
+        for other in late:
+            heapq.heappush(self._ready, other)
+        return entry[1]
+
+    def _late_us(self, index: int) -> float:
+        """How long the lane would stand for the slowest rank of its place before this op."""
+        landed_us = float("-inf")
+        todo = [index]
+        while todo:
+            for needed in self.graph.before[todo.pop()]:
+                if not self._placed[needed]:
+                    todo.append(needed)
+                    start = self.graph.nodes[needed].start
+                    if self.graph.nodes[needed].role is Role.FINISH and start >= 0:
+                        landed_us = max(landed_us, self._started[start].done_us)
+        return self._behind_us - (self._clock.now_us - landed_us)
+
+    def _met(self, index: int, work_us: float) -> None:
+        """The slowest rank of the place is there as well."""
+        self._meeting = False
+        if work_us:
+            self._work(index, work_us)
+        else:
+            self._worked(index)
+
+    def _work(self, index: int, work_us: float) -> None:
+        self._walk.cards.work(self._rank, True)
+        self._behind_us += self._skew * work_us
+        self.lane.work(work_us, partial(self._worked, index))
 
     def _dry(self, work_us: float) -> int | None:
         """Steps 2 and 3."""
@@ -238,9 +291,10 @@ class _Rank:
                 self._place(index)
             self.end_us = self._clock.now_us
 
-    def _place(self, index: int) -> float:
-        """Step 5: the node, behind the waits and views that it needs; their work, in microseconds."""
-        work_us = 0.0
+    def _place(self, index: int) -> tuple[float, float]:
+        """Step 5: the node, behind all that it needs and that is not placed. Returns how long the lane stands
+        for the slowest rank of its place, and their work, in microseconds."""
+        work_us = late_us = 0.0
         todo = [index]
         while todo:
             needed = [n for n in self.graph.before[todo[-1]] if not self._placed[n]]
@@ -251,8 +305,14 @@ class _Rank:
             if not self._placed[at]:
                 self._placed[at] = True
                 self.order.append(at)
-                work_us += self.graph.nodes[at].work_us
-        return work_us
+                node = self.graph.nodes[at]
+                work_us += node.work_us
+                if self._skew and node.role is Role.FINISH and node.start >= 0:
+                    slack_us = self._clock.now_us + late_us - self._started[node.start].done_us
+                    if self._behind_us > slack_us:
+                        late_us += self._behind_us - slack_us
+                        self._behind_us = slack_us
+        return late_us, work_us
 
     def _done(self, index: int) -> None:
         """The node's work is done."""
