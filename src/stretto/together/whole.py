@@ -14,8 +14,8 @@ from stretto.simulate.windows import Call, make_ready
 
 LITTLE = 0.0005
 """Of a microbatch's work on a rank, what an op takes at most that stands directly before its first user, as
-views do. On GPTs over pp=2 tp=2 that is five ops of six and 2 % of the time: a walk takes half as long, and orders
-that are found are 1 % faster."""
+views do. On GPTs over pp=2 tp=2 that is five ops of six and 2 % of the time: a walk takes half as long, and
+what is found is 1 % faster."""
 
 
 @dataclass(frozen=True, slots=True)
