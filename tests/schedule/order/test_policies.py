@@ -166,6 +166,20 @@ def test_without_ortools_exact_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         legal_order("exact", chains(FORWARD, BACKWARD))
 
 
+def test_a_wait_stands_for_the_slowest_rank_of_the_place() -> None:
+    # 100, a collective of 400 under 420, then 50: the slowest is 52 behind, and the collective done for 20.
+    graph = replace(chains([100, "C", 50], fillers=[420]), skew=0.1)
+    order = [0, 1, 4, 2, 3]
+    found = replay(graph, order)
+    assert (found.end_us, found.stands_us) == (pytest.approx(602.0), pytest.approx(32.0))
+    # Waited for at once: all that it worked before; then in step again.
+    found = replay(graph, [0, 1, 2, 4, 3])
+    assert (found.end_us, found.stands_us) == (pytest.approx(980.0), pytest.approx(410.0))
+    # With more to do meanwhile nothing is left to wait for.
+    longer = replace(chains([100, "C", 50], fillers=[500]), skew=0.1)
+    assert replay(longer, order).stands_us == 0.0
+
+
 def test_orders_are_the_same_every_time() -> None:
     for seed in range(5):
         graph = random_graph(seed)

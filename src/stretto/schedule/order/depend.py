@@ -89,7 +89,7 @@ class WindowGraph:
     """A window's nodes in the captured order (its parts one after the other), and what must precede what.
 
     before[n], after[n]: the nodes that n needs, and those that need n; both ascending. A legal order names
-    every node once, each after all of `before`.
+    every node once, each after all of `before`. skew: as in `Costs`.
     """
 
     window: Window
@@ -97,6 +97,7 @@ class WindowGraph:
     before: tuple[tuple[int, ...], ...] = field(repr=False)
     after: tuple[tuple[int, ...], ...] = field(repr=False)
     storages: tuple[Storage, ...] = field(repr=False)
+    skew: float = 0.0
 
     def key(self) -> tuple[object, ...]:
         """Equal for windows that differ in names alone: the same order serves them."""
@@ -105,7 +106,7 @@ class WindowGraph:
             for n in self.nodes
         )
         storages = tuple((s.nbytes, s.maker, s.users, s.kept) for s in self.storages)
-        return nodes, self.before, storages
+        return nodes, self.before, storages, self.skew
 
     @property
     def work_us(self) -> float:
@@ -215,6 +216,7 @@ class _Maker:
             tuple(tuple(sorted(need)) for need in needs),
             tuple(tuple(found) for found in after),
             find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
+            self.costs.skew,
         )
 
     def _forward_first(self, needs: list[set[int]]) -> None:

@@ -2,8 +2,9 @@
 
 It knows what `stretto.simulate` knows of a window by itself: the compute lane takes items one after another;
 each collective goes to the lane of its axis as its start begins; the lane carries one at a time; while
-collectives take a share of the processor, compute goes slower by that share. It knows nothing of other
-ranks, of messages but when they are expected, and of what came before the window.
+collectives take a share of the processor, compute goes slower by that share; a wait stands also for the
+slowest rank of the place. It knows nothing of other places, of messages but when they are expected, and of
+what came before the window.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
     lanes = Lanes()
     done: dict[int, float] = {}
     reached_us: dict[int, float] = {}
-    now_us = stands_us = late_us = 0.0
+    now_us = stands_us = late_us = behind_us = 0.0
     memory = Memory(graph)
     for index in order:
         node = graph.nodes[index]
@@ -98,10 +99,16 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
             if ready_us > now_us:
                 stands_us += ready_us - now_us
                 now_us = ready_us
+            if node.role is Role.FINISH and behind_us > now_us - ready_us:
+                slack_us = max(0.0, now_us - ready_us)
+                stands_us += behind_us - slack_us
+                now_us += behind_us - slack_us
+                behind_us = slack_us
         if node.role is Role.START:
             done[index] = lanes.start(node.lane, now_us, node.time_us, node.load)
         if node.work_us:
             now_us = lanes.work(now_us, node.work_us)
+            behind_us += graph.skew * node.work_us
         memory.take(index)
     return Replay(now_us, stands_us, memory.peak, max(now_us, late_us), reached_us)
 
