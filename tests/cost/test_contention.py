@@ -13,6 +13,7 @@ import torch
 
 from stretto.cost import contention
 from stretto.cost.contention import compute_loss
+from stretto.cost.measure_collectives import ends_of
 
 NS = 1000
 
@@ -159,3 +160,13 @@ def test_under_a_quota_processor_time_counts_and_not_the_clock(
     loss = compute_loss(start, 60_000.0, lambda: None, torch.device("cpu"), 100.0)
     # 20 products of 250 us more and the others' 400, at half a processor; the call's 50 are no loss.
     assert loss.processor_us == pytest.approx(2 * (20 * 250 + 400), rel=0.08)
+
+
+def test_what_each_byte_takes_is_measured_at_a_size_that_tells_it() -> None:
+    mb = 2**20
+    fast = [(4, 300.0), (2 * mb, 60e3), (4 * mb, 120e3), (8 * mb, 240e3)]
+    assert ends_of(fast) == [fast[0], fast[2]], "the largest that is no longer in flight than 0.2 s"
+    slow = [(4, 300.0), (4096, 700.0), (2 * mb, 350e3), (4 * mb, 700e3)]
+    assert ends_of(slow) == [slow[0], slow[2]], "not 4 kB, whose loss is within the noise"
+    assert ends_of([(2048, 350e3), (4096, 700e3)]) == [(2048, 350e3)]
+    assert ends_of([(4, 300.0), (4096, 700.0)]) == [(4, 300.0), (4096, 700.0)], "nothing else is sent"
