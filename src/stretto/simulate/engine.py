@@ -33,6 +33,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import Action
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
+from stretto.schedule.apart import Apart
 from stretto.simulate.accounts import Accounts
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
@@ -134,8 +135,7 @@ class _Rank:
         self.end_us = 0.0
         self._at: Instruction | None = None
         self._waits_for: Message | Collective | str = ""
-        self._skew = walk.plan.costs.skew
-        self._behind_us = 0.0
+        self._apart = Apart(walk.plan.costs.skew)
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class _Rank:
             if work_us:
                 accounts.extend(actions[segment.part], start_us)
                 yield work_us
-                self._behind_us += self._skew * work_us
+                self._apart.work(work_us)
                 accounts.action_end_us = clock.now_us
             if change is not None:
                 held = memory.bytes_held
@@ -208,7 +208,7 @@ class _Rank:
                 started = self._started.get(key)
                 if started is None or not started.done.happened:
                     yield from self._finish(started, call)
-                if started is not None and self._skew:
+                if started is not None:
                     yield from self._meet(started)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
@@ -216,10 +216,8 @@ class _Rank:
     def _meet(self, done: Collective) -> Lane:
         """Stand until the slowest rank of the place has done its part of a collective that this one has."""
         now_us = self._clock.now_us
-        slack_us = now_us - done.done_us
-        late_us = self._behind_us - slack_us
+        late_us = self._apart.meet(now_us - done.done_us)
         if late_us > 0.0:
-            self._behind_us = slack_us
             there = Moment()
             there.begun_us = now_us
             self._clock.at(now_us + late_us, lambda: there.happen(self._clock))

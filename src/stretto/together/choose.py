@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stretto.ir.plan import Plan
+from stretto.schedule.apart import Apart
 from stretto.schedule.order import Role
 from stretto.schedule.order.listing import AHEAD
 from stretto.simulate.cards import Cards
@@ -113,11 +114,9 @@ class _Rank:
         """Lane -> about when it has done what is started."""
         costs = walk.plan.costs
         self.lane = ComputeLane(walk.clock, costs.quota, costs.cold)
-        self._skew = costs.skew
-        self._behind_us = 0.0
-        """By how much the slowest rank of the place is behind, as `stretto.simulate.engine` counts it."""
+        self._apart = Apart(costs.skew)
         self._meeting = False
-        """Whether the lane stands for it."""
+        """Whether the lane stands for the slowest rank of its place."""
 
     def begin(self) -> None:
         """Post all receives, and go on until the lane works or stands."""
@@ -209,8 +208,6 @@ class _Rank:
 
     def _next(self) -> int:
         """Step 1: the next of the ops that are ready."""
-        if not self._skew:
-            return heapq.heappop(self._ready)[1]
         late: list[tuple[float, int]] = []
         while self._ready:
             entry = heapq.heappop(self._ready)
@@ -234,7 +231,7 @@ class _Rank:
                     start = self.graph.nodes[needed].start
                     if self.graph.nodes[needed].role is Role.FINISH and start >= 0:
                         landed_us = max(landed_us, self._started[start].done_us)
-        return self._behind_us - (self._clock.now_us - landed_us)
+        return self._apart.late_us(self._clock.now_us - landed_us)
 
     def _met(self, index: int, work_us: float) -> None:
         """The slowest rank of the place is there as well."""
@@ -246,7 +243,7 @@ class _Rank:
 
     def _work(self, index: int, work_us: float) -> None:
         self._walk.cards.work(self._rank, True)
-        self._behind_us += self._skew * work_us
+        self._apart.work(work_us)
         self.lane.work(work_us, partial(self._worked, index))
 
     def _dry(self, work_us: float) -> int | None:
@@ -307,11 +304,9 @@ class _Rank:
                 self.order.append(at)
                 node = self.graph.nodes[at]
                 work_us += node.work_us
-                if self._skew and node.role is Role.FINISH and node.start >= 0:
-                    slack_us = self._clock.now_us + late_us - self._started[node.start].done_us
-                    if self._behind_us > slack_us:
-                        late_us += self._behind_us - slack_us
-                        self._behind_us = slack_us
+                if node.role is Role.FINISH and node.start >= 0:
+                    done_us = self._started[node.start].done_us
+                    late_us += self._apart.meet(self._clock.now_us + late_us - done_us)
         return late_us, work_us
 
     def _done(self, index: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stretto.schedule.apart import Apart
 from stretto.schedule.order.depend import Role, WindowGraph
 
 
@@ -86,7 +87,8 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
     lanes = Lanes()
     done: dict[int, float] = {}
     reached_us: dict[int, float] = {}
-    now_us = stands_us = late_us = behind_us = 0.0
+    now_us = stands_us = late_us = 0.0
+    apart = Apart(graph.skew)
     memory = Memory(graph)
     for index in order:
         node = graph.nodes[index]
@@ -99,16 +101,15 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
             if ready_us > now_us:
                 stands_us += ready_us - now_us
                 now_us = ready_us
-            if node.role is Role.FINISH and behind_us > now_us - ready_us:
-                slack_us = max(0.0, now_us - ready_us)
-                stands_us += behind_us - slack_us
-                now_us += behind_us - slack_us
-                behind_us = slack_us
+            if node.role is Role.FINISH:
+                met_us = apart.meet(now_us - ready_us)
+                stands_us += met_us
+                now_us += met_us
         if node.role is Role.START:
             done[index] = lanes.start(node.lane, now_us, node.time_us, node.load)
         if node.work_us:
             now_us = lanes.work(now_us, node.work_us)
-            behind_us += graph.skew * node.work_us
+            apart.work(node.work_us)
         memory.take(index)
     return Replay(now_us, stands_us, memory.peak, max(now_us, late_us), reached_us)
 
