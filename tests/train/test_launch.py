@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from stretto.cli.main import main
 from stretto.config import Parallel, TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
 from stretto.models.build import build_model
-from stretto.train import launch, world
-from stretto.train.interrupt import Interrupted
+from stretto.train import launch, worker, world
+from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.launch import explain
 from stretto.train.layout import spread
 from stretto.train.notes import Cause, Note, leave_note, note_of, read_notes
+from stretto.train.progress import Progress
+from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
 
@@ -68,6 +72,40 @@ def test_what_ends_a_rank_is_told_apart() -> None:
     assert note_of(closed, 0, 1, Interrupted(15)) == Note(
         0, Cause.INTERRUPTED, "SIGTERM", 143, 1, pytest.approx(time.time(), abs=60)
     )
+
+
+@pytest.mark.parametrize(
+    ("room", "name"),
+    [(Interrupts, "ending"), (Progress, "stop")],
+    ids=["heard late", "while it ends"],
+)
+def test_a_rank_that_is_stopped_while_it_says_what_it_misses_still_says_it(
+    room: type, name: str, settings: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher sees a rank die at the same moment as the rank's neighbours, and stops these."""
+
+    def stopped(self: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        before(self)
+
+    before = getattr(room, name)
+
+    def missed(_: Trainer) -> None:
+        raise RuntimeError("[gloo] Connection closed by peer")
+
+    def ended(status: int) -> NoReturn:
+        raise SystemExit(status)
+
+    monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path))
+    monkeypatch.setattr(worker, "environment", lambda: World(0, 2, 2))
+    monkeypatch.setattr(worker, "join", lambda place: place)
+    monkeypatch.setattr(worker, "use_threads", lambda count: None)
+    monkeypatch.setattr(worker.os, "_exit", ended)
+    monkeypatch.setattr(room, name, stopped)
+    monkeypatch.setattr(Trainer, "run", missed)
+    with pytest.raises(SystemExit):
+        worker.work(settings)
+    assert [note.rank for note in read_notes(tmp_path)] == [0]
 
 
 def test_notes_come_back_in_the_order_of_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class Interrupts:
 
     def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
         self.received: Interrupted | None = None
+        self._ending = False
         self._stuck = stuck
         self._left = threading.Event()
 
@@ -55,10 +56,17 @@ class Interrupts:
             signal.signal(signum, handler)
         self._told.close()
 
+    def ending(self) -> None:
+        """From here on the process ends anyway: a signal is kept in `received` and raises nothing.
+
+        One that came before, while the process was inside a library, is raised now, as the last."""
+        self._ending = True
+
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if self.received is None:
             self.received = Interrupted(signum)
-            raise self.received
+            if not self._ending:
+                raise self.received
 
     def _watch(self) -> None:
         with self._heard:

@@ -62,6 +62,11 @@ def work(settings: TrainSettings) -> int:
                 os._exit(0)
             return 0
         except BaseException as error:
+            # A launcher that has seen another rank die stops this one, which may be about to say the same.
+            try:
+                interrupts.ending()
+            except Interrupted:
+                pass
             trainer.progress.stop()
             note = note_of(error, place.rank, trainer.step, interrupts.received)
             if place.size == 1 and note.cause is not Cause.INTERRUPTED:
