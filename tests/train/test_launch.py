@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -100,7 +101,7 @@ def test_a_rank_that_is_stopped_while_it_says_what_it_misses_still_says_it(
     monkeypatch.setattr(worker, "environment", lambda: World(0, 2, 2))
     monkeypatch.setattr(worker, "join", lambda place: place)
     monkeypatch.setattr(worker, "use_threads", lambda count: None)
-    monkeypatch.setattr(worker.os, "_exit", ended)
+    monkeypatch.setattr(os, "_exit", ended)
     monkeypatch.setattr(room, name, stopped)
     monkeypatch.setattr(Trainer, "run", missed)
     with pytest.raises(SystemExit):

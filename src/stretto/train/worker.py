@@ -66,7 +66,7 @@ def work(settings: TrainSettings) -> int:
             try:
                 interrupts.ending()
             except Interrupted:
-                pass
+                interrupts.ending()
             trainer.progress.stop()
             note = note_of(error, place.rank, trainer.step, interrupts.received)
             if place.size == 1 and note.cause is not Cause.INTERRUPTED:
