@@ -150,7 +150,7 @@ def test_under_a_quota_processor_time_counts_and_not_the_clock(
         return last
 
     monkeypatch.setattr(contention.time, "perf_counter_ns", clock)
-    monkeypatch.setattr(contention, "own_share", lambda threads: 0.5)
+    monkeypatch.setattr(contention, "has_quota", lambda: True)
 
     def start() -> Any:
         work = made.start()

@@ -162,7 +162,14 @@ def test_a_pause_is_as_long_as_what_came_before(monkeypatch: pytest.MonkeyPatch)
     computes(1000)
     pauses.pause()
     assert clock["now"] == 2 * (6000 + 2000)
+    assert pauses.part == 0.5
     assert pauses.end() == Paused(4.0, 0.5)
+    for begins in (20_000, 23_000):
+        clock["now"] = begins
+        pauses = Pauses(together_us=10.0)
+        computes(3000)
+        pauses.pause()
+        assert clock["now"] == 40_000, "both ranks wake at once"
 
 
 def test_a_second_visit_counts_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

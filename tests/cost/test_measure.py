@@ -14,6 +14,7 @@ from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app
 from stretto.cost import calibrate, time_ops
 from stretto.cost.calibration import load_calibration
+from stretto.cost.crowd import pace_alone, part_of
 from stretto.cost.local_processes import MOST_PROCESSES, fitting, scaled
 from stretto.cost.measured import skew_of, stretches
 from stretto.cost.op_cache import signature
@@ -22,6 +23,7 @@ from stretto.cost.stand_ins import function_of
 from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
 from stretto.errors import StrettoError
+from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
@@ -118,6 +120,39 @@ def test_a_stretch_lies_between_two_waits() -> None:
     assert len(found[0]) > len(job.stages[0].ops), "programs are cut at their waits"
     assert sum(first for first, _ in found[0]) == sum(range(len(ops))) - sum(waits)
     assert all(second == 10.0 * first for first, second in found[0])
+
+
+def test_on_a_shared_core_ops_are_told_by_the_time_of_their_thread() -> None:
+    """By the clock an op that met another's turn seems ten times as long as its equals."""
+    clock = {"met": [5000.0, 500.0], "equal": [500.0, 500.0]}
+    thread = {"met": [250.0, 250.0], "equal": [250.0, 260.0]}
+    for mine_us, counts in ((500.0, thread), (1000.0, clock)):
+        totals = {Phase.F: [1010.0, 1020.0]}
+        of = Rounds(shares=clock, thread_shares=thread, totals=totals, straight_us=[mine_us, mine_us])
+        assert of.op_shares is counts
+        assert of.copy().op_shares == counts
+    assert Rounds(shares=clock, totals={Phase.F: [1010.0]}, straight_us=[1.0]).op_shares is clock, (
+        "under a quota, or on an accelerator, nothing is known of the thread"
+    )
+    assert [part_of(50.0, 100.0), part_of(95.0, 100.0), part_of(0.0, 0.0)] == [0.5, 1.0, 1.0]
+
+
+def test_what_a_thread_had_of_its_core_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0, "mine": 0}
+
+    def product() -> None:
+        clock["now"] += 3_000_000
+        clock["mine"] += 1_000_000
+
+    for module in ("crowd", "products"):
+        monkeypatch.setattr(f"stretto.cost.{module}.time.perf_counter_ns", lambda: clock["now"])
+    monkeypatch.setattr("stretto.cost.crowd.time.thread_time_ns", lambda: clock["mine"])
+    monkeypatch.setattr("stretto.cost.crowd.products_on", lambda device: product)
+    monkeypatch.setattr("stretto.cost.crowd.own_share", lambda threads: 1.0)
+    product_us, part = pace_alone(CPU)
+    assert (product_us, part) == (pytest.approx(3000.0), pytest.approx(1 / 3))
+    monkeypatch.setattr("stretto.cost.crowd.own_share", lambda threads: 0.5)
+    assert pace_alone(CPU)[1] == 0.5, "what the quota says"
 
 
 def test_large_axes_are_measured_small() -> None:

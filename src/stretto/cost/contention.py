@@ -2,10 +2,10 @@
 
     processor    The rank multiplies small matrices for as long as a given number of collectives, one after
                  the other, are in flight. A collective takes longer meanwhile, too, by its pace.
-                 1. Under a quota what counts is processor time: the process' in flight less what as many
-                    products take alone. It holds the transport's threads and what its packets and copies
-                    make products slower by. A clock would count in whole periods of the quota, which are
-                    as long as what is lost.
+                 1. Under a quota, and on a core that hosts share, what counts is processor time: the
+                    process' in flight less what as many products take alone. It holds the transport's
+                    threads and what its packets and copies make products slower by. A clock would count in
+                    whole periods of the quota, or turns of the others, which are as long as what is lost.
                  2. Elsewhere the time by the clock counts, less what as many products take alone, and no
                     less than what the process' other threads took, where the computing thread stood for
                     them. Where other cores are free, nothing stands.
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from stretto.control_groups import own_share
+from stretto.cost.crowd import has_quota, part_of
 from stretto.cost.products import products_on, us_each
 from stretto.giving_way import lanes_first
 
@@ -74,9 +74,9 @@ def compute_loss(
     compute = products_on(device)
     with torch.no_grad():
         if device.type == "cpu":
-            limited = own_share(torch.get_num_threads()) < 1.0
             found = []
             before = _alone(compute, meet)
+            limited = has_quota() or before.part < 1.0
             for _ in range(REPEATS):
                 flight = _flight(start, count, compute, meet)
                 after = _alone(compute, meet)
@@ -97,6 +97,11 @@ class _Alone:
     product_us: float
     thread_us: float
     process_us: float
+
+    @property
+    def part(self) -> float:
+        """Of a processor that the thread had."""
+        return part_of(self.thread_us, self.product_us)
 
     def mean(self, other: _Alone) -> _Alone:
         return _Alone(

@@ -37,7 +37,7 @@ from stretto.cost.time_collectives import (
     agree_max,
     agree_median,
     meet,
-    products_per_us,
+    pace,
     timed,
     timed_around,
 )
@@ -90,7 +90,8 @@ def measure_collectives(
     Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
     slow links.
     """
-    products = min(MOST_COMPUTE_US, agree_median(compute_us)) * products_per_us(device)
+    products_per_us, part = pace(device)
+    products = min(MOST_COMPUTE_US, agree_median(compute_us)) * products_per_us
     found: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     theirs = gloo_adapter.loop_threads()
@@ -100,7 +101,7 @@ def measure_collectives(
                 groups[item.axis] = _group(mesh, item.axis, device)
                 gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)
             group = groups[item.axis]
-            found[item.axis, item.kind] = _measure(item, mesh.size(item.axis), group, device, products)
+            found[item.axis, item.kind] = _measure(item, mesh.size(item.axis), group, device, products, part)
     finally:
         for group in groups.values():
             dist.destroy_process_group(group)
@@ -172,7 +173,12 @@ def _group(mesh: Mesh, axis: str, device: torch.device) -> dist.ProcessGroup:
 
 
 def _measure(
-    item: Wanted, members: int, group: dist.ProcessGroup, device: torch.device, products: float
+    item: Wanted,
+    members: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    products: float,
+    part: float,
 ) -> Measured:
     samples: list[tuple[int, float]] = []
     launches: list[tuple[int, float]] = []
@@ -192,7 +198,7 @@ def _measure(
             break
     ends = ends_of(samples)
     if device.type == "cpu":
-        calls, waits = _calls(item, members, group, device, ends)
+        calls, waits = _calls(item, members, group, device, ends, part)
     else:
         calls, waits = Calls(*line_through(launches)), (0.0, 0.0)
     # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
@@ -232,14 +238,15 @@ def _calls(
     group: dist.ProcessGroup,
     device: torch.device,
     sizes: Sequence[tuple[int, float]],
+    part: float,
 ) -> tuple[Calls, tuple[float, float]]:
     """Step 3: (the calls, the part of them that is the wait, as `line_through` gives it). sizes: the bytes
-    to measure at, and a collective's time."""
+    to measure at, and a collective's time; part: of a processor that the thread has."""
     starts, waits, finishes = [], [], []
     for nbytes, alone_us in sizes:
         _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
         meet(device)
-        around = timed_around(start, result, alone_us)
+        around = timed_around(start, result, alone_us, part)
         starts.append((nbytes, around.start_us))
         waits.append((nbytes, around.wait_us))
         finishes.append((nbytes, around.wait_us + around.read_us))

@@ -185,10 +185,11 @@ def stretches(job: Job, rounds: Mapping[int, Rounds]) -> dict[int, list[list[flo
     found: dict[int, list[list[float]]] = {}
     for index, of in rounds.items():
         found[index] = []
+        shares = of.op_shares
         for ops in job.stages[index].ops.values():
             for wait, stretch in groupby(ops, key=lambda op: op.target == WAIT):
                 if not wait:
-                    together = zip(*(of.shares[op.name] for op in stretch), strict=True)
+                    together = zip(*(shares[op.name] for op in stretch), strict=True)
                     found[index].append([sum(times) for times in together])
     return found
 

@@ -10,11 +10,12 @@
     5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
     6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
        while it is multiplied, which takes less than a product and a sum.
-    7. What follows a wait takes longer: rounds in which the rank pauses wherever the step may wait are held
+    7. Where others share the core (`cost.crowd`) an op's share is its thread's time, not the clock's.
+    8. What follows a wait takes longer: rounds in which the rank pauses wherever the step may wait are held
        against those of 3, which never stand (`cost.pauses`). They come first, all of them together, because
        what has not stood for a while is fast for a while.
 
-Touches no file and no network. Ops run under `no_grad`, as in the runtime.
+Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in the runtime.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from stretto.cost.pauses import Paused, Pauses
+from stretto.cost.crowd import has_quota, part_of
+from stretto.cost.pauses import TOGETHER_US, Paused, Pauses
 from stretto.cost.stand_ins import function_of
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
@@ -47,6 +49,9 @@ LEAST_ROUND_US = 20_000.0
 """Shorter rounds are repeated more often, up to `MOST_ROUNDS`, so that noise averages out."""
 
 MOST_ROUNDS = 25
+
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +76,36 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What the rounds of one stage took. shares: by op, with clocks; totals: by phase, without;
-    straight_us: of the computing thread, all phases; paused: where the step may wait."""
+    """What the rounds of one stage took. shares: by op, with clocks; thread_shares: the same of the computing
+    thread, on a processor without a quota; totals: by phase, without clocks; straight_us: of the computing
+    thread, all phases; paused: where the step may wait."""
 
     shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    thread_shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
     straight_us: list[float] = field(default_factory=list)
     paused: list[Paused] = field(default_factory=list)
 
     def copy(self) -> Rounds:
         """The same rounds, to which others can be added."""
-        shares = {name: list(us) for name, us in self.shares.items()}
-        totals = {phase: list(us) for phase, us in self.totals.items()}
-        straight_us, paused = list(self.straight_us), list(self.paused)
-        return Rounds(defaultdict(list, shares), defaultdict(list, totals), straight_us, paused)
+        return Rounds(
+            _copied(self.shares),
+            _copied(self.thread_shares),
+            _copied(self.totals),
+            list(self.straight_us),
+            list(self.paused),
+        )
+
+    @property
+    def op_shares(self) -> Mapping[str, list[float]]:
+        """Step 7: by op, what it took in each round."""
+        clock_us = sum(map(sum, self.totals.values()))
+        crowded = bool(self.thread_shares) and part_of(sum(self.straight_us), clock_us) < 1.0
+        return self.thread_shares if crowded else self.shares
+
+
+def _copied(lists: Mapping[_Key, Sequence[float]]) -> dict[_Key, list[float]]:
+    return defaultdict(list, {key: list(of) for key, of in lists.items()})
 
 
 def profile(
@@ -143,21 +164,23 @@ def _measure(
         warm = _run(calls, made, grads, device, None, pauses)
         # Pauses are no part of a round's length: with them short programs would get too few rounds.
         warm_us = pauses.end().us if pauses is not None else sum(warm.values())
+        crowded = pauses is not None and pauses.part < 1.0 and not has_quota()
         longer = LEAST_ROUND_US / max(warm_us, 1.0)
         count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
         for _ in range(count if pausing else 0):
-            pauses = Pauses()
+            pauses = Pauses(TOGETHER_US if crowded else 0.0)
             _run(calls, made, grads, device, None, pauses)
             rounds.paused.append(pauses.end())
         for _ in range(count):
-            _run(calls, made, grads, device, rounds.shares)
+            _run(calls, made, grads, device, rounds)
             begin_ns = time.thread_time_ns()
             for phase, us in _run(calls, made, grads, device, None).items():
                 rounds.totals[phase].append(us)
             rounds.straight_us.append((time.thread_time_ns() - begin_ns) / 1000.0)
     result: dict[str, float] = {}
+    found = rounds.op_shares
     for phase in PHASES:
-        shares = {op.name: typical(rounds.shares[op.name]) for op in stage.ops[phase]}
+        shares = {op.name: typical(found[op.name]) for op in stage.ops[phase]}
         total = sum(shares.values())
         scale = typical(rounds.totals[phase]) / total if total else 0.0
         result |= {name: us * scale for name, us in shares.items()}
@@ -289,27 +312,31 @@ def _run(
     given: Mapping[str, torch.Tensor],
     grads: dict[str, torch.Tensor],
     device: torch.device,
-    shares: dict[str, list[float]] | None,
+    rounds: Rounds | None,
     pauses: Pauses | None = None,
 ) -> dict[Phase, float]:
-    """Steps 2, 3 and 7: one microbatch through F, I and W; microseconds of each phase.
+    """Steps 2, 3, 7 and 8: one microbatch through F, I and W; microseconds of each phase.
 
     Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
-    fresh memory costs time. shares: where the op times go; None to run without clocks inside.
+    fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
     """
+    # Under a quota the clock is right, and on an accelerator the thread computes nothing.
+    threads = rounds is not None and device.type == "cpu" and not has_quota()
     values: dict[str, Any] = dict(given)
     result: dict[Phase, float] = {}
     for phase in PHASES:
         _synchronise(device)
         begin = time.perf_counter_ns()
         for call in calls[phase]:
-            start = time.perf_counter_ns()
+            start, mine = time.perf_counter_ns(), time.thread_time_ns() if threads else 0
             values[call.op.name] = call.add(values, grads) if call.addends else call(values)
             for name in call.dead:
                 values.pop(name, None)
-            if shares is not None:
+            if rounds is not None:
                 _synchronise(device)
-                shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
+                rounds.shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
+                if threads:
+                    rounds.thread_shares[call.op.name].append((time.thread_time_ns() - mine) / 1000.0)
             if pauses is not None and call.op.target == WAIT:
                 pauses.pause()
         _synchronise(device)

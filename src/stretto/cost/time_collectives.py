@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.control_groups import own_share
-from stretto.cost.products import products_on, us_each
+from stretto.cost.crowd import pace_alone
+from stretto.cost.products import products_on
 from stretto.giving_way import lanes_first
 
 ROUNDS = 12
@@ -36,9 +36,6 @@ COMPUTE_PARTS = (0.35, 1.07, 0.6, 1.46, 0.82, 1.7)
 KEPT = 0.9
 """Part of the rounds that count, the faster ones. A step has hundreds of collectives, and in every step some
 meet ranks that are late; what is beyond this part was other work on the machine. Assumed."""
-
-ALONE_US = 100_000.0
-"""Length of the compute that tells how fast a rank is."""
 
 CALL_ROUNDS = 12
 """Counted rounds of the calls around a collective after two for warmth, if they take no more than this:"""
@@ -64,16 +61,18 @@ class Around:
     read_us: float
 
 
-def timed_around(start: Callable[[], Any], result: torch.Tensor, alone_us: float) -> Around:
+def timed_around(
+    start: Callable[[], Any], result: torch.Tensor, alone_us: float, part: float = 1.0
+) -> Around:
     """What a collective takes on the thread that computes before it and beside it, equal on all ranks.
 
     Behind compute the call finds neither its code nor its data in the caches: between two processors at
     200 Mbit/s the start of an all-gather of 0.3 MB takes 0.5 ms, where one that follows another takes 0.3.
-    result: what the collective writes. Under a quota, which stops the thread for milliseconds within one call
-    of ten, processor time is counted, and taken for as long as the thread has its share of a processor.
+    result: what the collective writes; part: of a processor that the thread has (`cost.crowd`). A quota, or a
+    neighbour's turn, stops the thread for milliseconds within one call of ten: where it has less than a whole
+    processor the thread's time is counted, and taken for as long as it has its part.
     """
-    share = own_share(torch.get_num_threads())
-    clock = time.perf_counter_ns if share == 1.0 else time.thread_time_ns
+    clock = time.perf_counter_ns if part == 1.0 else time.thread_time_ns
     compute = products_on(result.device)
     copy = torch.empty_like(result)
     rounds: list[tuple[float, float, float]] = []
@@ -92,7 +91,7 @@ def timed_around(start: Callable[[], Any], result: torch.Tensor, alone_us: float
             for _ in range(2):
                 copy.copy_(result)
                 at.append(clock())
-            call, _, wait, first, second = (1e-3 * (end - begin) / share for begin, end in pairwise(at))
+            call, _, wait, first, second = (1e-3 * (end - begin) / part for begin, end in pairwise(at))
             rounds.append((call, wait, first - second))
 
     def mean(times: Iterable[float]) -> float:
@@ -169,14 +168,15 @@ def _counted(members: Sequence[tuple[list[float], list[float]]]) -> tuple[float,
     return whole_us, statistics.fmean(start for _, start in rounds), range_us / whole_us
 
 
-def products_per_us(device: torch.device) -> float:
-    """How much of what `timed` computes a rank does in a microsecond, the median of ranks that all compute at
-    once; 0 on an accelerator, where no compute goes before a collective."""
+def pace(device: torch.device) -> tuple[float, float]:
+    """(how much of what `timed` computes a rank does in a microsecond, the part of a processor that this rank
+    has), while all compute at once. The first is the median of ranks; 0 on an accelerator, where no compute
+    goes before a collective."""
     if device.type != "cpu":
-        return 0.0
-    compute = products_on(device)
+        return 0.0, 1.0
     meet(device)
-    return agree_median(1.0 / us_each(compute, ALONE_US))
+    product_us, part = pace_alone(device)
+    return agree_median(1.0 / product_us), part
 
 
 def meet(device: torch.device) -> None:
