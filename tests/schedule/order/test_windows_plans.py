@@ -78,6 +78,14 @@ def test_without_time_on_lanes_nothing_is_moved() -> None:
     assert plan.overlap_why.startswith("window is predicted to take 1.000 times as long")
 
 
+def test_windows_that_gain_less_than_costs_can_tell_are_not_taken() -> None:
+    job = job_of(1, 6, blocks=3)
+    little, more = (make_plan(job, make_comm_costs(job, collective_us=us)) for us in (8.0, 15.0))
+    assert little.overlap == "local"
+    assert little.overlap_why == "window is predicted to gain 1.2 %, which is less than costs can tell"
+    assert (more.overlap, more.overlap_why) == ("window", "")
+
+
 def test_modes_and_policies_are_checked() -> None:
     job = job_of(1, 2)
     with pytest.raises(UsageError, match="overlap is 'on'; choose one of: off, local, window"):
