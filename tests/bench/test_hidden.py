@@ -99,7 +99,7 @@ def test_waits_belong_to_the_window_in_which_they_stand() -> None:
     ],
 )
 def test_what_could_be_hidden(compute: float, collective: float, processor: float, hideable: float) -> None:
-    work = Work(compute, collective, processor, 0.0)
+    work = Work(compute, collective, processor, 0.0, 0.0)
     assert work.hideable_us() == pytest.approx(hideable)
     assert work.hideable_us(2 * collective) == pytest.approx(2 * hideable)
 
@@ -117,9 +117,22 @@ def test_the_work_of_a_microbatch() -> None:
     assert work.collective_us == 160.0
     assert work.processor_us == pytest.approx(20.0 * moved / 1e6)
     assert work.wire_bytes == moved  # two ranks: half there, half back
+    assert work.message_bytes == 0.0, "no other place"
     backward = work_of(job, costs, [0], [Phase.B])
     assert backward.collective_us == 80.0
     assert backward.compute_us + work_of(job, costs, [0], [Phase.F]).compute_us == work.compute_us
+
+
+def test_messages_leave_for_other_places_only() -> None:
+    job = make_comm_job(3, 3, blocks=2)
+    costs = costs_of(job, 10.0, 40.0)
+    there, back = ([e for e in job.edges if e.source == 1 and e.target == target] for target in (2, 0))
+    assert there
+    assert back
+    nbytes = {edge: edge.spec.nbytes for edge in job.edges}
+    assert work_of(job, costs, [1]).message_bytes == sum(nbytes[edge] for edge in (*there, *back))
+    assert work_of(job, costs, [1], [Phase.F]).message_bytes == sum(nbytes[edge] for edge in there)
+    assert work_of(job, costs, [1, 2]).message_bytes == sum(nbytes[edge] for edge in back)
 
 
 @pytest.mark.parametrize(

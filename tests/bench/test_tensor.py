@@ -110,12 +110,15 @@ def test_a_probe_finds_the_work_of_every_place(tmp_path: Path) -> None:
     assert work["collective_us"] > 0
 
 
-def place(compute_us: float, collective_us: float, wire_bytes: float) -> dict[str, float]:
+def place(
+    compute_us: float, collective_us: float, wire_bytes: float, message_bytes: float = 0.0
+) -> dict[str, float]:
     return {
         "compute_us": compute_us,
         "collective_us": collective_us,
         "processor_us": 0.0,
         "wire_bytes": wire_bytes,
+        "message_bytes": message_bytes,
     }
 
 
@@ -126,6 +129,7 @@ def place(compute_us: float, collective_us: float, wire_bytes: float) -> dict[st
         ([place(8e6, 1e4, 3.14159e7)], "31mbit"),
         ([place(8e7, 1e4, 3.14159e7)], "3.1mbit"),
         ([place(8e4, 1e4, 3.14159e7)], "3100mbit"),
+        ([place(8e5, 1e4, 2e7, 1.14159e7)], "310mbit"),
         # The place with most compute counts.
         ([place(1e5, 1e4, 3.14159e7), place(8e5, 1e4, 3.14159e7)], "310mbit"),
         # Even a network without limit is slower than compute.

@@ -39,12 +39,13 @@ _ACTION = re.compile(r"\d+[FIWB]\d+")
 class Work:
     """What one microbatch asks of a place. compute_us: of ops; collective_us: of collectives that have their
     links for themselves; processor_us: what these take of the processor; wire_bytes: what they move, each
-    way."""
+    way; message_bytes: what messages take from it to other places."""
 
     compute_us: float
     collective_us: float
     processor_us: float
     wire_bytes: float
+    message_bytes: float
 
     def hideable_us(self, total_us: float | None = None) -> float:
         """Step 3. total_us: of the collectives, where it was measured; of the costs by default."""
@@ -58,8 +59,9 @@ class Work:
 def work_of(job: Job, costs: Costs, stages: Iterable[int], phases: Iterable[Phase] = Phase) -> Work:
     """The work of one microbatch on a place that holds `stages`, in some phases (all by default)."""
     wanted = {part for phase in phases for part in phase.parts}
+    stages = frozenset(stages)
     compute_us = collective_us = processor_us = wire_bytes = 0.0
-    for index in stages:
+    for index in sorted(stages):
         for op in (op for phase, ops in job.stages[index].ops.items() if phase in wanted for op in ops):
             compute_us += op_time_us(costs, index, op.name, is_free(op)) or 0.0
             asked = op.collective
@@ -70,7 +72,9 @@ def work_of(job: Job, costs: Costs, stages: Iterable[int], phases: Iterable[Phas
                 # A ring: an all-reduce is a reduce-scatter and an all-gather.
                 passes = 2 if asked.kind == "all_reduce" else 1
                 wire_bytes += passes * (asked.size - 1) / asked.size * asked.nbytes
-    return Work(compute_us, collective_us, processor_us, wire_bytes)
+    leaving = [edge for edge in job.edges if edge.source in stages and edge.target not in stages]
+    message_bytes = float(sum(edge.spec.nbytes for edge in leaving if edge.phase in wanted))
+    return Work(compute_us, collective_us, processor_us, wire_bytes, message_bytes)
 
 
 def steady_actions(schedule: Schedule, place: int) -> frozenset[Action]:

@@ -19,6 +19,21 @@ from typing import Any
 from stretto.errors import RunError
 from stretto.lab import Lab
 
+CORES = 2
+"""Cores that the hosts of a bench share, whatever the machine has, so that figures of machines compare."""
+
+
+def lab_of(world: int, rate: str) -> Lab:
+    """The lab of a bench with a rank on each host.
+
+    As many hosts as cores have a core each; more have equal parts of them, by quota. All stay on their core
+    (the tensor-parallel peers of a place on different ones, so that both meet the same neighbours): measured
+    with four hosts of half a core, a small collective cost 1 ms instead of 2, where hosts that moved about
+    waited for each other. Without quotas neighbours on a core take turns of 4 ms, for which whatever crosses
+    the network waits: two of twelve steps so measured were 10 % and more from their predictions.
+    """
+    return Lab(world, rate, CORES / world if world > CORES else None, pin=True)
+
 
 def run_worker(lab: Lab, module: str, arguments: Sequence[str], threads_per_rank: int, what: str) -> None:
     """Run a module's program on all ranks of a lab that is not up yet, and wait until all have ended.

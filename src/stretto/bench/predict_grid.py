@@ -16,21 +16,17 @@ from typing import Any
 
 import torch
 
-from stretto.bench.in_lab import run_worker
+from stretto.bench.in_lab import CORES, lab_of, run_worker
 from stretto.bench.predict import Cell, Found
 from stretto.bench.transfer import at_speed, transferred
 from stretto.errors import PlanError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
-from stretto.lab import Lab
 from stretto.lab.rates import parse_rate
 
 CALIBRATED_SHAPES = ("deep", "long")
 CALIBRATED_RATES = ("100mbit", "1gbit", "unlimited")
 """Cells of these shapes at these rates price the others; no other cell's costs are used for that."""
-
-CORES = 2
-"""Cores that the ranks of a lab share, whatever the machine has, so that figures of machines compare."""
 
 Layout = tuple[int, int]
 
@@ -67,14 +63,14 @@ def run_grid(cells: Sequence[Cell], rounds: int, folder: Path, say: Callable[[st
 
 
 def _run_lab(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
-    world = cells[0].world
     data = json.dumps([asdict(cell) for cell in cells])
-    # More hosts than cores get equal parts of them. All stay on their core (the tensor-parallel peers of a
-    # place on different ones, so that both meet the same neighbours): measured with four hosts of half a
-    # core, a small collective cost 1 ms instead of 2, where hosts that moved about waited for each other.
-    share = CORES / world if world > CORES else None
-    lab = Lab(hosts=world, rate=cells[0].rate, cpus=share, pin=True)
-    run_worker(lab, "stretto.bench.predict", [data, str(rounds), str(folder)], 1, str(cells[0]))
+    run_worker(
+        lab_of(cells[0].world, cells[0].rate),
+        "stretto.bench.predict",
+        [data, str(rounds), str(folder)],
+        1,
+        str(cells[0]),
+    )
 
 
 def is_calibrated(cell: Cell) -> bool:

@@ -2,10 +2,10 @@
 
 Needs root, as every lab does. Touches the lab and the worker's files.
 
-    1. A race has a lab of one rank a host. As many hosts as cores have a core each and stay on it; more share
-       the cores equally, by quota.
+    1. A race has a lab of one rank a host (`bench.in_lab`).
     2. The balanced rate is found before the race, in a lab without limit: ops and collectives are timed, and
-       the rate is the one at which the bytes that a microbatch moves take as long as its compute.
+       the rate is the one at which the bytes that a microbatch moves, in collectives and in messages to other
+       places, which leave by the same card, take as long as its compute.
 """
 
 from __future__ import annotations
@@ -16,12 +16,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from stretto.bench.hidden import Work
-from stretto.bench.in_lab import result_of
+from stretto.bench.in_lab import CORES, lab_of, result_of
 from stretto.bench.tensor_result import Setup
-from stretto.lab import Lab
-
-CORES = 2
-"""Cores that the ranks of a lab share, whatever the machine has, so that figures of machines compare."""
 
 BALANCED = "balanced"
 UNLIMITED = "unlimited"
@@ -70,7 +66,7 @@ def balanced_rate(places: Sequence[dict[str, float]]) -> str:
     work = max((Work(**place) for place in places), key=lambda work: work.compute_us)
     if work.collective_us >= work.compute_us:
         return UNLIMITED
-    mbit_per_s = 8.0 * work.wire_bytes / work.compute_us
+    mbit_per_s = 8.0 * (work.wire_bytes + work.message_bytes) / work.compute_us
     # Two digits: more would be noise.
     digits = max(0, 1 - math.floor(math.log10(mbit_per_s)))
     step = 10.0 ** max(0, math.floor(math.log10(mbit_per_s)) - 1)
@@ -79,6 +75,6 @@ def balanced_rate(places: Sequence[dict[str, float]]) -> str:
 
 def _in_lab(setup: Setup, *words: str) -> Any:
     """Step 1: what rank 0 wrote."""
-    share = CORES / setup.world if setup.world > CORES else None
-    lab = Lab(setup.world, setup.rate, share, pin=True)
-    return result_of(lab, "stretto.bench.tensor", asdict(setup), *words, what=str(setup))
+    return result_of(
+        lab_of(setup.world, setup.rate), "stretto.bench.tensor", asdict(setup), *words, what=str(setup)
+    )
