@@ -18,8 +18,8 @@ from stretto.control_groups import own_share
 from stretto.cost.products import products_on, us_each
 
 FREE = 0.9
-"""From this part on a thread had its core for itself: the kernel and its own process took the rest. Assumed:
-where a transport works beside it, a thread that is alone has 0.92 and more; of two that share it has half."""
+"""From this part on a thread had its core for itself: the kernel and its own process took the rest. Assumed;
+one of two threads that share a core has half."""
 
 ALONE_US = 100_000.0
 """Length of the compute that tells how fast a rank is. Assumed: a dozen turns of two hosts."""
