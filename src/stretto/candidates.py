@@ -13,9 +13,9 @@
 
 Each is simulated, over a shorter step where a step has many microbatches; the fastest comes first, and of
 equal ones the one that moves least. What shares windows comes first only where it gains what costs can tell
-(`WORTH`). A candidate that deadlocks, or keeps more microbatches live than the job
-allows, is left out, and it is said why. Where the job has no collectives, actions are ordered as captured,
-which sends messages early and waits late.
+(`WORTH`). A candidate that deadlocks, or keeps more microbatches live than the job allows, is left out, and
+it is said why. Where the job has no collectives, actions are ordered as captured, which sends messages early
+and waits late.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def why_less(asked: OverlapMode, chosen: Candidate, found: list[Candidate], miss
         if fastest >= chosen.step_us:
             times = fastest / chosen.step_us if chosen.step_us else 1.0
             return f"{asked} is predicted to take {times:.3f} times as long"
-        if asked == "window":
+        if asked == "window" and fastest >= WORTH * chosen.step_us:
             gain = 100.0 * (1.0 - fastest / chosen.step_us)
             return f"{asked} is predicted to gain {gain:.1f} %, which is less than costs can tell"
     return "; ".join(dict.fromkeys(missing)) or f"no {asked} plan is faster"

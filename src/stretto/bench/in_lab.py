@@ -30,7 +30,8 @@ def lab_of(world: int, rate: str) -> Lab:
     (the tensor-parallel peers of a place on different ones, so that both meet the same neighbours): measured
     with four hosts of half a core, a small collective cost 1 ms instead of 2, where hosts that moved about
     waited for each other. Without quotas neighbours on a core take turns of 4 ms, for which whatever crosses
-    the network waits: two of twelve steps so measured were 10 % and more from their predictions.
+    the network waits: of 14 cells of `bench.predict` so measured, three were 10 to 12 % from their
+    predictions.
     """
     return Lab(world, rate, CORES / world if world > CORES else None, pin=True)
 

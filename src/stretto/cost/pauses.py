@@ -18,7 +18,6 @@ where communication takes as long as compute. A pause as long as its step's woul
 made products of a GPT of hidden 1024 slower by 14 % where all-reduces that were waited for did so by 14, and
 21 ms of spinning by 11."""
 
-
 TOGETHER_US = 10_000.0
 """Where ranks share a core. Assumed: more than two turns of 4 ms, by which ranks with equal work come
 apart."""

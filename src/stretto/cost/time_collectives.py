@@ -61,9 +61,7 @@ class Around:
     read_us: float
 
 
-def timed_around(
-    start: Callable[[], Any], result: torch.Tensor, alone_us: float, part: float = 1.0
-) -> Around:
+def timed_around(start: Callable[[], Any], result: torch.Tensor, alone_us: float, part: float) -> Around:
     """What a collective takes on the thread that computes before it and beside it, equal on all ranks.
 
     Behind compute the call finds neither its code nor its data in the caches: between two processors at

@@ -11,10 +11,11 @@ import pytest
 from tests.synthetic_comm import ACTIVATION, make_comm_costs
 from tests.verify.comm_plans import comm_job
 
+from stretto.candidates import Candidate, why_less
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Overlap, Phase, Schedule, Slot
 from stretto.ir.plan import ItemKind, Plan
-from stretto.ir.program import WAIT, Job, Op, Ref, TensorSpec
+from stretto.ir.program import WAIT, Job, Op, OverlapMode, Ref, TensorSpec
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.planning import make_plan
 from stretto.schedule.across import across, split_stages
@@ -84,6 +85,20 @@ def test_windows_that_gain_less_than_costs_can_tell_are_not_taken() -> None:
     assert little.overlap == "local"
     assert little.overlap_why == "window is predicted to gain 1.2 %, which is less than costs can tell"
     assert (more.overlap, more.overlap_why) == ("window", "")
+
+
+def test_a_window_that_was_refused_is_not_called_too_little() -> None:
+    def candidate(overlap: OverlapMode, step_us: float) -> Candidate:
+        return Candidate(overlap, step_us, lambda: pytest.fail("nothing is made"))
+
+    local = candidate("local", 100.0)
+    for step_us, why in (
+        (80.0, "window is refused: too large"),
+        (99.0, "window is predicted to gain 1.0 %, which is less than costs can tell"),
+        (101.0, "window is predicted to take 1.010 times as long"),
+    ):
+        found = [local, candidate("window", step_us)]
+        assert why_less("window", local, found, ["window is refused: too large"]) == why
 
 
 def test_modes_and_policies_are_checked() -> None:
