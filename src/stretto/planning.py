@@ -23,6 +23,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.passes.split_ops import split_for_overlap
 from stretto.recomputed import recomputed
 from stretto.schedule.csv import read_csv
@@ -133,6 +134,7 @@ def _planned(
     chosen = choose_schedule(job, schedule=schedule)
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
+    job, costs = messages_in_parts(job, costs, chosen.stage_ranks)
     job, costs, max_bytes = recomputed(
         job, costs, chosen, max_bytes, lambda made, priced: _peaks(made, priced, chosen, asked)
     )

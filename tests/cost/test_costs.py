@@ -19,9 +19,9 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.gradients import addends
 from stretto.ir.program import WAIT, Job
+from stretto.ir.transfers import message_us
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.schedule.families import make_schedule
-from stretto.schedule.transfers import message_us
 from tests.capture.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
 from tests.cost.comm_job import comm_job
 from tests.runtime.equality import evenly, job_of, tokens, traced

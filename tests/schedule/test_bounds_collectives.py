@@ -112,6 +112,18 @@ def test_equal_stages_are_bounded_as_unequal_ones_are() -> None:
     assert same.parts == {name: pytest.approx(us) for name, us in unequal.parts.items()}
 
 
+def test_a_quota_gives_a_stretch_little_more_than_its_time() -> None:
+    """A chain of long ops takes their times, less what a rank that stood has left of two periods, once before
+    an op and once behind it."""
+    job = make_comm_job(1, 1, axes=(), blocks=4)
+    costs = make_comm_costs(job, op_us=1000.0)
+    free = lower_bound(job, (0,), costs).parts["critical path"]
+    limited = lower_bound(job, (0,), replace(costs, quota=Quota(100.0, 0.5))).parts["critical path"]
+    assert free - 200.0 - 1e-6 <= limited < free
+    short = lower_bound(job, (0,), replace(costs, quota=Quota(1e6, 0.5))).parts["critical path"]
+    assert free / 2.0 - 1000.0 <= short <= free / 2.0, "while the quota lasts, ops go at full speed"
+
+
 # --- the property ------------------------------------------------------------------------------------
 
 
@@ -166,7 +178,8 @@ def plans(draw: st.DrawFn) -> Plan:
     shared = draw(st.sampled_from([(), ("tp",), ("dp", "tp")]))
     action_us = draw(st.sampled_from([0.0, 15.0]))
     skew = draw(st.sampled_from([0.0, 0.1]))
-    quota = draw(st.sampled_from([None, None, Quota(150.0, 0.5), Quota(1000.0, 0.2), Quota(150.0, 0.5, 0.7)]))
+    limits = (Quota(150.0, 0.5), Quota(1000.0, 0.2), Quota(150.0, 0.5, 0.7), Quota(20.0, 0.5))
+    quota = draw(st.sampled_from([None, None, *limits]))
     costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota)
     plan = plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
     return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan

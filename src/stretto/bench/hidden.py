@@ -28,7 +28,7 @@ from stretto.ir.action import Action, Phase, Schedule, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.program import WAIT, Job
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.schedule.transfers import CollectiveTime, axis_time, is_free, op_time_us
+from stretto.ir.transfers import CollectiveTime, axis_time, is_free, op_time_us
 
 AXIS = "tp"
 

@@ -18,7 +18,7 @@ from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
-from stretto.passes import SCATTER_BORDERS
+from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 
 DTYPES = {"float32": None, "bf16": torch.bfloat16}
 """Precision setting -> dtype of the parameters in the computation; None keeps their own. float16 is not
@@ -97,6 +97,7 @@ def capture(
         overlap=parallel.overlap,
         recompute=parallel.recompute,
         split_ops=parallel.split_ops,
+        message_parts=MESSAGES_IN_PARTS not in parallel.skip_passes,
     )
 
 

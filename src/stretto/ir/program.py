@@ -297,6 +297,8 @@ class Job:
         microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes again,
         `stretto.passes.recompute`).
     split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
+    message_parts: whether planning may cut messages that are whole on all tensor-parallel ranks
+        (`stretto.passes.messages_in_parts`).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
@@ -322,6 +324,7 @@ class Job:
     recompute: str | int = "none"
     overlap: OverlapMode = "window"
     split_ops: bool = False
+    message_parts: bool = True
 
     def size(self, axis: str) -> int:
         """The size of an axis beside pp."""

@@ -32,10 +32,13 @@ PASSES: dict[str, Pass] = {
 SCATTER_BORDERS = "scatter_borders"
 """The name of what is done to a step that has its stages (`capture.borders`); it can be left out, too."""
 
+MESSAGES_IN_PARTS = "messages_in_parts"
+"""The name of what planning does to messages (`passes.messages_in_parts`), likewise."""
+
 
 def check_names(names: Collection[str]) -> None:
     """Raises UsageError for a name that no pass has."""
-    known = (*PASSES, SCATTER_BORDERS)
+    known = (*PASSES, SCATTER_BORDERS, MESSAGES_IN_PARTS)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(
@@ -53,4 +56,4 @@ def run_passes(graph: Graph, skip: Collection[str] = ()) -> Graph:
     return graph
 
 
-__all__ = ["PASSES", "SCATTER_BORDERS", "Graph", "Pass", "check_names", "run_passes"]
+__all__ = ["MESSAGES_IN_PARTS", "PASSES", "SCATTER_BORDERS", "Graph", "Pass", "check_names", "run_passes"]

@@ -2,7 +2,7 @@
 
 A window is written once, however often it runs: a drawing lays its ops over the compute spans of a run, each
 op's share of the run's compute time being its share of the window's. May touch `stretto.ir` and
-`stretto.schedule.transfers`.
+`stretto.ir.transfers`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from stretto.ir.action import Phase
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Job, Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.transfers import op_time_us
 from stretto.schedule.lower import window_name
-from stretto.schedule.transfers import op_time_us
 
 RECOMPUTATION = "R"
 """Category of a forward op that the backward repeats."""

@@ -28,9 +28,9 @@ from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.transfers import bucket_time, grad_bytes, loss_time, message_us
 from stretto.runtime.lone import LoneEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
-from stretto.schedule.transfers import bucket_time, grad_bytes, loss_time, message_us
 from stretto.simulate import simulate
 from stretto.simulate.live import LOSS, Work, messages_of, ready_windows, works_of
 from stretto.simulate.windows import Call

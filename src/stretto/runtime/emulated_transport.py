@@ -26,8 +26,8 @@ import torch
 
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
+from stretto.ir.transfers import processor_us
 from stretto.runtime.lone import LoneEnd
-from stretto.schedule.transfers import processor_us
 from stretto.simulate.clock import Moment
 from stretto.simulate.collectives import Collective
 from stretto.simulate.live import Live, messages_of, ready_windows, works_of

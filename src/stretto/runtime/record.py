@@ -16,7 +16,7 @@ from typing import TypeVar
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.schedule.transfers import message_us
+from stretto.ir.transfers import message_us
 
 now = time.perf_counter_ns
 

@@ -1,6 +1,6 @@
 """What follows the last ops of a step, for bounds: the loss is told, and gradients are summed.
 
-May touch `stretto.ir`, `schedule.sums` and `schedule.transfers`. A gradient is summed first along the axes on
+May touch `stretto.ir` and `schedule.sums`. A gradient is summed first along the axes on
 which it is partial, then over its ties, then over data-parallel ranks (`schedule.sums`); a sum begins when
 every op that adds to a gradient of its bucket has ended, for all microbatches.
 """
@@ -15,8 +15,8 @@ from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Bucket, Communicator
 from stretto.ir.program import Job
+from stretto.ir.transfers import CollectiveTime, bucket_time, grad_bytes, loss_time
 from stretto.schedule.sums import communicators_of, make_sums, tells_loss
-from stretto.schedule.transfers import CollectiveTime, bucket_time, grad_bytes, loss_time
 
 
 @dataclass(frozen=True, slots=True)

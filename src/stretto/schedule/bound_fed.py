@@ -48,11 +48,13 @@ class Feeder:
     """A machine that another one waits for, in microseconds.
 
     name: in words. head_us: before when it does nothing. tail_us: how long before the end it does no more.
+    ahead_us: by how much what it does in any stretch of time may exceed it.
     """
 
     name: str
     head_us: float
     tail_us: float
+    ahead_us: float = 0.0
 
 
 def most_done(

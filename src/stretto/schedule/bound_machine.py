@@ -179,7 +179,7 @@ def _held(work: Work, times_us: Array, at: Indices, all_us: Array, m: int, *, at
     np.add.at(once_us, at + 1, work.once_us)
     done = []
     for k, feeder in enumerate(work.feeders):
-        room_us = times_us - (feeder.tail_us if at_end else feeder.head_us)
+        room_us = times_us - (feeder.tail_us if at_end else feeder.head_us) + feeder.ahead_us
         done.append(most_done(times_us, at, each_us, needs_us[:, k], stages, room_us, m))
     least = np.argmin(done, axis=0)
     # Work of once a step is not fed.

@@ -10,7 +10,8 @@ Knows ops as numbers, with times and lanes; nothing of ranks, links or other sta
    collective at a time in the order of starts; so of those on one lane whose starts are needed, the ones that
    start no earlier than a point all pass after it.
 4. A distance is the largest that 2 and 3 give over every chain of waits in between: the longest path
-   over lanes, in which stretches of compute count with their load.
+   over lanes, in which stretches of compute count with their load. Under a quota a stretch may take less
+   than its ops' times: a lane that stood before it has time left (`Pace`).
 5. Before an op has ended, and after it has begun, the time that each machine has spent on what it needs, and
    must spend on what needs it, is known: what `schedule.bound_fed` bounds fed machines by.
 
@@ -39,6 +40,24 @@ _ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How much of its ops' times a compute lane may do in any stretch of time T, in microseconds: at most
+    `fastest` times T, and at most T + `ahead_us`."""
+
+    fastest: float = 1.0
+    ahead_us: float = 0.0
+
+    def least_us(self, work_us: Array) -> Array:
+        """The least time in which so much is done. Superadditive, and grows no faster than the work: of a
+        stretch that is known to take so long, the time of one of its ops may be taken off."""
+        return np.maximum(work_us / self.fastest, work_us - self.ahead_us)
+
+
+STEADY = Pace()
+"""A lane that does a microsecond's work in a microsecond, always."""
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """A collective of a stage: the ops that start it and wait for it, its lane, its time."""
 
@@ -62,6 +81,7 @@ class Shape:
     arriving: int
     calls: tuple[Call, ...]
     sinks: tuple[tuple[int, ...], ...]
+    pace: Pace = STEADY
 
 
 @dataclass(slots=True)
@@ -71,6 +91,7 @@ class Distances:
     from_start, from_arrival[k]: from the stage's first op, or the k-th arrival, to the op's end.
     to_end, to_sink[k]: from the op's start to the end of all that needs it, or to the k-th sink.
     before_sink[k]: the ops that have ended when the sink is reached.
+    pace: of the compute lane.
     before[machine], after[machine]: by op, time of the machine's work (compute, or collectives of a lane)
         that has ended when the op has; that cannot begin before the op does. Both count the op itself, but
         not the collective that begins with it.
@@ -85,6 +106,7 @@ class Distances:
     before_sink: list[Mask]
     before: dict[str, Array]
     after: dict[str, Array]
+    pace: Pace
 
 
 def find_distances(shape: Shape) -> Distances:
@@ -98,9 +120,11 @@ def find_distances(shape: Shape) -> Distances:
     everything = np.ones(count, dtype=bool)
     # 2. Sums of compute between every point and every op, all points at once.
     points = np.column_stack([everything, *after, *(needs[:, wait] for wait in waits)])
-    up = _times(needs, points * time_us[:, None])
+    work_up = _times(needs, points * time_us[:, None])
+    up = shape.pace.least_us(work_up)
     ends = np.column_stack([everything, *before, *(needs[start] for start in starts)])
-    on = _times(needs.T, ends * time_us[:, None])
+    work_on = _times(needs.T, ends * time_us[:, None])
+    on = shape.pace.least_us(work_on)
     first_wait, first_start = 1 + len(after), 1 + len(before)
     # 3. The collectives of a lane by what they need.
     same = np.array([[a.lane == b.lane for b in shape.calls] for a in shape.calls], dtype=bool)
@@ -112,10 +136,10 @@ def find_distances(shape: Shape) -> Distances:
     on_lane = {
         lane: call_us * [c.lane == lane for c in shape.calls] for lane in {c.lane for c in shape.calls}
     }
-    passed = {COMPUTE: up[:, 0], **{lane: needs[:, waits] @ us for lane, us in on_lane.items()}}
+    passed = {COMPUTE: work_up[:, 0], **{lane: needs[:, waits] @ us for lane, us in on_lane.items()}}
     later = needs[starts]
     later[np.arange(len(starts)), starts] = False
-    to_come = {COMPUTE: on[:, 0], **{lane: us @ later for lane, us in on_lane.items()}}
+    to_come = {COMPUTE: work_on[:, 0], **{lane: us @ later for lane, us in on_lane.items()}}
 
     def forward_from(column: int, mask: Mask) -> Array:
         found = np.where(mask, up[:, column], NEVER)
@@ -148,6 +172,7 @@ def find_distances(shape: Shape) -> Distances:
         before,
         passed,
         to_come,
+        shape.pace,
     )
 
 
@@ -181,8 +206,9 @@ def _times(relation: Mask, columns: Array) -> Array:
     return np.concatenate(rows) if rows else np.zeros((0, columns.shape[1]))
 
 
-def after_lane(points_us: Array, times_us: Array) -> float:
+def after_lane(points_us: Array, times_us: Array, pace: Pace = STEADY) -> float:
     """When a lane has done several things, none of which begins before its point (or, seen backward, how long
-    before the end it must begin). The largest of: a point, and the time of all that lies no earlier."""
+    before the end it must begin). The largest of: a point, and the time of all that lies no earlier.
+    pace: of the compute lane."""
     order = np.argsort(-points_us, kind="stable")
-    return float((points_us[order] + np.cumsum(times_us[order])).max(initial=0.0))
+    return float((points_us[order] + pace.least_us(np.cumsum(times_us[order]))).max(initial=0.0))

@@ -12,8 +12,8 @@ May touch `stretto.ir` and this room. The contract:
    what the others let it (`schedule.bound_fed`).
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
    the part that cannot fall before the head and after the tail is added to the work.
-   Under a quota a rank that has stood computes at full speed for a while: heads, tails and chains
-   count ops at that speed, and a stretch of time may hold two periods' quota more than its own.
+   Under a quota a rank that has stood computes at full speed for a while: any stretch of time may hold
+   two periods' quota more than its own (`schedule.reach.pace_of`), those of heads, tails and chains, too.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
 5. A stage that may hold few live microbatches cannot start the next before one has ended
    (`schedule.bound_live`).
@@ -23,7 +23,7 @@ May touch `stretto.ir` and this room. The contract:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
@@ -31,14 +31,14 @@ import numpy as np
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
+from stretto.ir.transfers import occupancy_us, processor_us
 from stretto.schedule.bound_ends import SumTime
 from stretto.schedule.bound_fed import ROUNDING, Feeder
 from stretto.schedule.bound_live import live_bound
 from stretto.schedule.bound_machine import Work, one_machine
 from stretto.schedule.bound_stage import COMPUTE, Array, Call, after_lane
 from stretto.schedule.bound_words import collectives_of, format_us, machine_in_words, memory_in_words
-from stretto.schedule.reach import Reach, StageReach, find_reach
-from stretto.schedule.transfers import occupancy_us, processor_us
+from stretto.schedule.reach import Reach, StageReach, find_reach, pace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def lower_bound(
     """
     stage_ranks = tuple(where.stage_ranks if isinstance(where, Schedule) else where)
     forwards = _forwards_a_run(where) if isinstance(where, Schedule) else 1
-    reach = find_reach(job, stage_ranks, _at_full_speed(costs))
+    reach = find_reach(job, stage_ranks, costs)
     m = job.microbatches
     # 4. One microbatch alone.
     parts = {"critical path": reach.critical_us}
@@ -95,13 +95,6 @@ def lower_bound(
     largest = max(parts.values())
     binding = next(name for name, us in parts.items() if us >= largest * (1 - ROUNDING))
     return Bound(largest, words[binding], parts)
-
-
-def _at_full_speed(costs: Costs) -> Costs:
-    """What ops take while a quota lasts."""
-    if costs.quota is None:
-        return costs
-    return replace(costs, op_us={key: us / costs.quota.fastest for key, us in costs.op_us.items()})
 
 
 def _forwards_a_run(schedule: Schedule) -> int:
@@ -133,6 +126,7 @@ class _Place:
         self._m = job.microbatches
         self._costs = costs
         self._reach = reach
+        self._pace = pace_of(costs)
         stages = [reach.stages[stage] for stage, owner in enumerate(stage_ranks) if owner == rank]
         self._stages = stages
         self._feeders = self._find_feeders()
@@ -151,7 +145,8 @@ class _Place:
 
         def add(name: str, words: str, head_us: float, tail_us: float) -> None:
             known = found.get(name, Feeder(words, head_us, tail_us))
-            found[name] = Feeder(words, min(known.head_us, head_us), min(known.tail_us, tail_us))
+            ahead_us = self._pace.ahead_us if name == COMPUTE else 0.0
+            found[name] = Feeder(words, min(known.head_us, head_us), min(known.tail_us, tail_us), ahead_us)
 
         for stage in self._stages:
             busy = stage.time_us > 0
@@ -169,7 +164,7 @@ class _Place:
                 stage.ends, stage.distances.before_sink[len(stage.edges_out) :], strict=True
             ):
                 # Every op that an addition needs runs for every microbatch before the first sum begins.
-                head_us = after_lane(stage.head_us[before], self._m * stage.time_us[before])
+                head_us = after_lane(stage.head_us[before], self._m * stage.time_us[before], self._pace)
                 tail_us = end.us
                 for of in end.sums:
                     tail_us -= of.time.us
@@ -187,15 +182,12 @@ class _Place:
         work.outside_us, work.share = self._transport()
         # The first run of a rank may pay `action_us` before the head.
         work.before_us = action_us
-        quota, speed = self._costs.quota, 1.0
-        if quota is not None:
-            speed = quota.fastest
-            work.ahead_us = 2.0 * (1.0 - quota.share) * quota.period_us
+        work.ahead_us = self._pace.ahead_us
         for number, stage in enumerate(self._stages):
             needs_us, feeds_us = _fed(stage, feeding)
             for op, time_us in enumerate(stage.time_us):
                 here = {"stage": number, "needs_us": needs_us[op], "feeds_us": feeds_us[op]}
-                work.add(float(stage.head_us[op]), float(stage.tail_us[op]), float(time_us) * speed, **here)
+                work.add(float(stage.head_us[op]), float(stage.tail_us[op]), float(time_us), **here)
             if action_us and stage.forward.any():
                 # Each run of a forward pays `action_us` before its ops; count it with one of them.
                 on_path = int(np.argmax(np.where(stage.forward, stage.head_us + stage.tail_us, -1.0)))

@@ -1,6 +1,6 @@
 """Heads and tails: what must come before and after every op, collective and message of one microbatch.
 
-May touch `stretto.ir`, `schedule.transfers`, `schedule.bound_stage` and `schedule.bound_ends`. The contract,
+May touch `stretto.ir`, `schedule.bound_stage` and `schedule.bound_ends`. The contract,
 for one microbatch with the machines to itself, which is the least that any order must allow:
 
 1. Inside a stage, distances are those of `schedule.bound_stage`. Each stage has *sinks*: its messages that
@@ -24,15 +24,25 @@ from stretto.errors import PlanError
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.program import WAIT, Edge, Job, Op
-from stretto.schedule.bound_ends import End, ends_of
-from stretto.schedule.bound_stage import NEVER, Array, Call, Distances, Mask, Shape, find_distances
-from stretto.schedule.transfers import (
+from stretto.ir.transfers import (
     CollectiveTime,
     axis_time,
     is_free,
     message_us,
     missing_times,
     op_time_us,
+)
+from stretto.schedule.bound_ends import End, ends_of
+from stretto.schedule.bound_stage import (
+    NEVER,
+    STEADY,
+    Array,
+    Call,
+    Distances,
+    Mask,
+    Pace,
+    Shape,
+    find_distances,
 )
 
 
@@ -122,7 +132,7 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
         inside = target.distances
         since = inside.from_arrival[target.edges_in.index(edge)]
         after = since > NEVER
-        follows_us[edge.index] = float(inside.time_us[after].sum())
+        follows_us[edge.index] = _least_us(inside, after)
         for before, to_sink, rest_us in zip(
             inside.before_sink, inside.to_sink, rests_us(target), strict=True
         ):
@@ -130,7 +140,7 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
             if both.any():
                 # All that lies between; and the longest chain, which counts each op on it from both sides.
                 chain_us = float((since[both] + to_sink[both] - inside.time_us[both]).max())
-                passes_us = max(chain_us, float(inside.time_us[both].sum()))
+                passes_us = max(chain_us, _least_us(inside, both))
                 follows_us[edge.index] = max(follows_us[edge.index], passes_us + rest_us)
         if after.any():
             chain_us = float((since[after] + inside.to_end[after] - inside.time_us[after]).max())
@@ -153,6 +163,18 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     )
 
 
+def pace_of(costs: Costs) -> Pace:
+    """What a quota lets a rank do: full speed while it lasts, and in any stretch of time no more than that
+    time's share and what is left of two periods'."""
+    quota = costs.quota
+    return STEADY if quota is None else Pace(quota.fastest, 2.0 * (1.0 - quota.share) * quota.period_us)
+
+
+def _least_us(inside: Distances, ops: Mask) -> float:
+    """The least time in which ops are done on the compute lane."""
+    return float(inside.pace.least_us(inside.time_us[ops].sum()))
+
+
 def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageReach]:
     """Step 1; equal stages share their distances."""
     programs = [[op for phase in PHASES for op in stage.ops[phase]] for stage in job.stages]
@@ -161,6 +183,7 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
         raise PlanError("cannot bound the step", faults)
     numbers = [{op.name: at for at, op in enumerate(ops)} for ops in programs]
     ends = ends_of(job, stage_ranks, costs, numbers)
+    pace = pace_of(costs)
     known: dict[Shape, Distances] = {}
     stages: list[StageReach] = []
     for stage, ops in enumerate(programs):
@@ -176,6 +199,7 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
             len(edges_in),
             tuple(call for call, _ in calls),
             (*((numbers[stage][edge.value],) for edge in edges_out), *(end.ops for end in ends[stage])),
+            pace,
         )
         if shape not in known:
             known[shape] = find_distances(shape)

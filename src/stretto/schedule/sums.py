@@ -6,7 +6,7 @@ are summed one by one. For the other two, large gradients have a bucket of their
 it is; small ones share one, so that they do not pay a latency each.
 
 Buckets name parameters by their tied group, and belong to one place; the tied ones to all that hold a copy.
-May touch `stretto.ir` and `stretto.schedule.transfers`.
+May touch `stretto.ir`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Bucket, Communicator
 from stretto.ir.program import Job
-from stretto.schedule.transfers import tied_ranks
+from stretto.ir.transfers import tied_ranks
 
 LARGE_BYTES = 4 * 2**20
 """Gradients of at least this size are summed alone. Assumed: their transfer takes far longer than a

@@ -22,7 +22,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import Span, SpanKind
-from stretto.schedule.transfers import CollectiveTime, bucket_time, grad_bytes, loss_time
+from stretto.ir.transfers import CollectiveTime, bucket_time, grad_bytes, loss_time
 from stretto.simulate.cards import Cards, Transfer, nothing
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.windows import Call

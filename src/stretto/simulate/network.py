@@ -21,7 +21,7 @@ from collections import deque
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span, SpanKind
-from stretto.schedule.transfers import occupancy_us, processor_us
+from stretto.ir.transfers import occupancy_us, processor_us
 from stretto.simulate.cards import Cards, Transfer
 from stretto.simulate.clock import Clock, Moment
 

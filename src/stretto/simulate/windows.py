@@ -13,7 +13,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Collective, Op
-from stretto.schedule.transfers import CollectiveTime, axis_time, is_free, op_time_us
+from stretto.ir.transfers import CollectiveTime, axis_time, is_free, op_time_us
 
 
 class Control(IntEnum):

@@ -17,11 +17,11 @@ from stretto.ir.costs import CollectiveCost, Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Job
+from stretto.ir.transfers import is_free
 from stretto.models.gpt import next_token_loss
 from stretto.planning import make_plan
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
-from stretto.schedule.transfers import is_free
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 

@@ -10,7 +10,7 @@
        the window's end, and draws of random ops do not depend on when they happen.
     4. The memory that nodes make and read, so that a policy can keep a limit.
 
-May touch `stretto.ir`, `stretto.schedule.transfers` and this room's storages.
+May touch `stretto.ir` and this room's storages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
+from stretto.ir.transfers import axis_time, is_free, message_us, op_time_us
 from stretto.schedule.order.storages import Storage, find_storages
-from stretto.schedule.transfers import axis_time, is_free, message_us, op_time_us
 
 
 class Role(StrEnum):

@@ -1,0 +1,177 @@
+"""Whole values cross in parts when that is faster or relieves a card, and not else; no bit changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.config import Parallel
+from stretto.ir.action import Phase
+from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.curve import Curve
+from stretto.ir.program import Edge, Job
+from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
+from stretto.passes.messages_in_parts import messages_in_parts
+from stretto.planning import make_plan
+from stretto.verify import verify
+from tests.capture.test_borders import Skips, job_of, kinds
+from tests.parallelize.test_tensor_equality import MODELS, assert_plain, batch_of, gpt, loss_of, step
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def costs_of(
+    job: Job, *, link: float, gather: float, latency_us: float = 0.0, shared: tuple[str, ...] = ()
+) -> Costs:
+    """Every op takes a microsecond. link, gather: bytes a microsecond of messages, and of collectives."""
+    op_us = {(s.index, op.name): 1.0 for s in job.stages for ops in s.ops.values() for op in ops}
+    line = CollectiveCost(Curve(((0.0, latency_us), (1e6, latency_us + 1e6 / gather))))
+    collectives = {("tp", kind): line for kind in KINDS}
+    return Costs(op_us, {}, Link(latency_us, link), 0.0, "made up", collectives, shared)
+
+
+def quick(job: Job) -> Costs:
+    """Tensor-parallel ranks share a node, stages do not."""
+    return costs_of(job, link=10.0, gather=1000.0)
+
+
+def places(job: Job) -> tuple[int, ...]:
+    return tuple(range(len(job.stages)))
+
+
+def cut_of(job: Job, costs: Costs) -> Job:
+    made, priced = messages_in_parts(job, costs, places(job))
+    starts = {
+        (s.index, op.name) for s in made.stages for ops in s.ops.values() for op in ops if op.collective
+    }
+    assert starts <= priced.op_us.keys()
+    return made
+
+
+def gradients(job: Job) -> list[Edge]:
+    return [edge for edge in job.edges if edge.phase is Phase.I]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt tied, learned positions", "llama", "gpt2"])
+def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
+    model = MODELS[name]().double()
+    job = job_of(model, name)
+    cut = cut_of(job, quick(job))
+    [before], [after] = gradients(job), gradients(cut)
+    assert after.spec.nbytes * 2 == before.spec.nbytes
+    assert kinds(cut, 0, Phase.I) == ["all_gather", *kinds(job, 0, Phase.I)]
+    loss, grads = step(cut, model, batch_of())
+    expected, wanted = step(job, model, batch_of())
+    assert loss == expected
+    assert grads.keys() == wanted.keys()
+    for one, grad in grads.items():
+        assert torch.equal(grad, wanted[one]), one
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}])
+def test_more_ranks_and_stages_equal_the_plain_model(layout: dict[str, object]) -> None:
+    model = gpt(layers=4).double()
+    job = job_of(model, **layout)
+    cut = cut_of(job, quick(job))
+    size = job.size("tp")
+    assert [e.spec.nbytes * size for e in gradients(cut)] == [e.spec.nbytes for e in gradients(job)]
+    assert_plain(cut, model, loss_of("gpt"), batch_of())
+
+
+@pytest.mark.parametrize("overlap", ["off", "local", "window"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
+    job = replace(job_of(gpt().double()), recompute=recompute)
+    plan = make_plan(job, quick(job), overlap=overlap)  # type: ignore[arg-type]
+    verify(plan)
+    assert all("_own" in edge.value for edge in gradients(plan.job))
+    kept = replace(job, message_parts=False)
+    assert gradients(make_plan(kept, quick(kept), overlap=overlap).job) == gradients(job)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("link", "gather", "latency_us", "pays"),
+    [
+        (10.0, 1000.0, 0.0, True),
+        (10.0, 1000.0, 1e4, False),
+        (10.0, 10.0, 0.0, False),
+        (1e3, 10.0, 0.0, False),
+    ],
+    ids=["a slow link", "all latency", "links alike", "a slow gather"],
+)
+def test_cut_when_and_only_when_it_is_sooner(
+    link: float, gather: float, latency_us: float, pays: bool
+) -> None:
+    job = job_of(gpt().double())
+    cut = cut_of(job, costs_of(job, link=link, gather=gather, latency_us=latency_us))
+    assert (cut is not job) is pays
+
+
+def test_cut_where_it_relieves_the_busiest_card() -> None:
+    """Messages and collectives share cards: the gather moves load from the sender of the gradient to its
+    receiver, which pays where the sender's card is the busier one."""
+    model = gpt(layers=3).double()
+    late = job_of(model, split=["blocks.1"])
+    early = job_of(model, split=["blocks.2"])
+    for job, pays in ((late, True), (early, False)):
+        costs = costs_of(job, link=10.0, gather=20.0, shared=("tp",))
+        assert (cut_of(job, costs) is not job) is pays
+
+
+def test_what_stays_on_its_rank_stays_whole() -> None:
+    job = job_of(gpt().double())
+    made, costs = messages_in_parts(job, quick(job), (0, 0))
+    assert made is job
+    assert costs == quick(job)
+
+
+def test_what_need_not_or_cannot_be_cut_stays() -> None:
+    model = gpt().double()
+    spread = job_of(model, sequence_parallel=True)
+    assert cut_of(spread, quick(spread)) is spread
+    skipped = job_of(model, skip=(MESSAGES_IN_PARTS,))
+    assert cut_of(skipped, quick(skipped)) is skipped
+    job = job_of(model)
+    without = quick(job)
+    without = replace(
+        without, collectives={k: c for k, c in without.collectives.items() if k[1] != "all_gather"}
+    )
+    assert cut_of(job, without) is job
+    odd = {name: leaf[:, :5] for name, leaf in batch_of(2).items()}
+    five = stretto.capture(model, odd, loss_of("gpt"), Parallel(pp=2, tp=2, microbatches=2))
+    assert cut_of(five, quick(five)) is five
+
+
+def test_what_skips_stages_is_cut_for_each() -> None:
+    """A sum that two stages read, and its gradient's parts, with nothing scattered when captured."""
+    model = Skips().double()
+    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor = model(batch["x"]).square().mean()
+        return made
+
+    plan = {"up.*": "colwise", "down.*": "rowwise"}
+    layout = Parallel(pp=3, tp=2, microbatches=2, split=["up.1", "up.2"], skip_passes=(SCATTER_BORDERS,))
+    job = stretto.capture(model, batch, loss, layout, tp_plan=plan)
+    cut = cut_of(job, quick(job))
+    assert all(
+        after.spec.nbytes * 2 == before.spec.nbytes
+        for after, before in zip(cut.edges, job.edges, strict=True)
+    )
+    assert kinds(cut, 2).count("all_gather") == 2
+    assert_plain(cut, model, loss, batch)
+
+
+def test_order_of_stages_does_not_matter() -> None:
+    """Costs and places decide alone, so all overlap modes cut the same."""
+    job = job_of(gpt().double())
+    kinds_of = {
+        overlap: [edge.value for edge in make_plan(job, quick(job), overlap=overlap).job.edges]  # type: ignore[arg-type]
+        for overlap in ("off", "local", "window")
+    }
+    assert len({tuple(values) for values in kinds_of.values()}) == 1
