@@ -19,6 +19,11 @@ Results = dict[tuple[str, int, str], int]
 """("loss" | "grad", rank of the run, name) -> value."""
 
 
+_ROWS: dict[int, tuple[int, int, int]] = {}
+"""A rank's rows of a value -> the value, which of its equal parts they are, and of how many: all parts of one
+value, gathered in order, are that value again."""
+
+
 def mixed(*parts: object) -> int:
     """A number that stands for these parts."""
     return hash(parts) % PRIME
@@ -40,7 +45,10 @@ def computed(op: Op, read: list[int], at: dict[str, int], microbatch: int) -> in
     if op.target == INDEX:
         return mixed(INDEX, at[op.args[0]])
     if op.target == CHUNK:
-        return mixed(CHUNK, read[0], op.args[1], at[op.args[2]])
+        value = mixed(CHUNK, read[0], op.args[1], at[op.args[2]])
+        if op.args[1] == 0:
+            _ROWS[value] = read[0], at[op.args[2]], op.args[3]
+        return value
     drawn = (op.repeats or op.name, microbatch) if op.random else ()
     return mixed(op.target, _form(op.args), tuple(read), drawn)
 
@@ -55,6 +63,11 @@ def _form(arg: Arg) -> object:
 def combined(kind: str, parts: list[int], place: int) -> int:
     """A collective's result at a place in its group."""
     if kind == "all_gather":
+        wholes = {_ROWS[part][0] for part in parts if part in _ROWS}
+        if len(wholes) == 1:
+            whole = wholes.pop()
+            if [_ROWS.get(part) for part in parts] == [(whole, k, len(parts)) for k in range(len(parts))]:
+                return whole
         return mixed(kind, *parts)
     total = sum(parts) % PRIME
     return total if kind == "all_reduce" else mixed(kind, total, place)

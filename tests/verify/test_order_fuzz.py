@@ -88,10 +88,13 @@ def test_programs_are_of_all_kinds() -> None:
             kinds.add("ties")
         if any(op.repeats for s in plan.job.stages for ops in s.ops.values() for op in ops):
             kinds.add("repeated ops")
+        if plan.job.edges and {e.value for e in plan.job.edges} - {e.value for e in program.job.edges}:
+            kinds.add("messages in parts")
         seen.update(kinds)
     wanted = {f"world {world}" for world in (2, 3, 4, 6, 8)} | {"drawn", "gpipe", "1f1b", "zb-h1", "zb-h2"}
     wanted |= {f"{what} {mode}" for what in ("asked", "made") for mode in ("off", "local", "window")}
     wanted |= {"dp", "cp", "ep", "tp", "pairs", "virtual stages", "skips", "ties", "repeated ops"}
+    wanted.add("messages in parts")
     wanted |= {f"{kind} on tp" for kind in ("all_reduce", "all_gather", "reduce_scatter")}
     assert not wanted - seen.keys()
 

@@ -21,6 +21,7 @@ views nothing. Touches `stretto.ir` only.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -86,7 +87,8 @@ def _chosen(
     def ratio(edge: Edge) -> float:
         link, nbytes = costs.link(ranks[edge.source], ranks[edge.target]), edge.spec.nbytes
         parts_us = message_us(link, nbytes // size) + axis_time(costs, AXIS, GATHER, nbytes).us
-        return parts_us / message_us(link, nbytes) if parts_us else 1.0
+        whole_us = message_us(link, nbytes)
+        return parts_us / whole_us if whole_us else math.inf
 
     ratios = {value: max(ratio(edge) for edge in crossing if edge.value == value) for value in values}
     soon = [value for value in values if ratios[value] < SOONER]
@@ -161,13 +163,15 @@ def _part_of(value: str) -> str:
     return f"{value}_own"
 
 
-def _cut(op: Op, whole: TensorSpec, part: TensorSpec, size: int) -> tuple[Op, Op]:
+def _cut(op: Op, whole: TensorSpec, part: TensorSpec, size: int) -> Iterator[Op]:
     """This rank's rows of what an op makes."""
-    owner, rows = op.alias or op.name, f"{op.name}_rows"
-    return (
-        Op(rows, "aten.view.default", (Ref(op.name), whole.shape), (), (whole,), owner, module=op.module),
-        Op(_part_of(op.name), CHUNK, (Ref(rows), 0, AXIS, size), (), (part,), owner, module=op.module),
-    )
+    owner, rows = op.alias or op.name, op.name
+    if op.outputs[0] != whole:
+        rows = f"{op.name}_rows"
+        yield Op(
+            rows, "aten.view.default", (Ref(op.name), whole.shape), (), (whole,), owner, module=op.module
+        )
+    yield Op(_part_of(op.name), CHUNK, (Ref(rows), 0, AXIS, size), (), (part,), owner, module=op.module)
 
 
 def _renamed(ops: Sequence[Op], edge: Edge, start: str) -> Iterator[Op]:
@@ -179,15 +183,17 @@ def _renamed(ops: Sequence[Op], edge: Edge, start: str) -> Iterator[Op]:
 
 def _gathered(ops: Sequence[Op], edge: Edge, start: str, whole: TensorSpec, size: int) -> Iterator[Op]:
     """The receiver's ops, with the gather before the first that reads."""
-    name, wait, part = f"{edge.value}_at_{edge.target}", f"{start}_wait", _part_of(edge.value)
+    name, part = f"{edge.value}_at_{edge.target}", _part_of(edge.value)
+    wait = name if edge.spec == whole else f"{start}_wait"
     first = next(op for op in ops if name in op.uses)
     for op in ops:
         if op is first:
             at = op.module
             yield Op(start, f"comm.{GATHER}", (Ref(part), AXIS, size), (), (whole,), module=at)
             yield Op(wait, WAIT, (Ref(start),), (), (whole,), start, module=at)
-            view = (Ref(wait), edge.spec.shape)
-            yield Op(name, "aten.view.default", view, (), (edge.spec,), start, module=at)
+            if wait != name:
+                view = (Ref(wait), edge.spec.shape)
+                yield Op(name, "aten.view.default", view, (), (edge.spec,), start, module=at)
         yield op
 
 
