@@ -32,8 +32,9 @@ from stretto.ir.program import CHUNK, WAIT, Op, Ref, TensorSpec
 from stretto.ir.varying import varying
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
+from stretto.passes.rows import VIEW, divides, gather, part_of, rows_of
 
-VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+VIEWS = (VIEW, "aten._unsafe_view.default", "aten.reshape.default")
 ADD = "aten.add.Tensor"
 
 
@@ -145,9 +146,7 @@ class _Border:
         """Steps 2 and 3; None where the value stays whole."""
         spec = self._item.op.outputs[0]
         assert spec is not None
-        if spec.stride is not None or len(spec.shape) < 2 or not self._sum(self.value, spec):
-            return None
-        if (spec.numel // spec.shape[-1]) % self._size:
+        if len(spec.shape) < 2 or not self._sum(self.value, spec) or not divides(spec, self._size):
             return None
         self._gather(self._rows(self.value, spec), spec)
         return self
@@ -188,12 +187,11 @@ class _Border:
     def _rows(self, name: str, spec: TensorSpec) -> str:
         """Make this rank's rows of a value; their name."""
         op = self._here(name)
-        whole = TensorSpec((spec.numel // spec.shape[-1], spec.shape[-1]), spec.dtype)
-        part = TensorSpec((whole.shape[0] // self._size, whole.shape[1]), spec.dtype)
+        whole, part = rows_of(spec), part_of(spec, self._size)
         if op is None or not self._sum(name, spec):
             rows = self._add(
                 f"{self.value}_of_{name.replace('/', '_')}",
-                "aten.view.default",
+                VIEW,
                 (Ref(name), whole.shape),
                 whole,
                 name,
@@ -204,9 +202,7 @@ class _Border:
             start = self._step.items[op.uses[0]].op
             self.gone.add(start.name)
             source = start.args[0]
-            rows = self._add(
-                f"{start.name}_rows", "aten.view.default", (source, whole.shape), whole, source.name
-            )
+            rows = self._add(f"{start.name}_rows", VIEW, (source, whole.shape), whole, source.name)
             args = (Ref(rows), "sum", AXIS, self._size)
             scattered = self._add(f"{start.name}_part", "comm.reduce_scatter", args, part, None)
             return self._add(f"{name}_part", WAIT, (Ref(scattered),), part, scattered)
@@ -226,16 +222,11 @@ class _Border:
     # --- step 3 -------------------------------------------------------------------------------------
 
     def _gather(self, part: str, spec: TensorSpec) -> None:
-        whole = TensorSpec((spec.numel // spec.shape[-1], spec.shape[-1]), spec.dtype)
         readers = self._step.users[self.value]
         for stage in sorted({s for user in readers for s in self._step.placement[user.op.name]}):
             first = self._step.readers(self.value, stage)[0]
             start, name = f"{self.value}_gather_{stage}", f"{self.value}_at_{stage}"
-            steps = (
-                Op(start, "comm.all_gather", (Ref(part), AXIS, self._size), (), (whole,)),
-                Op(f"{start}_wait", WAIT, (Ref(start),), (), (whole,), start),
-                Op(name, "aten.view.default", (Ref(f"{start}_wait"), spec.shape), (), (spec,), start),
-            )
+            steps = gather(start, part, name, spec, AXIS, self._size)
             items = [replace(first, op=replace(op, module=first.op.module)) for op in steps]
             self.gathered[stage] = (first.op.name, name, items)
 

@@ -28,10 +28,11 @@ from dataclasses import replace
 
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, results_of
-from stretto.ir.program import CHUNK, STARTS, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import CHUNK, STARTS, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.ir.varying import varying_in_job
 from stretto.passes.rewrite import with_uses
+from stretto.passes.rows import VIEW, divides, gather, part_of, rows_of
 
 AXIS = "tp"
 """The axis along which ranks hold equal activations; along others their data differ."""
@@ -67,15 +68,8 @@ def _values(job: Job, costs: Costs, crossing: Sequence[Edge]) -> list[str]:
         return []
     differ = varying_in_job(job, AXIS)
     results = {name for s in job.stages for phase in PHASES for name in results_of(job, s.index, phase)}
-    size = job.size(AXIS)
-
-    def fits(edge: Edge) -> bool:
-        spec = edge.spec
-        rows = spec.numel // spec.shape[-1] if len(spec.shape) > 1 and spec.numel else 0
-        return spec.stride is None and rows > 0 and rows % size == 0
-
-    stay = differ | results
-    return list(dict.fromkeys(edge.value for edge in crossing if fits(edge) and edge.value not in stay))
+    size, stay = job.size(AXIS), differ | results
+    return list(dict.fromkeys(e.value for e in crossing if divides(e.spec, size) and e.value not in stay))
 
 
 def _chosen(
@@ -136,21 +130,19 @@ def _in_parts(job: Job, costs: Costs, cut: Sequence[Edge]) -> tuple[Job, Costs]:
     start_us = _start_us(job, costs)
     parts: dict[str, TensorSpec] = {}
     for edge in cut:
-        whole = TensorSpec((edge.spec.numel // edge.spec.shape[-1], edge.spec.shape[-1]), edge.spec.dtype)
-        part = TensorSpec((whole.shape[0] // size, whole.shape[1]), whole.dtype)
         if edge.value not in parts:
-            parts[edge.value] = part
+            parts[edge.value] = part_of(edge.spec, size)
             made = programs[edge.source][edge.phase]
             at = next(k for k, op in enumerate(made) if op.name == edge.value)
-            made[at + 1 : at + 1] = _cut(made[at], whole, part, size)
+            made[at + 1 : at + 1] = _cut(made[at], edge.spec, size)
         of = programs[edge.target]
         start = f"{edge.value}_gather_{edge.target}"
         for phase in PHASES:
             of[phase] = list(_renamed(of[phase], edge, start))
-        of[edge.user_phase] = list(_gathered(of[edge.user_phase], edge, start, whole, size))
+        of[edge.user_phase] = list(_gathered(of[edge.user_phase], edge, start, size))
         op_us[edge.target, start] = start_us
     edges = tuple(
-        replace(edge, value=_part_of(edge.value), spec=parts[edge.value]) if edge in cut else edge
+        replace(edge, value=_own(edge.value), spec=parts[edge.value]) if edge in cut else edge
         for edge in job.edges
     )
     stages = tuple(
@@ -159,19 +151,19 @@ def _in_parts(job: Job, costs: Costs, cut: Sequence[Edge]) -> tuple[Job, Costs]:
     return replace(job, stages=stages, edges=edges), replace(costs, op_us=op_us)
 
 
-def _part_of(value: str) -> str:
+def _own(value: str) -> str:
+    """The name of a rank's own part."""
     return f"{value}_own"
 
 
-def _cut(op: Op, whole: TensorSpec, part: TensorSpec, size: int) -> Iterator[Op]:
+def _cut(op: Op, spec: TensorSpec, size: int) -> Iterator[Op]:
     """This rank's rows of what an op makes."""
-    owner, rows = op.alias or op.name, op.name
-    if op.outputs[0] != whole:
-        rows = f"{op.name}_rows"
-        yield Op(
-            rows, "aten.view.default", (Ref(op.name), whole.shape), (), (whole,), owner, module=op.module
-        )
-    yield Op(_part_of(op.name), CHUNK, (Ref(rows), 0, AXIS, size), (), (part,), owner, module=op.module)
+    owner, name, rows = op.alias or op.name, op.name, rows_of(spec)
+    if rows != spec:
+        name = f"{op.name}_rows"
+        yield Op(name, VIEW, (Ref(op.name), rows.shape), (), (rows,), owner, module=op.module)
+    part = part_of(spec, size)
+    yield Op(_own(op.name), CHUNK, (Ref(name), 0, AXIS, size), (), (part,), owner, module=op.module)
 
 
 def _renamed(ops: Sequence[Op], edge: Edge, start: str) -> Iterator[Op]:
@@ -181,19 +173,14 @@ def _renamed(ops: Sequence[Op], edge: Edge, start: str) -> Iterator[Op]:
         yield replace(renamed, alias=start) if op.alias == edge.value else renamed
 
 
-def _gathered(ops: Sequence[Op], edge: Edge, start: str, whole: TensorSpec, size: int) -> Iterator[Op]:
+def _gathered(ops: Sequence[Op], edge: Edge, start: str, size: int) -> Iterator[Op]:
     """The receiver's ops, with the gather before the first that reads."""
-    name, part = f"{edge.value}_at_{edge.target}", _part_of(edge.value)
-    wait = name if edge.spec == whole else f"{start}_wait"
+    name = f"{edge.value}_at_{edge.target}"
     first = next(op for op in ops if name in op.uses)
     for op in ops:
         if op is first:
-            at = op.module
-            yield Op(start, f"comm.{GATHER}", (Ref(part), AXIS, size), (), (whole,), module=at)
-            yield Op(wait, WAIT, (Ref(start),), (), (whole,), start, module=at)
-            if wait != name:
-                view = (Ref(wait), edge.spec.shape)
-                yield Op(name, "aten.view.default", view, (), (edge.spec,), start, module=at)
+            for new in gather(start, _own(edge.value), name, edge.spec, AXIS, size):
+                yield replace(new, module=op.module)
         yield op
 
 

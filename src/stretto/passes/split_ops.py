@@ -26,6 +26,7 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.program import WAIT, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.transfers import axis_time
 from stretto.passes.rewrite import spec_with, strides_of
 
 PARTS = (2, 3, 4, 6, 8)
@@ -165,8 +166,7 @@ class _Prices:
         """The number of parts, 1 for a chain that is not to be cut."""
         asked, result = chain.start.collective, chain.wait.outputs[0]
         assert asked is not None
-        cost = self.costs.collectives.get((asked.axis, asked.kind))
-        if cost is None or result is None:
+        if (asked.axis, asked.kind) not in self.costs.collectives or result is None:
             return 1
         begin_us = self.costs.op_us.get((chain.stage, chain.start.name), 0.0)
         ops = (chain.product, *chain.between)
@@ -176,9 +176,8 @@ class _Prices:
 
         def collective_us(parts: int) -> tuple[float, float]:
             """From its call on, alone on its lane, as the simulation has it, and the compute lost to it."""
-            lost_us = cost.lost_us(asked.nbytes / parts)
-            us = max(cost.curve.us(asked.nbytes / parts), lost_us)
-            return us, lost_us + cost.slowdown * us
+            time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes // parts)
+            return time.us, time.load * time.us
 
         whole = product_us(1) + collective_us(1)[0]
         best, best_us = 1, whole * (1.0 - GAIN)
