@@ -19,7 +19,16 @@ from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning import make_plan
 from stretto.verify import verify
 from tests.capture.test_borders import Skips, job_of, kinds
-from tests.parallelize.test_tensor_equality import MODELS, assert_plain, batch_of, gpt, loss_of, step
+from tests.parallelize.test_tensor_equality import (
+    MODELS,
+    SMALL,
+    assert_plain,
+    batch_of,
+    from_transformers,
+    gpt,
+    loss_of,
+    step,
+)
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -32,6 +41,11 @@ def costs_of(
     line = CollectiveCost(Curve(((0.0, latency_us), (1e6, latency_us + 1e6 / gather))))
     collectives = {("tp", kind): line for kind in KINDS}
     return Costs(op_us, {}, Link(latency_us, link), 0.0, "made up", collectives, shared)
+
+
+def whole(model: nn.Module, name: str = "gpt", **layout: object) -> Job:
+    """A job in which capturing has cut nothing."""
+    return job_of(model, name, (SCATTER_BORDERS,), **layout)
 
 
 def quick(job: Job) -> Costs:
@@ -59,7 +73,7 @@ def gradients(job: Job) -> list[Edge]:
 @pytest.mark.parametrize("name", ["gpt", "gpt tied, learned positions", "llama", "gpt2"])
 def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
     model = MODELS[name]().double()
-    job = job_of(model, name)
+    job = whole(model, name)
     cut = cut_of(job, quick(job))
     [before], [after] = gradients(job), gradients(cut)
     assert after.spec.nbytes * 2 == before.spec.nbytes
@@ -75,7 +89,7 @@ def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}])
 def test_more_ranks_and_stages_equal_the_plain_model(layout: dict[str, object]) -> None:
     model = gpt(layers=4).double()
-    job = job_of(model, **layout)
+    job = whole(model, **layout)
     cut = cut_of(job, quick(job))
     size = job.size("tp")
     assert [e.spec.nbytes * size for e in gradients(cut)] == [e.spec.nbytes for e in gradients(job)]
@@ -85,7 +99,7 @@ def test_more_ranks_and_stages_equal_the_plain_model(layout: dict[str, object]) 
 @pytest.mark.parametrize("overlap", ["off", "local", "window"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
-    job = replace(job_of(gpt().double()), recompute=recompute)
+    job = replace(whole(gpt().double()), recompute=recompute)
     plan = make_plan(job, quick(job), overlap=overlap)  # type: ignore[arg-type]
     verify(plan)
     assert all("_own" in edge.value for edge in gradients(plan.job))
@@ -106,7 +120,7 @@ def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
 def test_cut_when_and_only_when_it_is_sooner(
     link: float, gather: float, latency_us: float, pays: bool
 ) -> None:
-    job = job_of(gpt().double())
+    job = whole(gpt().double())
     cut = cut_of(job, costs_of(job, link=link, gather=gather, latency_us=latency_us))
     assert (cut is not job) is pays
 
@@ -114,16 +128,16 @@ def test_cut_when_and_only_when_it_is_sooner(
 def test_cut_where_it_relieves_the_busiest_card() -> None:
     """Messages and collectives share cards: the gather moves load from the sender of the gradient to its
     receiver, which pays where the sender's card is the busier one."""
-    model = gpt(layers=3).double()
-    late = job_of(model, split=["blocks.1"])
-    early = job_of(model, split=["blocks.2"])
+    model = from_transformers("LlamaForCausalLM", **{**SMALL, "num_hidden_layers": 3}).double()
+    late = job_of(model, "llama", split=["model.layers.1"])
+    early = job_of(model, "llama", split=["model.layers.2"])
     for job, pays in ((late, True), (early, False)):
         costs = costs_of(job, link=10.0, gather=20.0, shared=("tp",))
         assert (cut_of(job, costs) is not job) is pays
 
 
 def test_what_stays_on_its_rank_stays_whole() -> None:
-    job = job_of(gpt().double())
+    job = whole(gpt().double())
     made, costs = messages_in_parts(job, quick(job), (0, 0))
     assert made is job
     assert costs == quick(job)
@@ -133,16 +147,17 @@ def test_what_need_not_or_cannot_be_cut_stays() -> None:
     model = gpt().double()
     spread = job_of(model, sequence_parallel=True)
     assert cut_of(spread, quick(spread)) is spread
-    skipped = job_of(model, skip=(MESSAGES_IN_PARTS,))
+    skipped = job_of(model, skip=(MESSAGES_IN_PARTS, SCATTER_BORDERS))
     assert cut_of(skipped, quick(skipped)) is skipped
-    job = job_of(model)
+    job = whole(model)
     without = quick(job)
     without = replace(
         without, collectives={k: c for k, c in without.collectives.items() if k[1] != "all_gather"}
     )
     assert cut_of(job, without) is job
     odd = {name: leaf[:, :5] for name, leaf in batch_of(2).items()}
-    five = stretto.capture(model, odd, loss_of("gpt"), Parallel(pp=2, tp=2, microbatches=2))
+    layout = Parallel(pp=2, tp=2, microbatches=2, skip_passes=(SCATTER_BORDERS,))
+    five = stretto.capture(model, odd, loss_of("gpt"), layout)
     assert cut_of(five, quick(five)) is five
 
 
@@ -169,7 +184,7 @@ def test_what_skips_stages_is_cut_for_each() -> None:
 
 def test_order_of_stages_does_not_matter() -> None:
     """Costs and places decide alone, so all overlap modes cut the same."""
-    job = job_of(gpt().double())
+    job = whole(gpt().double())
     kinds_of = {
         overlap: [edge.value for edge in make_plan(job, quick(job), overlap=overlap).job.edges]  # type: ignore[arg-type]
         for overlap in ("off", "local", "window")

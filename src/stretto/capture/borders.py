@@ -1,54 +1,61 @@
 """A tensor-parallel sum that leaves its stage crosses in parts: scattered before the border, gathered behind.
 
 The last thing that a stage of a transformer makes is a sum over tensor-parallel ranks, added to what the
-stage was given. All ranks of the stage would send that whole to their likes of the next. Instead each sums
-and sends its rows alone, and the next stage gathers them: an all-reduce is a reduce-scatter and an
-all-gather, and the message goes in between, where it is smallest. Less is moved on every link, and the next
-stage may start the gather when it likes. (Megatron-LM cuts what is whole before the border, and gathers
-behind it: Narayanan et al. 2021, arXiv 2104.04473, section 4.1; here the sum is not made whole at all.)
+stage was given; backward, there is a norm between the two. All ranks of the stage would send that whole to
+their likes of the next. Instead each sums and sends its rows alone, and the next stage gathers them: an
+all-reduce is a reduce-scatter and an all-gather, and the message goes in between, where it is smallest. Less
+is moved on every link, and the next stage may start the gather when it likes. (Megatron-LM cuts what is whole
+before the border, and gathers behind it: Narayanan et al. 2021, arXiv 2104.04473, section 4.1; here the sum
+is not made whole at all.)
 
-    1. Of the values of the forward that other stages read and their own does not, take those that are equal
-       on all ranks of the axis, in one piece, of rows that the axis divides.
+    1. Of the values that other stages read and their own does not, take those that are equal on all ranks of
+       the axis, in one piece, of rows that the axis divides.
     2. Follow one back through views that keep rows, and through additions (of a bias, too): what is added may
-       be cut by rows, as no rank needs more of it. Somewhere there must be an all-reduce, which nobody else
-       reads: it becomes a reduce-scatter. Without one the value stays whole; to cut it would only add a
-       gather.
+       be cut by rows, as no rank needs more of it. So may what a layer norm's backward reads, through which
+       a gradient goes on its way out. Somewhere there must be an all-reduce, which nobody else reads: it
+       becomes a reduce-scatter. Without one the value stays whole, for planning to cut
+       (`passes.messages_in_parts`).
     3. Each stage that reads the value gathers the parts, and calls the result a name of its own.
+    4. Such a norm's own gradients are then parts, each of a rank's rows, and summed once a step, as under
+       sequence parallelism.
 
 Every sum has the terms that it had; with two ranks it has the same bits, with more the order of the sum is
-the reduce-scatter's. Touches traced ops and their placement only.
+the reduce-scatter's; a norm's gradients are summed in another order. Touches traced ops and their placement.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from stretto.capture.expand import TracedOp
+from stretto.capture.placed import ADD, PlacedStep
 from stretto.capture.split import Placement
 from stretto.capture.trace import Traced
 from stretto.ir.program import CHUNK, WAIT, Op, Ref, TensorSpec
-from stretto.ir.varying import varying
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
 from stretto.passes.rows import VIEW, divides, gather, part_of, rows_of
 
 VIEWS = (VIEW, "aten._unsafe_view.default", "aten.reshape.default")
-ADD = "aten.add.Tensor"
+NORM = "aten.native_layer_norm_backward.default"
+GETITEM = "getitem"
 
 
 def scatter_borders(traced: Traced, placement: Placement) -> tuple[Traced, Placement]:
     """See the module. Both as they were when no sum crosses a border."""
-    step = _Step(traced, placement)
+    step = PlacedStep(traced, placement)
     made = [cut for name in step.crossing() if (cut := _Border(step, name).cut()) is not None]
     if not made:
         return traced, placement
     before: dict[str, list[tuple[TracedOp, int]]] = {}
     gone: set[str] = set()
+    moved: set[str] = set()
+    partial = dict(traced.partial)
     renamed: dict[tuple[int, str], str] = {}
     for border in made:
         gone |= border.gone
+        moved |= border.moved.keys()
+        partial |= dict.fromkeys(border.moved.values(), (AXIS,))
         # Behind what the same op is the first to read: that may be gathered for this.
         before[border.value] = [*before.get(border.value, []), *border.scattered]
         for stage, (first, name, gathered) in border.gathered.items():
@@ -66,78 +73,26 @@ def scatter_borders(traced: Traced, placement: Placement) -> tuple[Traced, Place
             placed[new.op.name] = (stage,)
         if item.op.name in gone:
             del placed[item.op.name]
-        else:
+        elif item.op.name not in moved:
             ops.append(in_stage(item, placement[item.op.name][0]))
-    return replace(traced, ops=tuple(ops)), placed
-
-
-@dataclass(slots=True)
-class _Step:
-    """The traced step as this room asks about it."""
-
-    traced: Traced
-    placement: Placement
-    items: dict[str, TracedOp] = field(init=False)
-    users: Mapping[str, list[TracedOp]] = field(init=False)
-    differs: set[str] = field(init=False)
-    specs: dict[str, TensorSpec] = field(init=False)
-    roots: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        traced = self.traced
-        self.items = {item.op.name: item for item in traced.ops}
-        users: dict[str, list[TracedOp]] = defaultdict(list)
-        for item in traced.ops:
-            for name in item.op.uses:
-                users[name].append(item)
-        self.users = users
-        shards = {f"param/{name}" for name in traced.shards} | {f"buffer/{name}" for name in traced.shards}
-        self.differs = varying((item.op for item in traced.ops), shards, AXIS)
-        self.specs = {f"param/{name}": spec for name, (spec, _, _) in traced.parameters.items()}
-        self.specs |= {f"batch/{name}": spec for name, spec in traced.batch}
-        for item in traced.ops:
-            if len(item.op.outputs) == 1 and item.op.outputs[0] is not None:
-                self.specs[item.op.name] = item.op.outputs[0]
-        grads = (grad for _, _, grad in traced.parameters.values())
-        updates = (update for _, update in traced.buffers.values())
-        self.roots = {traced.loss, *(name for name in (*grads, *updates) if name is not None)}
-
-    def crossing(self) -> Iterator[str]:
-        """Step 1."""
-        for item in self.traced.ops:
-            op = item.op
-            homes = self.placement[op.name]
-            if item.backward or len(homes) != 1 or op.name in self.roots or op.name in self.differs:
-                continue
-            # What is cheap may be computed in several stages; it reads what all of them have.
-            read_in = [self.placement[user.op.name] for user in self.users.get(op.name, ())]
-            alone = read_in and all(len(stages) == 1 and stages != homes for stages in read_in)
-            if alone and len(op.outputs) == 1 and op.outputs[0] is not None:
-                yield op.name
-
-    def readers(self, name: str, stage: int) -> list[TracedOp]:
-        """What reads a value in a stage, in order."""
-        return [user for user in self.users[name] if stage in self.placement[user.op.name]]
-
-    def only_reader(self, name: str) -> bool:
-        """Whether one op reads a value, once."""
-        found = self.users.get(name, ())
-        return len(found) == 1 and name not in self.roots
+    return replace(traced, ops=tuple(ops), partial=partial), placed
 
 
 class _Border:
     """One value that crosses.
 
-    gone: ops that are no more; scattered: those in the place of the value's op, with their stage; gathered:
-    by stage that reads it, its first reader, the value's name there, and the ops that gather it.
+    gone: ops that are no more; moved: gradients of parameters that stand elsewhere now, and are parts of sums
+    -> the parameter; scattered: ops in the place of the value's, with their stage; gathered: by stage that
+    reads it, its first reader, the value's name there, and the ops that gather it.
     """
 
-    def __init__(self, step: _Step, value: str) -> None:
+    def __init__(self, step: PlacedStep, value: str) -> None:
         self._step = step
         self.value = value
         self._item = step.items[value]
         (self._stage,) = step.placement[value]
         self.gone: set[str] = set()
+        self.moved: dict[str, str] = {}
         self.scattered: list[tuple[TracedOp, int]] = []
         self.gathered: dict[int, tuple[str, str, list[TracedOp]]] = {}
         self._size = 0
@@ -178,25 +133,42 @@ class _Border:
         rows = [name for name in op.uses if _is_rows(self._step.specs.get(name), spec)]
         if op.target in VIEWS:
             return tuple(rows)
+        if op.target == GETITEM:
+            norm = self._norm(op, spec)
+            return () if norm is None else (norm.args[0].name,)
         others = [self._step.specs.get(name) for name in op.uses if name not in rows]
         every = all(isinstance(arg, Ref) for arg in op.args) and len(op.uses) == len(op.args) == 2
         # A bias is added to every row.
         biases = all(s is not None and s.shape == spec.shape[-1:] and s.dtype == spec.dtype for s in others)
         return tuple(rows) if op.target == ADD and every and biases else ()
 
+    def _norm(self, op: Op, spec: TensorSpec) -> Op | None:
+        """The layer norm's backward from which `op` takes the gradient of the input, if its rows can be had
+        one without another: what else it gives are gradients of parameters."""
+        norm = self._here(op.uses[0])
+        if norm is None or norm.target != NORM or op.args[1] != 0:
+            return None
+        gradient, x, dims, mean, rstd = norm.args[:5]
+        if tuple(dims) != spec.shape[-1:]:
+            return None
+        known = self._step.specs
+        if not all(_is_rows(known.get(of.name), spec) for of in (gradient, x)):
+            return None
+        count = rows_of(spec).shape[0]
+        stats = [known.get(of.name) for of in (mean, rstd)]
+        if any(of is None or of.stride is not None or of.numel != count for of in stats):
+            return None
+        others = [user.op for user in self._step.users[norm.name] if user.op is not op]
+        whole = all(self._here(other.name) and other.target == GETITEM for other in others)
+        alone = all(o.name in self._step.own_grads and not self._step.users.get(o.name) for o in others)
+        return norm if whole and alone and 0 not in [other.args[1] for other in others] else None
+
     def _rows(self, name: str, spec: TensorSpec) -> str:
         """Make this rank's rows of a value; their name."""
         op = self._here(name)
         whole, part = rows_of(spec), part_of(spec, self._size)
         if op is None or not self._sum(name, spec):
-            rows = self._add(
-                f"{self.value}_of_{name.replace('/', '_')}",
-                VIEW,
-                (Ref(name), whole.shape),
-                whole,
-                name,
-            )
-            return self._add(f"{rows}_part", CHUNK, (Ref(rows), 0, AXIS, self._size), part, rows)
+            return self._part(name, whole)
         self.gone.add(name)
         if op.target == WAIT:
             start = self._step.items[op.uses[0]].op
@@ -207,10 +179,41 @@ class _Border:
             scattered = self._add(f"{start.name}_part", "comm.reduce_scatter", args, part, None)
             return self._add(f"{name}_part", WAIT, (Ref(scattered),), part, scattered)
         parts = {operand: self._rows(operand, spec) for operand in self._operands(op, spec)}
+        if op.target == GETITEM:
+            return self._norm_rows(op, spec, *parts.values())
         if op.target in VIEWS:
             return next(iter(parts.values()))
         operands = tuple(Ref(parts.get(used, used)) for used in op.uses)
         return self._add(f"{name}_part", ADD, operands, part, None)
+
+    def _norm_rows(self, op: Op, spec: TensorSpec, gradient: str) -> str:
+        """The norm's backward on this rank's rows; the name of its input's gradient."""
+        norm = self._norm(op, spec)
+        assert norm is not None
+        _, x, dims, mean, rstd, *rest = norm.args
+        own_x = self._part(x.name, rows_of(spec))
+        stats = []
+        for of in (mean, rstd):
+            column = TensorSpec((rows_of(spec).shape[0], 1), self._step.specs[of.name].dtype)
+            stats.append(Ref(self._part(of.name, column)))
+        part = part_of(spec, self._size)
+        args = (Ref(gradient), Ref(own_x), dims, *stats, *rest)
+        made = replace(norm, name=f"{norm.name}_part", args=args, outputs=(part, *norm.outputs[1:]))
+        self.scattered.append((replace(self._item, op=made), self._stage))
+        self.gone.add(norm.name)
+        for user in self._step.users[norm.name]:
+            if user.op is not op:
+                moved = replace(user.op, args=(Ref(made.name), *user.op.args[1:]))
+                self.scattered.append((replace(user, op=moved), self._stage))
+                self.moved[moved.name] = self._step.own_grads[moved.name]
+        return self._add(f"{op.name}_part", GETITEM, (Ref(made.name), 0), part, None)
+
+    def _part(self, name: str, rows: TensorSpec) -> str:
+        """This rank's part of the rows of what is whole."""
+        size = self._size
+        view = f"{self.value}_of_{name.replace('/', '_')}"
+        self._add(view, VIEW, (Ref(name), rows.shape), rows, name)
+        return self._add(f"{view}_part", CHUNK, (Ref(view), 0, AXIS, size), part_of(rows, size), view)
 
     def _add(
         self, name: str, target: str, args: tuple[object, ...], spec: TensorSpec, alias: str | None
