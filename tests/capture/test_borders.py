@@ -141,22 +141,28 @@ class Skips(nn.Module):
         return self.block(2, second) + second * first
 
 
+SKIPS_BATCH = {"x": torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+
+
+def skips_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    made: torch.Tensor = model(batch["x"]).square().mean()
+    return made
+
+
+def skips_job(model: nn.Module, skip: tuple[str, ...] = ()) -> Job:
+    """A job of `Skips`, or its like, over three stages and two ranks."""
+    layout = Parallel(pp=3, tp=2, microbatches=2, split=["up.1", "up.2"], skip_passes=skip)
+    plan = {"up.*": "colwise", "down.*": "rowwise"}
+    return stretto.capture(model, SKIPS_BATCH, skips_loss, layout, tp_plan=plan)
+
+
 def test_a_sum_that_goes_to_two_stages_is_gathered_in_both() -> None:
     model = Skips().double()
-    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        made: torch.Tensor = model(batch["x"]).square().mean()
-        return made
-
-    plan = {"up.*": "colwise", "down.*": "rowwise"}
-    job = stretto.capture(
-        model, batch, loss, Parallel(pp=3, tp=2, microbatches=2, split=["up.1", "up.2"]), tp_plan=plan
-    )
+    job = skips_job(model)
     edges = [(e.source, e.target, e.spec.shape) for e in job.edges if e.phase is Phase.F]
     assert edges == [(0, 1, (6, 8)), (0, 2, (6, 8)), (1, 2, (6, 8))]
     assert kinds(job, 2).count("all_gather") == 2
-    assert_plain(job, model, loss, batch)
+    assert_plain(job, model, skips_loss, SKIPS_BATCH)
 
 
 class Late(Skips):
@@ -169,18 +175,6 @@ class Late(Skips):
 
 def test_a_sum_that_is_read_first_by_a_sum_that_leaves_is_gathered_before_it() -> None:
     model = Late().double()
-    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        made: torch.Tensor = model(batch["x"]).square().mean()
-        return made
-
-    job = stretto.capture(
-        model,
-        batch,
-        loss,
-        Parallel(pp=3, tp=2, microbatches=2, split=["up.1", "up.2"]),
-        tp_plan={"up.*": "colwise", "down.*": "rowwise"},
-    )
+    job = skips_job(model)
     assert (kinds(job, 1).count("all_gather"), kinds(job, 1)[-1]) == (1, "reduce_scatter")
-    assert_plain(job, model, loss, batch)
+    assert_plain(job, model, skips_loss, SKIPS_BATCH)

@@ -18,7 +18,7 @@ from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning import make_plan
 from stretto.verify import verify
-from tests.capture.test_borders import Skips, job_of, kinds
+from tests.capture.test_borders import SKIPS_BATCH, Skips, job_of, kinds, skips_job, skips_loss
 from tests.parallelize.test_tensor_equality import (
     MODELS,
     SMALL,
@@ -164,22 +164,14 @@ def test_what_need_not_or_cannot_be_cut_stays() -> None:
 def test_what_skips_stages_is_cut_for_each() -> None:
     """A sum that two stages read, and its gradient's parts, with nothing scattered when captured."""
     model = Skips().double()
-    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        made: torch.Tensor = model(batch["x"]).square().mean()
-        return made
-
-    plan = {"up.*": "colwise", "down.*": "rowwise"}
-    layout = Parallel(pp=3, tp=2, microbatches=2, split=["up.1", "up.2"], skip_passes=(SCATTER_BORDERS,))
-    job = stretto.capture(model, batch, loss, layout, tp_plan=plan)
+    job = skips_job(model, (SCATTER_BORDERS,))
     cut = cut_of(job, quick(job))
     assert all(
         after.spec.nbytes * 2 == before.spec.nbytes
         for after, before in zip(cut.edges, job.edges, strict=True)
     )
     assert kinds(cut, 2).count("all_gather") == 2
-    assert_plain(cut, model, loss, batch)
+    assert_plain(cut, model, skips_loss, SKIPS_BATCH)
 
 
 def test_order_of_stages_does_not_matter() -> None:

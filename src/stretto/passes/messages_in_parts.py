@@ -5,7 +5,7 @@ parts each sends its rows alone, and the next stage gathers them: a part of the 
 more. Between nodes that is what links are short of (Megatron-LM's scatter and gather: Narayanan et al. 2021,
 arXiv 2104.04473, section 4.1). Where collectives cross the same network it moves load from the sender's card
 to the receiver's. `capture.borders` cuts sums before they are whole; this is for what is left: gradients that
-come out of a norm, and what skips stages.
+come out of a norm of many ops, and what skips stages.
 
     1. Take the values that go to a stage of another rank, are equal along the axis, in one piece, of rows
        that the axis divides, and whose gather has a cost.
@@ -16,7 +16,7 @@ come out of a norm, and what skips stages.
        a name of its own.
 
 No number changes. The costs of new ops: the gather's by its curve, its start as another start on its lane,
-views nothing. Touches `stretto.ir` only.
+views nothing. Touches `stretto.ir` only; along other axes than `tp` activations differ.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ from stretto.ir.flow import PHASES, results_of
 from stretto.ir.program import CHUNK, STARTS, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.ir.varying import varying_in_job
+from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
 from stretto.passes.rows import VIEW, divides, gather, part_of, rows_of
-
-AXIS = "tp"
-"""The axis along which ranks hold equal activations; along others their data differ."""
 
 GATHER = "all_gather"
 
