@@ -32,6 +32,7 @@ import torch
 from stretto.cost.crowd import has_quota, part_of
 from stretto.cost.pauses import TOGETHER_US, Paused, Pauses
 from stretto.cost.stand_ins import function_of
+from stretto.heap import keep_freed_memory
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
@@ -122,6 +123,8 @@ def profile(
 
     Memory: the parameters, saved values and gradients of one microbatch of one stage at a time.
     """
+    if device.type == "cpu":
+        keep_freed_memory()  # as the step does
     op_us: dict[tuple[int, str], float] = {}
     rounds: dict[int, Rounds] = {}
     done: dict[Any, tuple[int, list[str]]] = {}

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from stretto.errors import RunError, UsageError
+from stretto.heap import keep_freed_memory
 from stretto.ir.plan import Plan
 from stretto.ir.program import Parameter, TensorSpec
 from stretto.ir.timeline import Timeline
@@ -79,6 +80,8 @@ class Runner:
                 f"the plan was captured for {plan.job.device}, but the model is on {self.device}: kernels "
                 f"differ. Capture with device={self.device.type!r}, or move the model"
             )
+        if self.device.type == "cpu":
+            keep_freed_memory()
         threads = plan.world > 1 and isinstance(self.transport, ThreadTransport)
         self.compiler = _make_compiler(compile, self.device, threads)
         self._compute = self._compute_copies()
