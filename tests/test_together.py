@@ -22,8 +22,11 @@ from stretto.schedule.order import list_order, make_graph
 from stretto.schedule.order.replay import Memory
 from stretto.schedule.pair import whole
 from stretto.simulate import compute_lane, simulate
-from stretto.together import order_together, search
-from stretto.together.choose import Chosen, choose
+from stretto.together import moves, order_together, search
+from stretto.together.choose import choose
+from stretto.together.follow import Steps, follow
+from stretto.together.moves import move_ops
+from stretto.together.walk import Chosen
 from stretto.together.whole import Whole, make_whole
 from stretto.verify import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
@@ -229,6 +232,13 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
         # The loss and `action_us` are the simulation's alone.
         assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
         steps.add(round(found.step_us))
+        # The same orders, given: nothing stands between that the walk would not have chosen.
+        named = [Steps(one) for one in wholes]
+        given = [mine.named(order) for mine, order in zip(named, found.orders, strict=True)]
+        again = follow(plan, named, given)
+        assert again is not None
+        assert again.step_us == pytest.approx(found.step_us, rel=0.02)
+        verify(in_order(plan, wholes, again))
     assert len(steps) > 1, "urgencies matter"
 
 
@@ -274,6 +284,52 @@ def test_a_lane_works_rather_than_stand_for_a_slower_rank_of_its_place() -> None
         knows, not_so = (simulate(in_order(plan, wholes, one)).step_us for one in found if one is not None)
         taken.append((knows, not_so))
     assert sum(knows for knows, _ in taken) < 0.99 * sum(not_so for _, not_so in taken)
+
+
+def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, costs = job_of()
+    plan = whole_plan(job, replace(costs, op_us={key: 50.0 * us for key, us in costs.op_us.items()}))
+    made = search._Search(plan, 1.0, 1)
+    point = made._sloped((0.0, 0.0), (0.0, 0.0))
+    poor = choose(plan, made.wholes, point.urgency, point.patience)
+    assert poor is not None
+    found = move_ops(plan, made.wholes, poor, 0.0)
+    assert found.step_us < 0.99 * poor.step_us
+    moved = in_order(plan, made.wholes, found)
+    verify(moved)
+    assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)
+    # A step that is short enough is left; so is one that is too short to be worth a move.
+    assert move_ops(plan, made.wholes, poor, poor.step_us) is poor
+    monkeypatch.setattr(moves, "A_MOVE_US", 2.0 * poor.step_us)
+    assert move_ops(plan, made.wholes, poor, 0.0) is poor
+
+
+def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> None:
+    job, costs = job_of(microbatches=2)
+    plan = whole_plan(job, costs)
+    draw = random.Random(0)
+    for one in wholes_of(plan):
+        steps = Steps(one)
+        order = steps.named(range(len(one.graph.nodes)))
+        for _ in range(200):
+            at, far = draw.randrange(len(order)), draw.randint(-20, 20)
+            moved = moves._moved(steps, order, at, far)
+            assert sorted(moved) == sorted(order)
+            assert [index for index in moved if index != order[at]] == order[:at] + order[at + 1 :]
+            to = moved.index(order[at])
+            assert abs(to - at) <= abs(far)
+            if to != at + far:
+                # It stands beside what stopped it, or at an end.
+                beside = moved[to - 1 if far < 0 else to + 1] if 0 < to < len(moved) - 1 else None
+                first, last = (beside, order[at]) if far < 0 else (order[at], beside)
+                assert beside is None or steps.ancestors[last or 0] >> (first or 0) & 1
+            order = moved
+        done: set[int] = set()
+        for index in order:
+            assert all(n in done for n in range(index) if steps.names[n] and steps.ancestors[index] >> n & 1)
+            done.add(index)
 
 
 def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:

@@ -10,11 +10,8 @@ arrive, here they arrive when the other rank has sent them. The contract:
    the first would take. A lane that stands for a moment may be better than one that is taken.
 4. If there is nothing to do, the compute lane stands until something arrives.
 5. Waits, views and ops that take little stand directly before their first user.
-6. Collectives, messages, shared cards, what they take of processors, and how far ranks of a place come apart
-   are those of the simulation.
 
-So an order takes as long here as it takes when it is simulated, but for what follows a step's last window.
-May touch `stretto.ir`, `stretto.schedule` and `stretto.simulate`.
+May touch `stretto.ir`, `stretto.schedule`, `stretto.simulate` and this room.
 """
 
 from __future__ import annotations
@@ -22,27 +19,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 
 from stretto.ir.plan import Plan
-from stretto.schedule.apart import Apart
 from stretto.schedule.order import Role
 from stretto.schedule.order.listing import AHEAD
-from stretto.simulate.cards import Cards
-from stretto.simulate.clock import Clock, Moment
-from stretto.simulate.collectives import Collective, Collectives
-from stretto.simulate.compute_lane import ComputeLane
-from stretto.simulate.network import Network
+from stretto.simulate.clock import Moment
+from stretto.together.walk import Chosen, Rank, Walk
 from stretto.together.whole import Whole
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """How long the step took, and by rank the order of its window's nodes."""
-
-    step_us: float
-    orders: tuple[tuple[int, ...], ...]
 
 
 def choose(
@@ -55,82 +38,34 @@ def choose(
 
     wholes, urgencies, patience: by rank, its window, how urgent its nodes are, and step 3.
     """
-    walk = _Walk(plan, wholes, urgencies, patience)
-    walk.clock.run()
-    if any(len(rank.order) < len(rank.graph.nodes) for rank in walk.ranks):
-        return None
-    return Chosen(max(rank.end_us for rank in walk.ranks), tuple(tuple(rank.order) for rank in walk.ranks))
+    walk = Walk(plan)
+    return walk.run(lambda rank: _Rank(walk, rank, wholes[rank], urgencies[rank], patience[rank]))
 
 
-class _Walk:
-    def __init__(
-        self,
-        plan: Plan,
-        wholes: Sequence[Whole],
-        urgencies: Sequence[Sequence[float]],
-        patience: Sequence[float],
-    ) -> None:
-        self.plan = plan
-        self.clock = Clock()
-        self.cards = Cards(self.clock, self._change_load, alone=not plan.costs.shared)
-        self.network = Network(plan, self.clock, self.cards, [])
-        self.collectives = Collectives(plan, self.clock, self.cards, [])
-        self.ranks = [
-            _Rank(self, rank, whole, urgencies[rank], patience[rank]) for rank, whole in enumerate(wholes)
-        ]
-        for one in self.ranks:
-            one.begin()
-
-    def _change_load(self, rank: int, was: float, share: float) -> None:
-        self.ranks[rank].lane.change_load(was, share)
-
-
-class _Rank:
+class _Rank(Rank):
     """One rank's compute lane, and what it knows of its others."""
 
     def __init__(
-        self, walk: _Walk, rank: int, whole: Whole, urgency: Sequence[float], patience: float
+        self, walk: Walk, rank: int, whole: Whole, urgency: Sequence[float], patience: float
     ) -> None:
-        self._walk = walk
-        self._clock = walk.clock
-        self._rank = rank
-        self._whole = whole
+        super().__init__(walk, rank, whole)
         self._urgency = urgency
         self._patience = patience
-        self.graph = whole.graph
-        self.order: list[int] = []
-        self.end_us = 0.0
-        count = len(self.graph.nodes)
         self._missing = [len(needs) for needs in self.graph.before]
-        self._placed = [False] * count
-        self._exists = [False] * count
+        self._exists = [False] * len(self.graph.nodes)
         self._sends: list[tuple[float, int]] = []
         self._starts: dict[str, list[tuple[float, int]]] = {}
         """Lane -> starts that can go: (-urgency, node)."""
         self._ready: list[tuple[float, int]] = []
-        self._started: dict[int, Collective] = {}
         self._flying: dict[str, int] = defaultdict(int)
         self._free_us: dict[str, float] = defaultdict(float)
         """Lane -> about when it has done what is started."""
-        costs = walk.plan.costs
-        self.lane = ComputeLane(walk.clock, costs.quota, costs.cold)
-        self._apart = Apart(costs.skew)
-        self._meeting = False
-        """Whether the lane stands for the slowest rank of its place."""
 
     def begin(self) -> None:
-        """Post all receives, and go on until the lane works or stands."""
-        for node in self.graph.nodes:
-            if node.role is Role.RECEIVE and self._travels(int(node.item.ref)):
-                self._walk.network.post(int(node.item.ref), self._whole.microbatches[node.item.part])
         # Those that can go at once; what they let go, they let go themselves.
         for index in [n for n, missing in enumerate(self._missing) if not missing]:
             self._can_go(index)
-        self._go_on()
-
-    def _travels(self, edge: int) -> bool:
-        plan = self._walk.plan
-        return plan.rank_of(plan.job.edges[edge].source) != plan.rank_of(plan.job.edges[edge].target)
+        super().begin()
 
     # --- what can go ----------------------------------------------------------------------------------
 
@@ -140,9 +75,8 @@ class _Rank:
         entry = -self._urgency[index], index
         if node.role is Role.FINISH and node.start >= 0:
             self._when(self._started[node.start].done, index)
-        elif node.role is Role.RECEIVE and self._travels(int(node.item.ref)):
-            microbatch = self._whole.microbatches[node.item.part]
-            self._when(self._walk.network.message(int(node.item.ref), microbatch).arrived, index)
+        elif node.role is Role.RECEIVE and self._travels(node):
+            self._when(self._message(node).arrived, index)
         elif self._whole.lazy[index]:
             self._there(index)
         elif node.role is Role.SEND:
@@ -151,15 +85,6 @@ class _Rank:
             heapq.heappush(self._starts.setdefault(node.lane, []), entry)
         else:
             heapq.heappush(self._ready, entry)
-
-    def _wake(self) -> None:
-        """Something has arrived; a lane that works sees it when its op has ended."""
-        if not self.lane.working and not self._meeting:
-            self._go_on()
-
-    def _worked(self, index: int) -> None:
-        self._done(index)
-        self._go_on()
 
     def _when(self, moment: Moment, index: int) -> None:
         def arrive() -> None:
@@ -195,14 +120,7 @@ class _Rank:
                 else:
                     self._stand()
                     return
-            late_us, work_us = self._place(index)
-            if late_us > 0.0:
-                self._meeting = True
-                self._walk.cards.work(self._rank, False)
-                self._clock.at(self._clock.now_us + late_us, partial(self._met, index, work_us))
-                return
-            if work_us:
-                self._work(index, work_us)
+            if self._busy(index, *self._put(self._needed(index))):
                 return
             self._done(index)
 
@@ -232,19 +150,6 @@ class _Rank:
                     if self.graph.nodes[needed].role is Role.FINISH and start >= 0:
                         landed_us = max(landed_us, self._started[start].done_us)
         return self._apart.late_us(self._clock.now_us - landed_us)
-
-    def _met(self, index: int, work_us: float) -> None:
-        """The slowest rank of the place is there as well."""
-        self._meeting = False
-        if work_us:
-            self._work(index, work_us)
-        else:
-            self._worked(index)
-
-    def _work(self, index: int, work_us: float) -> None:
-        self._walk.cards.work(self._rank, True)
-        self._apart.work(work_us)
-        self.lane.work(work_us, partial(self._worked, index))
 
     def _dry(self, work_us: float) -> int | None:
         """Steps 2 and 3."""
@@ -281,53 +186,41 @@ class _Rank:
 
     def _stand(self) -> None:
         """Step 4; at the end, what nobody of this window reads is placed."""
-        self._walk.cards.work(self._rank, False)
-        rest = [index for index, placed in enumerate(self._placed) if not placed]
-        if all(self._exists[index] for index in rest):
-            for index in rest:
-                self._place(index)
+        self._stands()
+        if all(self._exists):
+            self._put([index for index, placed in enumerate(self._placed) if not placed])
             self.end_us = self._clock.now_us
 
-    def _place(self, index: int) -> tuple[float, float]:
-        """Step 5: the node, behind all that it needs and that is not placed. Returns how long the lane stands
-        for the slowest rank of its place, and their work, in microseconds."""
-        work_us = late_us = 0.0
+    def _needed(self, index: int) -> list[int]:
+        """Step 5: the node, behind all that it needs and that is not placed."""
+        found: list[int] = []
+        seen: set[int] = set()
         todo = [index]
         while todo:
-            needed = [n for n in self.graph.before[todo[-1]] if not self._placed[n]]
-            if needed:
-                todo += reversed(needed)
+            missing = [n for n in self.graph.before[todo[-1]] if not self._placed[n] and n not in seen]
+            if missing:
+                todo += reversed(missing)
                 continue
             at = todo.pop()
-            if not self._placed[at]:
-                self._placed[at] = True
-                self.order.append(at)
-                node = self.graph.nodes[at]
-                work_us += node.work_us
-                if node.role is Role.FINISH and node.start >= 0:
-                    done_us = self._started[node.start].done_us
-                    late_us += self._apart.meet(self._clock.now_us + late_us - done_us)
-        return late_us, work_us
+            if at not in seen:
+                seen.add(at)
+                found.append(at)
+        return found
 
     def _done(self, index: int) -> None:
-        """The node's work is done."""
+        super()._done(index)
         node = self.graph.nodes[index]
-        microbatch = self._whole.microbatches[node.item.part]
-        if node.role is Role.SEND and self._travels(int(node.item.ref)):
-            self._walk.network.send(int(node.item.ref), microbatch)
-        elif node.role is Role.START:
-            self._start(index, microbatch)
+        if node.role is Role.START:
+            self._take(index, node.lane, node.time_us)
         self._there(index)
 
-    def _start(self, index: int, microbatch: int) -> None:
-        node, call = self.graph.nodes[index], self._whole.calls[index]
-        assert call is not None
-        self._free_us[node.lane] = self._free(node.lane) + node.time_us
-        self._flying[node.lane] += 1
+    def _take(self, index: int, lane: str, time_us: float) -> None:
+        """A start has taken its lane."""
+        self._free_us[lane] = self._free(lane) + time_us
+        self._flying[lane] += 1
 
         def landed() -> None:
-            self._flying[node.lane] -= 1
+            self._flying[lane] -= 1
             self._wake()
 
-        self._started[index] = self._walk.collectives.start(call, self._rank, microbatch)
         self._started[index].done.then(landed)

@@ -7,6 +7,7 @@
        ranks, then rank by rank, the best kept.
     3. Then rounds, each with another urgency of one or two stretches, or of some actions, or another
        patience; what does not make the step longer is kept.
+    4. Then single ops are moved (`together.moves`).
 
 Steps walked are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every
 machine. May touch `stretto.ir`, `stretto.schedule` and this room.
@@ -26,7 +27,9 @@ from stretto.ir.program import Job
 from stretto.schedule.lower import make_window, window_name
 from stretto.schedule.order import Role, make_graph
 from stretto.schedule.order.improve import stretches
-from stretto.together.choose import Chosen, choose
+from stretto.together.choose import choose
+from stretto.together.moves import move_ops
+from stretto.together.walk import Chosen
 from stretto.together.whole import Whole, make_whole
 
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
@@ -72,11 +75,12 @@ def order_together(plan: Plan, bound_us: float) -> dict[str, Window] | None:
     search.rounds()
     if search.best is None:
         return None
+    best = move_ops(plan, search.wholes, search.best, CLOSE * bound_us)
     return {
         whole.graph.window.name: replace(
             whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
         )
-        for whole, order in zip(search.wholes, search.best.orders, strict=True)
+        for whole, order in zip(search.wholes, best.orders, strict=True)
     }
 
 
