@@ -289,14 +289,19 @@ def test_a_lane_works_rather_than_stand_for_a_slower_rank_of_its_place() -> None
 def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job, costs = job_of()
-    plan = whole_plan(job, replace(costs, op_us={key: 50.0 * us for key, us in costs.op_us.items()}))
+    monkeypatch.setattr(moves, "A_MOVE_US", 50.0)  # steps of this job are short
+    job, costs = job_of(collective_us=300.0)
+    plan = whole_plan(job, costs)
     made = search._Search(plan, 1.0, 1)
     point = made._sloped((0.0, 0.0), (0.0, 0.0))
     poor = choose(plan, made.wholes, point.urgency, point.patience)
     assert poor is not None
     found = move_ops(plan, made.wholes, poor, 0.0)
-    assert found.step_us < 0.99 * poor.step_us
+    assert found.step_us < poor.step_us
+    steps = [Steps(one) for one in made.wholes]
+    before = follow(plan, steps, [mine.named(order) for mine, order in zip(steps, poor.orders, strict=True)])
+    assert before is not None
+    assert 0.0 < found.exposed_us <= before.exposed_us < len(steps) * before.step_us
     moved = in_order(plan, made.wholes, found)
     verify(moved)
     assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)

@@ -31,34 +31,48 @@ CALIBRATED_RATES = ("100mbit", "1gbit", "unlimited")
 Layout = tuple[int, int]
 
 
-def run_grid(cells: Sequence[Cell], rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def run_grid(
+    cells: Sequence[Cell],
+    rounds: int,
+    folder: Path,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     """Measure all cells, predict those again that are not calibrated, and sum up.
 
-    Returns {"setup", "rows", "summary"}. Raises RunError when a lab's ranks fail.
+    Returns {"setup", "rows", "summary"}. keep: is given as much after each lab, of the cells so far and
+    without what is predicted from others, so that an end before the last loses none. Raises RunError when a
+    lab's ranks fail.
     """
     labs: dict[tuple[int, int, str], list[Cell]] = defaultdict(list)
     for cell in cells:
         labs[cell.pp, cell.tp, cell.rate].append(cell)
+    done: dict[Cell, Found] = {}
     for number, ((pp, tp, rate), together) in enumerate(labs.items(), 1):
         say(f"lab {number} of {len(labs)}: pp={pp} tp={tp} {rate}, {len(together)} shapes")
         _run_lab(together, rounds, folder)
-    rows = [Found(**json.loads((folder / f"{cell}.json").read_text())) for cell in cells]
-    plans = {cell: load_plan(folder / f"{cell}.plan.json") for cell in cells}
+        done |= {cell: Found(**json.loads((folder / f"{cell}.json").read_text())) for cell in together}
+        keep(_result(done, rounds, {}))
     say("predicting the cells that were not calibrated")
-    product_us = {cell: found.product_us for cell, found in zip(cells, rows, strict=True)}
-    predicted = _transfer(cells, plans, product_us, say)
+    plans = {cell: load_plan(folder / f"{cell}.plan.json") for cell in cells}
+    product_us = {cell: found.product_us for cell, found in done.items()}
+    return _result({cell: done[cell] for cell in cells}, rounds, _transfer(cells, plans, product_us, say))
+
+
+def _result(done: Mapping[Cell, Found], rounds: int, predicted: Mapping[Cell, Plan]) -> dict[str, Any]:
+    """predicted: cells that were predicted from others."""
     return {
         "setup": {
             "rounds": rounds,
-            "overlap": cells[0].overlap,
+            "overlap": next(iter(done)).overlap,
             "cores": CORES,
             "torch": torch.__version__,
             "calibrated_shapes": list(CALIBRATED_SHAPES),
             "calibrated_rates": list(CALIBRATED_RATES),
-            "shapes": [asdict(shape) for shape in dict.fromkeys(cell.shape for cell in cells)],
+            "shapes": [asdict(shape) for shape in dict.fromkeys(cell.shape for cell in done)],
         },
-        "rows": [_row(cell, found, predicted.get(cell)) for cell, found in zip(cells, rows, strict=True)],
-        "summary": _summary(cells, rows, predicted),
+        "rows": [_row(cell, found, predicted.get(cell)) for cell, found in done.items()],
+        "summary": _summary(done, predicted),
     }
 
 
@@ -138,14 +152,11 @@ def _row(cell: Cell, found: Found, plan: Plan | None) -> dict[str, Any]:
     return row
 
 
-def _summary(
-    cells: Sequence[Cell], rows: Sequence[Found], predicted: Mapping[Cell, Plan]
-) -> dict[str, float]:
+def _summary(done: Mapping[Cell, Found], predicted: Mapping[Cell, Plan]) -> dict[str, float]:
     """Mean and worst magnitudes, in percent (of the step, of the peak) and in points of exposed share."""
+    rows = list(done.values())
     transferred_rows = [
-        _row(cell, found, predicted[cell])
-        for cell, found in zip(cells, rows, strict=True)
-        if cell in predicted
+        _row(cell, found, predicted[cell]) for cell, found in done.items() if cell in predicted
     ]
     figures: dict[str, list[float]] = {
         "step_error_pct": [100.0 * found.error for found in rows],

@@ -131,7 +131,9 @@ def predict(
     cells = grid(SHAPES, chosen, overlap)
     progress = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
-        result = run_grid(cells, rounds, Path(folder), progress.print)
+        result = run_grid(
+            cells, rounds, Path(folder), progress.print, lambda so_far: write_json(so_far, json_out)
+        )
     table = Table()
     for name in (
         "cell",

@@ -74,8 +74,13 @@ class _Rank(Rank):
         self._steps = steps
         self._given = given
         self._next = 0
+        self._stood_since_us: float | None = None
+        """Since when the lane has stood for a collective."""
 
     def _go_on(self) -> None:
+        if self._stood_since_us is not None:
+            self.exposed_us += self._clock.now_us - self._stood_since_us
+            self._stood_since_us = None
         while self._next < len(self._given):
             index = self._given[self._next]
             missing = [n for n in self._steps.needs[index] if not self._placed[n]]
@@ -95,6 +100,8 @@ class _Rank(Rank):
         for index in nodes:
             arrived = self._arrival(index)
             if arrived is not None and not arrived.happened:
+                if self.graph.nodes[index].role is Role.FINISH:
+                    self._stood_since_us = self._clock.now_us
                 self._stands()
                 arrived.then(self._wake)
                 return True

@@ -6,7 +6,9 @@ stands although something could go. So:
 
     1. An op of one rank, or sometimes two, is put a few places earlier or later, not past what it needs or
        what needs it; the step is walked in these orders (`together.follow`).
-    2. What does not make the step longer is kept.
+    2. What makes less of the step, with a little of the time that lanes stand for collectives (`STANDING`),
+       is kept; so is what makes as much. A rank that others wait for anyway loses nothing by standing, in a
+       step that goes as it was planned; but what it hides is there when something takes longer.
 
 This is local search by insertion, as for job shops (Nowicki and Smutnicki, "A fast taboo search algorithm for
 the job shop problem", 1996), with any op instead of those on the critical path: on GPTs over pp=2 tp=2 moves
@@ -32,8 +34,12 @@ A_MOVE_US = 2_000.0
 """Of a step, what is worth trying one move. A move takes some 10 ms, once, and the first thousand gain 1 %:
 short steps would have to be run many times to pay for that. Assumed."""
 
-STALE = 500
+STALE = 600
 """So many moves without a gain end the search. Assumed."""
+
+STANDING = 0.01
+"""What a lane's standing counts beside the step. Measured on GPTs over pp=2 tp=2: steps are as long as
+without it, and lanes stand a fifth less."""
 
 GAIN = 0.0005
 """Share of a step that counts as a gain. Assumed."""
@@ -44,13 +50,16 @@ FAR = 6.0
 
 def move_ops(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float) -> Chosen:
     """The orders that were found, or better ones. A step of `enough_us` need not be improved."""
+    tries = min(MOST, int(found.step_us / A_MOVE_US))
     steps = [Steps(whole) for whole in wholes]
     orders = [mine.named(order) for mine, order in zip(steps, found.orders, strict=True)]
     ranks = [rank for rank, order in enumerate(orders) for _ in order]
-    best = found
+    best = follow(plan, steps, orders) if tries and ranks and found.step_us > enough_us else None
+    if best is None:
+        return found
     draw = random.Random(0)
-    mark_us, stale = best.step_us, 0
-    for _ in range(min(MOST, int(found.step_us / A_MOVE_US)) if ranks else 0):
+    mark_us, stale = _measure(best), 0
+    for _ in range(tries):
         if best.step_us <= enough_us or stale >= STALE:
             break
         changed = list(orders)
@@ -61,11 +70,16 @@ def move_ops(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: floa
             changed[rank] = _moved(steps[rank], changed[rank], at, far)
         tried = follow(plan, steps, changed) if changed != orders else None
         stale += 1
-        if tried is not None and tried.step_us <= best.step_us:
+        if tried is not None and _measure(tried) <= _measure(best):
             best, orders = tried, changed
-            if best.step_us < mark_us * (1.0 - GAIN):
-                mark_us, stale = best.step_us, 0
-    return best
+            if _measure(best) < mark_us * (1.0 - GAIN):
+                mark_us, stale = _measure(best), 0
+    return best if best.step_us <= found.step_us else found
+
+
+def _measure(found: Chosen) -> float:
+    """Step 2: what is to be less."""
+    return found.step_us + STANDING * found.exposed_us
 
 
 def _moved(steps: Steps, order: Sequence[int], at: int, far: int) -> list[int]:

@@ -30,10 +30,12 @@ from stretto.together.whole import Whole
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """How long the step took, and by rank the order of its window's nodes."""
+    """How long the step took, and by rank the order of its window's nodes. exposed_us: of all ranks, how long
+    lanes stood for collectives; 0 where nobody counted."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]
+    exposed_us: float = 0.0
 
 
 class Walk:
@@ -59,7 +61,9 @@ class Walk:
         if any(len(rank.order) < len(rank.graph.nodes) for rank in self._ranks):
             return None
         return Chosen(
-            max(rank.end_us for rank in self._ranks), tuple(tuple(rank.order) for rank in self._ranks)
+            max(rank.end_us for rank in self._ranks),
+            tuple(tuple(rank.order) for rank in self._ranks),
+            sum(rank.exposed_us for rank in self._ranks),
         )
 
 
@@ -69,7 +73,7 @@ class Rank(ABC):
     def __init__(self, walk: Walk, rank: int, whole: Whole) -> None:
         self.graph = whole.graph
         self.order: list[int] = []
-        self.end_us = 0.0
+        self.end_us = self.exposed_us = 0.0
         self.lane = ComputeLane(walk.clock, walk.plan.costs.quota, walk.plan.costs.cold)
         self._walk = walk
         self._clock = walk.clock
