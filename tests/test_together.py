@@ -307,6 +307,9 @@ def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
     assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)
     # A step that is short enough is left; so is one that is too short to be worth a move.
     assert move_ops(plan, made.wholes, poor, poor.step_us) is poor
+    with monkeypatch.context() as patch:
+        patch.setattr(moves, "WORK", 1)
+        assert move_ops(plan, made.wholes, poor, 0.0) is poor, "too many ops to move"
     monkeypatch.setattr(moves, "A_MOVE_US", 2.0 * poor.step_us)
     assert move_ops(plan, made.wholes, poor, 0.0) is poor
 
