@@ -12,6 +12,7 @@ import torch
 import stretto
 import stretto.cost.profile
 import stretto.runtime.runner
+from stretto import heap
 
 BLOCKS = """
 import resource, sys, torch
@@ -35,7 +36,7 @@ glibc = pytest.mark.skipif(
 
 def blocks(*words: str, **environment: str) -> dict[str, str]:
     """What a fresh process prints, by first word."""
-    clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    clean = {name: value for name, value in os.environ.items() if name not in heap._USERS}
     done = subprocess.run(
         [sys.executable, "-c", BLOCKS, *words], env={**clean, **environment}, capture_output=True, text=True
     )
