@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-VIEWS = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), "aten.reshape.default")
+from stretto.ir.program import VIEWS
+
+INSTEAD = dict.fromkeys(VIEWS, "aten.reshape.default")
 """What is called instead: a view where strides allow one, else a copy. Some kernels lay out their result in
 another way than their shape functions say (measured: softplus_backward of a transposed gradient on CPU,
 PyTorch 2.13), so what was a view in the capture may be none when it runs. Measured cost: 0.1 us."""
@@ -16,7 +18,7 @@ PyTorch 2.13), so what was a view in the capture may be none when it runs. Measu
 
 def resolve(target: str) -> Callable[..., Any]:
     """The function that computes an op of a name such as `aten.mm.default`."""
-    namespace, name, overload = VIEWS.get(target, target).split(".")
+    namespace, name, overload = INSTEAD.get(target, target).split(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return found
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.cost.mean import mean_costs
-from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
 from stretto.ir.curve import Curve
 
 KEY = ("tp", "all_reduce")
@@ -47,6 +48,15 @@ def test_the_mean_is_taken_of_every_figure() -> None:
     assert found.pace == pytest.approx(1 / 1.5), "what takes us / pace lies in the middle of both"
     # At 50 bytes the first takes 60, at 100 the second 30.
     assert found.curve.points == ((0.0, 20.0), (50.0, 40.0), (100.0, 60.0))
+
+
+def test_a_quota_has_the_mean_of_what_ranks_do_under_it() -> None:
+    one = costs(1.0, Curve(((0.0, 1.0),)))
+    found = [replace(one, quota=Quota(100.0, 0.5, *of)) for of in ((0.7, 0.1), (0.9, 0.3))]
+    quota = mean_costs(found).quota
+    assert quota is not None
+    assert (quota.speed, quota.skew) == (pytest.approx(0.8), pytest.approx(0.2))
+    assert mean_costs([one, found[0]]).quota is None
 
 
 def test_a_link_has_the_rate_of_the_mean_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from stretto.cost import calibrate, time_ops
 from stretto.cost.calibration import load_calibration
 from stretto.cost.crowd import pace_alone, part_of
 from stretto.cost.local_processes import MOST_PROCESSES, fitting, scaled
-from stretto.cost.measured import skew_of, stretches
+from stretto.cost.measured import Compute, skew_of, stretches
 from stretto.cost.op_cache import signature
 from stretto.cost.profile import Profile, Rounds, profile, typical
 from stretto.cost.stand_ins import function_of
@@ -24,7 +25,7 @@ from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
 from stretto.errors import StrettoError
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
@@ -110,11 +111,23 @@ def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
     assert skew_of([]) == 0.0
 
 
+def test_under_a_quota_ranks_come_apart_by_what_they_compute_and_by_what_they_are_stopped_for() -> None:
+    costs = Costs({}, {}, Link(0.0, 1.0), 0.0, "made up")
+    found = Compute({}, skew=0.2, thread_skew=0.05, cold=0.1)
+    assert (found.on(costs).skew, found.on(costs).cold) == (0.2, 0.1)
+    limited = found.on(replace(costs, quota=Quota(100.0, 0.5)))
+    assert limited.quota is not None
+    assert limited.quota.skew == pytest.approx(0.15)
+    assert (limited.skew, limited.working_skew) == (0.05, pytest.approx(0.2))
+    # Threads that differ by more than the clock says: by no more than that.
+    assert Compute({}, 0.1, 0.3).on(limited).skew == 0.1
+
+
 def test_a_stretch_lies_between_two_waits() -> None:
     job = comm_job(2, tp=2)
     ops = [op for made in job.stages[0].ops.values() for op in made]
     times = {op.name: [float(n), 10.0 * n] for n, op in enumerate(ops)}
-    found = stretches(job, {0: Rounds(shares=times)})
+    found = stretches(job, {0: times})
     waits = [float(n) for n, op in enumerate(ops) if op.target == WAIT]
     assert waits, "else nothing is cut"
     assert len(found[0]) > len(job.stages[0].ops), "programs are cut at their waits"
@@ -132,7 +145,7 @@ def test_on_a_shared_core_ops_are_told_by_the_time_of_their_thread() -> None:
         assert of.op_shares is counts
         assert of.copy().op_shares == counts
     assert Rounds(shares=clock, totals={Phase.F: [1010.0]}, straight_us=[1.0]).op_shares is clock, (
-        "under a quota, or on an accelerator, nothing is known of the thread"
+        "on an accelerator nothing is known of the thread"
     )
     assert [part_of(50.0, 100.0), part_of(95.0, 100.0), part_of(0.0, 0.0)] == [0.5, 1.0, 1.0]
 

@@ -8,7 +8,7 @@ import pytest
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost
+from stretto.ir.costs import CollectiveCost, Quota
 from stretto.ir.curve import Curve
 from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
@@ -77,6 +77,28 @@ def test_ranks_that_share_a_place_wait_for_the_slowest_in_their_next_collective(
     assert late["tp all_reduce br0.0"] == pytest.approx(10)
     assert late["tp all_reduce fr0.0"] == pytest.approx(on_time["tp all_reduce fr0.0"] + 10)
     assert apart.total_us(SpanKind.COMPUTE, 0) == pytest.approx(even.total_us(SpanKind.COMPUTE, 0))
+
+
+def test_ranks_come_apart_where_their_quota_stops_them() -> None:
+    plan = make_comm_plan(ONE, op_us=1000, collective_us=50)
+
+    def late_us(skew: float, quota_skew: float, collective_us: float) -> float:
+        plan = make_comm_plan(ONE, op_us=1000, collective_us=collective_us)
+        quota = Quota(100.0, 0.5, skew=quota_skew)
+        with_it, without = (
+            simulate(replace(plan, costs=replace(plan.costs, skew=skew * on, quota=replace(quota, skew=q))))
+            for on, q in ((1, quota_skew), (0, 0.0))
+        )
+        return with_it.step_us - without.step_us
+
+    # Work that goes on is stopped in every period: as far apart as if that were no quota's doing.
+    assert late_us(0.0, 0.1, 50.0) == pytest.approx(late_us(0.1, 0.0, 50.0), rel=0.15)
+    # What a rank does that has stood is not stopped.
+    quick = make_comm_plan(ONE, op_us=10, collective_us=1000)
+    quotas = [Quota(1000.0, 0.5, skew=skew) for skew in (0.0, 0.5)]
+    steps = [simulate(replace(quick, costs=replace(quick.costs, quota=quota))).step_us for quota in quotas]
+    assert steps[0] == steps[1]
+    assert simulate(replace(plan, costs=replace(plan.costs, quota=quotas[1]))).step_us > steps[1]
 
 
 def test_work_between_start_and_wait_hides_it() -> None:

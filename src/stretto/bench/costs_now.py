@@ -77,7 +77,7 @@ class CostsNow:
         assert self._found is not None, "no visit yet"
         job, known = self._plan.job, self._plan.costs
         alone = not dist.is_initialized()
-        now = Compute(self._found.op_us, 0.0, 0.0) if alone else agreed_ops(job, self._found)
+        now = Compute(self._found.op_us) if alone else agreed_ops(job, self._found)
         calls = {
             (stage.index, op.name)
             for stage in job.stages
@@ -86,7 +86,7 @@ class CostsNow:
             if op.collective is not None or op.target == WAIT
         }
         times = {key: us if key in calls else now.op_us[key] for key, us in known.op_us.items()}
-        found = [replace(known, op_us=times, skew=now.skew, cold=now.cold)]
+        found = [now.on(replace(known, op_us=times))]
         found += [again.costs(job, now, known.source) for again in self._again]
         return mean_costs(found)
 

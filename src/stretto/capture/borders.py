@@ -31,12 +31,12 @@ from stretto.capture.expand import TracedOp
 from stretto.capture.placed import ADD, PlacedStep
 from stretto.capture.split import Placement
 from stretto.capture.trace import Traced
-from stretto.ir.program import CHUNK, WAIT, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
-from stretto.passes.rows import VIEW, divides, gather, part_of, rows_of
+from stretto.passes.rows import divides, gather, part_of, rows_of
 
-VIEWS = (VIEW, "aten._unsafe_view.default", "aten.reshape.default")
+SHAPED = (*VIEWS, "aten.reshape.default")
 NORM = "aten.native_layer_norm_backward.default"
 GETITEM = "getitem"
 
@@ -131,7 +131,7 @@ class _Border:
         if not _is_rows(op.outputs[0], spec) or op.kwargs:
             return ()
         rows = [name for name in op.uses if _is_rows(self._step.specs.get(name), spec)]
-        if op.target in VIEWS:
+        if op.target in SHAPED:
             return tuple(rows)
         if op.target == GETITEM:
             norm = self._norm(op, spec)
@@ -181,7 +181,7 @@ class _Border:
         parts = {operand: self._rows(operand, spec) for operand in self._operands(op, spec)}
         if op.target == GETITEM:
             return self._norm_rows(op, spec, *parts.values())
-        if op.target in VIEWS:
+        if op.target in SHAPED:
             return next(iter(parts.values()))
         operands = tuple(Ref(parts.get(used, used)) for used in op.uses)
         return self._add(f"{name}_part", ADD, operands, part, None)

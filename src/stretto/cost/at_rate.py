@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from stretto.cost.mean import mean_quota
 from stretto.errors import UsageError
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
@@ -54,6 +55,7 @@ def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:
         source=f"{costs[0].source}; communication interpolated between rates",
         # Of processors, which the network does not touch.
         skew=sum(c.skew for c in costs) / len(costs),
+        quota=mean_quota(costs),
         cold=sum(c.cold for c in costs) / len(costs),
     )
 

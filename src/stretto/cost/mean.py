@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
 from stretto.ir.curve import Curve
 
 
@@ -33,8 +33,19 @@ def mean_costs(found: Sequence[Costs]) -> Costs:
             key: _collective([costs.collectives[key] for costs in found]) for key in first.collectives
         },
         skew=statistics.fmean(costs.skew for costs in found),
+        quota=mean_quota(found),
         cold=statistics.fmean(costs.cold for costs in found),
     )
+
+
+def mean_quota(found: Sequence[Costs]) -> Quota | None:
+    """The first's quota, with the mean of what ranks do under it."""
+    first = found[0].quota
+    quotas = [costs.quota for costs in found if costs.quota is not None]
+    if first is None:
+        return None
+    speed = statistics.fmean(quota.speed for quota in quotas)
+    return replace(first, speed=speed, skew=statistics.fmean(quota.skew for quota in quotas))
 
 
 def _link(found: Sequence[Link]) -> Link:

@@ -14,7 +14,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +25,7 @@ from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.cost.messages import measure_links
-from stretto.cost.profile import Profile, Rounds, device_name, profile
+from stretto.cost.profile import Profile, device_name, profile
 from stretto.cost.quota import agreed_quota
 from stretto.cost.roofline import ACTION_US
 from stretto.cost.wanted import wanted_collectives
@@ -95,11 +95,25 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What all ranks found of a job's computing ops; `skew` and `cold` as in `stretto.ir.costs.Costs`."""
+    """What all ranks found of a job's computing ops; `cold` as in `stretto.ir.costs.Costs`.
+
+    skew: how much longer the slowest rank of a place takes than they do on average; thread_skew: the same of
+    the time in which their threads computed, without that in which they were stopped.
+    """
 
     op_us: Mapping[tuple[int, str], float]
-    skew: float
-    cold: float
+    skew: float = 0.0
+    thread_skew: float = 0.0
+    cold: float = 0.0
+
+    def on(self, costs: Costs) -> Costs:
+        """The costs with this skew and cold. Under a quota what ranks differ by in time, and not in what
+        their threads compute, is what they are stopped for."""
+        quota = costs.quota
+        if quota is None:
+            return replace(costs, skew=self.skew, cold=self.cold)
+        skew = min(self.skew, self.thread_skew)
+        return replace(costs, skew=skew, quota=replace(quota, skew=self.skew - skew), cold=self.cold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +128,7 @@ class Communication:
 
     def costs(self, job: Job, compute: Compute, source: str) -> Costs:
         """With what is known of the job's computing ops."""
-        return Costs(
+        costs = Costs(
             with_calls(job, compute.op_us, self.collectives),
             self.links,
             next(iter(self.links.values()), NO_LINK),
@@ -122,10 +136,9 @@ class Communication:
             source,
             costs_by_lane(self.collectives),
             self.shared,
-            compute.skew,
-            self.quota,
-            compute.cold,
+            quota=self.quota,
         )
+        return compute.on(costs)
 
 
 def measure_communication(
@@ -171,21 +184,28 @@ def agreed_ops(job: Job, mine: Profile) -> Compute:
     time, one rank stands in this stretch and the other in the next.
     """
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (dict(mine.op_us), stretches(job, mine.rounds), mine.cold))
+    by_clock = stretches(job, {index: of.op_shares for index, of in mine.rounds.items()})
+    by_thread = stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()})
+    dist.all_gather_object(told, (dict(mine.op_us), by_clock, by_thread, mine.cold))
     return Compute(
-        _merged(op_us for op_us, _, _ in told),
-        skew_of([of for _, of, _ in told]),
-        statistics.fmean(cold for _, _, cold in told),
+        _merged(op_us for op_us, *_ in told),
+        skew_of([of for _, of, _, _ in told]),
+        skew_of([of for _, _, of, _ in told]),
+        statistics.fmean(cold for *_, cold in told),
     )
 
 
-def stretches(job: Job, rounds: Mapping[int, Rounds]) -> dict[int, list[list[float]]]:
+def stretches(
+    job: Job, shares_of: Mapping[int, Mapping[str, Sequence[float]]]
+) -> dict[int, list[list[float]]]:
     """Stage -> the stretches of its programs between waits for collectives, where its ranks meet: what each
-    took, by round, in microseconds."""
+    took, by round, in microseconds. shares_of: by stage and op, the same; empty where it
+    was not taken."""
     found: dict[int, list[list[float]]] = {}
-    for index, of in rounds.items():
+    for index, shares in shares_of.items():
         found[index] = []
-        shares = of.op_shares
+        if not shares:
+            continue
         for ops in job.stages[index].ops.values():
             for wait, stretch in groupby(ops, key=lambda op: op.target == WAIT):
                 if not wait:

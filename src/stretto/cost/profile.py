@@ -78,7 +78,7 @@ class Profile:
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """What the rounds of one stage took. shares: by op, with clocks; thread_shares: the same of the computing
-    thread, on a processor without a quota; totals: by phase, without clocks; straight_us: of the computing
+    thread, on a processor; totals: by phase, without clocks; straight_us: of the computing
     thread, all phases; paused: where the step may wait."""
 
     shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -101,7 +101,7 @@ class Rounds:
     def op_shares(self) -> Mapping[str, list[float]]:
         """Step 7: by op, what it took in each round."""
         clock_us = sum(map(sum, self.totals.values()))
-        crowded = bool(self.thread_shares) and part_of(sum(self.straight_us), clock_us) < 1.0
+        crowded = not has_quota() and part_of(sum(self.straight_us), clock_us) < 1.0 and self.thread_shares
         return self.thread_shares if crowded else self.shares
 
 
@@ -323,8 +323,7 @@ def _run(
     Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
     fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
     """
-    # Under a quota the clock is right, and on an accelerator the thread computes nothing.
-    threads = rounds is not None and device.type == "cpu" and not has_quota()
+    threads = rounds is not None and device.type == "cpu"  # on an accelerator the thread computes nothing
     values: dict[str, Any] = dict(given)
     result: dict[Phase, float] = {}
     for phase in PHASES:

@@ -36,7 +36,7 @@ COST_KEYS = (
     "cold",
     "op_us",
 )
-QUOTA_KEYS = ("period_us", "share", "speed")
+QUOTA_KEYS = ("period_us", "share", "speed", "skew")
 LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
 
 

@@ -64,11 +64,15 @@ class Quota:
 
     speed: what it has of a processor while that lasts, from `share` to 1: other ranks may compute on the same
     cores.
+    skew: like `Costs.skew`, and beside it: how much longer the slowest of the ranks that share a place takes
+    than they do on average because they are stopped at different times. Of a rank that never stands for
+    anything else; one that has stood is stopped less.
     """
 
     period_us: float
     share: float
     speed: float = 1.0
+    skew: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.period_us > 0.0 and 0.0 < self.share < 1.0 and self.share <= self.speed <= 1.0):
@@ -76,6 +80,8 @@ class Quota:
                 "a quota has a period above 0, a share above 0 and below 1, and a speed from its share to 1, "
                 f"not {self.period_us} us, {self.share} and {self.speed}"
             )
+        if not self.skew >= 0.0:
+            raise ValueError(f"a quota's skew is a share, 0 or more, not {self.skew}")
 
     @property
     def fastest(self) -> float:
@@ -109,6 +115,11 @@ class Costs:
     skew: float = 0.0
     quota: Quota | None = None
     cold: float = 0.0
+
+    @property
+    def working_skew(self) -> float:
+        """`skew` of ranks that never stand, what a quota adds to it included."""
+        return self.skew + (self.quota.skew if self.quota is not None else 0.0)
 
     def link(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.default_link)

@@ -107,6 +107,10 @@ WAIT = "comm.wait"
 INDEX = "axis.index"
 CHUNK = "axis.chunk"
 
+VIEW = "aten.view.default"
+VIEWS = (VIEW, "aten._unsafe_view.default")
+"""Targets that give the same elements in the same order another shape, without a copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:

@@ -28,12 +28,12 @@ from dataclasses import replace
 
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, results_of
-from stretto.ir.program import CHUNK, STARTS, Edge, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import CHUNK, STARTS, VIEW, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.ir.varying import varying_in_job
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
-from stretto.passes.rows import VIEW, divides, gather, part_of, rows_of
+from stretto.passes.rows import divides, gather, part_of, rows_of
 
 GATHER = "all_gather"
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from stretto.ir.flow import is_external
-from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.ir.program import VIEW, VIEWS, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import live, rebuilt, with_uses
 
@@ -25,8 +25,7 @@ SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
 """Views of all of their input."""
 
 RESHAPES = (
-    "aten.view.default",
-    "aten._unsafe_view.default",
+    *VIEWS,
     "aten.unsqueeze.default",
     "aten.squeeze.default",
     "aten.squeeze.dim",
@@ -135,7 +134,7 @@ class _Work:
         spec = op.outputs[0] if op.outputs else None
         if base is None or base == _given(op) or spec is None:
             return op
-        return replace(op, target="aten.view.default", args=(Ref(base), spec.shape), kwargs=())
+        return replace(op, target=VIEW, args=(Ref(base), spec.shape), kwargs=())
 
     def _reshaped(self, op: Op) -> str | None:
         """For a reshape of what is in one piece: the first value of the chain of reshapes."""
@@ -224,8 +223,7 @@ def _copy(work: _Work, op: Op) -> str | None:
 
 
 IDENTITIES: dict[str, Callable[[_Work, Op], str | None]] = {
-    "aten.view.default": _view,
-    "aten._unsafe_view.default": _view,
+    **dict.fromkeys(VIEWS, _view),
     "aten.expand.default": _view,
     "aten.t.default": _swap,
     "aten.transpose.int": _swap,

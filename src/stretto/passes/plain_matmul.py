@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.ir.program import VIEW, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import live, rebuilt, spec_with, strides_of
 
@@ -87,7 +87,7 @@ def _single(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
 
 TARGETS = {
     "permute": "aten.permute.default",
-    "view": "aten.view.default",
+    "view": VIEW,
     "select": "aten.select.int",
     "squeeze": "aten.squeeze.dim",
 }

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.ir.program import WAIT, Op, Ref, TensorSpec
-
-VIEW = "aten.view.default"
+from stretto.ir.program import VIEW, WAIT, Op, Ref, TensorSpec
 
 
 def rows_of(spec: TensorSpec) -> TensorSpec:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stretto.ir.program import CHUNK, WAIT, Const, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, VIEW, WAIT, Const, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import dense_strides, rebuilt
 
@@ -90,9 +90,7 @@ def _scattered(start: Op, chunk: Op) -> Iterator[Op]:
         order = (dim, *(d for d in range(len(split)) if d != dim))
         moved = tuple(split[d] for d in order)
         strides = dense_strides(split)
-        yield _op(
-            f"{name}_split", "aten.view.default", (Ref(value), split), TensorSpec(split, dtype), module, value
-        )
+        yield _op(f"{name}_split", VIEW, (Ref(value), split), TensorSpec(split, dtype), module, value)
         permuted = TensorSpec(moved, dtype, tuple(strides[d] for d in order))
         yield _op(
             f"{name}_first", "aten.permute.default", (Ref(f"{name}_split"), order), permuted, module, value
@@ -110,9 +108,7 @@ def _scattered(start: Op, chunk: Op) -> Iterator[Op]:
         value = f"{name}_copy"
     first = (size * shape[0], *(part if d == dim else n for d, n in enumerate(shape) if d)) if dim else shape
     scattered = TensorSpec((first[0] // size, *first[1:]), dtype)
-    yield _op(
-        f"{name}_rows", "aten.view.default", (Ref(value), first), TensorSpec(first, dtype), module, value
-    )
+    yield _op(f"{name}_rows", VIEW, (Ref(value), first), TensorSpec(first, dtype), module, value)
     yield _op(name, "comm.reduce_scatter", (Ref(f"{name}_rows"), "sum", axis, size), scattered, module)
     yield _op(f"{name}_wait", WAIT, (Ref(name),), scattered, module, name)
 
@@ -127,4 +123,4 @@ def _view(name: str, source: str, spec: TensorSpec | None, alias: str | None) ->
     """Step 3. The result is contiguous, whatever the chunk's strides were."""
     assert spec is not None
     plain = TensorSpec(spec.shape, spec.dtype)
-    return Op(name, "aten.view.default", (Ref(source), plain.shape), (), (plain,), alias)
+    return Op(name, VIEW, (Ref(source), plain.shape), (), (plain,), alias)

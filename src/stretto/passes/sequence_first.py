@@ -21,11 +21,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from stretto.ir.program import WAIT, Op, TensorSpec
+from stretto.ir.program import VIEW, VIEWS, WAIT, Op, TensorSpec
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import live, rebuilt
-
-VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 POINTWISE = frozenset(
     f"aten.{name}"
@@ -140,7 +138,7 @@ class _Search:
         spec = op.outputs[0]
         assert spec is not None
         args = (view.args[0], spec.shape)
-        return replace(op, target=VIEWS[0], args=args, kwargs=(), alias=view.args[0].name)
+        return replace(op, target=VIEW, args=args, kwargs=(), alias=view.args[0].name)
 
     def _through(self, op: Op, name: str, rows: int, found: set[str], todo: list[str]) -> bool:
         """Whether a user allows another order of rows; what else has rows thereby is to be looked at."""

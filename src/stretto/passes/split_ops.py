@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.program import WAIT, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
 from stretto.passes.rewrite import spec_with, strides_of
 
@@ -40,7 +40,6 @@ GAIN = 0.05
 """A cut must save more than this share of the product and its collective. Assumed: below it, what an order
 hides anyway is worth more than what the parts hide."""
 
-VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 COPIES = ("aten.clone.default", "aten.cat.default", "aten.add.Tensor")
 """Ops whose time by bytes tells what a copy takes."""
 

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable
 
 from stretto.ir.costs import Quota
+from stretto.simulate.budget import Budget
 from stretto.simulate.clock import Clock
 
 MEMORY_US = 200_000.0
@@ -42,7 +43,7 @@ class ComputeLane:
         self._shares: list[float] = []
         self._version = 0
         self._then: Callable[[], None] = lambda: None
-        self._budget = _Budget(quota) if quota is not None else None
+        self._budget = Budget(quota) if quota is not None else None
 
     def work(self, work_us: float, then: Callable[[], None]) -> None:
         """Work from now on; `then` is called at its end. The lane must not be working."""
@@ -64,6 +65,10 @@ class ComputeLane:
             self._shares.append(share)
         if self.working:
             self._aim()
+
+    def stopped_work(self) -> float:
+        """As `Budget.stopped_work`; 0 without a quota. While the lane does not work."""
+        return self._budget.stopped_work() if self._budget is not None else 0.0
 
     @property
     def _load(self) -> float:
@@ -106,57 +111,3 @@ class ComputeLane:
         kept = math.exp((self._stood_at_us - now_us) / MEMORY_US)
         self._stood = standing + (self._stood - standing) * kept
         self._stood_at_us = now_us
-
-
-class _Budget:
-    """Step 2: the processor time of the period in which `run` was last called. Below 0 it is a debt, which
-    the next period pays: what transfers take while the lane stands because the time is spent."""
-
-    def __init__(self, quota: Quota) -> None:
-        self._period_us = quota.period_us
-        self._share, self._rate = quota.share, quota.speed
-        self._whole_us = quota.period_us * quota.share
-        self._left_us = self._whole_us
-        self._until_us = quota.period_us
-
-    def run(self, since_us: float, now_us: float, load: float, working: bool) -> float:
-        """Spend the time of a stretch; returns the work that was done in it."""
-        taken = load * self._share
-        ran_us = 0.0
-        while since_us < now_us:
-            end_us = min(now_us, self._until_us)
-            stretch_us = end_us - since_us
-            mine_us = min(stretch_us, max(0.0, self._left_us) / self._rate) if working else 0.0
-            ran_us += mine_us
-            self._left_us -= mine_us * self._rate + (stretch_us - mine_us) * taken
-            if end_us >= self._until_us:
-                self._left_us = min(0.0, self._left_us) + self._whole_us
-                self._until_us += self._period_us
-                if not working and not taken and self._left_us >= self._whole_us:
-                    # Nothing is spent for a while, and nothing is left over from one period to another.
-                    idle = max(0, math.ceil((now_us - self._until_us) / self._period_us))
-                    self._until_us += idle * self._period_us
-                    end_us = now_us if idle else end_us
-            since_us = end_us
-        return ran_us * self._speed(load)
-
-    def end(self, now_us: float, work_us: float, load: float) -> float | None:
-        """When work that goes on from now is done, if the load stays; None if never."""
-        if self._speed(load) <= 0.0:
-            return None
-        taken, need_us = load * self._share, work_us / self._speed(load)
-        left_us, until_us = self._left_us, self._until_us
-        while True:
-            room_us = min(until_us - now_us, max(0.0, left_us) / self._rate)
-            if need_us <= room_us:
-                return now_us + need_us
-            before_us, need_us = left_us, need_us - room_us
-            stands_us = until_us - now_us - room_us
-            left_us = min(0.0, left_us - room_us * self._rate - stands_us * taken) + self._whole_us
-            if left_us <= DONE_US and left_us <= before_us:
-                return None  # transfers take all that there is, but for what sums are off by
-            now_us, until_us = until_us, until_us + self._period_us
-
-    def _speed(self, load: float) -> float:
-        """Of work, while there is time left."""
-        return (self._rate - load * self._share) / self._share

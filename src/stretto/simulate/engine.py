@@ -123,19 +123,20 @@ class _Rank:
     """One rank's compute lane."""
 
     def __init__(self, walk: Walk, index: int) -> None:
+        costs = walk.plan.costs
         self._walk = walk
         self._clock = walk.clock
         self._index = index
         self._memory = RankMemory(walk.plan, index)
         self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
         self._started: dict[tuple[object, int], Collective] = {}
-        self._compute = ComputeLane(walk.clock, walk.plan.costs.quota, walk.plan.costs.cold)
+        self._compute = ComputeLane(walk.clock, costs.quota, costs.cold)
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
         self._at: Instruction | None = None
         self._waits_for: Message | Collective | str = ""
-        self._apart = Apart(walk.plan.costs.skew)
+        self._apart = Apart(costs.skew, costs.quota.skew if costs.quota is not None else 0.0)
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
@@ -190,6 +191,7 @@ class _Rank:
                 accounts.extend(actions[segment.part], start_us)
                 yield work_us
                 self._apart.work(work_us)
+                self._apart.stop(self._compute.stopped_work())
                 accounts.action_end_us = clock.now_us
             if change is not None:
                 held = memory.bytes_held

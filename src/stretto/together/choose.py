@@ -89,7 +89,7 @@ class _Rank(Rank):
     def _when(self, moment: Moment, index: int) -> None:
         def arrive() -> None:
             self._there(index)
-            self._wake()
+            self._wake(index)
 
         if moment.happened:
             self._there(index)
@@ -221,6 +221,6 @@ class _Rank(Rank):
 
         def landed() -> None:
             self._flying[lane] -= 1
-            self._wake()
+            self._wake(index)
 
         self._started[index].done.then(landed)

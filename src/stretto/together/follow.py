@@ -11,7 +11,7 @@ chooses. May touch `stretto.ir`, `stretto.schedule`, `stretto.simulate` and this
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from stretto.ir.plan import Plan
 from stretto.schedule.order import Role
@@ -74,13 +74,8 @@ class _Rank(Rank):
         self._steps = steps
         self._given = given
         self._next = 0
-        self._stood_since_us: float | None = None
-        """Since when the lane has stood for a collective."""
 
     def _go_on(self) -> None:
-        if self._stood_since_us is not None:
-            self.exposed_us += self._clock.now_us - self._stood_since_us
-            self._stood_since_us = None
         while self._next < len(self._given):
             index = self._given[self._next]
             missing = [n for n in self._steps.needs[index] if not self._placed[n]]
@@ -100,10 +95,8 @@ class _Rank(Rank):
         for index in nodes:
             arrived = self._arrival(index)
             if arrived is not None and not arrived.happened:
-                if self.graph.nodes[index].role is Role.FINISH:
-                    self._stood_since_us = self._clock.now_us
                 self._stands()
-                arrived.then(self._wake)
+                arrived.then(partial(self._wake, index))
                 return True
         return False
 

@@ -6,9 +6,8 @@ stands although something could go. So:
 
     1. An op of one rank, or sometimes two, is put a few places earlier or later, not past what it needs or
        what needs it; the step is walked in these orders (`together.follow`).
-    2. What makes less of the step, with a little of the time that lanes stand for collectives (`STANDING`),
-       is kept; so is what makes as much. A rank that others wait for anyway loses nothing by standing, in a
-       step that goes as it was planned; but what it hides is there when something takes longer.
+    2. What makes less of the step, with a little of the time that lanes stand for collectives
+       (`Chosen.measure_us`), is kept; so is what makes as much.
 
 This is local search by insertion, as for job shops (Nowicki and Smutnicki, "A fast taboo search algorithm for
 the job shop problem", 1996), with any op instead of those on the critical path: on GPTs over pp=2 tp=2 moves
@@ -40,10 +39,6 @@ short steps would have to be run many times to pay for that. Assumed."""
 STALE = 600
 """So many moves without a gain end the search. Assumed."""
 
-STANDING = 0.01
-"""What a lane's standing counts beside the step. Measured on GPTs over pp=2 tp=2: steps are as long as
-without it, and lanes stand a tenth less."""
-
 GAIN = 0.0005
 """Share of a step that counts as a gain. Assumed."""
 
@@ -61,7 +56,7 @@ def move_ops(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: floa
     if best is None:
         return found
     draw = random.Random(0)
-    mark_us, stale = _measure(best), 0
+    mark_us, stale = best.measure_us, 0
     for _ in range(tries):
         if best.step_us <= enough_us or stale >= STALE:
             break
@@ -73,16 +68,11 @@ def move_ops(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: floa
             changed[rank] = _moved(steps[rank], changed[rank], at, far)
         tried = follow(plan, steps, changed) if changed != orders else None
         stale += 1
-        if tried is not None and _measure(tried) <= _measure(best):
+        if tried is not None and tried.measure_us <= best.measure_us:
             best, orders = tried, changed
-            if _measure(best) < mark_us * (1.0 - GAIN):
-                mark_us, stale = _measure(best), 0
+            if best.measure_us < mark_us * (1.0 - GAIN):
+                mark_us, stale = best.measure_us, 0
     return best if best.step_us <= found.step_us else found
-
-
-def _measure(found: Chosen) -> float:
-    """Step 2: what is to be less."""
-    return found.step_us + STANDING * found.exposed_us
 
 
 def _moved(steps: Steps, order: Sequence[int], at: int, far: int) -> list[int]:
