@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from stretto.bench import predict_grid
 from stretto.bench.predict import SHAPES, Cell, Found
 from stretto.bench.predict_grid import run_grid
-from stretto.errors import RunError
+from stretto.cli.bench import bench
+from stretto.errors import RunError, UsageError
 
 CELLS = [Cell(shape, 2, 1, rate) for rate in ("100mbit", "50mbit") for shape in SHAPES[:2]]
 
@@ -60,3 +62,19 @@ def test_after_the_last_lab_cells_stand_in_the_grids_order(
     assert [row["cell"] for row in result["rows"]] == list(map(str, mixed))
     assert [len(one["rows"]) for one in kept] == [2, 4]
     assert result["setup"]["rounds"] == 3
+
+
+def test_the_layouts_that_are_asked_for_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Cell] = []
+
+    def run(cells: list[Cell], *_: Any) -> dict[str, Any]:
+        asked.extend(cells)
+        return {"rows": [], "summary": {}}
+
+    monkeypatch.setattr(predict_grid, "run_grid", run)
+    done = CliRunner().invoke(bench, ["predict", "--pp", "2", "--tp", "1,2", "--rates", "1gbit"])
+    assert done.exit_code == 0, done.output
+    assert {(cell.pp, cell.tp, cell.rate) for cell in asked} == {(2, 1, "1gbit"), (2, 2, "1gbit")}
+    refused = CliRunner().invoke(bench, ["predict", "--pp", "3"])
+    assert isinstance(refused.exception, UsageError)
+    assert "--pp 3: '3' is none of 1, 2" in str(refused.exception)

@@ -114,6 +114,8 @@ def predict(
     rounds: Annotated[int, typer.Option(help="Rounds of each cell: ops measured, then steps.")] = 3,
     rates: Annotated[str, typer.Option(help="Rates of the network, with commas between.")] = "",
     overlap: Annotated[str, typer.Option(help="off, local or window, as in a plan.")] = "window",
+    pp: Annotated[str, typer.Option(help="1, 2 or both, with a comma between.")] = "1,2",
+    tp: Annotated[str, typer.Option(help="1, 2 or both, with a comma between.")] = "1,2",
     json_out: JsonOut = None,
 ) -> None:
     """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
@@ -128,7 +130,10 @@ def predict(
         bits_per_s(rate)  # before the first lab is up
     if overlap not in OVERLAP_MODES:
         raise UsageError(f"--overlap {overlap}: choose one of {', '.join(OVERLAP_MODES)}")
-    cells = grid(SHAPES, chosen, overlap)
+    layouts = _numbers("--pp", pp, (1, 2)), _numbers("--tp", tp, (1, 2))
+    cells = [
+        cell for cell in grid(SHAPES, chosen, overlap) if cell.pp in layouts[0] and cell.tp in layouts[1]
+    ]
     progress = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         result = run_grid(
