@@ -1,4 +1,4 @@
-"""A quota's time: what is summed over whole periods is what they come to one by one."""
+"""A quota's time: work is what the periods of the contract come to, however it is cut into stretches."""
 
 from __future__ import annotations
 

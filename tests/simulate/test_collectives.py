@@ -80,25 +80,20 @@ def test_ranks_that_share_a_place_wait_for_the_slowest_in_their_next_collective(
 
 
 def test_ranks_come_apart_where_their_quota_stops_them() -> None:
-    plan = make_comm_plan(ONE, op_us=1000, collective_us=50)
+    working = make_comm_plan(ONE, op_us=1000, collective_us=50)
 
-    def late_us(skew: float, quota_skew: float, collective_us: float) -> float:
-        plan = make_comm_plan(ONE, op_us=1000, collective_us=collective_us)
-        quota = Quota(100.0, 0.5, skew=quota_skew)
-        with_it, without = (
-            simulate(replace(plan, costs=replace(plan.costs, skew=skew * on, quota=replace(quota, skew=q))))
-            for on, q in ((1, quota_skew), (0, 0.0))
-        )
-        return with_it.step_us - without.step_us
+    def step_us(plan: Plan, skew: float, quota_skew: float, period_us: float) -> float:
+        quota = Quota(period_us, 0.5, skew=quota_skew)
+        return simulate(replace(plan, costs=replace(plan.costs, skew=skew, quota=quota))).step_us
 
     # Work that goes on is stopped in every period: as far apart as if that were no quota's doing.
-    assert late_us(0.0, 0.1, 50.0) == pytest.approx(late_us(0.1, 0.0, 50.0), rel=0.15)
+    even_us = step_us(working, 0.0, 0.0, 100.0)
+    late_us = step_us(working, 0.0, 0.1, 100.0) - even_us
+    assert late_us == pytest.approx(step_us(working, 0.1, 0.0, 100.0) - even_us, rel=0.15)
     # What a rank does that has stood is not stopped.
-    quick = make_comm_plan(ONE, op_us=10, collective_us=1000)
-    quotas = [Quota(1000.0, 0.5, skew=skew) for skew in (0.0, 0.5)]
-    steps = [simulate(replace(quick, costs=replace(quick.costs, quota=quota))).step_us for quota in quotas]
-    assert steps[0] == steps[1]
-    assert simulate(replace(plan, costs=replace(plan.costs, quota=quotas[1]))).step_us > steps[1]
+    standing = make_comm_plan(ONE, op_us=10, collective_us=1000)
+    assert step_us(standing, 0.0, 0.5, 1000.0) == step_us(standing, 0.0, 0.0, 1000.0)
+    assert step_us(working, 0.0, 0.5, 1000.0) > step_us(working, 0.0, 0.0, 1000.0)
 
 
 def test_work_between_start_and_wait_hides_it() -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from stretto.cost.at_rate import costs_at_rate
 from stretto.cost.calibration import Calibration
-from stretto.cost.mean import mean_quota
+from stretto.cost.mean import with_mean_processors
 from stretto.cost.op_cache import Machine, Timing, signature
 from stretto.cost.priced import priced_ops
 from stretto.cost.roofline import sizes_of, specs_of, traffic_bytes
@@ -86,5 +86,4 @@ def _merged(costs: list[Costs]) -> Costs:
         )
         for key, found in known.items()
     }
-    skew, cold = sum(c.skew for c in costs) / len(costs), sum(c.cold for c in costs) / len(costs)
-    return replace(costs[0], collectives=collectives, skew=skew, quota=mean_quota(costs), cold=cold)
+    return with_mean_processors(replace(costs[0], collectives=collectives), costs)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from stretto.cost.mean import mean_quota
+from stretto.cost.mean import with_mean_processors
 from stretto.errors import UsageError
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
@@ -47,17 +47,14 @@ def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:
 
     pairs = [key for key in costs[0].links if all(key in c.links for c in costs)]
     kinds = [key for key in costs[0].collectives if all(key in c.collectives for c in costs)]
-    return replace(
+    made = replace(
         costs[0],
         links={key: link(lambda c, key=key: c.links[key]) for key in pairs},  # type: ignore[misc]
         default_link=link(lambda c: c.default_link),
         collectives={key: _collective([c.collectives[key] for c in costs], inverse, at) for key in kinds},
         source=f"{costs[0].source}; communication interpolated between rates",
-        # Of processors, which the network does not touch.
-        skew=sum(c.skew for c in costs) / len(costs),
-        quota=mean_quota(costs),
-        cold=sum(c.cold for c in costs) / len(costs),
     )
+    return with_mean_processors(made, costs)
 
 
 def _collective(found: list[CollectiveCost], inverse: list[float], at: float) -> CollectiveCost:

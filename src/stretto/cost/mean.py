@@ -24,7 +24,7 @@ def mean_costs(found: Sequence[Costs]) -> Costs:
     first = found[0]
     if len(found) == 1:
         return first
-    return replace(
+    mean = replace(
         first,
         op_us={key: statistics.fmean(costs.op_us[key] for costs in found) for key in first.op_us},
         links={key: _link([costs.links[key] for costs in found]) for key in first.links},
@@ -32,13 +32,21 @@ def mean_costs(found: Sequence[Costs]) -> Costs:
         collectives={
             key: _collective([costs.collectives[key] for costs in found]) for key in first.collectives
         },
-        skew=statistics.fmean(costs.skew for costs in found),
-        quota=mean_quota(found),
-        cold=statistics.fmean(costs.cold for costs in found),
+    )
+    return with_mean_processors(mean, found)
+
+
+def with_mean_processors(costs: Costs, found: Sequence[Costs]) -> Costs:
+    """The costs with the mean of what processors were found to do, which neither ops nor networks touch."""
+    return replace(
+        costs,
+        skew=statistics.fmean(one.skew for one in found),
+        quota=_quota(found),
+        cold=statistics.fmean(one.cold for one in found),
     )
 
 
-def mean_quota(found: Sequence[Costs]) -> Quota | None:
+def _quota(found: Sequence[Costs]) -> Quota | None:
     """The first's quota, with the mean of what ranks do under it."""
     first = found[0].quota
     quotas = [costs.quota for costs in found if costs.quota is not None]

@@ -117,9 +117,14 @@ class Costs:
     cold: float = 0.0
 
     @property
+    def quota_skew(self) -> float:
+        """What a quota adds to `skew` where it stops ranks; 0 without one."""
+        return self.quota.skew if self.quota is not None else 0.0
+
+    @property
     def working_skew(self) -> float:
         """`skew` of ranks that never stand, what a quota adds to it included."""
-        return self.skew + (self.quota.skew if self.quota is not None else 0.0)
+        return self.skew + self.quota_skew
 
     def link(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.default_link)

@@ -20,15 +20,12 @@ import math
 from collections.abc import Callable
 
 from stretto.ir.costs import Quota
-from stretto.simulate.budget import Budget
+from stretto.simulate.budget import DONE_US, Budget
 from stretto.simulate.clock import Clock
 
 MEMORY_US = 200_000.0
 """Over how long a lane's standing still tells: it counts exponentially less. Assumed: products that followed
 a wait were seen to be slower for 75 ms at least."""
-
-DONE_US = 1e-6
-"""Work of which no more than this is left is done: what sums of times in double precision may be off by."""
 
 
 class ComputeLane:

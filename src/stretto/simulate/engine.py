@@ -136,7 +136,7 @@ class _Rank:
         self.end_us = 0.0
         self._at: Instruction | None = None
         self._waits_for: Message | Collective | str = ""
-        self._apart = Apart(costs.skew, costs.quota.skew if costs.quota is not None else 0.0)
+        self._apart = Apart(costs.skew, costs.quota_skew)
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class Rank(ABC):
         self._whole = whole
         self._placed = [False] * len(self.graph.nodes)
         self._started: dict[int, Collective] = {}
-        self._apart = Apart(costs.skew, costs.quota.skew if costs.quota is not None else 0.0)
+        self._apart = Apart(costs.skew, costs.quota_skew)
         self._meeting = False
         """Whether the lane stands for the slowest rank of its place."""
         self._stood_since_us: float | None = None
