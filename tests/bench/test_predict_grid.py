@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.bench import predict_grid
-from stretto.bench.predict import SHAPES, Cell, Found
+from stretto.bench.predict import FIGURES, SHAPES, Cell, Found
 from stretto.bench.predict_grid import run_grid
 from stretto.cli.bench import bench
 from stretto.errors import RunError, UsageError
@@ -31,7 +31,8 @@ def labs(monkeypatch: pytest.MonkeyPatch, *, failing: str = "") -> None:
         if cells[0].rate == failing:
             raise RunError("a rank failed")
         for cell in cells:
-            (folder / f"{cell}.json").write_text(json.dumps(asdict(found(cell, 100.0))))
+            cell.folder(folder).mkdir()
+            (cell.folder(folder) / FIGURES).write_text(json.dumps(asdict(found(cell, 100.0))))
 
     monkeypatch.setattr(predict_grid, "_run_lab", run)
     monkeypatch.setattr(predict_grid, "load_plan", lambda path: None)

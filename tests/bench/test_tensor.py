@@ -20,6 +20,7 @@ from stretto.bench.tensor_result import MODES, NAMED, Setup
 from stretto.cli.bench import bench
 from stretto.cli.bench_tensor import print_race
 from stretto.errors import RunError, UsageError
+from stretto.report.rundir import load_run
 
 SMALL = {
     "hidden": 128,
@@ -96,8 +97,17 @@ def test_small_race_with_sequence_parallelism(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_small_race_in_a_pipeline(tmp_path: Path) -> None:
-    check(run_small(tmp_path / "race.json", pp=2), places=2)
+def test_small_race_in_a_pipeline_keeps_what_ran(tmp_path: Path) -> None:
+    result = run_small(tmp_path / "race.json", "keep", str(tmp_path / "kept"), pp=2)
+    check(result, places=2)
+    rows = {row["system"]: row for row in result["rows"]}
+    for mode in MODES:
+        run = load_run(tmp_path / "kept" / mode)
+        assert run.plan is not None
+        assert run.prediction is not None
+        assert run.measured is not None
+        assert run.prediction.step_us == pytest.approx(1e6 * rows[mode]["predicted_s"])
+        assert run.measured.ranks == 2
 
 
 @pytest.mark.slow
@@ -193,8 +203,13 @@ def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[st
     assert "The rounds of window spread by more than 15 %" in printed.err
 
 
-def test_races_that_ended_are_kept_when_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_lab(setup: Setup, *_: str) -> Any:
+def test_races_that_ended_are_kept_when_a_later_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def in_lab(setup: Setup, *words: str) -> Any:
+        said.extend(words)
         if setup.hidden == 2048:
             raise RunError("host 1 failed")
         return {"setup": {"hidden": setup.hidden}, "rows": []}
@@ -203,5 +218,6 @@ def test_races_that_ended_are_kept_when_a_later_one_fails(monkeypatch: pytest.Mo
     kept: list[Any] = []
     setups = races(["50mbit"], [1024, 2048], [1], sequence_parallel=False, rounds=3)
     with pytest.raises(RunError, match="host 1"):
-        run_races(setups, lambda _: None, kept.append)
+        run_races(setups, lambda _: None, kept.append, tmp_path)
     assert [race["setup"]["hidden"] for result in kept for race in result["races"]] == [1024]
+    assert said[:2] == ["keep", str(tmp_path / "hidden-1024-pp=1-tp=2-50mbit")]

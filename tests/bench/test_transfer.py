@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import stretto
+from stretto.bench.kept import keep_run
 from stretto.bench.predict import (
     KNOWN_TO,
     MOST_TIMES,
@@ -28,8 +31,10 @@ from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
+from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning import make_plan
+from stretto.report.rundir import load_run
 
 
 @functools.cache
@@ -93,12 +98,18 @@ def test_the_grid_has_every_layout_and_rates_that_were_not_calibrated() -> None:
     assert bits_per_s("50mbit") == 5e7
 
 
-def test_a_cell_is_predicted_by_what_its_ops_took_between_steps() -> None:
+def test_a_cell_is_predicted_by_what_its_ops_took_between_steps(tmp_path: Path) -> None:
     shape = Shape("tiny", hidden=32, layers=1, heads=2, sequence=8, vocab=64, microbatch=1, microbatches=2)
-    kept: list[Plan] = []
-    found = run_cell(Cell(shape, 1, 1, "unlimited"), 3, kept.append)
-    [plan] = kept
+    found = run_cell(Cell(shape, 1, 1, "unlimited"), 3, partial(keep_run, tmp_path / "cell"))
+    run = load_run(tmp_path / "cell")
+    assert run.plan is not None
+    assert run.measured is not None
+    plan, planned = run.plan, load_plan(tmp_path / "cell" / "planned.json")
     assert plan.prediction is not None
+    assert planned.prediction is not None
+    assert planned.prediction.step_us / 1e3 == pytest.approx(found.planned_ms)
+    assert planned.windows == plan.windows, "the order that was made is the one that ran"
+    assert min(found.rounds_ms) < run.measured.step_us / 1e3 * 1.5
     assert found.predicted_ms == pytest.approx(plan.prediction.step_us / 1e3)
     assert found.planned_ms != found.predicted_ms, "ops took another time when the plan was made"
     assert 3 <= len(found.rounds_ms) <= 3 * MOST_TIMES

@@ -12,7 +12,7 @@
        and communication from the calibrated cells (`stretto.bench.transfer`). Of the cell itself nothing is
        used but how fast the machine was: what a product took that is the same in all cells.
 
-A worker (this module as a program, once on each host) does steps 2 and keeps its plans' costs for step 3.
+A worker (this module as a program, once on each host) does step 2, and keeps its plans for step 3.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,9 @@ import torch.distributed as dist
 
 import stretto
 from stretto.bench.costs_now import CostsNow, with_costs
+from stretto.bench.kept import Keep, keep_run
 from stretto.cost.profile import typical
-from stretto.ir.plan import Plan
 from stretto.ir.program import OverlapMode
-from stretto.ir.serialize import plan_to_text
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 
@@ -54,6 +54,9 @@ the error that a prediction may have."""
 
 MOST_TIMES = 3
 """A cell has at most as many times the rounds that were asked for."""
+
+FIGURES = "figures.json"
+"""What a worker writes of a cell into its folder, beside what ran: its `Found`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,10 @@ class Cell:
     @property
     def world(self) -> int:
         return self.pp * self.tp
+
+    def folder(self, root: Path) -> Path:
+        """Where a grid keeps what it found of this cell."""
+        return root / str(self).replace(" ", "-")
 
     def __str__(self) -> str:
         sp = " sp" if self.sequence_parallel else ""
@@ -152,8 +159,8 @@ def grid(
     return cells
 
 
-def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None) -> Found:
-    """Step 2 on one rank; every rank of the cell calls it. keep: is given the plan, with the last costs."""
+def run_cell(cell: Cell, rounds: int, keep: Keep | None = None) -> Found:
+    """Step 2 on one rank; every rank of the cell calls it. keep: is given what ran (`bench.kept`)."""
     shape = cell.shape
     torch.manual_seed(0)
     config = GPTConfig(
@@ -207,10 +214,10 @@ def run_cell(cell: Cell, rounds: int, keep: Callable[[Plan], None] | None = None
             times[-1].append(step())
     runner.close()
     now.measure_communication()
-    plan = with_costs(plan, now.agreed())
+    now_known = with_costs(plan, now.agreed())
     if keep is not None:
-        keep(plan)
-    prediction = plan.prediction
+        keep(plan, now_known, timelines)
+    prediction = now_known.prediction
     assert prediction is not None
     peak = timelines[-1].peak_bytes
     exposed = [
@@ -260,7 +267,7 @@ def cell_from(data: dict[str, Any]) -> Cell:
 
 def main() -> None:
     """The worker's entry: `python -m stretto.bench.predict CELLS_JSON ROUNDS FOLDER`, once on each host. Rank
-    0 writes a cell's figures and its plan into the folder as soon as it has them."""
+    0 writes a cell's figures, and what it keeps of the cell, into the folder as soon as it has them."""
     cells, rounds, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     alone = cell_from(cells[0]).world == 1
@@ -269,11 +276,10 @@ def main() -> None:
     first = alone or dist.get_rank() == 0
     for data in cells:
         cell = cell_from(data)
-        kept: list[Plan] = []
-        found = run_cell(cell, rounds, kept.append)
+        kept = cell.folder(folder)
+        found = run_cell(cell, rounds, partial(keep_run, kept) if first else None)
         if first:
-            (folder / f"{cell}.plan.json").write_text(plan_to_text(kept[0]))
-            (folder / f"{cell}.json").write_text(json.dumps(asdict(found)))
+            (kept / FIGURES).write_text(json.dumps(asdict(found)))
             print(f"{cell}: {100 * found.error:+.1f} %", file=sys.stderr, flush=True)
     if not alone:
         dist.barrier()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stretto.bench.in_lab import CORES, lab_of, run_worker
-from stretto.bench.predict import Cell, Found
+from stretto.bench.predict import FIGURES, Cell, Found
 from stretto.bench.transfer import at_speed, transferred
 from stretto.errors import PlanError, UsageError
 from stretto.ir.plan import Plan
@@ -40,9 +40,9 @@ def run_grid(
 ) -> dict[str, Any]:
     """Measure all cells, predict those again that are not calibrated, and sum up.
 
-    Returns {"setup", "rows", "summary"}. keep: is given as much after each lab, of the cells so far and
-    without what is predicted from others, so that an end before the last loses none. Raises RunError when a
-    lab's ranks fail.
+    Returns {"setup", "rows", "summary"}. folder: every cell has one in it (`bench.kept`). keep: is given as
+    much after each lab, of the cells so far and without what is predicted from others, so that an end before
+    the last loses none. Raises RunError when a lab's ranks fail.
     """
     labs: dict[tuple[int, int, str], list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -51,10 +51,10 @@ def run_grid(
     for number, ((pp, tp, rate), together) in enumerate(labs.items(), 1):
         say(f"lab {number} of {len(labs)}: pp={pp} tp={tp} {rate}, {len(together)} shapes")
         _run_lab(together, rounds, folder)
-        done |= {cell: Found(**json.loads((folder / f"{cell}.json").read_text())) for cell in together}
+        done |= {cell: Found(**json.loads((cell.folder(folder) / FIGURES).read_text())) for cell in together}
         keep(_result(done, rounds, {}))
     say("predicting the cells that were not calibrated")
-    plans = {cell: load_plan(folder / f"{cell}.plan.json") for cell in cells}
+    plans = {cell: load_plan(cell.folder(folder) / "plan.json") for cell in cells}
     product_us = {cell: found.product_us for cell, found in done.items()}
     return _result({cell: done[cell] for cell in cells}, rounds, _transfer(cells, plans, product_us, say))
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import stretto
 from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.bench.hidden import work_of
+from stretto.bench.kept import keep_run
 from stretto.bench.race import race
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
@@ -49,8 +50,9 @@ WARM_UPS = 1
 Batch = dict[str, torch.Tensor]
 
 
-def run_worker(setup: Setup, out: Path) -> None:
-    """One rank of the race; rank 0 writes the result to `out`. Raises RunError when gradients disagree."""
+def run_worker(setup: Setup, out: Path, kept: Path | None = None) -> None:
+    """One rank of the race; rank 0 writes the result to `out`. kept: where it keeps what ran, a folder for
+    each mode. Raises RunError when gradients disagree."""
     rank = _begin(setup)
 
     def say(text: str) -> None:
@@ -88,9 +90,11 @@ def run_worker(setup: Setup, out: Path) -> None:
     agreed = now.agreed()
     if rank == 0:
         plans = {mode: runner.plan for mode, runner in runners.items()}
-        result = make_result(
-            setup, plans, {m: with_costs(p, agreed) for m, p in plans.items()}, times, timelines
-        )
+        known = {mode: with_costs(plan, agreed) for mode, plan in plans.items()}
+        if kept is not None:
+            for mode, plan in plans.items():
+                keep_run(kept / mode, plan, known[mode], timelines[mode])
+        result = make_result(setup, plans, known, times, timelines)
         result["setup"]["worst_error_vs_plain"] = error
         out.write_text(json.dumps(result, indent=1) + "\n")
     dist.barrier()
@@ -213,12 +217,16 @@ def _plain(setup: Setup, model: GPT, batch: Batch, runner: stretto.Runner) -> Ba
 
 
 def main() -> None:
-    """The worker's entry: `python -m stretto.bench.tensor SETUP_JSON OUT [probe]`, once on each host."""
+    """The worker's entry: `python -m stretto.bench.tensor SETUP_JSON OUT [probe | keep FOLDER]`, once on each
+    host."""
     setup, out = Setup(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    if sys.argv[3:] == ["probe"]:
-        run_probe(setup, out)
-    else:
-        run_worker(setup, out)
+    match sys.argv[3:]:
+        case ["probe"]:
+            run_probe(setup, out)
+        case ["keep", folder]:
+            run_worker(setup, out, Path(folder))
+        case _:
+            run_worker(setup, out)
 
 
 if __name__ == "__main__":

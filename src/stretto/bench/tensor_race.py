@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from stretto.bench.hidden import Work
@@ -43,10 +44,14 @@ def races(
 
 
 def run_races(
-    setups: Sequence[Setup], say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+    setups: Sequence[Setup],
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
+    folder: Path | None = None,
 ) -> None:
     """Run all races. keep: is given {"cores": ..., "races": [{"setup", "rows"}, ...]} after each, with those
-    before it, so that an end before the last loses none. Raises RunError when ranks fail."""
+    before it, so that an end before the last loses none. folder: where what ran is kept (`bench.kept`), a
+    folder for each race and mode. Raises RunError when ranks fail."""
     found: list[Any] = []
     for number, setup in enumerate(setups, 1):
         say(f"race {number} of {len(setups)}: {setup}")
@@ -54,10 +59,15 @@ def run_races(
         if asked == BALANCED:
             setup = replace(setup, rate=balanced_rate(_in_lab(replace(setup, rate=UNLIMITED), "probe")))
             say(f"the balanced rate is {setup.rate}")
-        result = _in_lab(setup)
+        words = () if folder is None else ("keep", str((folder / _folder_name(setup)).resolve()))
+        result = _in_lab(setup, *words)
         result["setup"]["asked_rate"] = asked
         found.append(result)
         keep({"cores": CORES, "races": found})
+
+
+def _folder_name(setup: Setup) -> str:
+    return str(setup).replace(",", "").replace(" ", "-")
 
 
 def balanced_rate(places: Sequence[dict[str, float]]) -> str:

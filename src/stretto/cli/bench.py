@@ -13,7 +13,7 @@ from rich.table import Table
 
 from stretto.cli.bench_compute import compute
 from stretto.cli.bench_reshard import reshard
-from stretto.cli.figures import JsonOut, check_json, write_json
+from stretto.cli.figures import JsonOut, KeepOut, check_json, make_folder, write_json
 from stretto.errors import UsageError
 from stretto.ir.program import OVERLAP_MODES
 
@@ -72,6 +72,7 @@ def tensor(
     ] = False,
     rounds: Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")] = 5,
     json_out: JsonOut = None,
+    keep_out: KeepOut = None,
 ) -> None:
     """PyTorch's eager tensor parallelism against ours, with overlap off, local and window: tp = 2."""
     from stretto.bench.tensor_race import BALANCED, SHAPES, races, run_races
@@ -97,7 +98,8 @@ def tensor(
         print_race(result["races"][-1])
         write_json(result, json_out)
 
-    run_races(setups, Console(stderr=True).print, keep)
+    folder = make_folder(keep_out) if keep_out is not None else None
+    run_races(setups, Console(stderr=True).print, keep, folder)
 
 
 def _numbers(option: str, text: str, known: tuple[int, ...]) -> list[int]:
@@ -117,6 +119,7 @@ def predict(
     pp: Annotated[str, typer.Option(help="1, 2 or both, with a comma between.")] = "1,2",
     tp: Annotated[str, typer.Option(help="1, 2 or both, with a comma between.")] = "1,2",
     json_out: JsonOut = None,
+    keep_out: KeepOut = None,
 ) -> None:
     """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
     from stretto.bench.predict import RATES, SHAPES, grid
@@ -135,9 +138,10 @@ def predict(
         cell for cell in grid(SHAPES, chosen, overlap) if cell.pp in layouts[0] and cell.tp in layouts[1]
     ]
     progress = Console(stderr=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make_folder(keep_out) if keep_out is not None else Path(temporary)
         result = run_grid(
-            cells, rounds, Path(folder), progress.print, lambda so_far: write_json(so_far, json_out)
+            cells, rounds, folder.resolve(), progress.print, lambda so_far: write_json(so_far, json_out)
         )
     table = Table()
     for name in (

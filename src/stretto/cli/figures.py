@@ -14,11 +14,28 @@ from stretto.errors import UsageError
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 """The option, which every bench command has."""
 
+KeepOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--keep", help="Keep plans and measured steps in this folder, each as a run that `report` can show."
+    ),
+]
+"""The option of those that run plans."""
+
 
 def check_json(out: Path | None) -> None:
     """Raises UsageError when figures could not be written there in the end."""
     if out is not None and not out.parent.is_dir():
         raise UsageError(f"--json {out}: the folder {out.parent} does not exist")
+
+
+def make_folder(out: Path) -> Path:
+    """The folder that `--keep` names, made if it is not there. Raises UsageError when it cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--keep {out}: the folder cannot be made: {error.strerror}") from None
+    return out
 
 
 def write_json(result: Any, out: Path | None) -> None:
