@@ -26,7 +26,7 @@ from stretto.bench.predict import (
     uncertainty,
 )
 from stretto.bench.predict_grid import bits_per_s, is_calibrated
-from stretto.bench.transfer import at_speed, calibration_of, transferred
+from stretto.bench.transfer import all_reduces, at_speed, calibration_of, transferred
 from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
@@ -38,15 +38,16 @@ from stretto.report.rundir import load_run
 
 
 @functools.cache
-def job_of(layers: int, hidden: int) -> Job:
+def job_of(layers: int, hidden: int, sequence_parallel: bool = False) -> Job:
     model = GPT(GPTConfig(vocab_size=64, layers=layers, hidden=hidden, heads=4, context=16))
     batch = {key: torch.zeros(4, 16, dtype=torch.int64) for key in ("input_ids", "labels")}
-    return stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=2, tp=2, microbatches=2))
+    parallel = stretto.Parallel(pp=2, tp=2, sequence_parallel=sequence_parallel, microbatches=2)
+    return stretto.capture(model, batch, next_token_loss, parallel)
 
 
 @functools.cache
-def plan_of(layers: int, hidden: int, bytes_per_us: float) -> Plan:
-    job = job_of(layers, hidden)
+def plan_of(layers: int, hidden: int, bytes_per_us: float, sequence_parallel: bool = False) -> Plan:
+    job = job_of(layers, hidden, sequence_parallel)
     cluster = stretto.Cluster(link_bytes_per_us=bytes_per_us, latency_us=50.0)
     costs = stretto.plan(job, cluster).costs
     curve = Curve(((0.0, 50.0), (1e6, 50.0 + 1e6 / bytes_per_us)))
@@ -60,6 +61,25 @@ def test_the_same_shape_at_a_known_rate_is_what_was_known() -> None:
     assert plan.prediction is not None
     assert found.prediction is not None
     assert found.prediction.step_us == pytest.approx(plan.prediction.step_us, rel=0.02)
+
+
+def test_ranks_are_as_uneven_as_those_that_communicate_alike() -> None:
+    whole = plan_of(2, 32, 10.0)
+    parts = plan_of(2, 32, 10.0, sequence_parallel=True)
+    assert all_reduces(whole.job)
+    assert not all_reduces(parts.job)
+
+    def uneven(plan: Plan, skew: float, pace: float) -> Plan:
+        kinds = {key: replace(cost, pace=pace) for key, cost in plan.costs.collectives.items()}
+        return replace(plan, costs=replace(plan.costs, skew=skew, collectives=kinds))
+
+    known = {8e7: [uneven(whole, 0.1, 0.5), uneven(parts, 0.3, 0.9)], math.inf: [whole]}
+    for plan, skew, pace in ((whole, 0.1, 0.5), (parts, 0.3, 0.9)):
+        costs = transferred(plan, 8e7, known).costs
+        assert costs.skew == pytest.approx(skew)
+        assert {cost.pace for cost in costs.collectives.values()} == {pytest.approx(pace)}
+    # Of those that there are.
+    assert transferred(parts, 8e7, {8e7: [uneven(whole, 0.1, 0.5)]}).costs.skew == pytest.approx(0.1)
 
 
 @pytest.mark.slow
@@ -113,7 +133,7 @@ def test_a_cell_is_predicted_by_what_its_ops_took_between_steps(tmp_path: Path) 
     assert found.predicted_ms == pytest.approx(plan.prediction.step_us / 1e3)
     assert found.planned_ms != found.predicted_ms, "ops took another time when the plan was made"
     assert 3 <= len(found.rounds_ms) <= 3 * MOST_TIMES
-    assert found.product_us > 0.0
+    assert found.yardstick_us > 0.0
     assert found.peak_measured == pytest.approx(plan.prediction.peak_bytes, rel=0.01)
 
 

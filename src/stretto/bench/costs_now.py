@@ -4,8 +4,7 @@ A machine that is shared with others has another speed every minute. Costs are m
 made; a step that is timed ten minutes later is held against them here:
 
     1. Before the timed steps all ranks measure the ops of their stages together, and the rounds of all visits
-       count alike (`cost.profile`); and a product that is the same for every plan, which tells the machine's
-       speed.
+       count alike (`cost.profile`).
     2. After the last step they measure messages and collectives once more; the mean of both times counts
        (`cost.mean`).
     3. The plans get these costs, and are predicted anew. Their orders stay.
@@ -15,7 +14,6 @@ May touch plans and costs.
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
 
 import torch
@@ -23,7 +21,6 @@ import torch.distributed as dist
 
 from stretto.cost.mean import mean_costs
 from stretto.cost.measured import Communication, Compute, agreed_ops, measure_communication
-from stretto.cost.products import products_on, us_each
 from stretto.cost.profile import Profile, profile
 from stretto.ir.costs import Costs
 from stretto.ir.mesh import Mesh
@@ -32,9 +29,6 @@ from stretto.ir.program import WAIT
 from stretto.simulate import predict
 
 CPU = torch.device("cpu")
-
-PRODUCTS_US = 50_000.0
-"""How long a visit computes products that are the same for every plan."""
 
 
 class CostsNow:
@@ -46,8 +40,6 @@ class CostsNow:
         self._plan = plan
         self._stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
         self._found: Profile | None = None
-        self._compute = products_on(CPU)
-        self._products: list[float] = []
         self._again: list[Communication] = []
 
     def visit(self) -> None:
@@ -55,7 +47,6 @@ class CostsNow:
         if dist.is_initialized():
             dist.barrier()
         self._found = profile(self._plan.job, CPU, self._stages, self._found, least_rounds=1)
-        self._products.append(us_each(self._compute, PRODUCTS_US))
 
     def measure_communication(self) -> None:
         """Step 2; nothing for a rank alone. After at least one visit."""
@@ -63,14 +54,6 @@ class CostsNow:
         if dist.is_initialized():
             plan = self._plan
             self._again.append(measure_communication(plan.job, plan.schedule, self._found.op_us))
-
-    def product_us(self) -> float:
-        """The machine's speed, as a product took it on average over visits and ranks; equal on all ranks."""
-        mine = statistics.fmean(self._products)
-        told: list[float] = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
-        if dist.is_initialized():
-            dist.all_gather_object(told, mine)
-        return statistics.fmean(told)
 
     def agreed(self) -> Costs:
         """What all of it says together, equal on all ranks; after at least one visit."""

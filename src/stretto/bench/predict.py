@@ -10,7 +10,7 @@
        then until their mean is known to `KNOWN_TO`, or for `MOST_TIMES` as many.
     3. Cells of shapes and rates that no measurement knows are predicted once more from others alone: op times
        and communication from the calibrated cells (`stretto.bench.transfer`). Of the cell itself nothing is
-       used but how fast the machine was: what a product took that is the same in all cells.
+       used but how fast the machine was: what a step took that is the same in all cells.
 
 A worker (this module as a program, once on each host) does step 2, and keeps its plans for step 3.
 """
@@ -34,6 +34,7 @@ import torch.distributed as dist
 import stretto
 from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.bench.kept import Keep, keep_run
+from stretto.bench.yardstick import Yardstick
 from stretto.cost.profile import typical
 from stretto.ir.program import OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
@@ -51,6 +52,9 @@ MOST_STEPS = 4
 KNOWN_TO = 0.02
 """The standard error of the steps' mean, as a share of it, up to which the mean counts as known: a quarter of
 the error that a prediction may have."""
+
+YARDSTICK_US = 100_000.0
+"""How long the yardstick is run before ops are measured, and again before the step."""
 
 MOST_TIMES = 3
 """A cell has at most as many times the rounds that were asked for."""
@@ -103,7 +107,7 @@ class Found:
 
     planned_ms: what the plan said when it was made; predicted_ms: with what ops and communication took
     meanwhile; measured_ms: of steps, the same mean as of ops; rounds_ms: the median of each round.
-    product_us: of a product that is the same in all cells, meanwhile.
+    yardstick_us: of a step that is the same in all cells, meanwhile (`bench.yardstick`).
     """
 
     cell: str
@@ -115,7 +119,7 @@ class Found:
     exposed_measured: float
     peak_predicted: tuple[int, ...]
     peak_measured: tuple[int, ...]
-    product_us: float
+    yardstick_us: float
 
     @property
     def error(self) -> float:
@@ -206,11 +210,13 @@ def run_cell(cell: Cell, rounds: int, keep: Keep | None = None) -> Found:
     timelines.clear()
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / planned.step_us)))
     times: list[list[float]] = []
-    now = CostsNow(plan)
+    now, yardstick = CostsNow(plan), Yardstick()
     while len(times) < rounds or (len(times) < MOST_TIMES * rounds and uncertainty(times) > KNOWN_TO):
         times.append([])
         for _ in range(steps):
+            yardstick.run(YARDSTICK_US)
             now.visit()
+            yardstick.run(YARDSTICK_US)
             times[-1].append(step())
     runner.close()
     now.measure_communication()
@@ -234,7 +240,7 @@ def run_cell(cell: Cell, rounds: int, keep: Keep | None = None) -> Found:
         exposed_measured=statistics.median(exposed),
         peak_predicted=prediction.peak_bytes,
         peak_measured=peak,
-        product_us=now.product_us(),
+        yardstick_us=yardstick.agreed_us(),
     )
 
 

@@ -55,8 +55,8 @@ def run_grid(
         keep(_result(done, rounds, {}))
     say("predicting the cells that were not calibrated")
     plans = {cell: load_plan(cell.folder(folder) / "plan.json") for cell in cells}
-    product_us = {cell: found.product_us for cell, found in done.items()}
-    return _result({cell: done[cell] for cell in cells}, rounds, _transfer(cells, plans, product_us, say))
+    yardstick_us = {cell: found.yardstick_us for cell, found in done.items()}
+    return _result({cell: done[cell] for cell in cells}, rounds, _transfer(cells, plans, yardstick_us, say))
 
 
 def _result(done: Mapping[Cell, Found], rounds: int, predicted: Mapping[Cell, Plan]) -> dict[str, Any]:
@@ -101,14 +101,14 @@ def bits_per_s(rate: str) -> float:
 def _transfer(
     cells: Sequence[Cell],
     plans: Mapping[Cell, Plan],
-    product_us: Mapping[Cell, float],
+    yardstick_us: Mapping[Cell, float],
     say: Callable[[str], None],
 ) -> dict[Cell, Plan]:
     """Cell -> its plan from others, for cells that are not calibrated.
 
     Sequence parallelism has other collectives than its absence: a cell is priced by calibrated cells of its
     own layout, in which each kind of both occurs. One that they cannot price is told, and left out.
-    product_us: what a product took in each cell.
+    yardstick_us: what the yardstick took in each cell.
     """
     known: dict[Layout, dict[float, list[Cell]]] = defaultdict(lambda: defaultdict(list))
     for cell in cells:
@@ -120,7 +120,7 @@ def _transfer(
             continue
         try:
             now = {
-                rate: [at_speed(plans[one], product_us[cell] / product_us[one]) for one in those]
+                rate: [at_speed(plans[one], yardstick_us[cell] / yardstick_us[one]) for one in those]
                 for rate, those in known[cell.pp, cell.tp].items()
             }
             found[cell] = transferred(plans[cell], bits_per_s(cell.rate), now)
@@ -141,7 +141,7 @@ def _row(cell: Cell, found: Found, plan: Plan | None) -> dict[str, Any]:
         "exposed_predicted_pct": 100.0 * found.exposed_predicted,
         "peak_error_pct": 100.0 * found.peak_error,
         "rounds_ms": list(found.rounds_ms),
-        "product_us": found.product_us,
+        "yardstick_us": found.yardstick_us,
     }
     if plan is not None and plan.prediction is not None:
         step_us = plan.prediction.step_us

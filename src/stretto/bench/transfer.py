@@ -2,9 +2,11 @@
 
 1. Op times of all calibrated plans of a layout become a calibration: an op of the same signature is looked
    up, others lie between ops of the same kind with less and more work (`stretto.cost.priced`). The machine
-   has another speed at every time, so they are put in terms of a product that every cell has timed.
+   has another speed at every time, so they are put in terms of a step that every cell has timed
+   (`stretto.bench.yardstick`).
 2. Links and collectives at the cell's rate lie between those of the calibrated rates
-   (`stretto.cost.at_rate`).
+   (`stretto.cost.at_rate`). What ranks and collectives do to each other is that of calibrated plans that
+   communicate alike: with sequence parallelism, or without.
 3. The cell's plan, the very order that ran, is simulated with these costs; nothing else that was measured in
    the cell is used.
 """
@@ -12,8 +14,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from stretto.cost.at_rate import costs_at_rate
 from stretto.cost.calibration import Calibration
@@ -21,9 +24,10 @@ from stretto.cost.mean import with_mean_processors
 from stretto.cost.op_cache import Machine, Timing, signature
 from stretto.cost.priced import priced_ops
 from stretto.cost.roofline import sizes_of, specs_of, traffic_bytes
-from stretto.ir.costs import CollectiveCost, Costs
+from stretto.ir.costs import Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
+from stretto.ir.program import Job
 from stretto.simulate import predict
 
 
@@ -36,7 +40,7 @@ def transferred(plan: Plan, rate: float, known: Mapping[float, Iterable[Plan]]) 
     plans = {r: list(found) for r, found in known.items()}
     calibration = calibration_of([plan for found in plans.values() for plan in found])
     times = {key: priced.us for key, priced in priced_ops(plan.job, calibration).items()}
-    merged = {r: _merged([p.costs for p in found]) for r, found in plans.items()}
+    merged = {r: _merged(found, all_reduces(plan.job)) for r, found in plans.items()}
     costs = merged[rate] if rate in merged else costs_at_rate(merged, rate)
     costs = replace(costs, op_us=times, shared=plan.costs.shared, source=f"transferred: {costs.source}")
     made = replace(plan, costs=costs)
@@ -44,7 +48,7 @@ def transferred(plan: Plan, rate: float, known: Mapping[float, Iterable[Plan]]) 
 
 
 def at_speed(plan: Plan, slower: float) -> Plan:
-    """The plan as if its ops had been measured when a product took `slower` times as long."""
+    """The plan as if its ops had been measured when the yardstick took `slower` times as long."""
     times = {key: us * slower for key, us in plan.costs.op_us.items()}
     return replace(plan, costs=replace(plan.costs, op_us=times))
 
@@ -67,23 +71,35 @@ def calibration_of(plans: Iterable[Plan]) -> Calibration:
     return Calibration(Machine("this machine", "", 1), "calibrated cells", timings)
 
 
-def _merged(costs: list[Costs]) -> Costs:
-    """Costs of several shapes at one rate: a collective's curve goes through the points of all, and ranks
-    are as uneven, and as slow after waiting, as they are on average."""
+def all_reduces(job: Job) -> bool:
+    """Whether most of what its collectives move is all-reduced, as without sequence parallelism."""
+    moved: dict[bool, int] = defaultdict(int)
+    for stage in job.stages:
+        for ops in stage.ops.values():
+            for asked in (op.collective for op in ops if op.collective is not None):
+                moved[asked.kind == "all_reduce"] += asked.nbytes
+    return moved[True] >= moved[False]
+
+
+def _merged(plans: Sequence[Plan], reduces: bool) -> Costs:
+    """Costs of several shapes at one rate: a collective's curve goes through the points of all. What it
+    takes of processors, and how uneven ranks are, and how slow after waiting, is the mean of those that
+    all-reduce most of what they move, or of those that do not; of all where there are none."""
+    costs = [plan.costs for plan in plans]
+    alike = [plan.costs for plan in plans if all_reduces(plan.job) is reduces] or costs
     points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    known: dict[tuple[str, str], list[CollectiveCost]] = defaultdict(list)
     for one in costs:
         for key, cost in one.collectives.items():
             points[key] += cost.curve.points
-            known[key].append(cost)
-    collectives = {
-        key: replace(
+    collectives = {}
+    for key in points:
+        found = [one.collectives[key] for one in alike if key in one.collectives]
+        found = found or [one.collectives[key] for one in costs if key in one.collectives]
+        collectives[key] = replace(
             found[0],
             curve=Curve.fitted(points[key]),
-            processor_us_per_mb=sum(c.processor_us_per_mb for c in found) / len(found),
-            processor_us=sum(c.processor_us for c in found) / len(found),
-            pace=sum(c.pace for c in found) / len(found),
+            processor_us_per_mb=fmean(cost.processor_us_per_mb for cost in found),
+            processor_us=fmean(cost.processor_us for cost in found),
+            pace=fmean(cost.pace for cost in found),
         )
-        for key, found in known.items()
-    }
-    return with_mean_processors(replace(costs[0], collectives=collectives), costs)
+    return with_mean_processors(replace(costs[0], collectives=collectives), alike)
