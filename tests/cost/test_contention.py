@@ -86,6 +86,23 @@ def test_lost_compute_is_counted(machine: Callable[[float, int], Machine]) -> No
     assert made.started == contention.REPEATS * 6, "0.3 s of collectives of 50 ms"
 
 
+def test_work_counts_in_units_of_its_own(machine: Callable[[float, int], Machine]) -> None:
+    """Ops of a step differ; what they take alone says how much work they are."""
+    made = machine(1.5, 24)
+    at = 0
+
+    def compute() -> float:
+        nonlocal at
+        at += 1
+        for _ in range(1 + at % 3):
+            made.multiply()
+        return 700.0 * (1 + at % 3)
+
+    loss = compute_loss(made.start, 50_000.0, lambda: None, torch.device("cpu"), 50.0, compute)
+    # Products that take 1000 us of the clock count 700; 24 in flight lose 500 us each.
+    assert loss.processor_us == pytest.approx(24 * 500)
+
+
 def test_a_transport_that_takes_nothing_loses_nothing(machine: Callable[[float, int], Machine]) -> None:
     made = machine(1.0, 5)
     loss = compute_loss(made.start, 1000.0, lambda: None, torch.device("cpu"), 50.0)
@@ -111,8 +128,8 @@ def test_a_collective_that_takes_longer_under_compute_has_a_pace(
     machine: Callable[[float, int], Machine],
 ) -> None:
     loss = compute_loss(machine(1.0, 40).start, 20_000.0, lambda: None, torch.device("cpu"), 50.0)
-    # Its call and 40 products of 1 ms, where 20 ms are enough alone; its end is seen half a product late.
-    assert loss.pace == pytest.approx(20 / 39.55)
+    # Its call and 40 products of 1 ms, where 20 ms are enough alone.
+    assert loss.pace == pytest.approx(20 / 40.05)
     assert compute_loss(machine(1.0, 5).start, 2e4, lambda: None, torch.device("cpu"), 50.0).pace == 1.0
 
 

@@ -1,16 +1,21 @@
 """What compute loses while communication is in flight, measured by doing both.
 
-    processor    The rank multiplies small matrices for as long as a given number of collectives, one after
-                 the other, are in flight. A collective takes longer meanwhile, too, by its pace.
+    processor    The rank computes for as long as a given number of collectives, one after the other, are in
+                 flight: the ops of the step, if they are known (`cost.endless`), else small products. A
+                 collective takes longer meanwhile, too, by its pace.
                  1. Under a quota, and on a core that hosts share, what counts is processor time: the
-                    process' in flight less what as many products take alone. It holds the transport's
-                    threads and what its packets and copies make products slower by. A clock would count in
-                    whole periods of the quota, or turns of the others, which are as long as what is lost.
-                 2. Elsewhere the time by the clock counts, less what as many products take alone, and no
-                    less than what the process' other threads took, where the computing thread stood for
-                    them. Where other cores are free, nothing stands.
-                 The machine has another speed every few seconds: a product is timed alone before and after
-                 each flight.
+                    process' in flight less what as much work takes alone. It holds the transport's threads
+                    and what its packets and copies make ops slower by. A clock would count in whole periods
+                    of the quota, or turns of the others, which are as long as what is lost.
+                 2. Elsewhere the time by the clock counts, less what as much work takes alone, and no less
+                    than what the process' other threads took, where the computing thread stood for them.
+                    Where other cores are free, nothing stands.
+                 The machine has another speed every few seconds: work is timed alone before and after each
+                 flight.
+                 Whenever a transport's thread has had the core, an op finds the caches changed. Measured with
+                 four hosts of half a core, all-reducing at 70 Mbit/s: products of 192 rows and columns take
+                 as long as alone, those of 256 rows and 4096 columns 11 % longer, element-wise ops of 4 MB
+                 16 to 28 %, forward and backward of a block 10 to 30 %.
     accelerator  As many products as last about as long as the collectives, with them and without; the
                  difference is the part of the device's speed that the collectives take.
 
@@ -31,11 +36,12 @@ from typing import Any
 import torch
 
 from stretto.cost.crowd import has_quota, part_of
-from stretto.cost.products import products_on, us_each
+from stretto.cost.products import products_on
 from stretto.giving_way import lanes_first
 
-ALONE_S = 0.1
-"""Length of the compute that is timed alone, before and after. Assumed: ten periods of a control group."""
+ALONE_S = 0.2
+"""Length of the compute that is timed alone, before and after. Assumed: many ops, and twenty periods of a
+control group."""
 
 FLIGHT_S = 0.3
 """How long collectives are kept in flight, if that takes no more than `MOST_COLLECTIVES`. Assumed."""
@@ -56,24 +62,30 @@ class Loss:
     pace: float
 
 
+Compute = Callable[[], float]
+"""Does some work of a step, a few milliseconds of it, and says how much it was, in any unit."""
+
+
 def compute_loss(
     start: Callable[[], Any],
     alone_us: float,
     meet: Callable[[], None],
     device: torch.device,
     calls_us: float = 0.0,
+    compute: Compute | None = None,
 ) -> Loss:
-    """What this rank's compute loses to a collective.
+    """What this rank's compute loses to a collective, or to whatever else is under way.
 
     start: begins the collective and returns its handle, which has `wait()`; alone_us: how long it takes from
     that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together;
-    calls_us: of the call that begins it, which is counted as such and no loss. What the transport does before
-    the call returns, because it goes first, is a loss like any other. What a wait has left to do is left out.
+    calls_us: of the call that begins it, which is counted as such and no loss; compute: what a processor
+    computes meanwhile, products if nothing is known. What the transport does before the call returns, because
+    it goes first, is a loss like any other. What a wait has left to do is left out.
     """
     count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
-    compute = products_on(device)
     with torch.no_grad():
         if device.type == "cpu":
+            compute = compute or _products(device)
             found = []
             before = _alone(compute, meet)
             limited = has_quota() or before.part < 1.0
@@ -85,27 +97,39 @@ def compute_loss(
             lost_us = statistics.median(lost for lost, _ in found)
             beside_us = statistics.median(us for _, us in found)
             return Loss(max(0.0, lost_us), 0.0, min(1.0, alone_us / beside_us))
-        slowdowns = [_slowdown(start, count, alone_us, compute, meet, device) for _ in range(REPEATS)]
+        product = products_on(device)
+        slowdowns = [_slowdown(start, count, alone_us, product, meet, device) for _ in range(REPEATS)]
         return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))), 1.0)
+
+
+def _products(device: torch.device) -> Compute:
+    """One product after the other, each counted as one."""
+    product = products_on(device)
+
+    def compute() -> float:
+        product()
+        return 1.0
+
+    return compute
 
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """A product while all ranks do nothing else: its time, and what it takes of the computing thread and of
-    the process, in microseconds."""
+    """Work while all ranks do nothing else: what one unit of it takes by the clock, of the computing thread,
+    and of the process, in microseconds."""
 
-    product_us: float
+    clock_us: float
     thread_us: float
     process_us: float
 
     @property
     def part(self) -> float:
         """Of a processor that the thread had."""
-        return part_of(self.thread_us, self.product_us)
+        return part_of(self.thread_us, self.clock_us)
 
     def mean(self, other: _Alone) -> _Alone:
         return _Alone(
-            (self.product_us + other.product_us) / 2.0,
+            (self.clock_us + other.clock_us) / 2.0,
             (self.thread_us + other.thread_us) / 2.0,
             (self.process_us + other.process_us) / 2.0,
         )
@@ -113,11 +137,13 @@ class _Alone:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """`collectives` one after the other, and the `products` made meanwhile: the time, and what was taken of
-    the computing thread and of the process. What waiting for the collectives took is left out."""
+    """`collectives` one after the other, and the `work` done meanwhile, in its units: how long the
+    collectives were in flight, the time in all, and what was taken of the computing thread and of the
+    process. What waiting for the collectives took is left out."""
 
     collectives: int
-    products: int
+    work: float
+    in_flight_us: float
     took_us: float
     thread_us: float
     process_us: float
@@ -125,27 +151,24 @@ class _Flight:
 
 def _lost(flight: _Flight, alone: _Alone, calls_us: float, limited: bool) -> tuple[float, float]:
     """(compute that one collective takes away, how long one takes under it), in microseconds."""
-    # Its end is seen when a product ends, half of one late.
-    beside_us = max(1.0, flight.took_us / flight.collectives - alone.product_us / 2.0)
+    beside_us = max(1.0, flight.in_flight_us / flight.collectives)
     if limited:
-        taken_us = flight.process_us - flight.products * alone.process_us
-        lost_us = taken_us * alone.product_us / alone.process_us / flight.collectives - calls_us
+        taken_us = flight.process_us - flight.work * alone.process_us
+        lost_us = taken_us * alone.clock_us / alone.process_us / flight.collectives - calls_us
     else:
         # A thread that shares its core with other processes is as much slower than its processor time says.
-        slower = alone.product_us / alone.thread_us
-        helpers_us = flight.products * (alone.process_us - alone.thread_us)
+        slower = alone.clock_us / alone.thread_us
+        helpers_us = flight.work * (alone.process_us - alone.thread_us)
         others_us = (flight.process_us - flight.thread_us - helpers_us) * slower
         stood_us = flight.took_us - flight.thread_us * slower
-        lost_us = (flight.took_us - flight.products * alone.product_us) / flight.collectives - calls_us
+        lost_us = (flight.took_us - flight.work * alone.clock_us) / flight.collectives - calls_us
         if stood_us > others_us / 2.0:
             lost_us = max(lost_us, others_us / flight.collectives)
     return lost_us, beside_us
 
 
-def _flight(
-    start: Callable[[], Any], count: int, compute: Callable[[], None], meet: Callable[[], None]
-) -> _Flight:
-    """Products for as long as `count` collectives, one after the other, are in flight."""
+def _flight(start: Callable[[], Any], count: int, compute: Compute, meet: Callable[[], None]) -> _Flight:
+    """Work for as long as `count` collectives, one after the other, are in flight."""
     # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
     # It is no part of a step: what it takes, and what asking it takes, is left out.
     with ThreadPoolExecutor(max_workers=1) as waiter:
@@ -153,35 +176,46 @@ def _flight(
         with lanes_first():
             meet()
             begin = _clocks()
-            asking = products = 0
+            asking = in_flight = 0
+            work_done = 0.0
             for _ in range(count):
+                since = time.perf_counter_ns()
                 work = start()
                 asked = time.thread_time_ns()
-                done = waiter.submit(work.wait)
+                done = waiter.submit(_ended_at, work)
                 asking += time.thread_time_ns() - asked
                 while not done.done():
-                    compute()
-                    products += 1
-                done.result()
+                    work_done += compute()
+                in_flight += done.result() - since
             took, mine, process = (now - then for now, then in zip(_clocks(), begin, strict=True))
         waited += waiter.submit(time.thread_time_ns).result()
     return _Flight(
         count,
-        products,
+        work_done,
+        in_flight / 1e3,
         (took - asking - waited) / 1e3,
         (mine - asking) / 1e3,
         (process - asking - waited) / 1e3,
     )
 
 
-def _alone(compute: Callable[[], None], meet: Callable[[], None]) -> _Alone:
-    """A product while all ranks do nothing but compute."""
+def _ended_at(work: Any) -> int:
+    """Wait for it; when that was, in nanoseconds. The computing thread sees it only when its op has ended."""
+    work.wait()
+    return time.perf_counter_ns()
+
+
+def _alone(compute: Compute, meet: Callable[[], None]) -> _Alone:
+    """Work while all ranks do nothing but compute."""
     meet()
     with lanes_first():
+        compute()
         begin = _clocks()
-        product_us = us_each(compute, ALONE_S * 1e6)
+        work, until = 0.0, begin[0] + ALONE_S * 1e9
+        while time.perf_counter_ns() < until:
+            work += compute()
         took, mine, process = (now - then for now, then in zip(_clocks(), begin, strict=True))
-    return _Alone(product_us, product_us * mine / took, product_us * process / took)
+    return _Alone(took / 1e3 / work, mine / 1e3 / work, process / 1e3 / work)
 
 
 def _clocks() -> tuple[int, int, int]:

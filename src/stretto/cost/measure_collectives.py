@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from stretto import collectives, gloo_adapter
 from stretto.cost.calls import BYTES_PER_MB, Calls, line_through
-from stretto.cost.contention import compute_loss
+from stretto.cost.contention import Compute, compute_loss
 from stretto.cost.time_collectives import (
     agree_max,
     agree_median,
@@ -80,12 +80,17 @@ class Measured:
 
 
 def measure_collectives(
-    mesh: Mesh, wanted: Sequence[Wanted], device: torch.device, compute_us: float = COMPUTE_US
+    mesh: Mesh,
+    wanted: Sequence[Wanted],
+    device: torch.device,
+    compute_us: float = COMPUTE_US,
+    compute: Compute | None = None,
 ) -> dict[tuple[str, str], Measured]:
     """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
 
     compute_us: how long a step computes between two collectives (ranks may differ; the median counts); 0
-        where that does nothing to a collective that is not counted elsewhere.
+        where that does nothing to a collective that is not counted elsewhere. compute: what it computes, as
+        `contention.compute_loss` takes it.
 
     Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
     slow links.
@@ -101,7 +106,8 @@ def measure_collectives(
                 groups[item.axis] = _group(mesh, item.axis, device)
                 gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)
             group = groups[item.axis]
-            found[item.axis, item.kind] = _measure(item, mesh.size(item.axis), group, device, products, part)
+            size = mesh.size(item.axis)
+            found[item.axis, item.kind] = _measure(item, size, group, device, products, part, compute)
     finally:
         for group in groups.values():
             dist.destroy_process_group(group)
@@ -179,6 +185,7 @@ def _measure(
     device: torch.device,
     products: float,
     part: float,
+    compute: Compute | None,
 ) -> Measured:
     samples: list[tuple[int, float]] = []
     launches: list[tuple[int, float]] = []
@@ -205,7 +212,8 @@ def _measure(
     losses: list[tuple[int, float]] = []
     for nbytes, alone_us in ends:
         _, start, _ = collective_call(item.kind, nbytes, item.dtype, members, group, device)
-        loss = compute_loss(start, alone_us, lambda: meet(device), device, calls.starting_us(nbytes))
+        starting_us = calls.starting_us(nbytes)
+        loss = compute_loss(start, alone_us, lambda: meet(device), device, starting_us, compute)
         losses.append((nbytes, agree_median(loss.processor_us)))
     processor_us, processor_us_per_mb = line_through(losses)
     cost = CollectiveCost(

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.cost.calls import calls_us
+from stretto.cost.endless import endless_ops
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.cost.messages import measure_links
@@ -152,13 +153,14 @@ def measure_communication(
     mesh = Mesh((("pp", schedule.ranks), *job.axes))
     place = mesh.coordinates(dist.get_rank())["pp"]
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
-    links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh)
     here = [job.stages[stage] for stage in schedule.stages_of(place)]
+    compute = endless_ops(job, here[0], device, op_us) if device.type == "cpu" else None
+    links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh, compute)
     # Under a quota a collective pays for what the compute before it has spent. Elsewhere all that compute
     # does to it is to let ranks come apart, which `skew` says.
     quota = agreed_quota(device)
     between_us = compute_between_us(here, op_us) if quota is not None else 0.0
-    collectives = measure_collectives(mesh, wanted_collectives(job), device, between_us)
+    collectives = measure_collectives(mesh, wanted_collectives(job), device, between_us, compute)
     shared = shared_axes(mesh, [axis for axis, _ in job.axes])
     told: list[Any] = [None] * mesh.world
     dist.all_gather_object(told, links)

@@ -3,15 +3,14 @@
     1. A pair's messages of several sizes, one at a time, timed by round trips that return an empty
        answer; latency and rate are the best straight line through the fastest (least squares on the
        relative error).
-    2. Both ends compute (matrix products) alone, then while messages stream between them; what the
-       computation loses for each megabyte is the processor time of a message.
+    2. On processors both ends compute while messages stream between them, one each way at a time; what
+       compute loses for each megabyte (`cost.contention`) is the processor time of a message.
 
 Uses `torch.distributed` as it is: the transport that will carry the plan's messages.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.giving_way import keeping_core, lanes_first
+from stretto.cost.calls import BYTES_PER_MB
+from stretto.cost.contention import Compute, compute_loss
+from stretto.giving_way import keeping_core
 from stretto.gloo_adapter import calm_loops
 from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
@@ -44,19 +45,23 @@ a fit of disturbed messages may tell any rate."""
 SLOW_US = 400_000.0
 """A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
 
-COMPUTE_S = 0.25
-"""Length of the computation whose loss is measured."""
+STREAMED_BYTES = 262_144
+"""Of the messages of step 2, unless a link is so slow that probes were smaller."""
 
 
 @calm_loops()
 def measure_links(
-    pairs: Sequence[tuple[int, int]], device: torch.device, mesh: Mesh | None = None
+    pairs: Sequence[tuple[int, int]],
+    device: torch.device,
+    mesh: Mesh | None = None,
+    compute: Compute | None = None,
 ) -> dict[tuple[int, int], Link]:
     """Links of (sender, receiver) pairs of places; every rank must call it with the same pairs.
 
     mesh: how ranks are laid out, when there are axes beside pp; a pair of places is then measured between
-    all pairs of ranks that stand there at once, as a step uses it. Returns what this rank found as a
-    sender, by places. Both directions of a pair are assumed equal in what they take from the processor.
+    all pairs of ranks that stand there at once, as a step uses it. compute: what ranks compute meanwhile, as
+    `contention.compute_loss` takes it. Returns what this rank found as a sender, by places. Both directions
+    of a pair are assumed equal in what they take from the processor.
     """
     rank = dist.get_rank()
     mesh = mesh or Mesh((("pp", dist.get_world_size()),))
@@ -69,7 +74,8 @@ def measure_links(
         fit = _one_way(sender, receiver, device)
         both = frozenset(pair)
         if both not in stolen:
-            stolen[both] = _processor_loss(sender, receiver, device) if device.type == "cpu" else 0.0
+            cpu = device.type == "cpu"
+            stolen[both] = _processor_loss(sender, receiver, device, fit, compute) if cpu else 0.0
         if rank == sender:
             assert fit is not None
             latency_us, bytes_per_us = fit
@@ -139,55 +145,43 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     return max(mean_y - slope * mean_x, half / 2.0), 1.0 / slope
 
 
-def _processor_loss(a: int, b: int, device: torch.device) -> float:
-    """Step 2: microseconds of computation lost for each 10**6 bytes, the mean of both ends."""
+def _processor_loss(
+    a: int, b: int, device: torch.device, fit: tuple[float, float] | None, compute: Compute | None
+) -> float:
+    """Step 2: microseconds of compute lost for each 10**6 bytes, the mean of both ends. fit: what the sender
+    has found; None on other ranks."""
     rank = dist.get_rank()
-    loss = torch.zeros(1)
-    if rank in (a, b):
-        peer = b if rank == a else a
-        left = torch.full((192, 192), 0.01)
+    if rank not in (a, b):
+        return 0.0
+    peer = b if rank == a else a
+    other = torch.zeros(1)
+    mine = torch.tensor([fit[0] + STREAMED_BYTES / fit[1] if fit is not None else 0.0])
+    _swap(mine, other, a, b)
+    out, into = torch.zeros(STREAMED_BYTES // 4), torch.zeros(STREAMED_BYTES // 4)
 
-        def compute(repeats: int) -> float:
-            start = time.perf_counter()
-            for _ in range(repeats):
-                torch.mm(left, left)
-            return time.perf_counter() - start
+    def start() -> _Exchange:
+        with keeping_core():
+            return _Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
-        compute(20)
-        one = compute(50) / 50
-        repeats = torch.tensor([max(10.0, COMPUTE_S / one)])
-        other = torch.zeros(1)
-        _swap(repeats, other, a, b)
-        count = int(max(repeats.item(), other.item()))
+    def meet() -> None:
+        _swap(torch.zeros(1), torch.zeros(1), a, b)
 
-        def exchange(out: torch.Tensor, into: torch.Tensor) -> list[Any]:
-            with keeping_core():
-                return [dist.isend(out, peer), dist.irecv(into, peer)]
+    found = compute_loss(start, float(max(mine.item(), other.item())), meet, device, compute=compute)
+    # Each message costs its sender and its receiver; a rank was both.
+    loss = torch.tensor([found.processor_us / (2 * out.nbytes / BYTES_PER_MB)])
+    _swap(loss, other, a, b)
+    return float((loss + other) / 2)
 
-        alone = statistics.median(compute(count) for _ in range(3))
-        losses: list[float] = []
-        for _ in range(3):
-            _swap(torch.zeros(1), other, a, b)
-            out, into = torch.zeros(65_536), torch.zeros(65_536)
-            sent = 0
-            elapsed = 0.0
-            # A message each way is always under way; the next starts when both have arrived.
-            piece = max(1, count // 16)
-            with lanes_first():
-                works = exchange(out, into)
-                for at in range(16):
-                    elapsed += compute(piece)
-                    for work in works:
-                        work.wait()
-                    sent += out.nbytes
-                    if at < 15:
-                        works = exchange(out, into)
-            # Each message costs its sender and its receiver; a rank was both.
-            losses.append(max(0.0, elapsed - alone * 16 * piece / count) * 1e6 / (2 * sent / 1e6))
-        loss[0] = statistics.median(losses)
-        _swap(loss, other, a, b)
-        loss = (loss + other) / 2
-    return float(loss)
+
+class _Exchange:
+    """A message each way."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 @calm_loops()

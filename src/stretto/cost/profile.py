@@ -157,8 +157,8 @@ def device_name(device: torch.device) -> str:
 def _measure(
     job: Job, stage: Stage, device: torch.device, rounds: Rounds, least_rounds: int
 ) -> dict[str, float]:
-    made = _make_inputs(job, stage, device)
-    calls = _calls(job, stage, device)
+    made = make_inputs(job, stage, device)
+    calls = make_calls(job, stage, device)
     grads: dict[str, torch.Tensor] = {}
     waits = bool(job.edges) or any(op.target == WAIT for ops in stage.ops.values() for op in ops)
     pausing = waits and device.type == "cpu"
@@ -197,7 +197,7 @@ def typical(times: Sequence[float]) -> float:
     return statistics.fmean(took for took in times if took <= most)
 
 
-def _make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
+def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
     """Step 1: every value that the stage reads and does not make."""
     specs: dict[str, TensorSpec] = {f"param/{p.name}": p.spec for p in job.parameters}
     specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
@@ -236,8 +236,8 @@ def random_tensor(spec: TensorSpec, generator: torch.Generator, device: torch.de
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """One op, ready to be called on a table of values."""
+class OpCall:
+    """One op, ready to be called on a table of values. dead: what nothing after it reads."""
 
     op: Op
     function: Callable[..., Any]
@@ -250,7 +250,13 @@ class _Call:
         arguments = [_value(a, values) for a in self.args]
         return self.function(*arguments, **{key: _value(a, values) for key, a in self.kwargs})
 
-    def add(self, values: Mapping[str, Any], grads: dict[str, torch.Tensor]) -> Any:
+    def run(self, values: dict[str, Any], grads: dict[str, torch.Tensor]) -> None:
+        """Call it, keep what it makes, and drop what is dead then."""
+        values[self.op.name] = self._add(values, grads) if self.addends else self(values)
+        for name in self.dead:
+            values.pop(name, None)
+
+    def _add(self, values: Mapping[str, Any], grads: dict[str, torch.Tensor]) -> Any:
         """Step 6: the call of an op that makes a gradient, or several, which are added to `grads`."""
         held = grads.get(self.op.name)
         if held is not None and self.addends[0].product:
@@ -281,7 +287,7 @@ def fixed_argument(arg: Arg, device: torch.device) -> Arg:
     return arg
 
 
-def _calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list[_Call]]:
+def make_calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list[OpCall]]:
     """The stage's programs with what dies after each op: what nothing later in the stage reads."""
     last: dict[str, str] = {}
     for phase in PHASES:
@@ -294,10 +300,10 @@ def _calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list[_Ca
         if not is_external(name):
             dying.setdefault(reader, []).append(name)
     grads = addends(job, stage.index)
-    result: dict[Phase, list[_Call]] = {}
+    result: dict[Phase, list[OpCall]] = {}
     for phase in PHASES:
         result[phase] = [
-            _Call(
+            OpCall(
                 op,
                 function_of(op.target, device),
                 tuple(fixed_argument(a, device) for a in op.args),
@@ -311,7 +317,7 @@ def _calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list[_Ca
 
 
 def _run(
-    calls: Mapping[Phase, Sequence[_Call]],
+    calls: Mapping[Phase, Sequence[OpCall]],
     given: Mapping[str, torch.Tensor],
     grads: dict[str, torch.Tensor],
     device: torch.device,
@@ -331,9 +337,7 @@ def _run(
         begin = time.perf_counter_ns()
         for call in calls[phase]:
             start, mine = time.perf_counter_ns(), time.thread_time_ns() if threads else 0
-            values[call.op.name] = call.add(values, grads) if call.addends else call(values)
-            for name in call.dead:
-                values.pop(name, None)
+            call.run(values, grads)
             if rounds is not None:
                 _synchronise(device)
                 rounds.shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
