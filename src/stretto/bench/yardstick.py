@@ -18,7 +18,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 
 CONFIG = GPTConfig(vocab_size=1024, layers=1, hidden=512, heads=8, context=128)
 ROWS = 1
-"""The step: about 30 ms on a core, and 15 MB of weights."""
+"""The step: some 50 ms on a core, and 15 MB of weights."""
 
 
 class Yardstick:

@@ -6,7 +6,8 @@
        lets through at once (a token bucket's content) is not counted on. Where compute before it matters,
        again as in a step: ranks compute for a while, all as much, start and wait; with it come the members
        that compute a little longer, and a quota that computing has spent. Measured at 300 Mbit/s between
-       hosts of 0.8 processors: 9.2 ms, where one that follows no compute takes 6.9. Of the rounds, the mean
+       hosts of 0.8 processors: 9.2 ms, where one that follows no compute takes 6.9. Where it is known how far
+       ranks come apart (`Costs.skew`), the time of the member that comes last counts. Of the rounds, the mean
        without the slowest tenth; of both ways the longer. The sizes give a `Curve`.
     3. What it takes on the thread that computes (its start, its wait when it is done, the first look at its
        result), behind compute as in a step; the wait's part is in step 2's time too, and taken off. And what
@@ -79,24 +80,38 @@ class Measured:
     spread: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What ranks compute while collectives are measured. products: before each; part: of a processor that the
+    computing thread has; compute: beside them."""
+
+    products: float
+    part: float
+    compute: Compute | None
+
+
 def measure_collectives(
     mesh: Mesh,
     wanted: Sequence[Wanted],
     device: torch.device,
     compute_us: float = COMPUTE_US,
     compute: Compute | None = None,
+    *,
+    lateness: bool = True,
 ) -> dict[tuple[str, str], Measured]:
     """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
 
     compute_us: how long a step computes between two collectives (ranks may differ; the median counts); 0
         where that does nothing to a collective that is not counted elsewhere. compute: what it computes, as
         `contention.compute_loss` takes it.
+    lateness: what members are late by, after their compute, is a part of the cost; not where `Costs.skew`
+        and `Quota.skew` say it.
 
     Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
     slow links.
     """
     products_per_us, part = pace(device)
-    products = min(MOST_COMPUTE_US, agree_median(compute_us)) * products_per_us
+    load = _Load(min(MOST_COMPUTE_US, agree_median(compute_us)) * products_per_us, part, compute)
     found: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     theirs = gloo_adapter.loop_threads()
@@ -107,7 +122,7 @@ def measure_collectives(
                 gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)
             group = groups[item.axis]
             size = mesh.size(item.axis)
-            found[item.axis, item.kind] = _measure(item, size, group, device, products, part, compute)
+            found[item.axis, item.kind] = _measure(item, size, group, device, load, lateness)
     finally:
         for group in groups.values():
             dist.destroy_process_group(group)
@@ -183,9 +198,8 @@ def _measure(
     members: int,
     group: dist.ProcessGroup,
     device: torch.device,
-    products: float,
-    part: float,
-    compute: Compute | None,
+    load: _Load,
+    lateness: bool,
 ) -> Measured:
     samples: list[tuple[int, float]] = []
     launches: list[tuple[int, float]] = []
@@ -193,10 +207,10 @@ def _measure(
     begin = time.perf_counter_ns()
     for size in item.sizes:
         nbytes, start, _ = collective_call(item.kind, size, item.dtype, members, group, device)
-        us, launch_us, range_of = timed(start, group, device, products)
-        if products:
+        us, launch_us, range_of = timed(start, group, device, load.products, lateness)
+        if load.products:
             # Behind compute, ranks come apart, and that is part of the cost; noise is what is there without.
-            at_once_us, _, range_of = timed(start, group, device, 0.0)
+            at_once_us, _, range_of = timed(start, group, device, 0.0, lateness)
             us = max(us, at_once_us)
         samples.append((nbytes, us))
         launches.append((nbytes, launch_us))
@@ -205,7 +219,7 @@ def _measure(
             break
     ends = ends_of(samples)
     if device.type == "cpu":
-        calls, waits = _calls(item, members, group, device, ends, part)
+        calls, waits = _calls(item, members, group, device, ends, load.part)
     else:
         calls, waits = Calls(*line_through(launches)), (0.0, 0.0)
     # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
@@ -213,7 +227,7 @@ def _measure(
     for nbytes, alone_us in ends:
         _, start, _ = collective_call(item.kind, nbytes, item.dtype, members, group, device)
         starting_us = calls.starting_us(nbytes)
-        loss = compute_loss(start, alone_us, lambda: meet(device), device, starting_us, compute)
+        loss = compute_loss(start, alone_us, lambda: meet(device), device, starting_us, load.compute)
         losses.append((nbytes, agree_median(loss.processor_us)))
     processor_us, processor_us_per_mb = line_through(losses)
     cost = CollectiveCost(

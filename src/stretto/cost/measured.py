@@ -156,11 +156,13 @@ def measure_communication(
     here = [job.stages[stage] for stage in schedule.stages_of(place)]
     compute = endless_ops(job, here[0], device, op_us) if device.type == "cpu" else None
     links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh, compute)
-    # Under a quota a collective pays for what the compute before it has spent. Elsewhere all that compute
-    # does to it is to let ranks come apart, which `skew` says.
+    # Under a quota a collective pays for what the compute before it has spent. All else that compute does to
+    # it is to let ranks come apart, which `skew` says.
     quota = agreed_quota(device)
     between_us = compute_between_us(here, op_us) if quota is not None else 0.0
-    collectives = measure_collectives(mesh, wanted_collectives(job), device, between_us, compute)
+    collectives = measure_collectives(
+        mesh, wanted_collectives(job), device, between_us, compute, lateness=False
+    )
     shared = shared_axes(mesh, [axis for axis, _ in job.axes])
     told: list[Any] = [None] * mesh.world
     dist.all_gather_object(told, links)

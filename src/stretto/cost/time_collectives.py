@@ -106,12 +106,17 @@ def _compute_for(compute: Callable[[], None], us: float) -> None:
 
 
 def timed(
-    start: Callable[[], Any], group: dist.ProcessGroup, device: torch.device, products: float
+    start: Callable[[], Any],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    products: float,
+    lateness: bool = True,
 ) -> tuple[float, float, float]:
     """Step 2: (microseconds of one collective from its call on, of that call, spread), equal on all ranks.
 
     products: what a rank computes before each, on average. The same work on all ranks, however long it takes
-    them: that they are not ready at one time is a part of what a collective costs.
+    them. lateness: that they are not ready at one time is a part of what the collective costs: what it takes
+    its members on average. Else it is what it takes the member that comes last.
     """
     took: list[float] = []
     starts: list[float] = []
@@ -147,7 +152,7 @@ def timed(
     by_group: dict[tuple[int, ...], list[tuple[list[float], list[float]]]] = {}
     for ranks, wholes, calls in told:
         by_group.setdefault(tuple(ranks), []).append((wholes, calls))
-    found = [_counted(members) for members in by_group.values()]
+    found = [_counted(members, lateness) for members in by_group.values()]
     return (
         statistics.median(whole_us for whole_us, _, _ in found),
         statistics.median(start_us for _, start_us, _ in found),
@@ -155,10 +160,14 @@ def timed(
     )
 
 
-def _counted(members: Sequence[tuple[list[float], list[float]]]) -> tuple[float, float, float]:
-    """(whole, start, spread) of one group from its members' times: means over members, and over the rounds
-    that count, which are those that took the least."""
-    wholes = [statistics.fmean(each) for each in zip(*(wholes for wholes, _ in members), strict=True)]
+def _counted(
+    members: Sequence[tuple[list[float], list[float]]], lateness: bool
+) -> tuple[float, float, float]:
+    """(whole, start, spread) of one group from its members' times: means over members (of whole times, the
+    last comer's if lateness is not to count), and over the rounds that count, which are those that took the
+    least."""
+    of_members = statistics.fmean if lateness else min
+    wholes = [of_members(each) for each in zip(*(wholes for wholes, _ in members), strict=True)]
     starts = [statistics.fmean(each) for each in zip(*(starts for _, starts in members), strict=True)]
     rounds = sorted(zip(wholes, starts, strict=True))[: max(1, round(KEPT * len(wholes)))]
     whole_us = statistics.fmean(whole for whole, _ in rounds)
