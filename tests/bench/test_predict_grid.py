@@ -79,3 +79,22 @@ def test_the_layouts_that_are_asked_for_are_run(monkeypatch: pytest.MonkeyPatch)
     refused = CliRunner().invoke(bench, ["predict", "--pp", "3"])
     assert isinstance(refused.exception, UsageError)
     assert "--pp 3: '3' is none of 1, 2" in str(refused.exception)
+
+
+def test_what_ran_is_kept_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def run(cells: list[Cell], rounds: int, folder: Path, *_: Any) -> dict[str, Any]:
+        asked.append(folder)
+        return {"rows": [], "summary": {}}
+
+    monkeypatch.setattr(predict_grid, "run_grid", run)
+    wanted = tmp_path / "kept" / "here"
+    assert CliRunner().invoke(bench, ["predict", "--keep", str(wanted)]).exit_code == 0
+    assert asked == [wanted.resolve()]
+    assert wanted.is_dir()
+    (tmp_path / "file").write_text("")
+    refused = CliRunner().invoke(bench, ["predict", "--keep", str(tmp_path / "file")])
+    assert isinstance(refused.exception, UsageError)
+    assert "--keep" in str(refused.exception)
+    assert asked == [wanted.resolve()], "refused before the first lab"

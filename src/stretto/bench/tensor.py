@@ -91,12 +91,12 @@ def run_worker(setup: Setup, out: Path, kept: Path | None = None) -> None:
     if rank == 0:
         plans = {mode: runner.plan for mode, runner in runners.items()}
         known = {mode: with_costs(plan, agreed) for mode, plan in plans.items()}
-        if kept is not None:
-            for name, plan in plans.items():
-                keep_run(kept / name, plan, known[name], timelines[name])
         result = make_result(setup, plans, known, times, timelines)
         result["setup"]["worst_error_vs_plain"] = error
         out.write_text(json.dumps(result, indent=1) + "\n")
+        if kept is not None:
+            for name, plan in plans.items():
+                keep_run(kept / name, plan, known[name], timelines[name])
     dist.barrier()
     dist.destroy_process_group()
 
