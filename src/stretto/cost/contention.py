@@ -63,7 +63,7 @@ class Loss:
 
 
 Compute = Callable[[], float]
-"""Does some work of a step, a few milliseconds of it, and says how much it was, in any unit."""
+"""Does some work, a few milliseconds of it at most, or one op, and says how much it was, in any unit."""
 
 
 def compute_loss(

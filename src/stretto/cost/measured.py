@@ -154,7 +154,9 @@ def measure_communication(
     place = mesh.coordinates(dist.get_rank())["pp"]
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     here = [job.stages[stage] for stage in schedule.stages_of(place)]
-    compute = endless_ops(job, here[0], device, op_us) if device.type == "cpu" else None
+    busiest = max(here, key=lambda stage: compute_between_us([stage], op_us))
+    computes = device.type == "cpu" and compute_between_us([busiest], op_us) > 0.0
+    compute = endless_ops(job, busiest, device, op_us) if computes else None
     links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh, compute)
     # Under a quota a collective pays for what the compute before it has spent. All else that compute does to
     # it is to let ranks come apart, which `skew` says.

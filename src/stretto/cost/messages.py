@@ -46,7 +46,7 @@ SLOW_US = 400_000.0
 """A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
 
 STREAMED_BYTES = 262_144
-"""Of the messages of step 2, unless a link is so slow that probes were smaller."""
+"""Of the messages of step 2: of a stage's activations, rather small ones. Assumed."""
 
 
 @calm_loops()

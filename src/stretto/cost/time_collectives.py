@@ -110,7 +110,7 @@ def timed(
     group: dist.ProcessGroup,
     device: torch.device,
     products: float,
-    lateness: bool = True,
+    lateness: bool,
 ) -> tuple[float, float, float]:
     """Step 2: (microseconds of one collective from its call on, of that call, spread), equal on all ranks.
 
