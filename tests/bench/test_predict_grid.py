@@ -21,16 +21,16 @@ CELLS = [Cell(shape, 2, 1, rate) for rate in ("100mbit", "50mbit") for shape in 
 
 
 def found(cell: Cell, measured_ms: float) -> Found:
-    return Found(str(cell), 90.0, 95.0, measured_ms, (measured_ms,) * 3, 0.2, 0.1, (100, 50), (100, 40), 7.0)
+    return Found(str(cell), 90.0, 95.0, measured_ms, (measured_ms,) * 3, 0.2, 0.1, (100, 50), (100, 40))
 
 
 def labs(monkeypatch: pytest.MonkeyPatch, *, failing: str = "") -> None:
     """Labs in which every cell takes 100 ms; the one with a rate of `failing` fails."""
 
-    def run(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
-        if cells[0].rate == failing:
+    def run(cells: Sequence[tuple[Cell, Sequence[Cell]]], rounds: int, folder: Path) -> None:
+        if cells[0][0].rate == failing:
             raise RunError("a rank failed")
-        for cell in cells:
+        for cell, _ in cells:
             cell.folder(folder).mkdir()
             (cell.folder(folder) / FIGURES).write_text(json.dumps(asdict(found(cell, 100.0))))
 

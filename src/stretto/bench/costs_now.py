@@ -32,13 +32,14 @@ CPU = torch.device("cpu")
 
 
 class CostsNow:
-    """What one rank finds; every rank makes one for the same plan, and calls the same methods."""
+    """What one rank finds; every rank makes one for the same plan, and calls the same methods. place: of the
+    rank in the pipeline."""
 
     def __init__(self, plan: Plan) -> None:
         mesh = Mesh((("pp", plan.ranks), *plan.job.axes))
-        place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
+        self.place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
         self._plan = plan
-        self._stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
+        self._stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == self.place]
         self._found: Profile | None = None
         self._again: list[Communication] = []
 

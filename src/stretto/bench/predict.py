@@ -8,11 +8,11 @@
        took on average, stands beside what steps took on average: time, exposed communication, peak memory.
        What was predicted when it was made is kept too. Steps go on for as many rounds as are asked for, and
        then until their mean is known to `KNOWN_TO`, or for `MOST_TIMES` as many.
-    3. Cells of shapes and rates that no measurement knows are predicted once more from others alone: op times
-       and communication from the calibrated cells (`stretto.bench.transfer`). Of the cell itself nothing is
-       used but how fast the machine was: what a step took that is the same in all cells.
+    3. Cells of shapes and rates that no measurement knows are predicted once more from others alone
+       (`stretto.bench.transfer`): op times from the jobs of calibrated shapes, measured in the same minutes
+       (`stretto.bench.beside`), communication from the calibrated cells.
 
-A worker (this module as a program, once on each host) does step 2, and keeps its plans for step 3.
+A worker (this module as a program, once on each host) does step 2, and keeps for step 3 what it needs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ import torch
 import torch.distributed as dist
 
 import stretto
+from stretto.bench.beside import Beside, calibration_of
 from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.bench.kept import Keep, keep_run
-from stretto.bench.yardstick import Yardstick
+from stretto.cost.calibration import Calibration, save_calibration
 from stretto.cost.profile import typical
-from stretto.ir.program import OverlapMode
+from stretto.ir.program import Job, OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 
@@ -53,14 +54,14 @@ KNOWN_TO = 0.02
 """The standard error of the steps' mean, as a share of it, up to which the mean counts as known: a quarter of
 the error that a prediction may have."""
 
-YARDSTICK_US = 100_000.0
-"""How long the yardstick is run before ops are measured, and again before the step."""
-
 MOST_TIMES = 3
 """A cell has at most as many times the rounds that were asked for."""
 
 FIGURES = "figures.json"
 """What a worker writes of a cell into its folder, beside what ran: its `Found`."""
+
+CALIBRATION = "calibration.json"
+"""And there, for a cell that is not calibrated, the op times of those that are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,6 @@ class Found:
 
     planned_ms: what the plan said when it was made; predicted_ms: with what ops and communication took
     meanwhile; measured_ms: of steps, the same mean as of ops; rounds_ms: the median of each round.
-    yardstick_us: of a step that is the same in all cells, meanwhile (`bench.yardstick`).
     """
 
     cell: str
@@ -119,7 +119,6 @@ class Found:
     exposed_measured: float
     peak_predicted: tuple[int, ...]
     peak_measured: tuple[int, ...]
-    yardstick_us: float
 
     @property
     def error(self) -> float:
@@ -163,8 +162,8 @@ def grid(
     return cells
 
 
-def run_cell(cell: Cell, rounds: int, keep: Keep | None = None) -> Found:
-    """Step 2 on one rank; every rank of the cell calls it. keep: is given what ran (`bench.kept`)."""
+def captured(cell: Cell) -> tuple[GPT, dict[str, torch.Tensor], Job]:
+    """The cell's model, a batch and the job; equal on all ranks, and in every process."""
     shape = cell.shape
     torch.manual_seed(0)
     config = GPTConfig(
@@ -188,7 +187,18 @@ def run_cell(cell: Cell, rounds: int, keep: Keep | None = None) -> Found:
         schedule="1f1b",
         overlap=cell.overlap,
     )
-    job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
+    return model, batch, stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
+
+
+def run_cell(
+    cell: Cell, rounds: int, keep: Keep | None = None, others: Sequence[Cell] = ()
+) -> tuple[Found, Calibration]:
+    """Step 2 on one rank; every rank of the cell calls it.
+
+    keep: is given what ran (`bench.kept`). others: of the same layout; what the ops of their jobs took
+    meanwhile is the calibration (the cell's own, if it is one of them).
+    """
+    model, batch, job = captured(cell)
     plan = stretto.plan(job, "local")
     runner = stretto.Runner(plan, model)
     planned = plan.prediction
@@ -210,13 +220,13 @@ def run_cell(cell: Cell, rounds: int, keep: Keep | None = None) -> Found:
     timelines.clear()
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / planned.step_us)))
     times: list[list[float]] = []
-    now, yardstick = CostsNow(plan), Yardstick()
+    now = CostsNow(plan)
+    beside = Beside([captured(other)[2] for other in others if other.shape != cell.shape], now.place)
     while len(times) < rounds or (len(times) < MOST_TIMES * rounds and uncertainty(times) > KNOWN_TO):
         times.append([])
         for _ in range(steps):
-            yardstick.run(YARDSTICK_US)
+            beside.visit()
             now.visit()
-            yardstick.run(YARDSTICK_US)
             times[-1].append(step())
     runner.close()
     now.measure_communication()
@@ -225,12 +235,15 @@ def run_cell(cell: Cell, rounds: int, keep: Keep | None = None) -> Found:
         keep(plan, now_known, timelines)
     prediction = now_known.prediction
     assert prediction is not None
+    calibrated = beside.agreed()
+    if any(other.shape == cell.shape for other in others):
+        calibrated.append((job, now_known.costs.op_us))
     peak = timelines[-1].peak_bytes
     exposed = [
         statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))
         for timeline in timelines
     ]
-    return Found(
+    found = Found(
         cell=str(cell),
         planned_ms=planned.step_us / 1e3,
         predicted_ms=prediction.step_us / 1e3,
@@ -240,8 +253,8 @@ def run_cell(cell: Cell, rounds: int, keep: Keep | None = None) -> Found:
         exposed_measured=statistics.median(exposed),
         peak_predicted=prediction.peak_bytes,
         peak_measured=peak,
-        yardstick_us=yardstick.agreed_us(),
     )
+    return found, calibration_of(calibrated)
 
 
 def uncertainty(times: Sequence[Sequence[float]]) -> float:
@@ -272,19 +285,24 @@ def cell_from(data: dict[str, Any]) -> Cell:
 
 
 def main() -> None:
-    """The worker's entry: `python -m stretto.bench.predict CELLS_JSON ROUNDS FOLDER`, once on each host. Rank
-    0 writes a cell's figures, and what it keeps of the cell, into the folder as soon as it has them."""
+    """The worker's entry: `python -m stretto.bench.predict CELLS_JSON ROUNDS FOLDER`, once on each host.
+
+    CELLS_JSON: a list of [cell, the cells whose ops are measured beside it]. Rank 0 writes a cell's figures,
+    and what it keeps of the cell, into the folder as soon as it has them.
+    """
     cells, rounds, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    alone = cell_from(cells[0]).world == 1
+    alone = cell_from(cells[0][0]).world == 1
     if not alone:
         dist.init_process_group("gloo")
     first = alone or dist.get_rank() == 0
-    for data in cells:
-        cell = cell_from(data)
+    for data, beside in cells:
+        cell, others = cell_from(data), [cell_from(other) for other in beside]
         kept = cell.folder(folder)
-        found = run_cell(cell, rounds, partial(keep_run, kept) if first else None)
+        found, calibration = run_cell(cell, rounds, partial(keep_run, kept) if first else None, others)
         if first:
+            if others:
+                save_calibration(calibration, kept / CALIBRATION)
             (kept / FIGURES).write_text(json.dumps(asdict(found)))
             print(f"{cell}: {100 * found.error:+.1f} %", file=sys.stderr, flush=True)
     if not alone:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from stretto.bench.in_lab import CORES, lab_of, run_worker
-from stretto.bench.predict import FIGURES, Cell, Found
-from stretto.bench.transfer import at_speed, transferred
+from stretto.bench.predict import CALIBRATION, FIGURES, Cell, Found
+from stretto.bench.transfer import transferred
+from stretto.cost.calibration import load_calibration
 from stretto.errors import PlanError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
@@ -27,8 +28,6 @@ from stretto.lab.rates import parse_rate
 CALIBRATED_SHAPES = ("deep", "long")
 CALIBRATED_RATES = ("100mbit", "1gbit", "unlimited")
 """Cells of these shapes at these rates price the others; no other cell's costs are used for that."""
-
-Layout = tuple[int, int]
 
 
 def run_grid(
@@ -50,13 +49,11 @@ def run_grid(
     done: dict[Cell, Found] = {}
     for number, ((pp, tp, rate), together) in enumerate(labs.items(), 1):
         say(f"lab {number} of {len(labs)}: pp={pp} tp={tp} {rate}, {len(together)} shapes")
-        _run_lab(together, rounds, folder)
+        _run_lab([(cell, beside(cell, cells)) for cell in together], rounds, folder)
         done |= {cell: Found(**json.loads((cell.folder(folder) / FIGURES).read_text())) for cell in together}
         keep(_result(done, rounds, {}))
     say("predicting the cells that were not calibrated")
-    plans = {cell: load_plan(cell.folder(folder) / "plan.json") for cell in cells}
-    yardstick_us = {cell: found.yardstick_us for cell, found in done.items()}
-    return _result({cell: done[cell] for cell in cells}, rounds, _transfer(cells, plans, yardstick_us, say))
+    return _result({cell: done[cell] for cell in cells}, rounds, _transfer(cells, folder, say))
 
 
 def _result(done: Mapping[Cell, Found], rounds: int, predicted: Mapping[Cell, Plan]) -> dict[str, Any]:
@@ -76,15 +73,26 @@ def _result(done: Mapping[Cell, Found], rounds: int, predicted: Mapping[Cell, Pl
     }
 
 
-def _run_lab(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
-    data = json.dumps([asdict(cell) for cell in cells])
+def _run_lab(cells: Sequence[tuple[Cell, Sequence[Cell]]], rounds: int, folder: Path) -> None:
+    """cells: with those whose ops are measured beside each."""
+    data = json.dumps([[asdict(cell), [asdict(other) for other in others]] for cell, others in cells])
+    first = cells[0][0]
     run_worker(
-        lab_of(cells[0].world, cells[0].rate),
+        lab_of(first.world, first.rate),
         "stretto.bench.predict",
         [data, str(rounds), str(folder)],
         1,
-        str(cells[0]),
+        str(first),
     )
+
+
+def beside(cell: Cell, cells: Sequence[Cell]) -> list[Cell]:
+    """One cell of each calibrated shape in the cell's layout, whose ops price the cell; none for one that is
+    calibrated itself."""
+    if is_calibrated(cell):
+        return []
+    shapes = {c.shape: c for c in cells if is_calibrated(c) and (c.pp, c.tp) == (cell.pp, cell.tp)}
+    return list(shapes.values())
 
 
 def is_calibrated(cell: Cell) -> bool:
@@ -98,32 +106,25 @@ def bits_per_s(rate: str) -> float:
     return math.inf if found is None else float(found)
 
 
-def _transfer(
-    cells: Sequence[Cell],
-    plans: Mapping[Cell, Plan],
-    yardstick_us: Mapping[Cell, float],
-    say: Callable[[str], None],
-) -> dict[Cell, Plan]:
+def _transfer(cells: Sequence[Cell], folder: Path, say: Callable[[str], None]) -> dict[Cell, Plan]:
     """Cell -> its plan from others, for cells that are not calibrated.
 
     Sequence parallelism has other collectives than its absence: a cell is priced by calibrated cells of its
     own layout, in which each kind of both occurs. One that they cannot price is told, and left out.
-    yardstick_us: what the yardstick took in each cell.
     """
-    known: dict[Layout, dict[float, list[Cell]]] = defaultdict(lambda: defaultdict(list))
-    for cell in cells:
-        if is_calibrated(cell):
-            known[cell.pp, cell.tp][bits_per_s(cell.rate)].append(cell)
+    plans = {cell: load_plan(cell.folder(folder) / "plan.json") for cell in cells}
     found: dict[Cell, Plan] = {}
-    for cell in cells:
-        if is_calibrated(cell):
+    for cell in (cell for cell in cells if not is_calibrated(cell)):
+        known: dict[float, list[Plan]] = defaultdict(list)
+        for other in cells:
+            if is_calibrated(other) and (other.pp, other.tp) == (cell.pp, cell.tp):
+                known[bits_per_s(other.rate)].append(plans[other])
+        if not known:
+            say(f"{cell}: no calibrated cell of its layout")
             continue
         try:
-            now = {
-                rate: [at_speed(plans[one], yardstick_us[cell] / yardstick_us[one]) for one in those]
-                for rate, those in known[cell.pp, cell.tp].items()
-            }
-            found[cell] = transferred(plans[cell], bits_per_s(cell.rate), now)
+            calibration = load_calibration(cell.folder(folder) / CALIBRATION)
+            found[cell] = transferred(plans[cell], bits_per_s(cell.rate), calibration, known)
         except (PlanError, UsageError) as error:
             say(f"{cell}: no calibrated cell prices it: {error}")
     return found
@@ -141,7 +142,6 @@ def _row(cell: Cell, found: Found, plan: Plan | None) -> dict[str, Any]:
         "exposed_predicted_pct": 100.0 * found.exposed_predicted,
         "peak_error_pct": 100.0 * found.peak_error,
         "rounds_ms": list(found.rounds_ms),
-        "yardstick_us": found.yardstick_us,
     }
     if plan is not None and plan.prediction is not None:
         step_us = plan.prediction.step_us

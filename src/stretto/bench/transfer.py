@@ -1,9 +1,8 @@
-"""Cells predicted from others alone: plans of calibrated shapes and rates price a job that none of them is.
+"""Cells predicted from others alone: calibrated shapes and rates price a job that none of them is.
 
-1. Op times of all calibrated plans of a layout become a calibration: an op of the same signature is looked
-   up, others lie between ops of the same kind with less and more work (`stretto.cost.priced`). The machine
-   has another speed at every time, so they are put in terms of a step that every cell has timed
-   (`stretto.bench.yardstick`).
+1. The ops of the calibrated shapes, timed beside the cell (`stretto.bench.beside`), are a calibration: an op
+   of the same signature is looked up, a product comes from a fit, others lie between ops of the same kind
+   with less and more work (`stretto.cost.priced`).
 2. Links and collectives at the cell's rate lie between those of the calibrated rates
    (`stretto.cost.at_rate`). What ranks and collectives do to each other is that of calibrated plans that
    communicate alike: with sequence parallelism, or without.
@@ -21,9 +20,7 @@ from statistics import fmean
 from stretto.cost.at_rate import costs_at_rate
 from stretto.cost.calibration import Calibration
 from stretto.cost.mean import with_mean_processors
-from stretto.cost.op_cache import Machine, Timing, signature
 from stretto.cost.priced import priced_ops
-from stretto.cost.roofline import sizes_of, specs_of, traffic_bytes
 from stretto.ir.costs import Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
@@ -31,44 +28,20 @@ from stretto.ir.program import Job
 from stretto.simulate import predict
 
 
-def transferred(plan: Plan, rate: float, known: Mapping[float, Iterable[Plan]]) -> Plan:
-    """The same plan with costs from other plans, and what they predict.
+def transferred(
+    plan: Plan, rate: float, calibration: Calibration, known: Mapping[float, Iterable[Plan]]
+) -> Plan:
+    """The same plan with costs from elsewhere, and what they predict.
 
-    rate: of the cell, in bits per second, `inf` for no limit. known: rate -> plans of calibrated cells of the
-    same layout.
+    rate: of the cell, in bits per second, `inf` for no limit. calibration: has op times. known: rate -> plans
+    of calibrated cells of the same layout, which say what communication costs.
     """
-    plans = {r: list(found) for r, found in known.items()}
-    calibration = calibration_of([plan for found in plans.values() for plan in found])
     times = {key: priced.us for key, priced in priced_ops(plan.job, calibration).items()}
-    merged = {r: _merged(found, all_reduces(plan.job)) for r, found in plans.items()}
+    merged = {r: _merged(list(found), all_reduces(plan.job)) for r, found in known.items()}
     costs = merged[rate] if rate in merged else costs_at_rate(merged, rate)
     costs = replace(costs, op_us=times, shared=plan.costs.shared, source=f"transferred: {costs.source}")
     made = replace(plan, costs=costs)
     return replace(made, prediction=predict(made))
-
-
-def at_speed(plan: Plan, slower: float) -> Plan:
-    """The plan as if its ops had been measured when the yardstick took `slower` times as long."""
-    times = {key: us * slower for key, us in plan.costs.op_us.items()}
-    return replace(plan, costs=replace(plan.costs, op_us=times))
-
-
-def calibration_of(plans: Iterable[Plan]) -> Calibration:
-    """The op times of plans as a calibration; ops of equal signature have the mean of their times."""
-    times: dict[str, list[float]] = defaultdict(list)
-    work: dict[str, tuple[int, int]] = {}
-    for plan in plans:
-        specs, sizes = specs_of(plan.job), sizes_of(plan.job)
-        for stage in plan.job.stages:
-            for ops in stage.ops.values():
-                for op in ops:
-                    us = plan.costs.op_us.get((stage.index, op.name))
-                    if us:
-                        key = signature(op, specs)
-                        times[key].append(us)
-                        work[key] = (op.flops, traffic_bytes(op, sizes))
-    timings = {key: Timing(sum(found) / len(found), 0.0, *work[key]) for key, found in sorted(times.items())}
-    return Calibration(Machine("this machine", "", 1), "calibrated cells", timings)
 
 
 def all_reduces(job: Job) -> bool:

@@ -190,7 +190,7 @@ def agreed_ops(job: Job, mine: Profile) -> Compute:
     time, one rank stands in this stretch and the other in the next.
     """
     told: list[Any] = [None] * dist.get_world_size()
-    by_clock = stretches(job, {index: of.op_shares for index, of in mine.rounds.items()})
+    by_clock = stretches(job, {index: of.met_shares for index, of in mine.rounds.items()})
     by_thread = stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()})
     dist.all_gather_object(told, (dict(mine.op_us), by_clock, by_thread, mine.cold))
     return Compute(

@@ -10,7 +10,10 @@
     5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
     6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
        while it is multiplied, which takes less than a product and a sum.
-    7. Where others share the core (`cost.crowd`) an op's share is its thread's time, not the clock's.
+    7. Where others share the core (`cost.crowd`), or a quota stops the rank, an op's share is its thread's
+       time. By the clock a short op takes its own time in most rounds and a stop on top in some, which look
+       like theft (`STOLEN`), and a long one always has its stops: of one rate of arithmetic a quota of half a
+       core made two, 60 and 32 GFLOP/s below and above a millisecond.
     8. What follows a wait takes longer: rounds in which the rank pauses wherever the step may wait are held
        against those of 3, which never stand (`cost.pauses`). They come first, all of them together, because
        what has not stood for a while is fast for a while.
@@ -101,8 +104,14 @@ class Rounds:
     def op_shares(self) -> Mapping[str, list[float]]:
         """Step 7: by op, what it took in each round."""
         clock_us = sum(map(sum, self.totals.values()))
-        crowded = not has_quota() and part_of(sum(self.straight_us), clock_us) < 1.0 and self.thread_shares
-        return self.thread_shares if crowded else self.shares
+        held_back = part_of(sum(self.straight_us), clock_us) < 1.0 and self.thread_shares
+        return self.thread_shares if held_back else self.shares
+
+    @property
+    def met_shares(self) -> Mapping[str, list[float]]:
+        """By op, what it took in each round for who waits for this rank: a quota's stops are in it, at which
+        ranks come apart; turns of a shared core are not, which are others' compute."""
+        return self.shares if has_quota() else self.op_shares
 
 
 def _copied(lists: Mapping[_Key, Sequence[float]]) -> dict[_Key, list[float]]:
