@@ -5,7 +5,8 @@
    with less and more work (`stretto.cost.priced`).
 2. Links and collectives at the cell's rate lie between those of the calibrated rates
    (`stretto.cost.at_rate`). What ranks and collectives do to each other is that of calibrated plans that
-   communicate alike: with sequence parallelism, or without.
+   communicate alike: with sequence parallelism, or without. What starts and waits take on the compute lane
+   is a line over bytes, through those of all calibrated plans.
 3. The cell's plan, the very order that ran, is simulated with these costs; nothing else that was measured in
    the cell is used.
 """
@@ -19,13 +20,17 @@ from statistics import fmean
 
 from stretto.cost.at_rate import costs_at_rate
 from stretto.cost.calibration import Calibration
+from stretto.cost.calls import Calls, calls_us, line_through
 from stretto.cost.mean import with_mean_processors
 from stretto.cost.priced import priced_ops
 from stretto.ir.costs import Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job
+from stretto.ir.program import WAIT, Job
 from stretto.simulate import predict
+
+Key = tuple[str, str]
+"""(axis, kind) of collectives."""
 
 
 def transferred(
@@ -36,12 +41,38 @@ def transferred(
     rate: of the cell, in bits per second, `inf` for no limit. calibration: has op times. known: rate -> plans
     of calibrated cells of the same layout, which say what communication costs.
     """
+    plans = {r: list(found) for r, found in known.items()}
     times = {key: priced.us for key, priced in priced_ops(plan.job, calibration).items()}
-    merged = {r: _merged(list(found), all_reduces(plan.job)) for r, found in known.items()}
+    times |= calls_us(plan.job, calls_of(one for found in plans.values() for one in found))
+    merged = {r: _merged(found, all_reduces(plan.job)) for r, found in plans.items()}
     costs = merged[rate] if rate in merged else costs_at_rate(merged, rate)
     costs = replace(costs, op_us=times, shared=plan.costs.shared, source=f"transferred: {costs.source}")
     made = replace(plan, costs=costs)
     return replace(made, prediction=predict(made))
+
+
+def calls_of(plans: Iterable[Plan]) -> dict[Key, Calls]:
+    """What the ops take that start and await collectives, by (axis, kind), from the times of plans."""
+    starts, waits = (defaultdict[Key, dict[int, list[float]]](lambda: defaultdict(list)) for _ in range(2))
+    for plan in plans:
+        for stage in plan.job.stages:
+            ops = [op for made in stage.ops.values() for op in made]
+            asked = {op.name: op.collective for op in ops if op.collective is not None}
+            for op in ops:
+                us = plan.costs.op_us.get((stage.index, op.name))
+                begun = asked.get(op.uses[0]) if op.target == WAIT else op.collective
+                if us is not None and begun is not None:
+                    found = waits if op.target == WAIT else starts
+                    found[begun.axis, begun.kind][begun.nbytes].append(us)
+
+    def line(found: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+        return line_through([(nbytes, fmean(took)) for nbytes, took in found.items()])
+
+    calls = {}
+    for key in starts.keys() & waits.keys():
+        (start_us, start_us_per_mb), (finish_us, finish_us_per_mb) = line(starts[key]), line(waits[key])
+        calls[key] = Calls(start_us, start_us_per_mb, finish_us_per_mb, finish_us)
+    return calls
 
 
 def all_reduces(job: Job) -> bool:
@@ -60,7 +91,7 @@ def _merged(plans: Sequence[Plan], reduces: bool) -> Costs:
     all-reduce most of what they move, or of those that do not; of all where there are none."""
     costs = [plan.costs for plan in plans]
     alike = [plan.costs for plan in plans if all_reduces(plan.job) is reduces] or costs
-    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    points: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for one in costs:
         for key, cost in one.collectives.items():
             points[key] += cost.curve.points
