@@ -32,7 +32,7 @@ from stretto.cost.calibration import Calibration
 from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job
+from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning import make_plan
@@ -87,6 +87,34 @@ def test_ranks_are_as_uneven_as_those_that_communicate_alike() -> None:
     # Of those that there are.
     found = transferred(parts, 8e7, ops_of(parts), {8e7: [uneven(whole, 0.1, 0.5)]})
     assert found.costs.skew == pytest.approx(0.1)
+
+
+def test_starts_and_waits_take_what_they_took_elsewhere() -> None:
+    small, large, between = plan_of(2, 32, 10.0), plan_of(2, 64, 10.0), plan_of(2, 48, 10.0)
+
+    def timed(plan: Plan) -> Plan:
+        """A start takes 300 us and 0.01 us a byte, a wait 100 us."""
+        times = dict(plan.costs.op_us)
+        for stage in plan.job.stages:
+            for op in (op for ops in stage.ops.values() for op in ops):
+                if op.collective is not None:
+                    times[stage.index, op.name] = 300.0 + 0.01 * op.collective.nbytes
+                elif op.target == WAIT:
+                    times[stage.index, op.name] = 100.0
+        return replace(plan, costs=replace(plan.costs, op_us=times))
+
+    known = [timed(small), timed(large)]
+    found = transferred(between, 8e7, ops_of(*known), {8e7: known}).costs.op_us
+    wanted = timed(between).costs.op_us
+    calls = [
+        (stage.index, op.name)
+        for stage in between.job.stages
+        for ops in stage.ops.values()
+        for op in ops
+        if op.collective is not None or op.target == WAIT
+    ]
+    assert calls
+    assert {key: found[key] for key in calls} == pytest.approx({key: wanted[key] for key in calls})
 
 
 @pytest.mark.slow

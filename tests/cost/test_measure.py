@@ -150,6 +150,17 @@ def test_on_a_shared_core_ops_are_told_by_the_time_of_their_thread() -> None:
     assert [part_of(50.0, 100.0), part_of(95.0, 100.0), part_of(0.0, 0.0)] == [0.5, 1.0, 1.0]
 
 
+def test_under_a_quota_who_waits_for_a_rank_meets_its_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread tells what an op takes on average; the clock, when a rank is ready for a collective."""
+    clock = {"stopped": [5500.0, 500.0], "equal": [500.0, 500.0]}
+    thread = {"stopped": [250.0, 250.0], "equal": [250.0, 260.0]}
+    of = Rounds(clock, thread, {Phase.F: [1010.0, 1020.0]}, [500.0, 500.0])
+    for quota, met in ((True, clock), (False, thread)):
+        monkeypatch.setattr("stretto.cost.profile.has_quota", lambda quota=quota: quota)
+        assert of.op_shares is thread
+        assert of.met_shares is met
+
+
 def test_what_a_thread_had_of_its_core_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 0, "mine": 0}
 
