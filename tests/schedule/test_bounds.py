@@ -16,6 +16,7 @@ from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job
 from stretto.ir.timeline import COMPUTE_LANE
+from stretto.schedule.bound_machine import Outside, Work, one_machine
 from stretto.schedule.bound_words import format_us
 from stretto.schedule.bounds import lower_bound
 from stretto.schedule.families import FAMILIES, make_schedule
@@ -71,6 +72,22 @@ def test_processor_time_counts_where_it_cannot_fall_into_idle_time() -> None:
     bound = lower_bound(job, (0, 1), slow)
     # Rank 0: half of the processor for 100 us, for 10 messages out and 10 in; nothing before its head.
     assert bound.parts["rank 0 compute"] == pytest.approx(10 * 300 + 20 * 50)
+
+
+def test_transfers_take_nothing_before_they_can_begin_and_after_they_must_have_ended() -> None:
+    """A rank whose first input comes late has no transfers of its own before that either."""
+    work = Work(outside=(Outside(60.0, 0.5, head_us=90.0, tail_us=30.0), Outside(8.0, 0.1)))
+    work.add(100.0, 50.0, 10.0)
+    machine = one_machine(work, 10)
+    assert machine is not None
+    # Of the first 0.5 * (10 + 20) may fall outside, of the second all.
+    assert machine.extra_us == pytest.approx(60.0 - 15.0)
+    assert machine.us == pytest.approx(100 + 10 * 10 + 50 + 45)
+    # The same transfers at any time: 0.5 * 150 may.
+    work.outside = (Outside(60.0, 0.5), Outside(8.0, 0.1))
+    anywhere = one_machine(work, 10)
+    assert anywhere is not None
+    assert anywhere.us == pytest.approx(250)
 
 
 def test_actions_cost_counts_once_a_microbatch() -> None:

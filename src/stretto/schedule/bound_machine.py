@@ -21,12 +21,30 @@ import numpy as np
 from stretto.schedule.bound_fed import ROUNDING, Array, Feeder, Indices, most_done, thresholds
 
 
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Other work that takes a machine from its jobs: `us` of it, at most `share` of the machine's speed at
+    any time, nothing of it before `head_us` or in the last `tail_us` of the step."""
+
+    us: float
+    share: float
+    head_us: float = 0.0
+    tail_us: float = 0.0
+
+    def inside_us(self, firsts: Array, lasts: Array) -> Array:
+        """For each pair of (first, last): the least of it between `first` and `last` before the end."""
+        before = np.maximum(0.0, firsts - self.head_us)[:, None]
+        behind = np.maximum(0.0, lasts - self.tail_us)[None, :]
+        found: Array = np.maximum(0.0, self.us - self.share * (before + behind))
+        return found
+
+
 @dataclass(slots=True)
 class Work:
     """What a machine has to do: jobs, each once a microbatch or once a step. Microseconds.
 
-    outside_us, share: other work of `outside_us` that takes the machine from these jobs, at most `share` of
-        its speed at any time; what of it cannot fit before the head and after the tail is added.
+    outside: other work, of which what cannot fit before the head and after the tail is added; its shares
+        are at most 1 together.
     before_us: time of the jobs that may lie before their head.
     ahead_us: by how much the jobs that are done in any stretch of time may exceed it.
     feeders: machines that hold this one up.
@@ -40,8 +58,7 @@ class Work:
     stages: list[int] = field(default_factory=list)
     needs_us: list[Sequence[float] | Array] = field(default_factory=list)
     feeds_us: list[Sequence[float] | Array] = field(default_factory=list)
-    outside_us: float = 0.0
-    share: float = 0.0
+    outside: tuple[Outside, ...] = ()
     before_us: float = 0.0
     ahead_us: float = 0.0
 
@@ -110,7 +127,9 @@ def one_machine(work: Work, microbatches: int) -> Machine | None:
     each, once = sums(work.each_us), sums(work.once_us)
     weight = microbatches * each + once
     around = firsts[:, None] + lasts[None, :]
-    extra = np.maximum(0.0, work.outside_us - work.share * around)
+    extra = np.zeros_like(around)
+    for outside in work.outside:
+        extra += outside.inside_us(firsts, lasts)
     early = work.ahead_us + np.where(firsts[:, None] > 0, work.before_us, 0.0)
     # 1. Sets of which all lies after the head and before the tail.
     filled = sums(np.ones(len(work.heads))) > 0

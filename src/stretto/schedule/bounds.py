@@ -11,7 +11,8 @@ May touch `stretto.ir` and this room. The contract:
    Lanes feed the compute lane, which feeds lanes: what a machine can have done early, or late, is
    what the others let it (`schedule.bound_fed`).
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
-   the part that cannot fall before the head and after the tail is added to the work.
+   the part that cannot fall before the head and after the tail is added to the work; the rank's own
+   transfers have heads and tails as well.
    Under a quota a rank that has stood computes at full speed for a while: any stretch of time may hold
    two periods' quota more than its own (`schedule.reach.pace_of`), those of heads, tails and chains, too.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
@@ -35,7 +36,7 @@ from stretto.ir.transfers import occupancy_us, processor_us
 from stretto.schedule.bound_ends import SumTime
 from stretto.schedule.bound_fed import ROUNDING, Feeder
 from stretto.schedule.bound_live import live_bound
-from stretto.schedule.bound_machine import Work, one_machine
+from stretto.schedule.bound_machine import Outside, Work, one_machine
 from stretto.schedule.bound_stage import COMPUTE, Array, Call, after_lane
 from stretto.schedule.bound_words import collectives_of, format_us, machine_in_words, memory_in_words
 from stretto.schedule.reach import Reach, StageReach, find_reach, pace_of
@@ -179,7 +180,7 @@ class _Place:
         action_us = self._costs.action_us
         feeding = [name for name in self._feeders if name != COMPUTE]
         work = Work(tuple(self._feeders[name] for name in feeding))
-        work.outside_us, work.share = self._transport()
+        work.outside = self._transport()
         # The first run of a rank may pay `action_us` before the head.
         work.before_us = action_us
         work.ahead_us = self._pace.ahead_us
@@ -237,24 +238,35 @@ class _Place:
                 work.add(head_us, tail_us + late_us, once_us=of.time.us - late_us)
         return work
 
-    def _transport(self) -> tuple[float, float]:
-        """Step 3: (processor time that transfers take for certain, the largest share at one time).
+    def _transport(self) -> tuple[Outside, ...]:
+        """Step 3: processor time that transfers take for certain.
 
         Each direction of messages, and each axis, is in flight once at a time. Where all at once may ask for
         more than the processor, those count that do not, and together take most.
         """
-        lanes: list[tuple[float, float]] = []
+        lanes: list[Outside] = []
         for messages in self._messages.values():
             lost_us = [processor_us(link, edge.spec.nbytes) for edge, link in messages]
             busy_us = [occupancy_us(link, edge.spec.nbytes) for edge, link in messages]
             shares = [lost / busy if busy else 0.0 for lost, busy in zip(lost_us, busy_us, strict=True)]
-            lanes.append((self._m * sum(lost_us), max(shares, default=0.0)))
+            heads = [self._reach.leaves_us[edge.index] for edge, _ in messages]
+            tails = [self._reach.follows_us[edge.index] for edge, _ in messages]
+            lanes.append(_outside(self._m * sum(lost_us), shares, heads, tails))
         for axis in self.axes:
-            times = [(t, self._m) for stage in self._stages for c, t in stage.calls if c.lane == axis]
-            times += [(of.time, 1) for of, _, _ in self._sums if of.axis == axis]
+            calls = [(s, c, t) for s in self._stages for c, t in s.calls if c.lane == axis]
+            sums = [(of.time, head_us, tail_us) for of, head_us, tail_us in self._sums if of.axis == axis]
+            around = [_around_call(stage, call) for stage, call, _ in calls]
+            around += [(head_us, tail_us) for _, head_us, tail_us in sums]
+            times = [(time, self._m) for _, _, time in calls] + [(time, 1) for time, _, _ in sums]
             # More than the whole cannot be lost.
             taken_us = sum(times_a_step * t.us * min(1.0, t.load) for t, times_a_step in times)
-            lanes.append((taken_us, max((min(1.0, t.load) for t, _ in times), default=0.0)))
+            shares = [min(1.0, t.load) for t, _ in times]
+            lanes.append(_outside(taken_us, shares, [h for h, _ in around], [t for _, t in around]))
         choices = (some for count in range(len(lanes) + 1) for some in combinations(lanes, count))
-        sums = ((sum(us for us, _ in some), sum(share for _, share in some)) for some in choices)
-        return max((us, share) for us, share in sums if share <= 1.0)
+        fitting = (some for some in choices if sum(one.share for one in some) <= 1.0)
+        return max(fitting, key=lambda some: sum(one.us for one in some))
+
+
+def _outside(us: float, shares: Sequence[float], heads: Sequence[float], tails: Sequence[float]) -> Outside:
+    """What a lane's transfers take: `us` in all; by transfer, its share of the processor, head and tail."""
+    return Outside(us, max(shares, default=0.0), min(heads, default=0.0), min(tails, default=0.0))

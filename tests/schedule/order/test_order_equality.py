@@ -26,7 +26,11 @@ from stretto.runtime.runner import Runner
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def costs_of(job: Job, collective_us: float = 60.0) -> Costs:
+COLLECTIVE_US = 100.0
+"""Long enough for windows to gain what lets them come first (`stretto.candidates.WORTH`)."""
+
+
+def costs_of(job: Job) -> Costs:
     """Made-up costs under which collectives take about as long as compute, and waits and views nothing."""
     costs = made_up_costs(job)
     free = {
@@ -37,7 +41,7 @@ def costs_of(job: Job, collective_us: float = 60.0) -> Costs:
         if is_free(op) or op.target == WAIT
     }
     op_us = {key: us for key, us in costs.op_us.items() if key not in free}
-    curve = Curve(((0.0, collective_us),))
+    curve = Curve(((0.0, COLLECTIVE_US),))
     found = {(axis, kind): CollectiveCost(curve) for axis, _ in job.axes for kind in KINDS}
     return replace(costs, op_us=op_us, collectives=found, action_us=0.0)
 
