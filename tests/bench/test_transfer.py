@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import stretto
-from stretto.bench.beside import calibration_of
 from stretto.bench.kept import keep_run
 from stretto.bench.predict import (
     KNOWN_TO,
@@ -28,6 +27,7 @@ from stretto.bench.predict import (
 )
 from stretto.bench.predict_grid import bits_per_s, is_calibrated
 from stretto.bench.transfer import all_reduces, transferred
+from stretto.bench.visits import calibration_of
 from stretto.cost.calibration import Calibration
 from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve

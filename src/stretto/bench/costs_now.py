@@ -3,8 +3,7 @@
 A machine that is shared with others has another speed every minute. Costs are measured once before a plan is
 made; a step that is timed ten minutes later is held against them here:
 
-    1. Before the timed steps all ranks measure the ops of their stages together, and the rounds of all visits
-       count alike (`cost.profile`).
+    1. Before the timed steps all ranks measure the ops of their stages together (`bench.visits`).
     2. After the last step they measure messages and collectives once more; the mean of both times counts
        (`cost.mean`).
     3. The plans get these costs, and are predicted anew. Their orders stay.
@@ -16,52 +15,44 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 
+from stretto.bench.visits import Visits
 from stretto.cost.mean import mean_costs
-from stretto.cost.measured import Communication, Compute, agreed_ops, measure_communication
-from stretto.cost.profile import Profile, profile
+from stretto.cost.measured import Communication, measure_communication
 from stretto.ir.costs import Costs
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.simulate import predict
 
-CPU = torch.device("cpu")
-
 
 class CostsNow:
-    """What one rank finds; every rank makes one for the same plan, and calls the same methods. place: of the
-    rank in the pipeline."""
+    """What one rank finds; every rank makes one for the same plan, and calls the same methods. stages: the
+    rank's own."""
 
     def __init__(self, plan: Plan) -> None:
         mesh = Mesh((("pp", plan.ranks), *plan.job.axes))
-        self.place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
+        place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
+        self.stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
         self._plan = plan
-        self._stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == self.place]
-        self._found: Profile | None = None
+        self._visits = Visits(plan.job, self.stages)
         self._again: list[Communication] = []
 
     def visit(self) -> None:
-        """Step 1, once: one round, or more of short programs."""
-        if dist.is_initialized():
-            dist.barrier()
-        self._found = profile(self._plan.job, CPU, self._stages, self._found, least_rounds=1)
+        """Step 1, once."""
+        self._visits.visit()
 
     def measure_communication(self) -> None:
         """Step 2; nothing for a rank alone. After at least one visit."""
-        assert self._found is not None, "no visit yet"
+        op_us = self._visits.found.op_us
         if dist.is_initialized():
-            plan = self._plan
-            self._again.append(measure_communication(plan.job, plan.schedule, self._found.op_us))
+            self._again.append(measure_communication(self._plan.job, self._plan.schedule, op_us))
 
     def agreed(self) -> Costs:
         """What all of it says together, equal on all ranks; after at least one visit."""
-        assert self._found is not None, "no visit yet"
         job, known = self._plan.job, self._plan.costs
-        alone = not dist.is_initialized()
-        now = Compute(self._found.op_us) if alone else agreed_ops(job, self._found)
+        now = self._visits.agreed()
         calls = {
             (stage.index, op.name)
             for stage in job.stages

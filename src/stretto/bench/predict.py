@@ -10,7 +10,7 @@
        then until their mean is known to `KNOWN_TO`, or for `MOST_TIMES` as many.
     3. Cells of shapes and rates that no measurement knows are predicted once more from others alone
        (`stretto.bench.transfer`): op times from the jobs of calibrated shapes, measured in the same minutes
-       (`stretto.bench.beside`), communication from the calibrated cells.
+       (`stretto.bench.visits`), communication from the calibrated cells.
 
 A worker (this module as a program, once on each host) does step 2, and keeps for step 3 what it needs.
 """
@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 
 import stretto
-from stretto.bench.beside import Beside, calibration_of
 from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.bench.kept import Keep, keep_run
+from stretto.bench.visits import Visits, calibration_of
 from stretto.cost.calibration import Calibration, save_calibration
 from stretto.cost.profile import typical
 from stretto.ir.program import Job, OverlapMode
@@ -223,11 +223,12 @@ def run_cell(
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / planned.step_us)))
     times: list[list[float]] = []
     now = CostsNow(plan)
-    beside = Beside([captured(other)[2] for other in others if other.shape != cell.shape], now.place)
+    beside = [Visits(captured(other)[2], now.stages) for other in others if other.shape != cell.shape]
     while len(times) < rounds or (len(times) < MOST_TIMES * rounds and uncertainty(times) > KNOWN_TO):
         times.append([])
         for _ in range(steps):
-            beside.visit()
+            for visits in beside:
+                visits.visit()
             now.visit()
             times[-1].append(step())
     runner.close()
@@ -237,7 +238,7 @@ def run_cell(
         keep(plan, now_known, timelines)
     prediction = now_known.prediction
     assert prediction is not None
-    calibrated = beside.agreed()
+    calibrated = [(visits.job, visits.agreed().op_us) for visits in beside]
     if any(other.shape == cell.shape for other in others):
         calibrated.append((job, now_known.costs.op_us))
     peak = timelines[-1].peak_bytes

@@ -91,8 +91,12 @@ def beside(cell: Cell, cells: Sequence[Cell]) -> list[Cell]:
     calibrated itself."""
     if is_calibrated(cell):
         return []
-    shapes = {c.shape: c for c in cells if is_calibrated(c) and (c.pp, c.tp) == (cell.pp, cell.tp)}
-    return list(shapes.values())
+    return list({other.shape: other for other in _pricing(cell, cells)}.values())
+
+
+def _pricing(cell: Cell, cells: Sequence[Cell]) -> list[Cell]:
+    """The calibrated cells of a cell's layout."""
+    return [other for other in cells if is_calibrated(other) and (other.pp, other.tp) == (cell.pp, cell.tp)]
 
 
 def is_calibrated(cell: Cell) -> bool:
@@ -116,9 +120,8 @@ def _transfer(cells: Sequence[Cell], folder: Path, say: Callable[[str], None]) -
     found: dict[Cell, Plan] = {}
     for cell in (cell for cell in cells if not is_calibrated(cell)):
         known: dict[float, list[Plan]] = defaultdict(list)
-        for other in cells:
-            if is_calibrated(other) and (other.pp, other.tp) == (cell.pp, cell.tp):
-                known[bits_per_s(other.rate)].append(plans[other])
+        for other in _pricing(cell, cells):
+            known[bits_per_s(other.rate)].append(plans[other])
         if not known:
             say(f"{cell}: no calibrated cell of its layout")
             continue

@@ -1,6 +1,6 @@
 """Cells predicted from others alone: calibrated shapes and rates price a job that none of them is.
 
-1. The ops of the calibrated shapes, timed beside the cell (`stretto.bench.beside`), are a calibration: an op
+1. The ops of the calibrated shapes, timed beside the cell (`stretto.bench.visits`), are a calibration: an op
    of the same signature is looked up, a product comes from a fit, others lie between ops of the same kind
    with less and more work (`stretto.cost.priced`).
 2. Links and collectives at the cell's rate lie between those of the calibrated rates

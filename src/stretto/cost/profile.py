@@ -13,7 +13,7 @@
     7. Where others share the core (`cost.crowd`), or a quota stops the rank, an op's share is its thread's
        time. By the clock a short op takes its own time in most rounds and a stop on top in some, which look
        like theft (`STOLEN`), and a long one always has its stops: of one rate of arithmetic a quota of half a
-       core made two, 60 and 32 GFLOP/s below and above a millisecond.
+       core made two, 60 and 32 GFLOP/s below and above three milliseconds.
     8. What follows a wait takes longer: rounds in which the rank pauses wherever the step may wait are held
        against those of 3, which never stand (`cost.pauses`). They come first, all of them together, because
        what has not stood for a while is fast for a while.

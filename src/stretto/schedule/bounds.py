@@ -11,8 +11,8 @@ May touch `stretto.ir` and this room. The contract:
    Lanes feed the compute lane, which feeds lanes: what a machine can have done early, or late, is
    what the others let it (`schedule.bound_fed`).
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
-   the part that cannot fall before the head and after the tail is added to the work; the rank's own
-   transfers have heads and tails as well.
+   the part that cannot fall before the head and after the tail is added to the work: no more can than
+   the heads and tails of the transfers themselves let.
    Under a quota a rank that has stood computes at full speed for a while: any stretch of time may hold
    two periods' quota more than its own (`schedule.reach.pace_of`), those of heads, tails and chains, too.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
@@ -253,11 +253,12 @@ class _Place:
             tails = [self._reach.follows_us[edge.index] for edge, _ in messages]
             lanes.append(_outside(self._m * sum(lost_us), shares, heads, tails))
         for axis in self.axes:
-            calls = [(s, c, t) for s in self._stages for c, t in s.calls if c.lane == axis]
-            sums = [(of.time, head_us, tail_us) for of, head_us, tail_us in self._sums if of.axis == axis]
-            around = [_around_call(stage, call) for stage, call, _ in calls]
-            around += [(head_us, tail_us) for _, head_us, tail_us in sums]
-            times = [(time, self._m) for _, _, time in calls] + [(time, 1) for time, _, _ in sums]
+            sums = [found for found in self._sums if found[0].axis == axis]
+            around = [(head_us, tail_us) for _, head_us, tail_us in sums]
+            if axis in self._feeders:  # collectives of ops
+                around.append((self._feeders[axis].head_us, self._feeders[axis].tail_us))
+            times = [(t, self._m) for stage in self._stages for c, t in stage.calls if c.lane == axis]
+            times += [(of.time, 1) for of, _, _ in sums]
             # More than the whole cannot be lost.
             taken_us = sum(times_a_step * t.us * min(1.0, t.load) for t, times_a_step in times)
             shares = [min(1.0, t.load) for t, _ in times]
@@ -268,5 +269,5 @@ class _Place:
 
 
 def _outside(us: float, shares: Sequence[float], heads: Sequence[float], tails: Sequence[float]) -> Outside:
-    """What a lane's transfers take: `us` in all; by transfer, its share of the processor, head and tail."""
+    """What a lane's transfers take: `us` in all; their shares of the processor, heads and tails."""
     return Outside(us, max(shares, default=0.0), min(heads, default=0.0), min(tails, default=0.0))

@@ -1,12 +1,12 @@
-"""Jobs measured beside another: what their ops take, as a calibration that prices jobs like them."""
+"""Ops measured beside what is timed: what they take, and as a calibration that prices jobs like theirs."""
 
 from __future__ import annotations
 
 import pytest
 
-from stretto.bench.beside import Beside, calibration_of
 from stretto.bench.predict import Cell, Shape, captured, run_cell
 from stretto.bench.predict_grid import beside
+from stretto.bench.visits import Visits, calibration_of
 from stretto.cost.priced import priced_ops
 
 
@@ -15,23 +15,22 @@ def tiny(name: str, hidden: int, rate: str = "unlimited") -> Cell:
     return Cell(shape, 1, 1, rate)
 
 
-def test_jobs_beside_are_priced_by_what_their_ops_took() -> None:
-    jobs = [captured(tiny("a", 32))[2], captured(tiny("b", 64))[2]]
-    found = Beside(jobs, 0)
-    found.visit()
-    once = found.agreed()
-    found.visit()
-    twice = found.agreed()
-    assert [job for job, _ in twice] == jobs
-    assert [dict(us) for _, us in once] != [dict(us) for _, us in twice], "the second visit counts too"
-    calibration = calibration_of(twice)
-    for job, op_us in twice:
-        priced = priced_ops(job, calibration)
+def test_jobs_are_priced_by_what_their_ops_took() -> None:
+    seen = [Visits(captured(tiny(name, hidden))[2], [0]) for name, hidden in (("a", 32), ("b", 64))]
+    with pytest.raises(AssertionError, match="no visit yet"):
+        seen[0].agreed()
+    for visits in seen:
+        visits.visit()
+        once = visits.agreed().op_us
+        visits.visit()
+        assert once != visits.agreed().op_us, "the second visit counts too"
+    calibration = calibration_of((visits.job, visits.agreed().op_us) for visits in seen)
+    for visits in seen:
+        priced = priced_ops(visits.job, calibration)
         assert {one.how for one in priced.values()} == {"measured", "free"}
+        op_us = visits.agreed().op_us
         total_us = sum(us for key, us in op_us.items() if priced[key].how == "measured")
         assert sum(one.us for one in priced.values()) == pytest.approx(total_us, rel=0.01)
-    with pytest.raises(AssertionError, match="no visit yet"):
-        Beside(jobs, 0).agreed()
 
 
 def test_a_cell_has_the_ops_of_other_shapes_and_its_own_only_when_it_is_asked_for() -> None:

@@ -1,9 +1,9 @@
-"""Op times of other jobs, measured in the minutes in which one is timed.
+"""What a job's ops take while systems are being timed, measured a while at a time; touches what it measures.
 
 A machine that others use has another speed every minute, and not one speed: of two steps of one hour,
-products of wide weights took 27 % less time in the first, and a small GPT 10 % more. So what was measured
-elsewhere cannot be put in terms of now by any single step. The jobs whose ops shall price another are
-measured beside it instead, as a calibration before a run would.
+products of wide weights took 27 % less time in the first, and a small GPT 10 % more. So what was measured at
+another time cannot be put in terms of now by any single step. Ops are measured again and again beside what is
+timed instead: a plan's own, and those of jobs that shall price another, as a calibration before a run would.
 """
 
 from __future__ import annotations
@@ -28,31 +28,30 @@ CPU = torch.device("cpu")
 OpTimes = Mapping[tuple[int, str], float]
 
 
-class Beside:
-    """Jobs, and what their ops take. Every rank makes one of equal jobs, and calls the same methods."""
+class Visits:
+    """Of one job; every rank makes one, and calls the same methods. The rounds of all visits count alike."""
 
-    def __init__(self, jobs: Sequence[Job], place: int) -> None:
-        """place: of the calling rank in the pipeline; it measures that stage of each job."""
-        self._jobs = list(jobs)
-        self._place = place
-        self._found: list[Profile | None] = [None] * len(self._jobs)
+    def __init__(self, job: Job, stages: Sequence[int]) -> None:
+        """stages: those of the calling rank."""
+        self.job = job
+        self._stages = stages
+        self._found: Profile | None = None
 
     def visit(self) -> None:
-        """Measure all jobs once, one after the other."""
-        for at, job in enumerate(self._jobs):
-            if dist.is_initialized():
-                dist.barrier()
-            self._found[at] = profile(job, CPU, [self._place], self._found[at], least_rounds=1)
+        """All ranks measure the ops of their stages together: one round, or more of short programs."""
+        if dist.is_initialized():
+            dist.barrier()
+        self._found = profile(self.job, CPU, self._stages, self._found, least_rounds=1)
 
-    def agreed(self) -> list[tuple[Job, OpTimes]]:
-        """Jobs with what their ops took on average, equal on all ranks; after at least one visit."""
-        result = []
-        for job, mine in zip(self._jobs, self._found, strict=True):
-            assert mine is not None, "no visit yet"
-            result.append(
-                (job, (agreed_ops(job, mine) if dist.is_initialized() else Compute(mine.op_us)).op_us)
-            )
-        return result
+    @property
+    def found(self) -> Profile:
+        """Of the calling rank; after at least one visit."""
+        assert self._found is not None, "no visit yet"
+        return self._found
+
+    def agreed(self) -> Compute:
+        """Of all ranks, equal on all of them; after at least one visit."""
+        return agreed_ops(self.job, self.found) if dist.is_initialized() else Compute(self.found.op_us)
 
 
 def calibration_of(found: Iterable[tuple[Job, OpTimes]]) -> Calibration:
