@@ -66,11 +66,14 @@ def timed_around(start: Callable[[], Any], result: torch.Tensor, alone_us: float
 
     Behind compute the call finds neither its code nor its data in the caches: between two processors at
     200 Mbit/s the start of an all-gather of 0.3 MB takes 0.5 ms, where one that follows another takes 0.3.
-    result: what the collective writes; part: of a processor that the thread has (`cost.crowd`). A quota, or a
-    neighbour's turn, stops the thread for milliseconds within one call of ten: where it has less than a whole
-    processor the thread's time is counted, and taken for as long as it has its part.
+    result: what the collective writes; part: of a processor that the thread has (`cost.crowd`).
+
+    The thread's time is counted, and taken for as long as it has its part. A quota, or a neighbour's turn,
+    stops it for milliseconds within one call of ten; and a transport's own thread may take the core before
+    the call returns, or after: that is a loss (`cost.contention`), wherever it falls. By the clock calls of a
+    step took 30 ms of its 700, where 17 were the thread's, and the rest was there a second time as a loss.
     """
-    clock = time.perf_counter_ns if part == 1.0 else time.thread_time_ns
+    clock = time.thread_time_ns
     compute = products_on(result.device)
     copy = torch.empty_like(result)
     rounds: list[tuple[float, float, float]] = []
