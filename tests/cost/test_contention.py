@@ -79,10 +79,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, int], Machine]:
 
 def test_lost_compute_is_counted(machine: Callable[[float, int], Machine]) -> None:
     made = machine(1.5, 20)
-    loss = compute_loss(made.start, 50_000.0, lambda: None, torch.device("cpu"), 50.0)
+    loss = compute_loss(made.start, 50_000.0, lambda: None, torch.device("cpu"))
     # 20 products in flight lose 500 us each.
     assert loss.processor_us == pytest.approx(20 * 500)
     assert loss.slowdown == 0.0
+    assert loss.start_us == pytest.approx(50.0)
     assert made.started == contention.REPEATS * 6, "0.3 s of collectives of 50 ms"
 
 
@@ -98,20 +99,20 @@ def test_work_counts_in_units_of_its_own(machine: Callable[[float, int], Machine
             made.multiply()
         return 700.0 * (1 + at % 3)
 
-    loss = compute_loss(made.start, 50_000.0, lambda: None, torch.device("cpu"), 50.0, compute)
+    loss = compute_loss(made.start, 50_000.0, lambda: None, torch.device("cpu"), compute)
     # Products that take 1000 us of the clock count 700; 24 in flight lose 500 us each.
     assert loss.processor_us == pytest.approx(24 * 500)
 
 
 def test_a_transport_that_takes_nothing_loses_nothing(machine: Callable[[float, int], Machine]) -> None:
     made = machine(1.0, 5)
-    loss = compute_loss(made.start, 1000.0, lambda: None, torch.device("cpu"), 50.0)
+    loss = compute_loss(made.start, 1000.0, lambda: None, torch.device("cpu"))
     assert loss.processor_us == pytest.approx(0.0)
     assert made.started == contention.REPEATS * contention.MOST_COLLECTIVES
 
 
 def test_a_loss_is_never_negative(machine: Callable[[float, int], Machine]) -> None:
-    loss = compute_loss(machine(0.5, 20).start, 1e5, lambda: None, torch.device("cpu"), 50.0)
+    loss = compute_loss(machine(0.5, 20).start, 1e5, lambda: None, torch.device("cpu"))
     assert loss.processor_us == 0.0
 
 
@@ -127,10 +128,10 @@ def test_a_failing_collective_is_not_passed_over() -> None:
 def test_a_collective_that_takes_longer_under_compute_has_a_pace(
     machine: Callable[[float, int], Machine],
 ) -> None:
-    loss = compute_loss(machine(1.0, 40).start, 20_000.0, lambda: None, torch.device("cpu"), 50.0)
+    loss = compute_loss(machine(1.0, 40).start, 20_000.0, lambda: None, torch.device("cpu"))
     # Its call and 40 products of 1 ms, where 20 ms are enough alone.
     assert loss.pace == pytest.approx(20 / 40.05)
-    assert compute_loss(machine(1.0, 5).start, 2e4, lambda: None, torch.device("cpu"), 50.0).pace == 1.0
+    assert compute_loss(machine(1.0, 5).start, 2e4, lambda: None, torch.device("cpu")).pace == 1.0
 
 
 def test_threads_for_which_the_computing_one_stood_took_at_least_their_time(
@@ -149,7 +150,7 @@ def test_threads_for_which_the_computing_one_stood_took_at_least_their_time(
 
     for stands, lost_us in ((True, 300.0), (False, 0.0)):
         made = machine(1.0, 1)
-        loss = compute_loss(partial(start, made, stands), 1000.0, lambda: None, torch.device("cpu"), 50.0)
+        loss = compute_loss(partial(start, made, stands), 1000.0, lambda: None, torch.device("cpu"))
         assert loss.processor_us == pytest.approx(lost_us, abs=1.0)
 
 
@@ -174,9 +175,10 @@ def test_under_a_quota_processor_time_counts_and_not_the_clock(
         made.others += 400 * NS
         return work
 
-    loss = compute_loss(start, 60_000.0, lambda: None, torch.device("cpu"), 100.0)
+    loss = compute_loss(start, 60_000.0, lambda: None, torch.device("cpu"))
     # 20 products of 250 us more and the others' 400, at half a processor; the call's 50 are no loss.
     assert loss.processor_us == pytest.approx(2 * (20 * 250 + 400), rel=0.08)
+    assert loss.start_us == pytest.approx(2 * 50, rel=0.08)
 
 
 def test_what_each_byte_takes_is_measured_at_a_size_that_tells_it() -> None:

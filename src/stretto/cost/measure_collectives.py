@@ -9,10 +9,10 @@
        hosts of 0.8 processors: 9.2 ms, where one that follows no compute takes 6.9. Where it is known how far
        ranks come apart (`Costs.skew`), the time of the member that comes last counts. Of the rounds, the mean
        without the slowest tenth; of both ways the longer. The sizes give a `Curve`.
-    3. What it takes on the thread that computes (its start, its wait when it is done, the first look at its
-       result), behind compute as in a step; the wait's part is in step 2's time too, and taken off. And what
-       compute loses to it (`cost.contention`). Both at the least size and at one that stays in flight for a
-       while.
+    3. What it takes on the thread that computes: its wait when it is done, and the first look at its result
+       (`timed_end`); the wait's part is in step 2's time too, and taken off. Its start, and what else compute
+       loses to it, while the step's ops run (`cost.contention`). All at the least size and at one that stays
+       in flight for a while.
     4. All ranks take the median over groups, so they hold equal costs.
 
 `torch.distributed` is used as it is: the transport that will carry the plan's collectives. On Gloo the start
@@ -40,7 +40,7 @@ from stretto.cost.time_collectives import (
     meet,
     pace,
     timed,
-    timed_around,
+    timed_end,
 )
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
@@ -218,18 +218,20 @@ def _measure(
         if agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
             break
     ends = ends_of(samples)
+    waits, finishes = (0.0, 0.0), (0.0, 0.0)
     if device.type == "cpu":
-        calls, waits = _calls(item, members, group, device, ends, load.part)
-    else:
-        calls, waits = Calls(*line_through(launches)), (0.0, 0.0)
+        launches = []
+        waits, finishes = _ends_of_waits(item, members, group, device, ends, load.part)
     # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
     losses: list[tuple[int, float]] = []
     for nbytes, alone_us in ends:
         _, start, _ = collective_call(item.kind, nbytes, item.dtype, members, group, device)
-        starting_us = calls.starting_us(nbytes)
-        loss = compute_loss(start, alone_us, lambda: meet(device), device, starting_us, load.compute)
+        loss = compute_loss(start, alone_us, lambda: meet(device), device, load.compute)
         losses.append((nbytes, agree_median(loss.processor_us)))
+        if device.type == "cpu":
+            launches.append((nbytes, agree_median(loss.start_us)))
     processor_us, processor_us_per_mb = line_through(losses)
+    finish_us, finish_us_per_mb = finishes
     cost = CollectiveCost(
         Curve.fitted(
             [(size, max(us / 2, us - waits[0] - waits[1] * size / BYTES_PER_MB)) for size, us in samples]
@@ -240,6 +242,7 @@ def _measure(
         agree_median(loss.pace),
         processor_us,
     )
+    calls = Calls(*line_through(launches), finish_us_per_mb, finish_us)
     return Measured(cost, calls, spread)
 
 
@@ -254,26 +257,25 @@ def ends_of(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return sorted({min(samples), max(fits) if fits else min(use)})
 
 
-def _calls(
+def _ends_of_waits(
     item: Wanted,
     members: int,
     group: dist.ProcessGroup,
     device: torch.device,
     sizes: Sequence[tuple[int, float]],
     part: float,
-) -> tuple[Calls, tuple[float, float]]:
-    """Step 3: (the calls, the part of them that is the wait, as `line_through` gives it). sizes: the bytes
-    to measure at, and a collective's time; part: of a processor that the thread has."""
-    starts, waits, finishes = [], [], []
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Step 3: (what a wait takes for one that is done, the same with the first look at the result), as
+    `line_through` gives them. sizes: the bytes to measure at, and a collective's time; part: of a processor
+    that the thread has."""
+    waits, finishes = [], []
     for nbytes, alone_us in sizes:
         _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
         meet(device)
-        around = timed_around(start, result, alone_us, part)
-        starts.append((nbytes, around.start_us))
-        waits.append((nbytes, around.wait_us))
-        finishes.append((nbytes, around.wait_us + around.read_us))
-    finish_us, finish_us_per_mb = line_through(finishes)
-    return Calls(*line_through(starts), finish_us_per_mb, finish_us), line_through(waits)
+        end = timed_end(start, result, alone_us, part)
+        waits.append((nbytes, end.wait_us))
+        finishes.append((nbytes, end.wait_us + end.read_us))
+    return line_through(waits), line_through(finishes)
 
 
 def _host() -> tuple[str, str]:

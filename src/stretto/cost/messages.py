@@ -167,8 +167,8 @@ def _processor_loss(
         _swap(torch.zeros(1), torch.zeros(1), a, b)
 
     found = compute_loss(start, float(max(mine.item(), other.item())), meet, device, compute=compute)
-    # Each message costs its sender and its receiver; a rank was both.
-    loss = torch.tensor([found.processor_us / (2 * out.nbytes / BYTES_PER_MB)])
+    # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
+    loss = torch.tensor([(found.processor_us + found.start_us) / (2 * out.nbytes / BYTES_PER_MB)])
     _swap(loss, other, a, b)
     return float((loss + other) / 2)
 

@@ -38,68 +38,58 @@ KEPT = 0.9
 meet ranks that are late; what is beyond this part was other work on the machine. Assumed."""
 
 CALL_ROUNDS = 12
-"""Counted rounds of the calls around a collective after two for warmth, if they take no more than this:"""
+"""Counted rounds of the wait for a collective after two for warmth, if they take no more than this:"""
 
 CALL_ROUNDS_US = 1_000_000.0
 LEAST_CALL_ROUNDS = 4
-
-BEFORE_US = 2_000.0
-"""Compute before a start, which finds the caches as compute leaves them. Assumed: they hold less than is read
-in that time."""
 
 SURELY_US = 2_000.0
 """A collective is surely done after twice its time alone and this. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """Microseconds on the thread that computes: of the call that starts a collective, of the wait for one
-    that is done, and how much longer its result is read for the first time than for the second."""
+class End:
+    """Microseconds on the thread that computes: of the wait for a collective that is done, and how much
+    longer its result is read for the first time than for the second."""
 
-    start_us: float
     wait_us: float
     read_us: float
 
 
-def timed_around(start: Callable[[], Any], result: torch.Tensor, alone_us: float, part: float) -> Around:
-    """What a collective takes on the thread that computes before it and beside it, equal on all ranks.
+def timed_end(start: Callable[[], Any], result: torch.Tensor, alone_us: float, part: float) -> End:
+    """What a collective that compute has hidden leaves to the thread that computes, equal on all ranks.
 
-    Behind compute the call finds neither its code nor its data in the caches: between two processors at
-    200 Mbit/s the start of an all-gather of 0.3 MB takes 0.5 ms, where one that follows another takes 0.3.
     result: what the collective writes; part: of a processor that the thread has (`cost.crowd`).
 
     The thread's time is counted, and taken for as long as it has its part. A quota, or a neighbour's turn,
-    stops it for milliseconds within one call of ten; and a transport's own thread may take the core before
-    the call returns, or after: that is a loss (`cost.contention`), wherever it falls. By the
-    clock a GPT's calls were priced at 27 ms of a microbatch's 174, in which their thread computed for 17.
+    stops it for milliseconds within one wait of ten; and what a transport's own threads take of the core is a
+    loss (`cost.contention`), wherever it falls. By the clock a GPT's calls were priced at 27 ms of a
+    microbatch's 174, in which their thread computed for 17.
     """
     clock = time.thread_time_ns
     compute = products_on(result.device)
     copy = torch.empty_like(result)
-    rounds: list[tuple[float, float, float]] = []
+    rounds: list[tuple[float, float]] = []
     surely_us = 2.0 * alone_us + SURELY_US
-    count = max(LEAST_CALL_ROUNDS, min(CALL_ROUNDS, round(CALL_ROUNDS_US / (BEFORE_US + surely_us))))
+    count = max(LEAST_CALL_ROUNDS, min(CALL_ROUNDS, round(CALL_ROUNDS_US / surely_us)))
     with torch.no_grad(), lanes_first():
         for _ in range(count + 2):
-            _compute_for(compute, BEFORE_US)
-            at = [clock()]
             work = start()
-            at.append(clock())
             _compute_for(compute, surely_us)
-            at.append(clock())
+            at = [clock()]
             work.wait()
             at.append(clock())
             for _ in range(2):
                 copy.copy_(result)
                 at.append(clock())
-            call, _, wait, first, second = (1e-3 * (end - begin) / part for begin, end in pairwise(at))
-            rounds.append((call, wait, first - second))
+            wait, first, second = (1e-3 * (end - begin) / part for begin, end in pairwise(at))
+            rounds.append((wait, first - second))
 
     def mean(times: Iterable[float]) -> float:
         counted = sorted(times)[: max(1, round(KEPT * count))]
         return max(0.0, agree_median(statistics.fmean(counted)))
 
-    return Around(*(mean(times) for times in zip(*rounds[2:], strict=True)))
+    return End(*(mean(times) for times in zip(*rounds[2:], strict=True)))
 
 
 def _compute_for(compute: Callable[[], None], us: float) -> None:
