@@ -82,9 +82,8 @@ def compute_loss(
     compute: what a processor computes meanwhile, products if nothing is known. What the transport does before
     the call returns, because it goes first, is a loss like any other. What a wait has left to do is left out.
 
-    The call is timed here, among ops and with ranks that come apart. It costs less where it comes first: what
-    it sends goes when the peer is there, on a thread of the transport's. Two ranks that called at one time
-    took 22 ms a microbatch for calls that took 15 in a step, and the rest was missing in the loss.
+    The call is timed here, among ops and with ranks that come apart: of two ranks that started an all-gather
+    of 256 KiB at one time each called for 390 us, and in the steps of another run for 190.
     """
     count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
     with torch.no_grad():

@@ -217,24 +217,29 @@ def _measure(
         spread = max(spread, range_of)
         if agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
             break
-    ends = ends_of(samples)
-    waits, finishes = (0.0, 0.0), (0.0, 0.0)
-    if device.type == "cpu":
-        launches = []
-        waits, finishes = _ends_of_waits(item, members, group, device, ends, load.part)
-    # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
     losses: list[tuple[int, float]] = []
-    for nbytes, alone_us in ends:
-        _, start, _ = collective_call(item.kind, nbytes, item.dtype, members, group, device)
+    starts: list[tuple[int, float]] = []
+    waits: list[tuple[int, float]] = []
+    finishes: list[tuple[int, float]] = []
+    # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
+    for nbytes, alone_us in ends_of(samples):
+        _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
+        if device.type == "cpu":
+            meet(device)
+            end = timed_end(start, result, alone_us, load.part)
+            waits.append((nbytes, end.wait_us))
+            finishes.append((nbytes, end.wait_us + end.read_us))
         loss = compute_loss(start, alone_us, lambda: meet(device), device, load.compute)
         losses.append((nbytes, agree_median(loss.processor_us)))
-        if device.type == "cpu":
-            launches.append((nbytes, agree_median(loss.start_us)))
+        starts.append((nbytes, agree_median(loss.start_us)))
+    if device.type != "cpu":  # the host runs ahead: only its calls count
+        starts, waits, finishes = launches, [(0, 0.0)], [(0, 0.0)]
     processor_us, processor_us_per_mb = line_through(losses)
-    finish_us, finish_us_per_mb = finishes
+    wait_us, wait_us_per_mb = line_through(waits)
+    finish_us, finish_us_per_mb = line_through(finishes)
     cost = CollectiveCost(
         Curve.fitted(
-            [(size, max(us / 2, us - waits[0] - waits[1] * size / BYTES_PER_MB)) for size, us in samples]
+            [(size, max(us / 2, us - wait_us - wait_us_per_mb * size / BYTES_PER_MB)) for size, us in samples]
         ),
         processor_us_per_mb,
         agree_median(loss.slowdown),
@@ -242,7 +247,7 @@ def _measure(
         agree_median(loss.pace),
         processor_us,
     )
-    calls = Calls(*line_through(launches), finish_us_per_mb, finish_us)
+    calls = Calls(*line_through(starts), finish_us_per_mb, finish_us)
     return Measured(cost, calls, spread)
 
 
@@ -255,27 +260,6 @@ def ends_of(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     use = [sample for sample in samples if sample[0] >= OF_USE] or samples
     fits = [sample for sample in use if sample[1] <= CONTENTION_US]
     return sorted({min(samples), max(fits) if fits else min(use)})
-
-
-def _ends_of_waits(
-    item: Wanted,
-    members: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    sizes: Sequence[tuple[int, float]],
-    part: float,
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Step 3: (what a wait takes for one that is done, the same with the first look at the result), as
-    `line_through` gives them. sizes: the bytes to measure at, and a collective's time; part: of a processor
-    that the thread has."""
-    waits, finishes = [], []
-    for nbytes, alone_us in sizes:
-        _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
-        meet(device)
-        end = timed_end(start, result, alone_us, part)
-        waits.append((nbytes, end.wait_us))
-        finishes.append((nbytes, end.wait_us + end.read_us))
-    return line_through(waits), line_through(finishes)
 
 
 def _host() -> tuple[str, str]:

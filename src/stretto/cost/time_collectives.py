@@ -66,7 +66,6 @@ def timed_end(start: Callable[[], Any], result: torch.Tensor, alone_us: float, p
     loss (`cost.contention`), wherever it falls. By the clock a GPT's calls were priced at 27 ms of a
     microbatch's 174, in which their thread computed for 17.
     """
-    clock = time.thread_time_ns
     compute = products_on(result.device)
     copy = torch.empty_like(result)
     rounds: list[tuple[float, float]] = []
@@ -76,12 +75,12 @@ def timed_end(start: Callable[[], Any], result: torch.Tensor, alone_us: float, p
         for _ in range(count + 2):
             work = start()
             _compute_for(compute, surely_us)
-            at = [clock()]
+            at = [time.thread_time_ns()]
             work.wait()
-            at.append(clock())
+            at.append(time.thread_time_ns())
             for _ in range(2):
                 copy.copy_(result)
-                at.append(clock())
+                at.append(time.thread_time_ns())
             wait, first, second = (1e-3 * (end - begin) / part for begin, end in pairwise(at))
             rounds.append((wait, first - second))
 
