@@ -149,6 +149,33 @@ class WeightUsedTwice(Chain):
         return super().forward(x) + weight.sum() + weight.t()[0].square().sum()
 
 
+class Penalised(Chain):
+    """A parameter whose gradient is one number everywhere: an expanded tensor, which cannot be added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.5 * self.scales.sum()
+
+
+class AddedLast(Chain):
+    """A parameter of an activation's shape, added behind a layer; cut there, its gradient is the message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = nn.Parameter(torch.ones(1, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = self.act(layer(x))
+            if number == 1:
+                x = x + self.added
+        out: Tensor = self.out(x)
+        return out
+
+
 class Frozen(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -281,6 +308,8 @@ EQUAL: dict[str, type[nn.Module]] = {
         ViewOfAView,
         OneGradForTwo,
         WeightUsedTwice,
+        Penalised,
+        AddedLast,
         Frozen,
         Unused,
         Recurrent,

@@ -5,7 +5,8 @@ The first part that a rank makes in a step becomes the gradient, later ones are 
 1. A matrix product that nothing else reads is added where the gradient is kept, while it is multiplied: once
    the gradient has begun, the product has no memory of its own.
 2. A value whose storage nothing else reads becomes the gradient as it is.
-3. Of any other value, and of one of another dtype, the gradient begins as a copy.
+3. Of any other value, and of one of another dtype, the gradient begins as a copy. So it does of an expanded
+   one: elements that lie in one place cannot be added to.
 
 The runtime does so, and both counts of memory count it so.
 """
@@ -16,7 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from stretto.ir.flow import PHASES, is_external, results_of
-from stretto.ir.program import Job, Op
+from stretto.ir.program import Job, Op, TensorSpec
 
 PRODUCT = "aten.mm.default"
 
@@ -48,12 +49,19 @@ def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
                 parameter = parameters[name]
                 spec = op.outputs[0] if op is not None else None
                 dtype = parameter.own_dtype or parameter.spec.dtype
-                kept = owned and spec is not None and spec.dtype == dtype
+                kept = owned and spec is not None and spec.dtype == dtype and not _expanded(spec)
                 product = kept and op is not None and op.target == PRODUCT
                 made.append(Addend(name, parameter.grad_nbytes, product, not kept))
             if made:
                 found[value] = tuple(made)
     return found
+
+
+def _expanded(spec: TensorSpec) -> bool:
+    """Whether elements lie in one place."""
+    return spec.stride is not None and any(
+        step == 0 and length > 1 for length, step in zip(spec.shape, spec.stride, strict=True)
+    )
 
 
 class _Readers:
@@ -72,8 +80,8 @@ class _Readers:
     def only(self, op: Op) -> bool:
         """Whether nothing else reads the storage of the op's result, so that it may be added to in place."""
         root = op.alias if op.alias is not None else op.name
-        if is_external(root):
-            return False
+        if is_external(root) or root not in self.ops:
+            return False  # a message may still be on its way, or be another stage's tensor
         family = self._families[root]
         # The values that became this one by views alone; whatever else reads the storage shares it.
         chain = {op.name}
