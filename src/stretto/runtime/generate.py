@@ -3,8 +3,8 @@
 The function's text is what it does, op by op; nothing is looked up while it runs. It may be read with
 `Generated.source`.
 
-    1. Values that other windows made are taken from the microbatch's store, for good when no later
-       window reads them. Parameters, buffers and constants are bound once.
+    1. Values that other windows made are taken from the microbatch's store, for good when neither a later
+       window nor another part of this one reads them there. Parameters, buffers and constants are bound once.
     2. Every op is one call. A value is deleted after its last use; results of an op that returns several are
        values of their own from the start, so that each is.
     3. `wait` returns a received tensor; `send` starts a message right after its op. A communication of the
@@ -244,8 +244,24 @@ class Writer:
             if later:
                 self._keep(part, name)
         else:
-            self.line(f"{variable} = store{part}" + (f"[{name!r}]" if later else f".pop({name!r})"))
+            again = self._read_again(part, name)
+            self.line(f"{variable} = store{part}" + (f"[{name!r}]" if again else f".pop({name!r})"))
         return variable
+
+    def _read_again(self, part: int, name: str) -> bool:
+        """Whether the store must hold a value when this part has read it. Parts of one microbatch may come in
+        any order: W may read before I what F has left."""
+        stage, phase = self.window.parts[part]
+        mates = {mate: self.window.parts[mate][1].parts for mate in self.window.mates(part)}
+        here = {sub for subs in mates.values() for sub in subs}
+        after = PHASES[PHASES.index(phase.parts[-1]) + 1 :]
+        if any(name in self.reads[stage, sub] for sub in after if sub not in here):
+            return True
+        return any(
+            name in self.reads[stage, sub] and (mate, name) not in self.names
+            for mate, subs in mates.items()
+            for sub in subs
+        )
 
     def _earlier(self, stage: int, phase: Phase, name: str) -> bool:
         before = PHASES[: PHASES.index(phase.parts[0])]
