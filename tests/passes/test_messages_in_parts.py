@@ -102,6 +102,7 @@ def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
     job = replace(whole(gpt().double()), recompute=recompute)
     plan = make_plan(job, quick(job), overlap=overlap)  # type: ignore[arg-type]
     verify(plan)
+    assert ("recompute" in str(plan)) is (recompute == "full")
     assert all("_own" in edge.value for edge in gradients(plan.job))
     kept = replace(job, message_parts=False)
     assert gradients(make_plan(kept, quick(kept), overlap=overlap).job) == gradients(job)  # type: ignore[arg-type]

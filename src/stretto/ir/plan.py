@@ -231,8 +231,9 @@ class Plan:
         for stage in self.job.stages:
             for op in (op for ops in stage.ops.values() for op in ops):
                 if op.repeats:
-                    us = self.costs.op_us[stage.index, op.name] * self.job.microbatches
-                    found[self.rank_of(stage.index)] += us
+                    # A view or a wait costs nothing, and need not be named.
+                    us = self.costs.op_us.get((stage.index, op.name), 0.0)
+                    found[self.rank_of(stage.index)] += us * self.job.microbatches
         return tuple(found)
 
     def _recompute(self) -> str:
