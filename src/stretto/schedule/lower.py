@@ -234,7 +234,8 @@ def _order(
             # One run before the end, so that the loss travels under that run; but before any sum of ties, as
             # where the loss is: collectives that join places start in one order on all of them.
             ties = [last[rank] for name, last in start_order if name in sums.early[rank] and name in tied]
-            before[min([len(order) - 1, *ties])].append(tell)
+            where = min([len(order) - 1, *ties])
+            (before[where] if order else end).append(tell)
         else:
             after[last_forward].append(tell)
         finish.append(Instruction(InstructionKind.HEARD))
