@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -128,11 +128,7 @@ def test_ops_fill_a_run_in_order_and_in_proportion(
 
 
 def test_an_op_that_is_recomputed_has_a_category_of_its_own() -> None:
-    @dataclass(frozen=True)
-    class Recomputed(Op):
-        recomputed: bool = True
-
-    assert op_category(Recomputed("h", "aten.mm.default", ()), Phase.I) == RECOMPUTATION
+    assert op_category(Op("h_again", "aten.mm.default", (), repeats="h"), Phase.I) == RECOMPUTATION
     assert op_category(Op("h", "aten.mm.default", ()), Phase.I) == "I"
 
 

@@ -56,8 +56,8 @@ class Run:
 
 
 def op_category(op: Op, phase: Phase) -> str:
-    """The phase's letter; `R` for an op that says of itself that it is recomputed."""
-    return RECOMPUTATION if getattr(op, "recomputed", False) else phase.value
+    """The phase's letter; `R` for an op that computes again what another has made."""
+    return RECOMPUTATION if op.repeats else phase.value
 
 
 def op_us(plan: Plan, stage: int, op: Op) -> float:
