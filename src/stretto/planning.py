@@ -261,4 +261,5 @@ def plan(
     chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
     costs = costs_of(job, chosen, "local" if found is None else found)
-    return make_plan(job, costs, schedule=chosen, overlap=overlap, order=order, max_bytes=memory_limit(found))
+    most = memory_limit(found, job)
+    return make_plan(job, costs, schedule=chosen, overlap=overlap, order=order, max_bytes=most)

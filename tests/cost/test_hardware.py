@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import stretto
+from stretto.cost import measured
 from stretto.cost.cluster import costs_of, describe, memory_limit
 from stretto.cost.cluster_file import Hardware, find_cluster
 from stretto.cost.hardware import attention_product, device_us, hardware_costs, program_times
@@ -121,6 +124,28 @@ def test_a_cluster_that_is_too_small_is_refused() -> None:
         hardware_costs(comm_job(2, tp=8), make_schedule("1f1b", 2, 2), find_cluster("h100x8"))
 
 
+def test_devices_at_hand_set_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one with the least memory, for all ranks alike."""
+    job = replace(comm_job(2, tp=2), device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(stretto.UsageError, match="this machine has no such device"):
+        memory_limit(None, job)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
+    )
+    assert memory_limit(None, job) == 80 * 2**30
+    monkeypatch.setattr(measured.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(measured.dist, "get_world_size", lambda: 3)
+
+    def gather(found: list[int], mine: int) -> None:
+        found[:] = [mine, 40 * 2**30, mine]
+
+    monkeypatch.setattr(measured.dist, "all_gather_object", gather)
+    assert memory_limit(None, job) == 40 * 2**30
+
+
 def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
     assert describe("local") is None
     assert isinstance(describe("h100x64"), Hardware)
@@ -131,8 +156,9 @@ def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('device = "h100"\ncount = 16\n')
     mine = describe(str(tmp_path / "mine.toml"))
     assert isinstance(mine, Hardware)
-    assert memory_limit(mine) == mine.memory_bytes
-    assert memory_limit(None) is None
+    job = comm_job(2, tp=2)
+    assert memory_limit(mine, job) == mine.memory_bytes
+    assert memory_limit(None, job) is None, "processors share their memory with others"
     with pytest.raises(stretto.UsageError, match=r'unknown cluster .*give "local" .* or a calibration'):
         describe("h100")
     with pytest.raises(stretto.UsageError, match="cannot be read: No such file"):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from stretto.cost.calibration import Calibration, load_calibration
 from stretto.cost.cluster_file import Hardware, load_cluster, named_cluster
 from stretto.cost.hardware import hardware_costs
-from stretto.cost.measured import measured_costs
+from stretto.cost.measured import measured_costs, memory_here
 from stretto.cost.priced import priced_costs
 from stretto.cost.roofline import described_costs
 from stretto.errors import UsageError
@@ -104,8 +104,16 @@ def describe(cluster: str | Description) -> Description | None:
         ) from None
 
 
-def memory_limit(description: Description | None) -> int | None:
-    """Bytes of a device that a plan must fit in; None where the description sets no limit."""
+def memory_limit(description: Description | None, job: Job) -> int | None:
+    """Bytes of a device that a plan must fit in: as described, or of the devices here when there is no
+    description. None where neither sets a limit: a calibration says nothing of it, and ranks on processors
+    share what there is with others.
+
+    Under torchrun all ranks must call it. Raises UsageError when this machine lacks a device of the job's
+    kind.
+    """
+    if description is None:
+        return memory_here(job)
     return description.memory_bytes if isinstance(description, (Cluster, Hardware)) else None
 
 

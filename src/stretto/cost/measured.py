@@ -83,6 +83,21 @@ def device_of(job: Job) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def memory_here(job: Job) -> int | None:
+    """Bytes of the smallest device that a rank of the job has, equal on all ranks; None on processors.
+
+    Raises UsageError when this machine has no device of the job's kind.
+    """
+    device = device_of(job)
+    if device.type != "cuda":
+        return None
+    found: list[Any] = [torch.cuda.get_device_properties(device).total_memory]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, found[0])
+    return int(min(found))
+
+
 def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) -> Costs:
     place = mesh.coordinates(dist.get_rank())["pp"]
     dist.barrier()  # so that all ranks load the machine at the same time, as in a step
