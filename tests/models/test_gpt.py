@@ -17,6 +17,7 @@ from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, rotate
 
 TINY = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16)
 LEARNED = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16, positions="learned")
+TIED = GPTConfig(vocab_size=61, layers=1, hidden=24, heads=3, context=16, tie_embeddings=True)
 LLAMA = HuggingFaceSettings(
     kind="huggingface",
     architecture="LlamaForCausalLM",
@@ -147,8 +148,21 @@ def test_a_model_on_meta_gets_its_values_later() -> None:
     assert torch.equal(model(some_tokens()), GPT(TINY, seed=3)(some_tokens()))
 
 
+def test_what_was_tied_on_meta_is_tied_again_with_its_values() -> None:
+    with torch.device("meta"):
+        whole, last = GPT(TIED, seed=3), GPT(TIED, seed=3)
+    whole.to_empty(device="cpu").init_weights(3)
+    assert whole.head.weight is whole.embedding.weight
+    assert torch.equal(whole(some_tokens()), GPT(TIED, seed=3)(some_tokens()))
+    # A rank of its own may hold the head alone; it gets what the embedding has elsewhere.
+    last.head.to_empty(device="cpu")
+    last.init_weights(3)
+    assert last.embedding.weight.is_meta
+    assert torch.equal(last.head.weight, whole.embedding.weight)
+
+
 def test_tied_embeddings_share_their_storage() -> None:
-    tied = GPT(GPTConfig(vocab_size=61, layers=1, hidden=24, heads=3, context=16, tie_embeddings=True))
+    tied = GPT(TIED)
     assert tied.head.weight is tied.embedding.weight
     next_token_loss(tied, some_tokens()).backward()
     untied = GPT(GPTConfig(vocab_size=61, layers=1, hidden=24, heads=3, context=16))

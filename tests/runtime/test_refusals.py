@@ -71,6 +71,28 @@ def test_a_model_whose_parameters_were_tied_since() -> None:
     assert "'embedding.weight' and 'head.weight' are one tensor in this model, but two in the model" in told
 
 
+def test_a_model_whose_parameters_were_untied_since() -> None:
+    """As `to_empty` leaves it: each rank would train a tensor of its own from values of its own."""
+    batch = tokens(4, columns=8)
+    plan = plan_of(job_of(trace(gpt(True), batch, next_token_loss, microbatches=4), 2, 4))
+    untied = gpt(True)
+    untied.head.weight = nn.Parameter(untied.embedding.weight.detach().clone())
+    told = refused(plan, untied, batch)
+    assert "'embedding.weight' and 'head.weight' are two tensors in this model, but one in the model" in told
+    assert "tie them again before making a Runner" in told
+
+
+def test_a_tie_that_joins_ranks_may_be_on_meta_where_another_rank_holds_it() -> None:
+    batch = tokens(4, columns=8)
+    plan = plan_of(job_of(trace(gpt(True), batch, next_token_loss, microbatches=4), 2, 4))
+    halves = [gpt(True), gpt(True)]
+    absent = nn.Parameter(torch.empty_like(halves[0].head.weight, device="meta"))
+    halves[0].head.weight = halves[1].embedding.weight = absent
+    found = stretto.run_threads(plan, lambda rank: halves[rank], lambda runner: runner.step(batch))
+    whole = stretto.run_threads(plan, lambda _: gpt(True), lambda runner: runner.step(batch))
+    assert found == whole
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

@@ -157,8 +157,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
         self.init_weights(seed)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -177,11 +175,15 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Give every parameter its initial value (GPT-2: the residual branches' last matrices are smaller
-        by the root of the number of branches). On the meta device there is nothing to give.
+        by the root of the number of branches). On the meta device there is nothing to give. Embeddings that
+        `to_empty` has untied are tied again.
 
         Each parameter has a random stream of its own, made from the seed and its name, so that a rank that
         holds a few of them gets the values that they have in the whole model.
         """
+        tied = self.config.tie_embeddings
+        if tied and self.head.weight.device == self.embedding.weight.device:
+            self.head.weight = self.embedding.weight
         residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
@@ -190,7 +192,9 @@ class GPT(nn.Module):
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
                 continue
             std = residual_std if name.endswith(("attention.out.weight", "mlp.down.weight")) else INIT_STD
-            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            # A rank may hold the head alone, without the embedding that it is tied to.
+            stream_name = "embedding.weight" if tied and name == "head.weight" else name
+            digest = hashlib.sha256(f"{seed}:{stream_name}".encode()).digest()
             stream = torch.Generator(device="cpu").manual_seed(
                 int.from_bytes(digest[:8], "little", signed=True)
             )

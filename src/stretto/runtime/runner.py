@@ -149,8 +149,13 @@ class Runner:
         return {self.plan.job.parameters[k].tied_to: part for k, part in self._parameters.items()}
 
     def _check_ties(self, given: Mapping[str, nn.Parameter]) -> None:
-        """One tensor must not stand for two parameters of the plan: their copies would drift apart."""
+        """One tensor must not stand for two ties of the plan, nor two for one: copies would drift apart.
+
+        Names of other ranks' stages count, too, because a tie may join ranks; not those on the meta device,
+        which say nothing of what those ranks hold.
+        """
         first: dict[int, tuple[str, str]] = {}
+        tied: dict[str, tuple[str, nn.Parameter]] = {}
         for parameter in self.plan.job.parameters:
             found = given.get(parameter.name)
             if found is None:
@@ -160,6 +165,15 @@ class Runner:
                 raise UsageError(
                     f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model "
                     "that was captured: capture this model anew"
+                )
+            if found.is_meta:
+                continue
+            name, same = tied.setdefault(parameter.tied_to, (parameter.name, found))
+            if same is not found:
+                raise UsageError(
+                    f"{name!r} and {parameter.name!r} are two tensors in this model, but one in the model "
+                    "that was captured: tie them again before making a Runner (model.to_empty(device=...) "
+                    "unties them)"
                 )
 
     def _check(
@@ -174,7 +188,7 @@ class Runner:
         if found.device.type == "meta":
             raise UsageError(
                 f"{kind} {name!r} is on the meta device and has no values: initialise the model "
-                "(model.to_empty(device=...) and its init) before making a Runner"
+                "(model.to_empty(device=...), tie again what was tied, then its init) before making a Runner"
             )
         dtype = str(found.dtype).removeprefix("torch.")
         fits = dtype == spec.dtype or (compute_dtype == spec.dtype and found.dtype.is_floating_point)
