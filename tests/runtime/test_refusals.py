@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -195,6 +196,25 @@ def test_one_rank_that_fails_wakes_the_others() -> None:
 
     with pytest.raises((ValueError, stretto.RunError), match="this rank's own error"):
         stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)
+
+
+def test_an_interruption_ends_all_ranks() -> None:
+    model = Chain()
+    plan = plan_for(model)
+
+    def work(runner: stretto.Runner) -> None:
+        if runner.rank == 0:
+            signal.pthread_kill(main, signal.SIGINT)
+            runner.transport.all_gather(None)  # rank 1 never comes
+
+    main = threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stretto.run_threads(plan, lambda _: model, work)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
 
 
 def test_a_timeline_before_a_step() -> None:

@@ -30,29 +30,44 @@ def run_threads(
     as no two ranks hold the same parameter whole (tied across stages, or copied along dp or tp): each rank
     must then have its own copy. seed, compile: as for `Runner`.
 
-    Raises the first error of any rank; the other ranks are woken and end.
+    Raises the first error of any rank; the other ranks are woken and end, as all do when the caller is
+    interrupted.
     """
     ends = ThreadTransport.group(plan.world)
     processors = torch.get_num_threads()
     results: dict[int, T] = {}
     errors: list[BaseException] = []
+    ended = threading.Semaphore(0)
 
     def body(end: ThreadTransport) -> None:
-        # PyTorch hands its setting to a new thread's math library with the first parallel op only; a matrix
-        # product before that would use all cores, and round in another way than the same one after it.
-        torch.set_num_threads(processors)
         try:
+            # PyTorch hands its setting to a new thread's math library with the first parallel op only; a
+            # matrix product before that would use all cores, and round in another way than the same one
+            # after it.
+            torch.set_num_threads(processors)
             runner = Runner(plan, model_of(end.rank), transport=end, seed=seed, compile=compile)
             results[end.rank] = work(runner)
         except BaseException as error:
             errors.append(error)
             end.fail(f"rank {end.rank} failed: {error}")
+        finally:
+            ended.release()
 
     threads = [threading.Thread(target=body, args=(end,), name=f"rank {end.rank}") for end in ends]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        # Not by `join`, which takes a thread for ended when it is interrupted (Python 3.11).
+        for _ in threads:
+            ended.acquire()
+    except BaseException:
+        # Ctrl-C is heard here alone: ranks that wait for each other would go on without anyone to tell.
+        ends[0].fail("the run was interrupted")
+        raise
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(plan.world)]
