@@ -171,6 +171,17 @@ def test_a_damaged_checkpoint_is_refused_by_name(folder: Path) -> None:
         train(path, "training.steps=3")
 
 
+def test_the_ranks_part_before_the_first_of_them_writes_a_sample(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for it no longer than for a message."""
+    did: list[str] = []
+    monkeypatch.setattr("stretto.train.trainer.leave", lambda _: did.append("part"))
+    monkeypatch.setattr("stretto.train.trainer.finish", lambda *_: did.append("finish"))
+    train(write_settings(folder, steps=2, run="parted"))
+    assert did == ["part", "finish"]
+
+
 def test_a_loss_that_is_no_number_stops_the_run_before_it_spoils_the_weights(folder: Path) -> None:
     path = write_settings(folder, steps=40, every=0, run="wild")
     with pytest.raises(RunError, match=r"step \d+: the loss is .* nothing was updated"):

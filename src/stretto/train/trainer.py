@@ -5,7 +5,7 @@
        dropped.
     3. Go on from a checkpoint, if there is one.
     4. The steps: batch, forward and backward, clip, update; now and then a line, a measurement, a checkpoint.
-    5. The end: held-out loss, a sample of text, predicted against measured.
+    5. The end: held-out loss; then the ranks part, and rank 0 adds a sample, and predicted against measured.
 
 Everything random or ordered is a function of seeds and the step, so that a resumed run goes on bit for bit.
 """
@@ -42,7 +42,7 @@ from stretto.train.optimizer import make_optimizer, set_learning_rate
 from stretto.train.progress import Progress, StepReport
 from stretto.train.results import Results, finish
 from stretto.train.run_files import begin_run
-from stretto.train.world import World, is_launched
+from stretto.train.world import World, is_launched, leave
 
 
 class Trainer:
@@ -82,6 +82,8 @@ class Trainer:
             self.progress.stop()
             if self.metrics is not None:
                 self.metrics.close()
+        # They part here, because a long sample may take more time than they would wait for rank 0.
+        leave(self.world)
         if self.world.rank == 0:
             finish(results, self.progress.say)
 

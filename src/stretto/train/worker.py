@@ -22,7 +22,6 @@ from stretto.train.world import (
     check_size,
     environment,
     join,
-    leave,
     threads,
     use_threads,
 )
@@ -53,10 +52,9 @@ def work(settings: TrainSettings) -> int:
             use_threads(threads(settings.training.threads_per_rank, place.local_size))
             trainer.world = join(place)
             trainer.run()
-            leave(trainer.world)
             if place.size > 1:
                 # The interpreter's end would stop threads that are inside the communication library, which
-                # takes that for a crash (SIGABRT). All files are closed and all ranks have come here.
+                # takes that for a crash (SIGABRT). All files are closed, and the ranks have parted.
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)
