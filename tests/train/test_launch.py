@@ -109,6 +109,33 @@ def test_a_rank_that_is_stopped_while_it_says_what_it_misses_still_says_it(
     assert [note.rank for note in read_notes(tmp_path)] == [0]
 
 
+def test_a_rank_ends_even_where_nothing_can_be_written(
+    settings: TrainSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Closed:
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    def ended(status: int) -> NoReturn:
+        raise SystemExit(status)
+
+    place = World(1, 2)
+    trainer = Trainer(settings, place)
+    monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path / "gone"))
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit) as caught:
+        worker._end(place, trainer, note(1, Cause.REFUSED, 1.0, "no such thing", 2))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "stretto: no such thing\n"
+    monkeypatch.setattr(sys, "stderr", Closed())
+    with pytest.raises(SystemExit):
+        worker._end(place, trainer, note(1, Cause.INTERRUPTED, 1.0))
+
+
 def test_notes_come_back_in_the_order_of_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not leave_note(note(0, Cause.LOST, 1.0))
     monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path))

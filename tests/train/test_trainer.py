@@ -6,6 +6,7 @@ import errno
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from stretto.models.build import build_model, loss_function
 from stretto.report.rundir import load_run
 from stretto.train import checkpoint, launch
 from stretto.train.data import prepare_data
+from stretto.train.metrics import Metrics
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
@@ -169,6 +171,19 @@ def test_a_damaged_checkpoint_is_refused_by_name(folder: Path) -> None:
     (newest / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(StrettoError, match=r"step-000002 cannot be read .*--no-resume"):
         train(path, "training.steps=3")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file on a full disk")
+def test_a_full_disk_under_the_metrics_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> Metrics:
+        made = Metrics(*arguments)
+        made._file.close()
+        made._file = open("/dev/full", "w")  # noqa: SIM115
+        return made
+
+    monkeypatch.setattr("stretto.train.trainer.Metrics", full)
+    with pytest.raises(StrettoError, match=r"cannot write .*metrics\.jsonl: No space left"):
+        train(write_settings(folder, steps=2, run="lines"))
 
 
 def test_the_ranks_part_before_the_first_of_them_writes_a_sample(

@@ -66,9 +66,13 @@ class Metrics:
                     self._board.add_scalar(name, line[key], line["step"])
 
     def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        """Close the files, also where they cannot be written to their ends, which raises StrettoError."""
+        try:
+            with self._file:
+                if self._board is not None:
+                    self._board.close()
+        except OSError as error:
+            raise self._failed(error) from None
 
     def _failed(self, error: OSError) -> StrettoError:
         return StrettoError(

@@ -78,13 +78,16 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def leave_note(note: Note) -> bool:
-    """Write the note where the launcher looks; False when there is none."""
+    """Write the note where the launcher looks; False when there is none, or it cannot be written."""
     folder = os.environ.get(NOTES_DIR)
     if folder is None:
         return False
     path = Path(folder) / f"rank-{note.rank}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(asdict(note)), encoding="utf-8")
-    path.with_suffix(".tmp").rename(path)
+    try:
+        path.with_suffix(".tmp").write_text(json.dumps(asdict(note)), encoding="utf-8")
+        path.with_suffix(".tmp").rename(path)
+    except OSError:
+        return False
     return True
 
 

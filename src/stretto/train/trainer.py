@@ -17,6 +17,7 @@ import math
 import statistics
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,20 @@ class Trainer:
                 checkpoint=latest_in(self.settings.checkpoint_dir),
                 seconds=time.monotonic() - started_s,
             )
-        finally:
-            self.progress.stop()
-            if self.metrics is not None:
-                self.metrics.close()
+        except BaseException:
+            with suppress(Exception):  # what ended the run is told, not what follows from it
+                self._close()
+            raise
+        self._close()
         # They part here, because a long sample may take more time than they would wait for rank 0.
         leave(self.world)
         if self.world.rank == 0:
             finish(results, self.progress.say)
+
+    def _close(self) -> None:
+        self.progress.stop()
+        if self.metrics is not None:
+            self.metrics.close()
 
     def last_checkpoint(self) -> Path | None:
         """The newest whole checkpoint, to go on from."""

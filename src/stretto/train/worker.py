@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from stretto.config import TrainSettings
 from stretto.train.interrupt import Interrupted, Interrupts
@@ -85,22 +86,25 @@ def interrupted_message(trainer: Trainer, note: Note) -> str:
 
 
 def _end(world: World, trainer: Trainer, note: Note) -> None:
-    """End a rank that failed, without waiting for the others."""
-    sys.stdout.flush()
-    if not leave_note(note):
-        note = agree(world, note)
-        if note.cause is Cause.INTERRUPTED:
-            if world.rank == 0:
-                print(interrupted_message(trainer, note), file=sys.stderr)
-        elif note.cause is Cause.CRASHED:
-            print(note.message, file=sys.stderr)
-        elif is_first_to_say(world, note):
-            print(f"stretto: {note.message}", file=sys.stderr)
-        if world.rank == 0 and world.size > 2 and not keeps_store_elsewhere():
-            sys.stderr.flush()
-            time.sleep(LINGER_S)
-    sys.stderr.flush()
-    os._exit(note.status)
+    """End a rank that failed, without waiting for the others, even where nothing can be said."""
+    try:
+        with suppress(OSError):  # nobody reads it any more, or the disk is full
+            sys.stdout.flush()
+        if not leave_note(note):
+            note = agree(world, note)
+            if note.cause is Cause.INTERRUPTED:
+                if world.rank == 0:
+                    print(interrupted_message(trainer, note), file=sys.stderr)
+            elif note.cause is Cause.CRASHED:
+                print(note.message, file=sys.stderr)
+            elif is_first_to_say(world, note):
+                print(f"stretto: {note.message}", file=sys.stderr)
+            if world.rank == 0 and world.size > 2 and not keeps_store_elsewhere():
+                sys.stderr.flush()
+                time.sleep(LINGER_S)
+        sys.stderr.flush()
+    finally:
+        os._exit(note.status)
 
 
 def _watch_launcher() -> None:
