@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
+import shutil
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.train.tiny import steps_of, write_settings
+from torch.distributed.checkpoint import CheckpointException
 
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import RunError, StrettoError, UsageError
@@ -20,6 +24,7 @@ from stretto.train import checkpoint, launch
 from stretto.train.data import prepare_data
 from stretto.train.metrics import Metrics
 from stretto.train.trainer import Trainer
+from stretto.train.whole import load_whole
 from stretto.train.world import World
 
 
@@ -171,6 +176,39 @@ def test_a_damaged_checkpoint_is_refused_by_name(folder: Path) -> None:
     (newest / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(StrettoError, match=r"step-000002 cannot be read .*--no-resume"):
         train(path, "training.steps=3")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """A checkpoint; tests damage copies of it."""
+    newest = train(write_settings(folder, steps=2, run="undamaged"))[1].last_checkpoint()
+    assert newest is not None
+    return newest
+
+
+@pytest.mark.parametrize("left_bytes", [None, 0, 20_000])
+def test_damaged_tensors_are_refused_by_name(whole: Path, tmp_path: Path, left_bytes: int | None) -> None:
+    damaged = shutil.copytree(whole, tmp_path / whole.name)
+    load_whole(damaged)
+    tensors = damaged / "__0_0.distcp"
+    assert tensors.stat().st_size > 40_000
+    if left_bytes is None:
+        tensors.unlink()
+    else:
+        os.truncate(tensors, left_bytes)
+    with pytest.raises(StrettoError, match=r"step-000002 cannot be read .*--no-resume"):
+        load_whole(damaged)
+
+
+def test_an_interruption_while_a_checkpoint_is_read_stays_one(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object, **rest: object) -> None:
+        raise CheckpointException("read", {0: (KeyboardInterrupt(), traceback.StackSummary())})
+
+    monkeypatch.setattr(checkpoint, "dcp_load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_whole(whole)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file on a full disk")

@@ -101,7 +101,7 @@ def _read(checkpoint: Path, parts: Parts) -> None:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore", UserWarning)
             dcp_load(_one_each(parts), storage_reader=reader, planner=PartsReader(parts), no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise _unreadable(checkpoint, error) from None
 
 
@@ -186,7 +186,10 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _unreadable(checkpoint: Path, error: BaseException) -> StrettoError:
+    """A failed read in the user's words. Raises what interrupted it instead, if anything did."""
     cause = _cause(error)
+    if not isinstance(cause, Exception | CheckpointException):
+        raise cause  # PyTorch takes a Ctrl-C while it reads for a failure to read
     text = str(cause).strip().splitlines()
     return StrettoError(
         f"{checkpoint} cannot be read ({type(cause).__name__}: {text[-1] if text else 'no reason given'}); "
