@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,53 @@ def test_a_run_that_starts_anew_sets_the_old_ones_aside(tmp_path: Path) -> None:
     make(tmp_path, 5)
     assert files.set_aside(tmp_path) == tmp_path / "earlier-2"
     assert files.is_whole(tmp_path / "earlier-1" / "step-000005")
+
+
+def test_nothing_old_goes_before_the_new_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 5)
+    did: list[int | str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def synced(number: int) -> None:
+        did.append(os.fstat(number).st_ino)
+        sync(number)
+
+    def renamed(path: Path, target: Path) -> Path:
+        did.append(target.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: did.append(f"remove {path.name}"))
+    place = make(tmp_path, 10, keep=1)
+    made = (place / "tokenizer.json", place / "state.json", place, tmp_path / "latest", tmp_path)
+    tokenizer, state, inside, latest, names = (path.stat().st_ino for path in made)
+    assert did == [
+        *(tokenizer, state, inside, "step-000010", latest, names),
+        *("step-000005.old.tmp", names, "remove step-000005.old.tmp"),
+    ]
+
+
+@pytest.mark.parametrize("step", [5, 10], ids=["done again", "kept no longer"])
+def test_one_that_is_removed_in_part_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    def killed(path: Path) -> None:
+        raise KilledError
+
+    make(tmp_path, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KilledError):
+            make(tmp_path, step, keep=1)
+    assert files.checkpoints_in(tmp_path) == [tmp_path / files.name_of(step)]
+    make(tmp_path, 15)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", files.name_of(step), "step-000015"]
 
 
 def test_a_full_disk_says_so_and_names_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

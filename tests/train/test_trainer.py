@@ -211,6 +211,18 @@ def test_an_interruption_while_a_checkpoint_is_read_stays_one(
         load_whole(whole)
 
 
+@pytest.mark.parametrize(("text", "message"), [(None, "cannot be read"), ("", "is empty")])
+def test_a_checkpoint_without_its_tokenizer_is_refused_by_name(
+    folder: Path, whole: Path, tmp_path: Path, text: str | None, message: str
+) -> None:
+    damaged = shutil.copytree(whole, tmp_path / whole.name)
+    (damaged / "tokenizer.json").unlink()
+    if text is not None:
+        (damaged / "tokenizer.json").write_text(text)
+    with pytest.raises(UsageError, match=rf"tokenizer\.json {message}.*; take another checkpoint"):
+        train(write_settings(folder, run="untold"), f"checkpoint.resume={damaged}")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file on a full disk")
 def test_a_full_disk_under_the_metrics_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> Metrics:

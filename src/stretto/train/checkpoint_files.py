@@ -1,9 +1,10 @@
 """Where checkpoints are and which of them is whole: names, the `latest` marker, and what is removed.
 
-    <dir>/step-000100/        one checkpoint: the tensors, state.json, tokenizer.json
-    <dir>/step-000200.tmp/    one being written, or left by a run that was killed meanwhile
-    <dir>/latest              the name of the newest whole one
-    <dir>/earlier-1/          checkpoints of a run before this one, set aside when a run started anew
+    <dir>/step-000100/           one checkpoint: the tensors, state.json, tokenizer.json
+    <dir>/step-000200.tmp/       one being written, or left by a run that was killed meanwhile
+    <dir>/step-000050.old.tmp/   one being removed
+    <dir>/latest                 the name of the newest whole one
+    <dir>/earlier-1/             checkpoints of a run before this one, set aside when a run started anew
 
 Touches these folders and nothing else; what is in the tensors is for `stretto.train.checkpoint`.
 """
@@ -104,6 +105,20 @@ def read_state(checkpoint: Path) -> State:
         ) from None
 
 
+def read_tokenizer(checkpoint: Path) -> str:
+    """The tokenizer's file. Raises UsageError when it is absent, empty or no text."""
+    path = checkpoint / TOKENIZER
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint"
+        ) from None
+    if not text:
+        raise UsageError(f"{path} is empty; take another checkpoint")
+    return text
+
+
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of `step` into. Raises StrettoError when it cannot be made."""
     try:
@@ -126,17 +141,21 @@ def commit(partial: Path, state: State, tokenizer: str, keep: int) -> Path:
     folder = partial.parent
     place = folder / partial.name.removesuffix(".tmp")
     try:
-        (partial / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+        _write_synced(partial / TOKENIZER, tokenizer)
         head = {"format": FORMAT, "version": VERSION, "step": state.step, "draws": state.draws}
         data = {**head, "vocab_size": state.vocab_size, "settings": state.settings}
         _write_synced(partial / STATE, json.dumps(data, indent=1) + "\n")
-        if place.exists():
-            shutil.rmtree(place)
+        _sync_folder(partial)
+        gone = [_hide(place)] if place.exists() else []
         partial.rename(place)
         _write_synced(folder / f"{LATEST}.tmp", place.name + "\n")
         (folder / f"{LATEST}.tmp").replace(folder / LATEST)
+        _sync_folder(folder)  # what the disk does not have yet must not cost what it has
         older = [path for path in checkpoints_in(folder) if path.name <= place.name and path != place]
-        for path in older[: max(0, len(older) - (keep - 1))]:
+        gone += [_hide(path) for path in older[: max(0, len(older) - (keep - 1))]]
+        if gone:
+            _sync_folder(folder)
+        for path in gone:
             shutil.rmtree(path)
     except OSError as error:
         raise failed(folder, state.step, error) from None
@@ -183,6 +202,23 @@ def failed(folder: Path, step: int, error: BaseException) -> StrettoError:
     return StrettoError(
         f"the checkpoint of step {step} in {folder} could not be written: {why}. Then resume: {rest}"
     )
+
+
+def _hide(path: Path) -> Path:
+    """Rename a checkpoint that is to be removed: removed in part, it would still look whole."""
+    return path.rename(path.with_name(f"{path.name}.old.tmp"))
+
+
+def _sync_folder(path: Path) -> None:
+    """Put the names in a folder on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(number)
 
 
 def _write_synced(path: Path, text: str) -> None:

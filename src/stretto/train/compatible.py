@@ -1,6 +1,6 @@
 """Whether a checkpoint can go on under these settings: what must be equal, and what is only told.
 
-Compares; touches nothing.
+Compares; reads the tokenizer of the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
-from stretto.train.checkpoint_files import TOKENIZER, State
+from stretto.train.checkpoint_files import State, read_tokenizer
 
 UNTOLD = ("name", "checkpoint", "output", "parallel", "training.steps", "training.threads_per_rank")
 """What may change from run to run without changing what is learned, or is changed on purpose to go on."""
@@ -21,7 +21,7 @@ def check(state: State, checkpoint: Path, settings: TrainSettings, tokenizer: st
     """Lines about settings that differ from the checkpoint's and change how training goes on.
 
     Raises UsageError, with the key, for one that makes another model of it, and when the text is told in
-    other tokens.
+    other tokens or the checkpoint does not say in which.
     """
     then = dict(_flat(state.settings))
     now = dict(_flat(settings.model_dump(mode="json")))
@@ -32,7 +32,7 @@ def check(state: State, checkpoint: Path, settings: TrainSettings, tokenizer: st
                 f"{key} = {now.get(key)!r}, but the checkpoint {checkpoint} is of a model with {key} = "
                 f"{then.get(key)!r}: set it back, or start anew with --no-resume"
             )
-    if (checkpoint / TOKENIZER).read_text(encoding="utf-8") != tokenizer:
+    if read_tokenizer(checkpoint) != tokenizer:
         data = [key for key in differing if key.startswith("data.")]
         what = f"{data[0]} differs" if data else "the text in data.paths has changed"
         raise UsageError(
