@@ -136,6 +136,28 @@ def test_a_rank_ends_even_where_nothing_can_be_written(
         worker._end(place, trainer, note(1, Cause.INTERRUPTED, 1.0))
 
 
+def test_the_launcher_waits_for_ranks_that_end_only_when_they_are_stuck(
+    settings: TrainSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have as long as any process, and hear of the signal after it."""
+    gave_up: list[Interrupted] = []
+
+    def launched(*_: object) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except Interrupted as error:
+            time.sleep(0.3)  # as long as ranks take to end
+            return error.status
+        raise AssertionError("the signal was not heard")
+
+    monkeypatch.setattr("stretto.train.interrupt.STUCK_S", 0.05)
+    monkeypatch.setattr(launch, "end_at_once", gave_up.append)
+    monkeypatch.setattr(launch, "_check", lambda _: None)
+    monkeypatch.setattr(launch, "_launch", launched)
+    assert launch.start(settings, ["stretto"]) == 130
+    assert gave_up == []
+
+
 def test_notes_come_back_in_the_order_of_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not leave_note(note(0, Cause.LOST, 1.0))
     monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path))

@@ -31,11 +31,12 @@ class Interrupts:
     """While it is entered, the first signal raises `Interrupted` and later ones are ignored.
 
     `received` stays set, because libraries turn exceptions that cross them into others of their own. When
-    the process has not left `STUCK_S` after a signal, `stuck` is called, in a thread; it ends the process.
+    the process has not left `stuck_s` after a signal, `stuck` is called, in a thread; it ends the process.
     """
 
     def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
         self.received: Interrupted | None = None
+        self.stuck_s = STUCK_S
         self._ending = False
         self._stuck = stuck
         self._left = threading.Event()
@@ -75,7 +76,7 @@ class Interrupts:
                 if not numbers:
                     return
                 for signum in numbers:
-                    if signum in SIGNALS and not self._left.wait(STUCK_S):
+                    if signum in SIGNALS and not self._left.wait(self.stuck_s):
                         self._stuck(self.received or Interrupted(signum))
 
 

@@ -36,6 +36,10 @@ from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
 from stretto.train.worker import work
 from stretto.train.world import LAUNCHER_PID, crowding, is_worker, threads
 
+RANKS_STUCK_S = 40.0
+"""How long the launcher has to end by itself after a signal while there are ranks, of whose end it
+tells. They have `STUCK_S` from when they hear of it, and torchrun's launcher kills those left after 30 s."""
+
 
 def start(settings: TrainSettings, command: Sequence[str]) -> int:
     """Train: as a rank if a launcher started this process, else with all ranks on this machine.
@@ -48,9 +52,10 @@ def start(settings: TrainSettings, command: Sequence[str]) -> int:
         find(Path(settings.checkpoint.resume))
     if is_worker() or settings.parallel.world == 1:
         return work(settings)
-    with Interrupts(end_at_once):
+    with Interrupts(end_at_once) as interrupts:
         try:
             _check(settings)
+            interrupts.stuck_s = RANKS_STUCK_S
             return _launch(settings, command)
         except Interrupted as error:
             print("stretto: interrupted before the first step", file=sys.stderr)
