@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests.train.tiny import write_settings
 from tokenizers import Tokenizer
 
 from stretto.cli.main import app
 from stretto.config import load_settings
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
 from stretto.models.pretrained import load_gpt
 from stretto.train.export import export
@@ -81,6 +83,39 @@ def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> Non
     Trainer(load_settings(path), World()).run()
     with pytest.raises(UsageError, match="exists and is not an empty folder"):
         export(folder / "again", tmp_path / "full")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [SafetensorError("I/O error: No space left on device"), OSError(errno.ENOSPC, "No space left on device")],
+)
+def test_a_failed_export_leaves_nothing_and_may_be_tried_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, exists: bool
+) -> None:
+    if not (folder / "once").exists():
+        Trainer(load_settings(write_settings(folder, steps=2, run="once")), World()).run()
+    output = tmp_path / "out"
+    if exists:
+        output.mkdir()
+
+    def full(model: GPT, place: Path) -> None:
+        (place / "config.json").write_text("{}")
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("stretto.train.export.save_gpt", full)
+        with pytest.raises(StrettoError, match="cannot write .*out: .*No space left on device; see to it"):
+            export(folder / "once", output)
+    assert list(tmp_path.rglob("*")) == ([output] if exists else [])
+    export(folder / "once", output)
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {
+        "out",
+        "out/config.json",
+        "out/model.safetensors",
+        "out/tokenizer.json",
+    }
+    load_gpt(output)
 
 
 def test_a_folder_that_holds_no_gpt_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ WEIGHTS = "model.safetensors"
 
 
 def save_gpt(model: GPT, folder: Path) -> None:
-    """Write `model` into an existing folder; a tied weight is written once. Raises OSError."""
+    """Write `model` into an existing folder, a tied weight once. Raises OSError or SafetensorError."""
     text = json.dumps({"model_type": MODEL_TYPE, **asdict(model.config)}, indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
     save_model(model, str(folder / WEIGHTS))

@@ -5,15 +5,18 @@ Reads a checkpoint and writes one folder.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from stretto.config import HuggingFaceSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
 from stretto.models.pretrained import save_gpt
-from stretto.train.checkpoint_files import TOKENIZER, find
+from stretto.train.checkpoint_files import TOKENIZER, find, read_tokenizer
 from stretto.train.tokenizer import END_OF_TEXT
 from stretto.train.whole import load_whole
 
@@ -26,22 +29,33 @@ def export(source: Path, output: Path) -> Path:
     `stretto.models.pretrained.load_gpt(output)` does.
 
     Raises UsageError when there is no checkpoint or `output` holds something, StrettoError when the
-    checkpoint cannot be read or the folder not written.
+    checkpoint cannot be read or the folder not written; `output` is then as it was.
     """
     checkpoint = find(source)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and is not an empty folder; name another, or remove it")
+    tokenizer = read_tokenizer(checkpoint)
     model, settings = load_whole(checkpoint)
+    # Beside `output`, so that this comes to be at once; within it where it exists, because it may be a mount.
+    partial = (output if output.exists() else output.parent) / f".{output.name}.{os.getpid()}.tmp"
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(parents=True)
         if isinstance(model, GPT):
-            save_gpt(model, output)
-            shutil.copyfile(checkpoint / TOKENIZER, output / TOKENIZER)
+            save_gpt(model, partial)
+            (partial / TOKENIZER).write_text(tokenizer, encoding="utf-8")
         else:
             assert isinstance(settings.model, HuggingFaceSettings)
-            _save_huggingface(model, checkpoint, output)
-    except OSError as error:
-        raise StrettoError(f"cannot write {output}: {error.strerror or error}") from None
+            _save_huggingface(model, checkpoint, partial)
+        if output.exists():
+            for path in partial.iterdir():
+                path.rename(output / path.name)
+        else:
+            partial.rename(output)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise StrettoError(f"cannot write {output}: {reason}; see to it, or name another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
 
 
