@@ -105,7 +105,7 @@ def test_a_failed_export_leaves_nothing_and_may_be_tried_again(
 
     with monkeypatch.context() as patched:
         patched.setattr("stretto.train.export.save_gpt", full)
-        with pytest.raises(StrettoError, match="cannot write .*out: .*No space left on device; see to it"):
+        with pytest.raises(StrettoError, match=r"cannot write .*out: .*No space left on device; see to it"):
             export(folder / "once", output)
     assert list(tmp_path.rglob("*")) == ([output] if exists else [])
     export(folder / "once", output)
