@@ -22,6 +22,7 @@ from stretto.ir.program import Parameter, TensorSpec
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
 from stretto.runtime.compile import Compiler
+from stretto.runtime.copies import check_copies
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
@@ -38,15 +39,16 @@ class Runner:
     a parameter is spread over ranks, a copy of this rank's part; of a model on meshes its part itself. The
     rest of the model may be dropped. Gradients are added to `.grad`.
 
-    plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values;
-    it must not be on "meta". transport: how messages travel; `torch.distributed` by default. seed: random
-    ops draw from (seed, step, microbatch, op), whatever the schedule. shares: another Runner on this rank, of
-    a plan that spreads the same model in the same way; its parts are used, so that this one reads what that
-    one trains. compile: "inductor" compiles stretches of compute between communications; it takes some
-    seconds for each kind of stretch here, and results differ in rounding (`docs/compute.md`).
+    plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values,
+    the same on all ranks; it must not be on "meta". transport: how messages travel; `torch.distributed` by
+    default. seed: random ops draw from (seed, step, microbatch, op), whatever the schedule. shares: another
+    Runner on this rank, of a plan that spreads the same model in the same way; its parts are used, so that
+    this one reads what that one trains. compile: "inductor" compiles stretches of compute between
+    communications; it takes some seconds for each kind of stretch here, and results differ in rounding
+    (`docs/compute.md`).
 
-    Raises UsageError when the world has another size than the plan, the model does not fit the plan, or
-    there is no compiler; RunError when a rank is lost.
+    Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
+    hold different copies of a value, or there is no compiler; RunError when a rank is lost.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Runner:
             )
         self.coordinates = plan.mesh.coordinates(self.rank)
         self._shared = {} if shares is None else shares._by_tie()
+        self._wholes: dict[str, torch.Tensor] = {}
         self._adopt(model)
         self.device = next(
             (t.device for t in (*self._parameters.values(), *self._buffers.values())), torch.device("cpu")
@@ -87,6 +90,8 @@ class Runner:
         self._compute = self._compute_copies()
         self._owned = self._find_owned()
         agree(plan, self.transport, seed)
+        check_copies(plan, self.transport, self._parameters, self._buffers, self._wholes)
+        self._wholes = {}  # what this rank does not hold may be dropped
         self.transport.open(plan.communicators, self.device, plan.mesh)
         dtypes = {k: parameter.dtype for k, parameter in self._parameters.items()}
         self.state = RankState(
@@ -137,6 +142,7 @@ class Runner:
             return self._shared[parameter.tied_to]
         if id(whole) not in self._parts:
             if parameter.shards and not on_mesh:
+                self._wholes[parameter.tied_to] = whole.detach()
                 here = part_of(whole.detach(), parameter, self.plan.job, self.coordinates).clone()
             self._parts[id(whole)] = nn.Parameter(here, requires_grad=whole.requires_grad)
         return self._parts[id(whole)]
