@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -156,6 +158,23 @@ def test_the_launcher_waits_for_ranks_that_end_only_when_they_are_stuck(
     monkeypatch.setattr(launch, "_launch", launched)
     assert launch.start(settings, ["stretto"]) == 130
     assert gave_up == []
+
+
+def test_no_thread_outlives_a_run_and_holds_what_it_trained() -> None:
+    """It would free tensors while the interpreter ends, which PyTorch answers with an abort."""
+
+    class Held:
+        def stuck(self, _: Interrupted) -> None:
+            raise AssertionError("nobody asked for an end")
+
+    held = Held()
+    gone = weakref.ref(held)
+    for _ in range(20):
+        with Interrupts(held.stuck):
+            pass
+        assert "signals" not in [thread.name for thread in threading.enumerate()]
+    del held
+    assert gone() is None
 
 
 def test_notes_come_back_in_the_order_of_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ what is in the files is for their owner.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -88,6 +89,12 @@ def fault(folder: Path) -> str | None:
     except (ValueError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return None
+
+
+def contents(folder: Path, names: Sequence[str]) -> str:
+    """A digest of what is in these files of a built folder, by its manifest; equal in any place."""
+    files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps([files[name] for name in names]).encode()).hexdigest()[:16]
 
 
 def _write_manifest(folder: Path) -> None:

@@ -23,8 +23,8 @@ def check(state: State, checkpoint: Path, settings: TrainSettings, tokenizer: st
     Raises UsageError, with the key, for one that makes another model of it, and when the text is told in
     other tokens or the checkpoint does not say in which.
     """
-    then = dict(_flat(state.settings))
-    now = dict(_flat(settings.model_dump(mode="json")))
+    then = dict(flat(state.settings))
+    now = dict(flat(settings.model_dump(mode="json")))
     differing = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     for key in differing:
         if key.startswith("model."):
@@ -46,9 +46,10 @@ def check(state: State, checkpoint: Path, settings: TrainSettings, tokenizer: st
     ]
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(`training.steps`, value) for each value in a tree."""
     for key, value in data.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from stretto.config import DataSettings
 from stretto.errors import UsageError
 from stretto.train import tokenizer as bpe
-from stretto.train.cache import built_folder, default_cache_dir
+from stretto.train.cache import built_folder, contents, default_cache_dir
 from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
 from stretto.train.text import Say, TextFile, documents, find_files
 
@@ -35,6 +35,8 @@ CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""
 MIN_HELD_OUT_DOCUMENTS = 8
 """With fewer than this to hold out, whole documents are too coarse: their ends are held out instead."""
+FILES = ("tokenizer.json", "train.npy", "held_out.npy")
+"""What a run reads."""
 PROGRESS_S = 2.0
 """Seconds between two lines of progress."""
 
@@ -47,6 +49,10 @@ class TextData:
     train: TokenDataset
     held_out: TokenDataset
     """Its batches do not depend on `data.seed`: the same text gives the same held-out loss."""
+    folder: Path
+    """Where the tokens are kept."""
+    digest: str
+    """Equal for equal tokens and tokenizers, wherever they are kept."""
     unigram_entropy_nats: float
     """What the held-out loss would be, a token, from token frequencies alone."""
 
@@ -82,6 +88,8 @@ def prepare_data(settings: DataSettings, say: Say) -> TextData:
         tokenizer=bpe.parse((folder / "tokenizer.json").read_text(encoding="utf-8")),
         train=TokenDataset(train, length, settings.seed, "the text to train on"),
         held_out=TokenDataset(held_out, length, 0, "the held-out text"),
+        folder=folder,
+        digest=contents(folder, FILES),
         unigram_entropy_nats=float(summary["unigram_entropy_nats"]),
     )
 

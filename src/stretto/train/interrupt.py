@@ -47,7 +47,8 @@ class Interrupts:
         self._heard, self._told = socket.socketpair()
         self._told.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._watching.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,6 +57,9 @@ class Interrupts:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._told.close()
+        # A thread that outlived the run would free what `stuck` knows of, a model with its tensors, while the
+        # interpreter ends. PyTorch cannot have that, and aborts.
+        self._watching.join()
 
     def ending(self) -> None:
         """From here on the process ends anyway: a signal is kept in `received` and raises nothing.

@@ -1,6 +1,6 @@
 """Training from settings, as one of the ranks: from text to a trained model, a report and checkpoints.
 
-    1. Data, model, capture, plan: every rank does the same, and plans come out equal.
+    1. Data, model, capture, plan: every rank does the same, on what they have found to be the same.
     2. A Runner for this rank's stages and parts, one for evaluation, and AdamW; the rest of the model is
        dropped.
     3. Go on from a checkpoint, if there is one.
@@ -31,6 +31,7 @@ from stretto.models.build import build_model, loss_function
 from stretto.planning import plan as make_plan
 from stretto.runtime import Runner
 from stretto.train import checkpoint
+from stretto.train.agreement import check_agreement
 from stretto.train.checkpoint_files import State, find, latest_in, read_state, set_aside
 from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
@@ -105,6 +106,7 @@ class Trainer:
         # The launcher has prepared it, and said so.
         data = prepare_data(settings.data, _say_nothing if is_launched() else say)
         found = self._find_checkpoint(data)
+        check_agreement(self.world, settings, data, found)
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
         loss = loss_function(settings.model)
         batch = data.train.batch(0, settings.training.global_batch)
@@ -144,7 +146,7 @@ class Trainer:
         return data
 
     def _find_checkpoint(self, data: TextData) -> tuple[State, Path] | None:
-        """Step 3: which checkpoint to go on from; equal on all ranks, as they read the same folder."""
+        """Step 3: which checkpoint to go on from, as this rank sees the folder."""
         resume = self.settings.checkpoint.resume
         if resume == "never":
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
+
+Said = TypeVar("Said")
 
 LAUNCHER_PID = "STRETTO_LAUNCHER_PID"
 """Environment variable: our own launcher's process, for the ranks that it started."""
@@ -104,6 +107,14 @@ def join(place: World) -> World:
             f"that all {place.size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
         ) from None
     return World(rank, size, place.local_size, store)
+
+
+def tell_all(world: World, said: Said) -> list[Said]:
+    """What every rank says, by rank; all must call it."""
+    told = [said] * world.size
+    if world.size > 1:
+        dist.all_gather_object(told, said)
+    return told
 
 
 def leave(world: World) -> None:
