@@ -33,7 +33,7 @@ from stretto.schedule.lower import lower
 from stretto.schedule.order.policies import DEFAULT, policy_of
 from stretto.schedule.posting import Message
 from stretto.schedule.timing import peak_live
-from stretto.simulate import predict, simulate
+from stretto.simulate import predict, simulate, typical_step
 from stretto.verify import verify
 
 SENT_MARGIN = 2.0
@@ -159,7 +159,7 @@ def _slower(made: Plan, candidate: Candidate, off: Candidate) -> bool:
     if candidate.step_us < CLEAR * off.step_us:
         return False
     assert made.prediction is not None
-    return simulate(off.make()).step_us < made.prediction.step_us
+    return typical_step(off.make()).step_us < made.prediction.step_us
 
 
 def _peaks(job: Job, costs: Costs, schedule: Schedule, overlap: OverlapMode) -> tuple[int, ...]:

@@ -109,6 +109,8 @@ def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
     assert skew_of([fast, other]) == 0.0, "no two share a place"
     assert skew_of([fast, slow, other]) == pytest.approx((370 + 1020) / (350 + 1020) - 1)
     assert skew_of([]) == 0.0
+    one, stolen = {0: [[50.0, 50.0, 60.0]]}, {0: [[50.0, 9000.0, 50.0]]}
+    assert skew_of([one, stolen]) == pytest.approx(110 / 105 - 1), "something else had the processor"
 
 
 def test_under_a_quota_ranks_come_apart_by_what_they_compute_and_by_what_they_are_stopped_for() -> None:

@@ -26,6 +26,9 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.simulate import predict
 
+ROUNDS = 3
+"""Of each visit. On machines that others use one differs from the next by a tenth."""
+
 
 class CostsNow:
     """What one rank finds; every rank makes one for the same plan, and calls the same methods. stages: the
@@ -36,7 +39,7 @@ class CostsNow:
         place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
         self.stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
         self._plan = plan
-        self._visits = Visits(plan.job, self.stages)
+        self._visits = Visits(plan.job, self.stages, ROUNDS)
         self._again: list[Communication] = []
 
     def visit(self) -> None:

@@ -31,17 +31,18 @@ OpTimes = Mapping[tuple[int, str], float]
 class Visits:
     """Of one job; every rank makes one, and calls the same methods. The rounds of all visits count alike."""
 
-    def __init__(self, job: Job, stages: Sequence[int]) -> None:
-        """stages: those of the calling rank."""
+    def __init__(self, job: Job, stages: Sequence[int], rounds: int = 1) -> None:
+        """stages: those of the calling rank. rounds: of each visit, or more of short programs."""
         self.job = job
         self._stages = stages
+        self._rounds = rounds
         self._found: Profile | None = None
 
     def visit(self) -> None:
-        """All ranks measure the ops of their stages together: one round, or more of short programs."""
+        """All ranks measure the ops of their stages together."""
         if dist.is_initialized():
             dist.barrier()
-        self._found = profile(self.job, CPU, self._stages, self._found, least_rounds=1)
+        self._found = profile(self.job, CPU, self._stages, self._found, least_rounds=self._rounds)
 
     @property
     def found(self) -> Profile:

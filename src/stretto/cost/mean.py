@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 
 
@@ -43,6 +43,17 @@ def with_mean_processors(costs: Costs, found: Sequence[Costs]) -> Costs:
         skew=statistics.fmean(one.skew for one in found),
         quota=_quota(found),
         cold=statistics.fmean(one.cold for one in found),
+        unsteady=_unsteady([one.unsteady for one in found if one.unsteady is not None]),
+    )
+
+
+def _unsteady(found: Sequence[Unsteady]) -> Unsteady | None:
+    if not found:
+        return None
+    return Unsteady(
+        math.sqrt(statistics.fmean(one.spread**2 for one in found)),
+        statistics.fmean(one.spell_us for one in found),
+        statistics.fmean(one.common for one in found),
     )
 
 

@@ -26,13 +26,14 @@ from stretto.cost.endless import endless_ops
 from stretto.cost.local_processes import measure_between
 from stretto.cost.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.cost.messages import measure_links
-from stretto.cost.profile import Profile, device_name, profile
+from stretto.cost.profile import STOLEN, Profile, device_name, profile
 from stretto.cost.quota import agreed_quota
 from stretto.cost.roofline import ACTION_US
+from stretto.cost.unsteady import Pieces, unsteady_of
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota, Unsteady
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import WAIT, Job, Stage
 
@@ -111,7 +112,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What all ranks found of a job's computing ops; `cold` as in `stretto.ir.costs.Costs`.
+    """What all ranks found of a job's computing ops; `cold` and `unsteady` as in `stretto.ir.costs.Costs`.
 
     skew: how much longer the slowest rank of a place takes than they do on average; thread_skew: the same of
     the time in which their threads computed, without that in which they were stopped.
@@ -121,15 +122,17 @@ class Compute:
     skew: float = 0.0
     thread_skew: float = 0.0
     cold: float = 0.0
+    unsteady: Unsteady | None = None
 
     def on(self, costs: Costs) -> Costs:
-        """The costs with this skew and cold. Under a quota what ranks differ by in time, and not in what
-        their threads compute, is what they are stopped for."""
+        """The costs with what is known of how ranks compute. Under a quota what ranks differ by in time, and
+        not in what their threads compute, is what they are stopped for."""
+        costs = replace(costs, skew=self.skew, cold=self.cold, unsteady=self.unsteady)
         quota = costs.quota
         if quota is None:
-            return replace(costs, skew=self.skew, cold=self.cold)
+            return costs
         skew = min(self.skew, self.thread_skew)
-        return replace(costs, skew=skew, quota=replace(quota, skew=self.skew - skew), cold=self.cold)
+        return replace(costs, skew=skew, quota=replace(quota, skew=self.skew - skew))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +210,14 @@ def agreed_ops(job: Job, mine: Profile) -> Compute:
     told: list[Any] = [None] * dist.get_world_size()
     by_clock = stretches(job, {index: of.met_shares for index, of in mine.rounds.items()})
     by_thread = stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()})
-    dist.all_gather_object(told, (dict(mine.op_us), by_clock, by_thread, mine.cold))
+    pieces = Pieces.of(longest.op_shares) if (longest := mine.longest) is not None else None
+    dist.all_gather_object(told, (dict(mine.op_us), by_clock, by_thread, mine.cold, pieces))
     return Compute(
         _merged(op_us for op_us, *_ in told),
-        skew_of([of for _, of, _, _ in told]),
-        skew_of([of for _, _, of, _ in told]),
-        statistics.fmean(cold for *_, cold in told),
+        skew_of([of for _, of, *_ in told]),
+        skew_of([of for _, _, of, *_ in told]),
+        statistics.fmean(cold for *_, cold, _ in told),
+        unsteady_of([pieces for *_, pieces in told if pieces is not None]),
     )
 
 
@@ -239,8 +244,9 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
     """How much longer the slowest rank of a place computes than its ranks do on average, as a share.
 
     ranks: what `stretches` says of each; ranks that hold a stage did the same round at one time. Whole
-    programs would show less: what hinders one rank in one stretch hinders the other in the next. 0 where no
-    two ranks share a stage.
+    programs would show less: what hinders one rank in one stretch hinders the other in the next. Rounds in
+    which something else had a rank's processor do not count (`profile.STOLEN`). 0 where no two ranks share a
+    stage.
     """
     by_stage: dict[int, list[Sequence[Sequence[float]]]] = defaultdict(list)
     for rank in ranks:
@@ -249,9 +255,11 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
     slowest_us = mean_us = 0.0
     for sharing in by_stage.values():
         for rounds in zip(*sharing, strict=True):
+            most_us = STOLEN * statistics.median(us for of_rank in rounds for us in of_rank)
             for together in zip(*rounds, strict=False):
-                slowest_us += max(together)
-                mean_us += statistics.fmean(together)
+                if max(together) <= most_us:
+                    slowest_us += max(together)
+                    mean_us += statistics.fmean(together)
     return slowest_us / mean_us - 1.0 if mean_us else 0.0
 
 

@@ -67,6 +67,11 @@ class Profile:
     rounds: Mapping[int, Rounds] = field(default_factory=dict, repr=False)
 
     @property
+    def longest(self) -> Rounds | None:
+        """Those of the stage that takes the longest; None without any."""
+        return max(self.rounds.values(), key=lambda of: statistics.fmean(of.straight_us), default=None)
+
+    @property
     def cold(self) -> float:
         """As in `stretto.ir.costs.Costs`; 0 where the step never waits, or the device is no processor."""
         waiting = [of for of in self.rounds.values() if of.paused]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stretto.ir.costs import CollectiveCost, Costs, Link, Prediction, Quota
+from stretto.ir.costs import CollectiveCost, Costs, Link, Prediction, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.job_text import Line
 from stretto.ir.op_text import encode_float
@@ -34,8 +34,10 @@ COST_KEYS = (
     "skew",
     "quota",
     "cold",
+    "unsteady",
     "op_us",
 )
+UNSTEADY_KEYS = ("spread", "spell_us", "common")
 QUOTA_KEYS = ("period_us", "share", "speed", "skew")
 LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
 
@@ -60,6 +62,7 @@ def encode_costs(costs: Costs) -> dict[str, Any]:
         "skew": encode_float(costs.skew),
         "quota": None if costs.quota is None else Line(_encode_quota(costs.quota)),
         "cold": encode_float(costs.cold),
+        "unsteady": None if costs.unsteady is None else Line(_encode_unsteady(costs.unsteady)),
         "op_us": op_us,
     }
 
@@ -92,6 +95,7 @@ def decode_costs(cursor: Cursor) -> Costs:
         skew=fields["skew"].number(),
         quota=_decode_quota(fields["quota"]),
         cold=fields["cold"].number(),
+        unsteady=_decode_unsteady(fields["unsteady"]),
     )
 
 
@@ -105,6 +109,20 @@ def _decode_quota(cursor: Cursor) -> Quota | None:
     parts = cursor.fields(QUOTA_KEYS)
     try:
         return Quota(*(parts[name].number() for name in QUOTA_KEYS))
+    except ValueError as error:
+        raise cursor.error(str(error)) from None
+
+
+def _encode_unsteady(unsteady: Unsteady) -> dict[str, Any]:
+    return {name: encode_float(getattr(unsteady, name)) for name in UNSTEADY_KEYS}
+
+
+def _decode_unsteady(cursor: Cursor) -> Unsteady | None:
+    if cursor.value is None:
+        return None
+    parts = cursor.fields(UNSTEADY_KEYS)
+    try:
+        return Unsteady(*(parts[name].number() for name in UNSTEADY_KEYS))
     except ValueError as error:
         raise cursor.error(str(error)) from None
 

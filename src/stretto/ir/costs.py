@@ -5,6 +5,7 @@ Numbers with their units and their sources; how they are found is the business o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -90,6 +91,38 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsteady:
+    """How a rank's speed goes up and down while it computes: what work takes has the mean that op times say.
+
+    spread: the standard deviation of what it takes, as a share of that.
+    spell_us: how long the speed stays about the same.
+    common: the part of the variance that all ranks of the step have at the same time, 0 to 1: they share a
+        machine. The rest is each rank's own.
+    """
+
+    spread: float
+    spell_us: float
+    common: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.spread <= 1.0 and self.spell_us > 0.0 and 0.0 <= self.common <= 1.0):
+            raise ValueError(
+                "what is unsteady has a spread and a common part from 0 to 1, and a spell above 0, not "
+                f"{self.spread}, {self.common} and {self.spell_us} us"
+            )
+
+    @property
+    def own_spread(self) -> float:
+        """Of what is not common."""
+        return self.spread * math.sqrt(1.0 - self.common)
+
+    @property
+    def common_spread(self) -> float:
+        """Of what is."""
+        return self.spread * math.sqrt(self.common)
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Predicted times. op_us[(stage, op name)] on the compute lane: for the start of a communication that is
     what starting costs. links[(sender rank, receiver rank)]; `default_link` serves pairs that are not named.
@@ -103,6 +136,7 @@ class Costs:
     quota: on every rank's processor time; None without one.
     cold: how much longer ops take on a lane that has stood for all of the last time, as a share; one that has
         stood for half of it takes half of that longer (`stretto.simulate.compute_lane`).
+    unsteady: ranks' speeds; None where they are steady, or nobody knows.
     """
 
     op_us: Mapping[tuple[int, str], float] = field(repr=False)
@@ -115,6 +149,7 @@ class Costs:
     skew: float = 0.0
     quota: Quota | None = None
     cold: float = 0.0
+    unsteady: Unsteady | None = None
 
     @property
     def quota_skew(self) -> float:

@@ -6,5 +6,6 @@ May touch `stretto.ir` and `stretto.schedule`.
 from stretto.simulate.detail import op_times
 from stretto.simulate.engine import simulate
 from stretto.simulate.predict import predict
+from stretto.simulate.typical import typical_step
 
-__all__ = ["op_times", "predict", "simulate"]
+__all__ = ["op_times", "predict", "simulate", "typical_step"]

@@ -79,12 +79,17 @@ class Collectives:
 
     # --- step 1 -------------------------------------------------------------------------------------
 
-    def start(self, call: Call, place: int, microbatch: int) -> Collective:
-        """An op of a window starts a collective of its axis now."""
+    def start(self, call: Call, place: int, microbatch: int, behind_us: float = 0.0) -> Collective:
+        """An op of a window starts a collective of its axis now; the last rank of the place does,
+        so much later."""
         lane = self._lane(call.axis, place)
         made = Collective(lane, call.axis, call.name, (place,), call.nbytes, call.time)
         made.stage, made.phase, made.microbatch = call.stage, call.phase, microbatch
-        self._ready(made)
+        made.done.begun_us = self._clock.now_us
+        if behind_us > 0.0:
+            self._clock.at(self._clock.now_us + behind_us, lambda: self._ready(made))
+        else:
+            self._ready(made)
         return made
 
     def join(self, collective: Collective, place: int) -> None:
@@ -142,7 +147,8 @@ class Collectives:
     # --- steps 2 to 4 -------------------------------------------------------------------------------
 
     def _ready(self, collective: Collective) -> None:
-        collective.done.begun_us = self._clock.now_us
+        if collective.done.begun_us is None:
+            collective.done.begun_us = self._clock.now_us
         lane = collective.lane
         if lane.busy:
             lane.waiting.append(collective)

@@ -27,18 +27,21 @@ May touch `stretto.ir` and this room. The contract:
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Callable, Generator
+from functools import partial
+from random import Random
 
 from stretto.errors import PlanError
 from stretto.ir.action import Action
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
-from stretto.schedule.apart import Apart
 from stretto.simulate.accounts import Accounts
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.collectives import Collective, Collectives
 from stretto.simulate.compute_lane import ComputeLane
+from stretto.simulate.members import Behind, Members, Smooth, Spells
 from stretto.simulate.memory import RankMemory
 from stretto.simulate.network import Message, Network
 from stretto.simulate.windows import Call, Control, ReadyWindow, Segment, make_ready
@@ -47,14 +50,17 @@ Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stand still for."""
 
 
-def simulate(plan: Plan) -> Timeline:
+def simulate(plan: Plan, draw: int | None = None) -> Timeline:
     """Predict the timeline of one step of `plan`: spans, accounts and memory of every rank.
+
+    draw: the number of a step whose ranks are as fast as chance has it (`Costs.unsteady`), the same for every
+    order of one job; by default all are as fast as they are on average.
 
     Times are microseconds from the step's common start, memory is bytes. The method is discrete events,
     as this module's contract says. Raises PlanError when ranks wait for each other for ever, and for
     windows, ops or costs that are missing.
     """
-    return Walk(plan).run()
+    return Walk(plan, draw=draw).run()
 
 
 class Walk:
@@ -62,9 +68,14 @@ class Walk:
     (`stretto.simulate.live`). windows: what another walk of the plan has made ready."""
 
     def __init__(
-        self, plan: Plan, absent: int | None = None, windows: dict[str, ReadyWindow] | None = None
+        self,
+        plan: Plan,
+        absent: int | None = None,
+        windows: dict[str, ReadyWindow] | None = None,
+        draw: int | None = None,
     ) -> None:
         self.plan = plan
+        self.make_members = _members_of(plan, draw)
         self.clock = Clock()
         self.spans: list[Span] = []
         self.cards = Cards(self.clock, self._change_load, alone=not plan.costs.shared)
@@ -72,6 +83,8 @@ class Walk:
         self.collectives = Collectives(plan, self.clock, self.cards, self.spans)
         self.made: set[tuple[int, int]] = set()
         self._windows = {} if windows is None else windows
+        # By (edge, microbatch), of messages: by how much each rank of the sender's place is behind.
+        self.sent_behind: dict[tuple[int, int], Behind] = {}
         self.ranks = {rank: _Rank(self, rank) for rank in range(plan.ranks) if rank != absent}
 
     def begin(self) -> None:
@@ -119,6 +132,20 @@ class Walk:
             self.ranks[rank].change_load(was, share)
 
 
+def _members_of(plan: Plan, draw: int | None) -> Callable[[], Smooth | Members]:
+    """What makes the ranks of each place, one after the other."""
+    costs = plan.costs
+    unsteady = costs.unsteady
+    if draw is None or unsteady is None:
+        return lambda: Smooth(costs)
+    # Of two steps one is the other's mirror image, so that their mean is nearer to that of all.
+    chance, sign = Random(draw // 2), (-1.0) ** draw
+    count = math.prod(size for _, size in plan.job.axes)
+    own, spell_us = sign * unsteady.own_spread, unsteady.spell_us
+    shared = Spells(sign * unsteady.common_spread, spell_us, Random(chance.random()))
+    return lambda: Members(count, costs.quota, own, spell_us, shared, Random(chance.random()))
+
+
 class _Rank:
     """One rank's compute lane."""
 
@@ -136,7 +163,7 @@ class _Rank:
         self.end_us = 0.0
         self._at: Instruction | None = None
         self._waits_for: Message | Collective | str = ""
-        self._apart = Apart(costs.skew, costs.quota_skew)
+        self._members = walk.make_members()
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
@@ -168,9 +195,11 @@ class _Rank:
                 if kind is InstructionKind.REDUCE:
                     self.accounts.hold(self._clock.now_us, memory.reduce(str(instruction.ref)))
                 if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-                    collectives.join(collective, self._index)
+                    self._once_all(partial(collectives.join, collective, self._index))
                 else:
+                    came_us = self._clock.now_us
                     yield from self._wait(collective.done, collective.name, collective)
+                    self._members.meet(came_us, collective.done_us)
                 if kind is InstructionKind.REDUCED:
                     memory.reduced(str(instruction.ref))
                 self.accounts.hold(self._clock.now_us, memory.bytes_held)
@@ -189,9 +218,8 @@ class _Rank:
             start_us = clock.now_us
             if work_us:
                 accounts.extend(actions[segment.part], start_us)
-                yield work_us
-                self._apart.work(work_us)
-                self._apart.stop(self._compute.stopped_work())
+                yield self._members.work(start_us, work_us)
+                self._members.stop(self._compute.stopped_work())
                 accounts.action_end_us = clock.now_us
             if change is not None:
                 held = memory.bytes_held
@@ -205,25 +233,37 @@ class _Rank:
                 microbatch = microbatches[segment.control_part]
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
-                    self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
+                    behind_us = self._members.behind_us
+                    made = self._walk.collectives.start(call, self._index, microbatch, behind_us)
+                    self._started[key] = made
                     continue
-                started = self._started.get(key)
+                started, came_us = self._started.get(key), clock.now_us
                 if started is None or not started.done.happened:
                     yield from self._finish(started, call)
                 if started is not None:
-                    yield from self._meet(started)
+                    yield from self._meet(started, came_us)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 
-    def _meet(self, done: Collective) -> Lane:
-        """Stand until the slowest rank of the place has done its part of a collective that this one has."""
+    def _meet(self, done: Collective, came_us: float) -> Lane:
+        """Stand until the slowest rank of the place has done its part of a collective that this one has, for
+        which it came at `came_us`."""
         now_us = self._clock.now_us
-        late_us = self._apart.meet(now_us - done.done_us)
+        late_us = self._members.late_us(now_us - done.done_us)
+        self._members.meet(came_us, done.done_us)
         if late_us > 0.0:
             there = Moment()
             there.begun_us = now_us
             self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
             yield from self._wait(there, done.name, done)
+
+    def _once_all(self, event: Callable[[], None]) -> None:
+        """Let it happen when the last rank of the place is as far as this one."""
+        behind_us = self._members.behind_us
+        if behind_us > 0.0:
+            self._clock.at(self._clock.now_us + behind_us, event)
+        else:
+            event()
 
     def _finish(self, started: Collective | None, call: Call) -> Lane:
         """A `comm.wait` whose collective is not done."""
@@ -245,10 +285,14 @@ class _Rank:
                 # Only this lane could make the value, so the wait can never end.
                 yield from self._wait(Moment(), name, f"{name}, which this rank itself makes later")
         elif segment.control is Control.SEND:
+            self._walk.sent_behind[key] = self._members.behind
             self._walk.network.send(*key)
         else:
-            message = self._walk.network.message(*key)
+            message, came_us = self._walk.network.message(*key), self._clock.now_us
             yield from self._wait(message.arrived, message.name, message)
+            behind = self._walk.sent_behind.get(key)
+            if behind is not None:
+                self._members.meet(came_us, message.arrived_us, behind)
 
     def _wait(self, moment: Moment, name: str, what: Message | Collective | str) -> Lane:
         if moment.happened:
@@ -267,7 +311,7 @@ class _Rank:
         request = next(self._lane, None)
         if request is None:
             self.finished = True
-            self.end_us = self._clock.now_us
+            self.end_us = self._clock.now_us + max(0.0, self._members.behind_us)
             self.accounts.flush()
             self._walk.cards.work(self._index, False)
         elif isinstance(request, Moment):

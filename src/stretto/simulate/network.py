@@ -29,7 +29,18 @@ from stretto.simulate.clock import Clock, Moment
 class Message:
     """One microbatch's value on its way over one edge."""
 
-    __slots__ = ("arrived", "channel", "edge", "left", "microbatch", "nbytes", "number", "posted", "sent_us")
+    __slots__ = (
+        "arrived",
+        "arrived_us",
+        "channel",
+        "edge",
+        "left",
+        "microbatch",
+        "nbytes",
+        "number",
+        "posted",
+        "sent_us",
+    )
 
     def __init__(self, channel: Channel, edge: int, microbatch: int, nbytes: int) -> None:
         self.channel = channel
@@ -41,6 +52,7 @@ class Message:
         self.posted = False
         self.left = Moment()
         self.arrived = Moment()
+        self.arrived_us = 0.0
 
     @property
     def name(self) -> str:
@@ -149,6 +161,7 @@ class Network:
             self._start([*self._from[channel.sender], *into])
 
         def arrive() -> None:
+            message.arrived_us = self._clock.now_us
             message.arrived.happen(self._clock)
 
         cards = ((channel.sender, True), (channel.receiver, False))

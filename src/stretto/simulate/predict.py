@@ -9,15 +9,16 @@ from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.schedule.bounds import lower_bound
-from stretto.simulate.engine import simulate
+from stretto.simulate.typical import typical_step
 
 
 def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
-    """Simulate `plan` (or take its `timeline`) and bound its step; microseconds and bytes, lists by rank.
+    """Take the typical step of `plan` (or its `timeline`) and bound it; microseconds and bytes, lists by
+    rank.
 
     Raises PlanError for what `simulate` and `lower_bound` refuse.
     """
-    timeline = simulate(plan) if timeline is None else timeline
+    timeline = typical_step(plan) if timeline is None else timeline
     totals = {kind: [0.0] * timeline.ranks for kind in SpanKind}
     for span in timeline.spans:
         if span.lane == COMPUTE_LANE:

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -60,9 +60,23 @@ def is_first_to_say(world: World, note: Note) -> bool:
     try:
         with _silent():
             world.store.set_timeout(timedelta(seconds=STORE_S))
-            return int(world.store.add(f"stretto/said/{note.message}", 1)) == 1
+            return int(world.store.add(_said(note), 1)) == 1
     except RuntimeError:
         return True
+
+
+def wait_for_askers(world: World, note: Note, most_s: float) -> None:
+    """Of the rank that keeps the store: until all ranks have asked `is_first_to_say`, or for `most_s`."""
+    if world.store is None:
+        return
+    until_s = time.monotonic() + most_s
+    with suppress(RuntimeError), _silent():
+        while time.monotonic() < until_s and int(world.store.add(_said(note), 0)) < world.size:
+            time.sleep(POLL_S)
+
+
+def _said(note: Note) -> str:
+    return f"stretto/said/{note.message}"
 
 
 def keeps_store_elsewhere() -> bool:

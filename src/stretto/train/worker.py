@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from stretto.config import TrainSettings
 from stretto.train.interrupt import Interrupted, Interrupts
-from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere
+from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere, wait_for_askers
 from stretto.train.notes import Cause, Note, leave_note, note_of
 from stretto.train.trainer import Trainer
 from stretto.train.world import (
@@ -30,7 +30,8 @@ from stretto.train.world import (
 WATCH_S = 1.0
 """How often a launched rank looks whether its launcher lives."""
 LINGER_S = 3.0
-"""How long rank 0 keeps the job's store up after a failure, for the others to read who was lost first."""
+"""How long rank 0 keeps the job's store up after a failure, for the others to read who was lost first, or
+whether what they refuse has been said."""
 
 
 def work(settings: TrainSettings) -> int:
@@ -99,9 +100,12 @@ def _end(world: World, trainer: Trainer, note: Note) -> None:
                 print(note.message, file=sys.stderr)
             elif is_first_to_say(world, note):
                 print(f"stretto: {note.message}", file=sys.stderr)
-            if world.rank == 0 and world.size > 2 and not keeps_store_elsewhere():
+            if world.rank == 0 and not keeps_store_elsewhere():
                 sys.stderr.flush()
-                time.sleep(LINGER_S)
+                if note.cause is Cause.REFUSED:
+                    wait_for_askers(world, note, LINGER_S)
+                elif world.size > 2:
+                    time.sleep(LINGER_S)
         sys.stderr.flush()
     finally:
         os._exit(note.status)
