@@ -14,6 +14,7 @@ from stretto.errors import PlanError
 from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
+from stretto.schedule.bound_machine import Beside, Work, one_machine
 from stretto.schedule.bounds import lower_bound
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.pair import whole
@@ -51,6 +52,38 @@ def test_lost_speed_counts_where_it_cannot_fall_into_idle_time() -> None:
     # Twenty collectives of 100 us, each at half speed, but for what the head and the tail may take.
     assert slow.us - free.us == pytest.approx(20 * 50, rel=0.5)
     assert "lost to communication" in slow.binds
+
+
+def test_a_lane_goes_slower_beside_compute_that_fits_nowhere_else() -> None:
+    job = make_comm_job(1, 10)
+    costs = make_comm_costs(job, op_us=100, collective_us=1000)
+    paced = {key: replace(cost, pace=0.75) for key, cost in costs.collectives.items()}
+    steady, slow = (
+        lower_bound(job, (0,), made).parts["rank 0 tp"] for made in (costs, replace(costs, collectives=paced))
+    )
+    # Ten microbatches of ten ops, but for 100 us of the head and 200 of the tail: a quarter is lost beside it.
+    assert slow - steady == pytest.approx(0.25 * (10 * 1000 - 100 - 200))
+    assert "2.42 ms slower beside compute" in lower_bound(job, (0,), replace(costs, collectives=paced)).binds
+    # A rank that has stood computes twice as fast as its times say.
+    limited = replace(costs, collectives=paced, quota=Quota(100.0, 0.5))
+    faster = lower_bound(job, (0,), limited).parts["rank 0 tp"]
+    assert faster == pytest.approx(slow - 0.25 * 5000, rel=0.01)
+
+
+def test_a_lane_loses_no_more_than_its_own_time_beside_compute() -> None:
+    work = Work(beside=Beside(130.0, 0.75, 7.0))
+    work.add(10.0, 20.0, 100.0)
+    found = one_machine(work, 5)
+    assert found is not None
+    assert (found.us, found.slowed_us) == (pytest.approx(530 + 0.25 * 93), pytest.approx(0.25 * 93))
+    work.beside = Beside(1e6, 0.75)
+    found = one_machine(work, 5)
+    assert found is not None
+    assert found.slowed_us == pytest.approx(500 / 0.75 - 500)
+    work.beside = Beside(25.0, 0.75)
+    found = one_machine(work, 5)
+    assert found is not None
+    assert found.slowed_us == 0.0, "all of it fits before the head and after the tail"
 
 
 def test_gradients_of_data_parallel_ranks_are_summed_after_all_that_adds_to_them() -> None:
