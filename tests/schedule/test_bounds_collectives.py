@@ -61,7 +61,7 @@ def test_a_lane_goes_slower_beside_compute_that_fits_nowhere_else() -> None:
     steady, slow = (
         lower_bound(job, (0,), made).parts["rank 0 tp"] for made in (costs, replace(costs, collectives=paced))
     )
-    # Ten microbatches of ten ops, but for 100 us of the head and 200 of the tail: a quarter is lost beside it.
+    # Ten microbatches of ten ops, but for 100 us of head and 200 of tail: a quarter is lost beside them.
     assert slow - steady == pytest.approx(0.25 * (10 * 1000 - 100 - 200))
     assert "2.42 ms slower beside compute" in lower_bound(job, (0,), replace(costs, collectives=paced)).binds
     # A rank that has stood computes twice as fast as its times say.
