@@ -12,8 +12,9 @@ import pytest
 from stretto.ir.costs import Quota, Unsteady
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.ir.timeline import SpanKind
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.simulate import predict, simulate, typical_step
+from stretto.simulate.engine import Walk
 from stretto.simulate.members import Members, Spells
 from stretto.simulate.typical import STEPS
 from tests.simulate.test_engine import schedule
@@ -149,6 +150,33 @@ def test_ranks_at_one_speed_take_a_step_as_ranks_that_are_not_told_apart() -> No
         assert unsteady.peak_bytes == simulate(even).peak_bytes
         spans = [span for span in unsteady.spans if span.kind is SpanKind.MESSAGE]
         assert len(spans) == len([span for span in simulate(even).spans if span.kind is SpanKind.MESSAGE])
+
+
+@pytest.mark.parametrize("quota", [None, Quota(100.0, 0.5, 0.8, skew=0.5)])
+def test_a_lane_keeps_the_order_of_starts_and_accounts_add_up(quota: Quota | None) -> None:
+    plan = balanced(60.0, Unsteady(0.3, 120.0))
+    plan = replace(plan, costs=replace(plan.costs, quota=quota))
+
+    def order(timeline: Timeline) -> list[tuple[str, int | None]]:
+        spans = [s for s in timeline.spans if s.lane == "tp" and s.kind is SpanKind.MESSAGE]
+        return [(s.name, s.microbatch) for s in sorted(spans, key=lambda s: s.start_us)]
+
+    told = order(simulate(plan))
+    for draw in range(12):
+        timeline = simulate(plan, draw)
+        assert order(timeline) == told
+        lane = [s.duration_us for s in timeline.spans if s.lane == COMPUTE_LANE]
+        assert sum(lane) == pytest.approx(timeline.step_us)
+
+
+def test_what_is_started_later_is_not_carried_sooner() -> None:
+    plan = balanced(60.0, None)
+    walk = Walk(plan)
+    call = next(s.call for s in walk.window("0F").segments if s.call is not None)
+    late = walk.collectives.start(call, 0, 0, 50.0)
+    soon = walk.collectives.start(call, 0, 1)
+    walk.clock.run()
+    assert (late.done_us, soon.done_us) == (pytest.approx(110), pytest.approx(170))
 
 
 def test_what_is_common_brings_no_rank_behind() -> None:

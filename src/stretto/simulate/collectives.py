@@ -33,7 +33,8 @@ LOSS = "loss"
 @dataclass(slots=True, eq=False)
 class Collective:
     """One collective of one step. track: the communicator, whose lane the timeline shows; name: `<axis> ...`,
-    as in the timeline; done_us: when `done` happened."""
+    as in the timeline; done_us: when `done` happened; ready_us: when the last rank of those that have
+    started it did."""
 
     lane: Lane
     track: str
@@ -44,6 +45,7 @@ class Collective:
     missing: set[int] = field(default_factory=set)
     done: Moment = field(default_factory=Moment)
     done_us: float = 0.0
+    ready_us: float = 0.0
     stage: int | None = None
     phase: Phase | None = None
     microbatch: int | None = None
@@ -56,9 +58,12 @@ class Collective:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Step 2: the collectives of one communicator (at one place) that are ready, in order."""
+    """Step 2: the collectives of one communicator (at one place) that are ready, in order. coming: those that
+    are started, and whose last rank is behind; ready_us: when the last of all was, or will be ready."""
 
     busy: bool = False
+    coming: int = 0
+    ready_us: float = 0.0
     waiting: deque[Collective] = field(default_factory=deque)
 
 
@@ -85,18 +90,16 @@ class Collectives:
         lane = self._lane(call.axis, place)
         made = Collective(lane, call.axis, call.name, (place,), call.nbytes, call.time)
         made.stage, made.phase, made.microbatch = call.stage, call.phase, microbatch
-        made.done.begun_us = self._clock.now_us
-        if behind_us > 0.0:
-            self._clock.at(self._clock.now_us + behind_us, lambda: self._ready(made))
-        else:
-            self._ready(made)
+        self._started(made, self._clock.now_us + behind_us)
         return made
 
-    def join(self, collective: Collective, place: int) -> None:
-        """A member starts its part of the loss or of a bucket now."""
+    def join(self, collective: Collective, place: int, behind_us: float = 0.0) -> None:
+        """A member starts its part of the loss or of a bucket now; the last rank of the place does, so much
+        later."""
         collective.missing.discard(place)
+        collective.ready_us = max(collective.ready_us, self._clock.now_us + behind_us)
         if not collective.missing:
-            self._ready(collective)
+            self._started(collective, collective.ready_us)
 
     def loss(self, place: int) -> Collective:
         """The collective that tells the loss. Raises PlanError when the place has no part in it."""
@@ -146,9 +149,23 @@ class Collectives:
 
     # --- steps 2 to 4 -------------------------------------------------------------------------------
 
+    def _started(self, collective: Collective, ready_us: float) -> None:
+        """All members have started it, and it is ready then: not before those that were started earlier."""
+        lane, now_us = collective.lane, self._clock.now_us
+        collective.done.begun_us = now_us
+        lane.ready_us = max(lane.ready_us, ready_us)
+        if lane.ready_us <= now_us and not lane.coming:
+            self._ready(collective)
+            return
+        lane.coming += 1
+
+        def come() -> None:
+            lane.coming -= 1
+            self._ready(collective)
+
+        self._clock.at(max(lane.ready_us, now_us), come)
+
     def _ready(self, collective: Collective) -> None:
-        if collective.done.begun_us is None:
-            collective.done.begun_us = self._clock.now_us
         lane = collective.lane
         if lane.busy:
             lane.waiting.append(collective)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from functools import partial
 from random import Random
 
 from stretto.errors import PlanError
@@ -98,7 +97,7 @@ class Walk:
 
     def end(self, least_us: float = 0.0) -> float:
         """When the last rank ended, or `least_us` if that is later; the others stand until then."""
-        step_us = max((rank.end_us for rank in self.ranks.values()), default=0.0)
+        step_us = max((rank.last_end_us for rank in self.ranks.values()), default=0.0)
         step_us = max(step_us, least_us)
         for rank in self.ranks.values():
             rank.accounts.stand(rank.end_us, step_us, step_us, "end of the step")
@@ -161,6 +160,7 @@ class _Rank:
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
+        self.last_end_us = 0.0  # of the last rank of the place
         self._at: Instruction | None = None
         self._waits_for: Message | Collective | str = ""
         self._members = walk.make_members()
@@ -195,7 +195,7 @@ class _Rank:
                 if kind is InstructionKind.REDUCE:
                     self.accounts.hold(self._clock.now_us, memory.reduce(str(instruction.ref)))
                 if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-                    self._once_all(partial(collectives.join, collective, self._index))
+                    collectives.join(collective, self._index, self._members.behind_us)
                 else:
                     came_us = self._clock.now_us
                     yield from self._wait(collective.done, collective.name, collective)
@@ -257,14 +257,6 @@ class _Rank:
             self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
             yield from self._wait(there, done.name, done)
 
-    def _once_all(self, event: Callable[[], None]) -> None:
-        """Let it happen when the last rank of the place is as far as this one."""
-        behind_us = self._members.behind_us
-        if behind_us > 0.0:
-            self._clock.at(self._clock.now_us + behind_us, event)
-        else:
-            event()
-
     def _finish(self, started: Collective | None, call: Call) -> Lane:
         """A `comm.wait` whose collective is not done."""
         if started is None:
@@ -311,7 +303,8 @@ class _Rank:
         request = next(self._lane, None)
         if request is None:
             self.finished = True
-            self.end_us = self._clock.now_us + max(0.0, self._members.behind_us)
+            self.end_us = self._clock.now_us
+            self.last_end_us = self.end_us + self._members.behind_us
             self.accounts.flush()
             self._walk.cards.work(self._index, False)
         elif isinstance(request, Moment):
