@@ -102,15 +102,17 @@ def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> N
 
 
 def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
-    fast = {0: [[100.0, 200.0], [50.0]]}
-    slow = {0: [[120.0, 180.0], [50.0]]}
-    other = {1: [[70.0, 900.0], [50.0]]}
-    assert skew_of([fast, slow]) == pytest.approx(370 / 350 - 1)
+    fast = {0: [[100.0, 200.0], [50.0, 50.0]]}
+    slow = {0: [[120.0, 180.0], [50.0, 50.0]]}
+    other = {1: [[70.0, 100.0], [50.0, 50.0]]}
+    assert skew_of([fast, slow]) == pytest.approx(420 / 400 - 1)
     assert skew_of([fast, other]) == 0.0, "no two share a place"
-    assert skew_of([fast, slow, other]) == pytest.approx((370 + 1020) / (350 + 1020) - 1)
+    assert skew_of([fast, slow, other]) == pytest.approx((420 + 270) / (400 + 270) - 1)
     assert skew_of([]) == 0.0
     one, stolen = {0: [[50.0, 50.0, 60.0]]}, {0: [[50.0, 9000.0, 50.0]]}
     assert skew_of([one, stolen]) == pytest.approx(110 / 105 - 1), "something else had the processor"
+    steady, stopped = {0: [[5.0, 5.0], [100.0, 100.0]]}, {0: [[5.0, 20.0], [100.0, 100.0]]}
+    assert skew_of([steady, stopped]) == pytest.approx(225 / 217.5 - 1), "a quota's stop counts"
 
 
 def test_under_a_quota_ranks_come_apart_by_what_they_compute_and_by_what_they_are_stopped_for() -> None:

@@ -244,9 +244,9 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
     """How much longer the slowest rank of a place computes than its ranks do on average, as a share.
 
     ranks: what `stretches` says of each; ranks that hold a stage did the same round at one time. Whole
-    programs would show less: what hinders one rank in one stretch hinders the other in the next. Rounds in
-    which something else had a rank's processor do not count (`profile.STOLEN`). 0 where no two ranks share a
-    stage.
+    programs would show less: what hinders one rank in one stretch hinders the other in the next. Whole
+    rounds in which something else had a rank's processor do not count (`profile.STOLEN`); a single short
+    stretch may be many times as long by a quota's stop. 0 where no two ranks share a stage.
     """
     by_stage: dict[int, list[Sequence[Sequence[float]]]] = defaultdict(list)
     for rank in ranks:
@@ -254,10 +254,13 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
             by_stage[stage].append(of)
     slowest_us = mean_us = 0.0
     for sharing in by_stage.values():
+        # By rank and round, in all stretches.
+        totals = [[sum(round_us) for round_us in zip(*of, strict=True)] for of in sharing]
+        most_us = STOLEN * statistics.median(us for of in totals for us in of) if any(totals) else 0.0
+        counts = [max(together) <= most_us for together in zip(*totals, strict=False)]
         for rounds in zip(*sharing, strict=True):
-            most_us = STOLEN * statistics.median(us for of_rank in rounds for us in of_rank)
-            for together in zip(*rounds, strict=False):
-                if max(together) <= most_us:
+            for counted, together in zip(counts, zip(*rounds, strict=False), strict=True):
+                if counted:
                     slowest_us += max(together)
                     mean_us += statistics.fmean(together)
     return slowest_us / mean_us - 1.0 if mean_us else 0.0
