@@ -37,7 +37,7 @@ from stretto.schedule.order.policies import DEFAULT
 from stretto.schedule.pair import pair, whole
 from stretto.schedule.sums import make_sums
 from stretto.schedule.timing import peak_live
-from stretto.simulate import simulate
+from stretto.simulate import one_step
 from stretto.together import order_together
 
 AHEAD = (0, 1)
@@ -191,7 +191,7 @@ def _pairs(job: Job, schedule: Schedule) -> tuple[list[tuple[Schedule, Schedule]
 
 
 def _candidate(way: _Way, costs: Costs) -> Candidate:
-    step = simulate(_plan(_few(way), costs, way.short, way.mode, way.arranger))
+    step = one_step(_plan(_few(way), costs, way.short, way.mode, way.arranger))
     return Candidate(
         way.mode, step.step_us, lambda: _plan(way.job, costs, way.schedule, way.mode, way.arranger)
     )
@@ -244,7 +244,7 @@ def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | N
         return None, ""
     # Receives are posted in the order of the sends, which is another now.
     best = _lowered(job, costs, paired, "window", windows)
-    return Candidate("window", simulate(best).step_us, lambda: best), ""
+    return Candidate("window", one_step(best).step_us, lambda: best), ""
 
 
 def writes_buffers(job: Job) -> bool:

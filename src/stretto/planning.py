@@ -33,7 +33,7 @@ from stretto.schedule.lower import lower
 from stretto.schedule.order.policies import DEFAULT, policy_of
 from stretto.schedule.posting import Message
 from stretto.schedule.timing import peak_live
-from stretto.simulate import predict, simulate, typical_step
+from stretto.simulate import one_step, predict, simulate
 from stretto.verify import verify
 
 SENT_MARGIN = 2.0
@@ -159,16 +159,15 @@ def _slower(made: Plan, candidate: Candidate, off: Candidate) -> bool:
     if candidate.step_us < CLEAR * off.step_us:
         return False
     assert made.prediction is not None
-    return typical_step(off.make()).step_us < made.prediction.step_us
+    return simulate(off.make()).step_us < made.prediction.step_us
 
 
 def _peaks(job: Job, costs: Costs, schedule: Schedule, overlap: OverlapMode) -> tuple[int, ...]:
     """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
     pairs that hold more are refused."""
     found, _ = candidates(job, costs, schedule, "off" if overlap == "off" else "local", "captured")
-    made = _finished(max(found, key=lambda one: one.overlap != "off"), None).prediction
-    assert made is not None
-    return made.peak_bytes
+    # Of a step at even speed: one by chance holds the same, and a promise would take twelve of them.
+    return one_step(_lowered(max(found, key=lambda one: one.overlap != "off"))).peak_bytes
 
 
 def _overlap_mode(text: str) -> OverlapMode:
@@ -180,16 +179,22 @@ def _overlap_mode(text: str) -> OverlapMode:
 
 def _finished(candidate: Candidate, max_bytes: int | None) -> Plan:
     """Steps 4 to 6 for a candidate. Raises PlanError for one that cannot work."""
+    draft = _lowered(candidate)
+    verify(draft, max_bytes)
+    return replace(draft, prediction=predict(draft))
+
+
+def _lowered(candidate: Candidate) -> Plan:
+    """Step 4 for a candidate. Raises PlanError for one whose ranks wait for each other for ever."""
     draft = candidate.make()
     sends = any(i.kind is InstructionKind.SENT for order in draft.orders for i in order)
     if sends and draft.overlap != "off":
-        placed = _sent_before(draft, simulate(draft))
+        placed = _sent_before(draft, one_step(draft))
         _, orders, _ = lower(
             draft.job, draft.schedule, overlap=draft.overlap, windows=draft.windows, sent_before=placed
         )
         draft = replace(draft, orders=orders)
-    verify(draft, max_bytes)
-    return replace(draft, prediction=predict(draft))
+    return draft
 
 
 def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:

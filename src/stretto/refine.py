@@ -24,7 +24,7 @@ from stretto.ir.plan import Plan, Window
 from stretto.ir.timeline import Timeline
 from stretto.schedule.observed import observe
 from stretto.schedule.order import NOTHING, Arranger, Outside, Role
-from stretto.simulate import simulate
+from stretto.simulate import one_step
 
 GRID = (0.0, 0.3, 0.6, 0.9, 1.3)
 """Arrivals and tails that are tried, in parts of a window's work. Assumed."""
@@ -162,7 +162,7 @@ class _Search:
             return False
         plan = self._build(windows)
         try:
-            timeline = simulate(plan)
+            timeline = one_step(plan)
         except PlanError:
             self._known[key] = float("inf")
             return False

@@ -25,7 +25,7 @@ from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
 from stretto.errors import StrettoError
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
@@ -111,6 +111,11 @@ def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
     assert skew_of([]) == 0.0
     one, stolen = {0: [[50.0, 50.0, 60.0]]}, {0: [[50.0, 9000.0, 50.0]]}
     assert skew_of([one, stolen]) == pytest.approx(110 / 105 - 1), "something else had the processor"
+    slow = {0: [[300.0, 250.0]]}
+    ranks = [{0: [[100.0, 100.0]]}, {0: [[100.0, 100.0]]}, slow]
+    assert skew_of(ranks) == pytest.approx(550 / 316.667 - 1, rel=1e-3), (
+        "one that is always slow is not stolen from"
+    )
     steady, stopped = {0: [[5.0, 5.0], [100.0, 100.0]]}, {0: [[5.0, 20.0], [100.0, 100.0]]}
     assert skew_of([steady, stopped]) == pytest.approx(225 / 217.5 - 1), "a quota's stop counts"
 
@@ -123,6 +128,10 @@ def test_under_a_quota_ranks_come_apart_by_what_they_compute_and_by_what_they_ar
     assert limited.quota is not None
     assert limited.quota.skew == pytest.approx(0.15)
     assert (limited.skew, limited.working_skew) == (0.05, pytest.approx(0.2))
+    # Spells are told by the time of threads, which half of a processor stretches to twice that.
+    unsteady = replace(found, unsteady=Unsteady(0.1, 30.0, 0.5))
+    assert unsteady.on(costs).unsteady == Unsteady(0.1, 30.0, 0.5)
+    assert unsteady.on(limited).unsteady == Unsteady(0.1, 60.0, 0.5)
     # Threads that differ by more than the clock says: by no more than that.
     assert Compute({}, 0.1, 0.3).on(limited).skew == 0.1
 

@@ -60,7 +60,19 @@ def test_a_moment_in_which_something_else_ran_does_not_decide() -> None:
     after = unsteady_of(found_in(shares))
     assert before is not None
     assert after is not None
-    assert after.spread < 1.6 * before.spread
+    assert after.spread == pytest.approx(before.spread, rel=0.1)
+
+
+def test_few_rounds_are_not_decided_by_a_moment_either() -> None:
+    rng = random.Random(5)
+    shares = {f"op{k}": [10_000.0 * rng.gauss(1.0, 0.05) for _ in range(10)] for k in range(5)}
+    before = unsteady_of(found_in(shares))
+    shares["op2"][4] += 400_000.0
+    after = unsteady_of(found_in(shares))
+    assert before is not None
+    assert after is not None
+    assert after.spread == pytest.approx(before.spread, rel=0.3)
+    assert after.spell_us < 3 * before.spell_us < 60_000
 
 
 def test_too_little_says_nothing() -> None:
@@ -68,5 +80,8 @@ def test_too_little_says_nothing() -> None:
     assert Pieces.of({}) is None
     assert Pieces.of(rounds_of(spells, 3)) is None
     assert Pieces.of({"op": [10.0, 12.0, 11.0, 10.0, 13.0]}) is None, "shorter than a piece"
+    assert Pieces.of({f"op{k}": [20_000.0 + k] * 6 for k in range(3)}) is None, "too few pieces"
     assert unsteady_of([]) is None
-    assert unsteady_of(found_in({"op": [20_000.0] * 6})) is None, "a speed that never changes"
+    assert unsteady_of(found_in({f"op{k}": [20_000.0] * 6 for k in range(4)})) is None, (
+        "a speed that never changes"
+    )

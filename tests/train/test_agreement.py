@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -45,6 +46,30 @@ def test_other_checkpoints_are_refused(folder: Path) -> None:
     assert (statuses, err.count("stretto: ")) == ([2, 2], 1), err
     assert f"rank 1 finds no checkpoint in {folder / 'elsewhere'}, but rank 0 goes on from" in err
     assert "step-000002, after step 2: set checkpoint.dir to a folder that all machines share" in err
+
+
+def test_another_checkpoint_of_the_same_step_is_refused(folder: Path) -> None:
+    copy = folder / "copy"
+    shutil.copytree(folder / "alone" / "checkpoints", copy)
+    state = copy / "step-000002" / "state.json"
+    state.write_text(state.read_text() + "\n")
+    statuses, err = two_ranks(folder, f"checkpoint.dir={copy}")
+    assert (statuses, err.count("stretto: ")) == ([2, 2], 1), err
+    assert "rank 1 goes on from" in err
+    state.write_text("{")
+    statuses, err = two_ranks(folder, f"checkpoint.dir={copy}")
+    assert (statuses, err.count("stretto: ")) == ([2, 2], 1), err
+    assert "state.json cannot be read (JSONDecodeError" in err
+    assert "; take another checkpoint (on rank 1)" in err
+
+
+def test_a_checkpoint_of_other_tokens_does_not_hide_that_texts_differ(folder: Path) -> None:
+    (folder / "third").mkdir()
+    (folder / "third" / "one.txt").write_text("\n".join([WORDS[::-1]] * 90))
+    # Only the second rank would refuse the checkpoint; both refuse the text.
+    statuses, err = two_ranks(folder, f'data.paths=["{folder / "third"}"]')
+    assert (statuses, err.count("stretto: ")) == ([2, 2], 1), err
+    assert err.startswith("stretto: data.paths: the tokens on rank 1 (")
 
 
 def test_other_text_is_refused(folder: Path) -> None:

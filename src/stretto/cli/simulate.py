@@ -12,7 +12,8 @@ from stretto.errors import StrettoError
 from stretto.ir.serialize import load_plan
 from stretto.report import save_json, save_perfetto, save_svg
 from stretto.report.tables import ranks_grid, summary_grid
-from stretto.simulate import predict, typical_step
+from stretto.simulate import predict
+from stretto.simulate import simulate as expected_step
 
 simulate = typer.Typer(add_completion=False)
 
@@ -30,7 +31,7 @@ def run(
 ) -> None:
     """Walk a plan with no device and say how long it takes, what stays exposed, and how far from the best."""
     loaded = load_plan(plan)
-    timeline = typical_step(loaded)
+    timeline = expected_step(loaded)
     prediction = predict(loaded, timeline)
     console = Console()
     console.print(summary_grid(timeline, prediction).rich())

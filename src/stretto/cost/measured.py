@@ -126,13 +126,16 @@ class Compute:
 
     def on(self, costs: Costs) -> Costs:
         """The costs with what is known of how ranks compute. Under a quota what ranks differ by in time, and
-        not in what their threads compute, is what they are stopped for."""
+        not in what their threads compute, is what they are stopped for; and their spells, which were told by
+        the time of their threads, are as much longer as those are stopped."""
         costs = replace(costs, skew=self.skew, cold=self.cold, unsteady=self.unsteady)
         quota = costs.quota
         if quota is None:
             return costs
-        skew = min(self.skew, self.thread_skew)
-        return replace(costs, skew=skew, quota=replace(quota, skew=self.skew - skew))
+        skew, unsteady = min(self.skew, self.thread_skew), self.unsteady
+        if unsteady is not None:
+            unsteady = replace(unsteady, spell_us=unsteady.spell_us / quota.share)
+        return replace(costs, skew=skew, unsteady=unsteady, quota=replace(quota, skew=self.skew - skew))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +259,12 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
     for sharing in by_stage.values():
         # By rank and round, in all stretches.
         totals = [[sum(round_us) for round_us in zip(*of, strict=True)] for of in sharing]
-        most_us = STOLEN * statistics.median(us for of in totals for us in of) if any(totals) else 0.0
-        counts = [max(together) <= most_us for together in zip(*totals, strict=False)]
+        # A rank that is slow in every round is what is looked for, and not stolen from.
+        most_us = [STOLEN * statistics.median(of) if of else 0.0 for of in totals]
+        counts = [
+            all(us <= at_most for us, at_most in zip(together, most_us, strict=True))
+            for together in zip(*totals, strict=False)
+        ]
         for rounds in zip(*sharing, strict=True):
             for counted, together in zip(counts, zip(*rounds, strict=False), strict=True):
                 if counted:

@@ -90,6 +90,10 @@ class Quota:
         return self.speed / self.share
 
 
+LEAST_SPELL_US = 1.0
+"""A speed that holds for less is none: ops take longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unsteady:
     """How a rank's speed goes up and down while it computes: what work takes has the mean that op times say.
@@ -105,10 +109,11 @@ class Unsteady:
     common: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0.0 <= self.spread <= 1.0 and self.spell_us > 0.0 and 0.0 <= self.common <= 1.0):
+        shares = 0.0 <= self.spread <= 1.0 and 0.0 <= self.common <= 1.0
+        if not (shares and LEAST_SPELL_US <= self.spell_us < math.inf):
             raise ValueError(
-                "what is unsteady has a spread and a common part from 0 to 1, and a spell above 0, not "
-                f"{self.spread}, {self.common} and {self.spell_us} us"
+                "what is unsteady has a spread and a common part from 0 to 1, and a spell of "
+                f"{LEAST_SPELL_US:g} us or more, not {self.spread}, {self.common} and {self.spell_us} us"
             )
 
     @property

@@ -29,9 +29,15 @@ def findings(
         gap = step_us / bound_us - 1.0 if bound_us else 0.0
         word = "step" if measured is None else "measured step"
         if gap < -ROUNDING:
+            # The bound is of ranks at even speed; chance may make a step of uneven ones a little faster.
+            why = (
+                "which takes ranks at their mean speed: it is as good as it can be"
+                if measured is None
+                else "so the plan's costs are too high: measure them again"
+            )
             said.append(
                 f"The {word} ({format_us(step_us)}) is {format_share(-gap)} faster than the lower bound "
-                f"({format_us(bound_us)}), so the plan's costs are too high: measure them again."
+                f"({format_us(bound_us)}), {why}."
             )
         else:
             said.append(

@@ -17,7 +17,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
 from stretto.report.jsonfile import load_timeline
-from stretto.simulate import predict, typical_step
+from stretto.simulate import predict, simulate
 
 FILES = {
     "settings.json": "the settings",
@@ -59,7 +59,7 @@ def load_run(path: str | Path) -> Run:
         raise UsageError(f"cannot report on {path}: there is no such run directory or plan file")
     if run.plan is not None:
         if run.simulated is None:
-            run.simulated = typical_step(run.plan)
+            run.simulated = simulate(run.plan)
             if path.is_dir():
                 run.notes.append(
                     "The predicted timeline was not saved; it was simulated again from plan.json."

@@ -3,13 +3,14 @@
 Knows communicators and their times; nothing of windows or memory. The contract:
 
 1. A communicator that joins places (the loss, a tied gradient's sum) has one lane; a collective is ready
-   when its last member has started it. A communicator of another axis has a lane at every place: the
-   ranks of a place walk one order at one time, so a collective is ready when the place starts it.
+   when its last member has started it. A communicator of another axis has a lane at every place, whose
+   ranks walk one order: a collective is ready when the last of the group in which the first rank is has
+   started it, and in every other group so much later as its last rank is (`simulate.members`).
 2. A lane carries one collective at a time, in the order of their starts.
 3. A collective of an axis that shares network cards with messages uses both directions of its place's card
    for its time less its latency (`simulate.cards`); the latency follows. All others have links of
    their own; those over places are small, and come once a step.
-4. It is done for all members at one time.
+4. It is done for all members of a group at one time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stretto.ir.timeline import Span, SpanKind
 from stretto.ir.transfers import CollectiveTime, bucket_time, grad_bytes, loss_time
 from stretto.simulate.cards import Cards, Transfer, nothing
 from stretto.simulate.clock import Clock, Moment
+from stretto.simulate.members import Behind
 from stretto.simulate.windows import Call
 
 LOSS = "loss"
@@ -33,8 +35,9 @@ LOSS = "loss"
 @dataclass(slots=True, eq=False)
 class Collective:
     """One collective of one step. track: the communicator, whose lane the timeline shows; name: `<axis> ...`,
-    as in the timeline; done_us: when `done` happened; ready_us: when the last rank of those that have
-    started it did."""
+    as in the timeline; axes: those in which its ranks of one place differ, all by default; done_us: when
+    `done` happened; ready_us: when the last rank of those that have started it did; behind: for each rank of
+    a place, by how much it is done later than for the first."""
 
     lane: Lane
     track: str
@@ -42,10 +45,12 @@ class Collective:
     places: Sequence[int]
     nbytes: int
     time: CollectiveTime
+    axes: Sequence[str] | None = None
     missing: set[int] = field(default_factory=set)
     done: Moment = field(default_factory=Moment)
     done_us: float = 0.0
     ready_us: float = 0.0
+    behind: Behind = ()
     stage: int | None = None
     phase: Phase | None = None
     microbatch: int | None = None
@@ -84,20 +89,22 @@ class Collectives:
 
     # --- step 1 -------------------------------------------------------------------------------------
 
-    def start(self, call: Call, place: int, microbatch: int, behind_us: float = 0.0) -> Collective:
-        """An op of a window starts a collective of its axis now; the last rank of the place does,
-        so much later."""
+    def start(self, call: Call, place: int, microbatch: int, last: Behind = ()) -> Collective:
+        """An op of a window starts a collective of its axis now; the last of each rank's group does so much
+        later."""
         lane = self._lane(call.axis, place)
         made = Collective(lane, call.axis, call.name, (place,), call.nbytes, call.time)
         made.stage, made.phase, made.microbatch = call.stage, call.phase, microbatch
-        self._started(made, self._clock.now_us + behind_us)
+        made.behind = tuple(last_us - last[0] for last_us in last)
+        self._started(made, self._clock.now_us + max(last[:1], default=0.0))
         return made
 
-    def join(self, collective: Collective, place: int, behind_us: float = 0.0) -> None:
-        """A member starts its part of the loss or of a bucket now; the last rank of the place does, so much
+    def join(self, collective: Collective, place: int, last: Behind = ()) -> None:
+        """A member starts its part of the loss or of a bucket now; the last of each rank's group does so much
         later."""
         collective.missing.discard(place)
-        collective.ready_us = max(collective.ready_us, self._clock.now_us + behind_us)
+        collective.behind = tuple(last_us - last[0] for last_us in last)
+        collective.ready_us = max(collective.ready_us, self._clock.now_us + max(last[:1], default=0.0))
         if not collective.missing:
             self._started(collective, collective.ready_us)
 
@@ -130,6 +137,7 @@ class Collectives:
             lane = self._lane(communicator.name, key[1])
             made = Collective(lane, communicator.name, label, places, nbytes, time)
             made.missing = set(places)
+            made.axes = None if joins else communicator.axes
             self._once[key] = made
         return self._once[key]
 

@@ -8,9 +8,9 @@ May touch `stretto.ir` and this room. The contract:
    cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
    value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
    begins, the collective goes to its lane; its `comm.wait` stands until it is done. Ranks that share the
-   place come apart by `skew` of what they work. The slowest of them is as much later with its part of a
-   collective, and a wait stands for it as well; by what a collective was done before its wait, ranks may
-   stay apart.
+   place come apart as they work, and meet at waits: one that is later is later with its part of a
+   collective or message, and who waits stands for it (`simulate.members` says by how much, of ranks at even
+   speed and of ranks as chance has them).
 3. `sent` stands until the message has left. `loss` and `reduce` start a collective; `heard` and
    `reduced` stand until it is done.
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
@@ -27,7 +27,6 @@ May touch `stretto.ir` and this room. The contract:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator
 from random import Random
 
@@ -49,15 +48,12 @@ Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stand still for."""
 
 
-def simulate(plan: Plan, draw: int | None = None) -> Timeline:
-    """Predict the timeline of one step of `plan`: spans, accounts and memory of every rank.
+def one_step(plan: Plan, draw: int | None = None) -> Timeline:
+    """One step of `plan`, by discrete events, as this module's contract says.
 
     draw: the number of a step whose ranks are as fast as chance has it (`Costs.unsteady`), the same for every
-    order of one job; by default all are as fast as they are on average.
-
-    Times are microseconds from the step's common start, memory is bytes. The method is discrete events,
-    as this module's contract says. Raises PlanError when ranks wait for each other for ever, and for
-    windows, ops or costs that are missing.
+    order of one job; by default all are as fast as they are on average. Raises PlanError as
+    `stretto.simulate.simulate` does, which says what to expect of a step.
     """
     return Walk(plan, draw=draw).run()
 
@@ -139,10 +135,9 @@ def _members_of(plan: Plan, draw: int | None) -> Callable[[], Smooth | Members]:
         return lambda: Smooth(costs)
     # Of two steps one is the other's mirror image, so that their mean is nearer to that of all.
     chance, sign = Random(draw // 2), (-1.0) ** draw
-    count = math.prod(size for _, size in plan.job.axes)
     own, spell_us = sign * unsteady.own_spread, unsteady.spell_us
     shared = Spells(sign * unsteady.common_spread, spell_us, Random(chance.random()))
-    return lambda: Members(count, costs.quota, own, spell_us, shared, Random(chance.random()))
+    return lambda: Members(plan.job.axes, costs, own, spell_us, shared, Random(chance.random()))
 
 
 class _Rank:
@@ -181,7 +176,10 @@ class _Rank:
             elif kind is InstructionKind.SENT:
                 edge, microbatch = int(instruction.ref), instruction.microbatches[0]
                 message = network.message(edge, microbatch)
+                came_us = self._clock.now_us
                 yield from self._wait(message.left, message.name, message)
+                behind = self._walk.sent_behind.get((edge, microbatch), ())
+                self._members.meet(came_us, message.left_us, behind)
                 memory.sent(edge, microbatch)
                 self.accounts.hold(self._clock.now_us, memory.bytes_held)
             else:
@@ -195,11 +193,11 @@ class _Rank:
                 if kind is InstructionKind.REDUCE:
                     self.accounts.hold(self._clock.now_us, memory.reduce(str(instruction.ref)))
                 if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-                    collectives.join(collective, self._index, self._members.behind_us)
+                    collectives.join(collective, self._index, self._members.last(collective.axes))
                 else:
                     came_us = self._clock.now_us
                     yield from self._wait(collective.done, collective.name, collective)
-                    self._members.meet(came_us, collective.done_us)
+                    self._members.meet(came_us, collective.done_us, collective.behind)
                 if kind is InstructionKind.REDUCED:
                     memory.reduced(str(instruction.ref))
                 self.accounts.hold(self._clock.now_us, memory.bytes_held)
@@ -233,8 +231,8 @@ class _Rank:
                 microbatch = microbatches[segment.control_part]
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
-                    behind_us = self._members.behind_us
-                    made = self._walk.collectives.start(call, self._index, microbatch, behind_us)
+                    last = self._members.last((call.axis,))
+                    made = self._walk.collectives.start(call, self._index, microbatch, last)
                     self._started[key] = made
                     continue
                 started, came_us = self._started.get(key), clock.now_us
@@ -250,7 +248,7 @@ class _Rank:
         which it came at `came_us`."""
         now_us = self._clock.now_us
         late_us = self._members.late_us(now_us - done.done_us)
-        self._members.meet(came_us, done.done_us)
+        self._members.meet(came_us, done.done_us, done.behind)
         if late_us > 0.0:
             there = Moment()
             there.begun_us = now_us
@@ -304,7 +302,7 @@ class _Rank:
         if request is None:
             self.finished = True
             self.end_us = self._clock.now_us
-            self.last_end_us = self.end_us + self._members.behind_us
+            self.last_end_us = self.end_us + max(self._members.behind, default=0.0)
             self.accounts.flush()
             self._walk.cards.work(self._index, False)
         elif isinstance(request, Moment):

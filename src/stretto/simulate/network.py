@@ -35,6 +35,7 @@ class Message:
         "channel",
         "edge",
         "left",
+        "left_us",
         "microbatch",
         "nbytes",
         "number",
@@ -51,6 +52,7 @@ class Message:
         self.number = 0
         self.posted = False
         self.left = Moment()
+        self.left_us = 0.0
         self.arrived = Moment()
         self.arrived_us = 0.0
 
@@ -156,6 +158,7 @@ class Network:
             self._sending.discard(channel.sender)
             self._receiving.discard(channel.receiver)
             self._draw(message, start_us, self._clock.now_us + link.latency_us)
+            message.left_us = self._clock.now_us
             message.left.happen(self._clock)
             into = [c for c in self._to[channel.receiver] if c.sender != channel.sender]
             self._start([*self._from[channel.sender], *into])

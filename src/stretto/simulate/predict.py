@@ -9,7 +9,7 @@ from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.schedule.bounds import lower_bound
-from stretto.simulate.typical import typical_step
+from stretto.simulate.typical import simulate
 
 
 def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
@@ -18,7 +18,7 @@ def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
 
     Raises PlanError for what `simulate` and `lower_bound` refuse.
     """
-    timeline = typical_step(plan) if timeline is None else timeline
+    timeline = simulate(plan) if timeline is None else timeline
     totals = {kind: [0.0] * timeline.ranks for kind in SpanKind}
     for span in timeline.spans:
         if span.lane == COMPUTE_LANE:

@@ -3,20 +3,20 @@
 Each reads its own files. On machines that do not share them, ranks may find others, train side by side on
 different things, and no loss tells. Compares, and changes nothing:
 
-    1. Every rank tells what it found, before it builds anything on it.
+    1. Every rank tells what it found, or why it found nothing, before it builds anything on it.
     2. All come to one verdict, and refuse with the same words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
-from stretto.train.checkpoint_files import State
+from stretto.train.checkpoint_files import State, identity
 from stretto.train.compatible import flat
 from stretto.train.data import TextData
 from stretto.train.world import World, tell_all
@@ -34,32 +34,45 @@ OWN = (
 there is compared instead."""
 
 
+Checkpoint = tuple[State, Path]
+"""What it says of itself, and where it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank is about to train. tokens: their digest. checkpoint: None starts anew."""
+    """What one rank is about to train. tokens: their digest. checkpoint: its name, step and digest; None
+    starts anew. fault: why the rank cannot use its checkpoint."""
 
     settings: dict[str, Any]
     tokens: str
     where: str
-    checkpoint: tuple[str, int, int] | None
+    checkpoint: tuple[str, int, str] | None
     folder: str
-
-    @staticmethod
-    def of(settings: TrainSettings, data: TextData, found: tuple[State, Path] | None) -> Found:
-        """found: the checkpoint to go on from, and its path."""
-        kept = {key: value for key, value in flat(settings.model_dump(mode="json")) if key not in OWN}
-        at = None if found is None else (found[1].name, found[0].step, found[0].draws)
-        folder = settings.checkpoint_dir if found is None else found[1].parent
-        return Found(kept, data.digest, str(data.folder), at, str(folder))
+    fault: str = ""
 
 
-def check_agreement(
-    world: World, settings: TrainSettings, data: TextData, found: tuple[State, Path] | None
-) -> None:
-    """Every rank must call it. Raises the same UsageError on all ranks when two found different things."""
-    told = _difference(tell_all(world, Found.of(settings, data, found)))
+def agreed_checkpoint(
+    world: World, settings: TrainSettings, data: TextData, find: Callable[[], Checkpoint | None]
+) -> Checkpoint | None:
+    """What `find` gives: the checkpoint to go on from, the same on all ranks; None starts anew.
+
+    Every rank must call it. Raises the same UsageError on all ranks when two found different things, or when
+    `find` refuses on one of them.
+    """
+    kept = {key: value for key, value in flat(settings.model_dump(mode="json")) if key not in OWN}
+    found, at, folder, fault = None, None, settings.checkpoint_dir, ""
+    try:
+        found = find()
+        if found is not None:
+            state, path = found
+            at, folder = (path.name, state.step, identity(path)), path.parent
+    except UsageError as error:
+        fault = str(error)
+    mine = Found(kept, data.digest, str(data.folder), at, str(folder), fault)
+    told = _difference(tell_all(world, mine))
     if told:
         raise UsageError(told)
+    return found
 
 
 def _difference(found: Sequence[Found]) -> str:
@@ -80,12 +93,14 @@ def _difference(found: Sequence[Found]) -> str:
                 f"data.paths: the tokens on rank {rank} ({other.where}) are others than those on rank 0 "
                 f"({first.where}): the text differs, or the tokenizers package; bring both to every machine"
             )
+        if other.fault != first.fault:
+            return f"{other.fault or first.fault} (on rank {rank if other.fault else 0})"
         if other.checkpoint != first.checkpoint:
             return (
                 f"checkpoint.resume: rank {rank} {_aim(other)}, but rank 0 {_aim(first)}: set checkpoint.dir "
                 "to a folder that all machines share, or start anew with --no-resume"
             )
-    return ""
+    return first.fault
 
 
 def _aim(found: Found) -> str:

@@ -12,6 +12,7 @@ Touches these folders and nothing else; what is in the tensors is for `stretto.t
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -26,6 +27,8 @@ FORMAT = "stretto checkpoint"
 VERSION = 1
 STATE = "state.json"
 TOKENIZER = "tokenizer.json"
+METADATA = ".metadata"
+"""Written by PyTorch's distributed checkpoints."""
 LATEST = "latest"
 _NAME = re.compile(r"^step-(\d{6,})$")
 
@@ -50,7 +53,7 @@ def name_of(step: int) -> str:
 
 def is_whole(path: Path) -> bool:
     """Whether a folder is a checkpoint that was written to its end."""
-    return _NAME.match(path.name) is not None and (path / STATE).is_file() and (path / ".metadata").is_file()
+    return _NAME.match(path.name) is not None and (path / STATE).is_file() and (path / METADATA).is_file()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -103,6 +106,21 @@ def read_state(checkpoint: Path) -> State:
         raise UsageError(
             f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint"
         ) from None
+
+
+def identity(checkpoint: Path) -> str:
+    """A digest that tells it from other checkpoints of the same step: of its state, of the table of its
+    tensors and of its tokenizer, if that is there. Raises UsageError when one of them cannot be read."""
+    digest = hashlib.sha256()
+    for name in (STATE, METADATA, TOKENIZER):
+        path = checkpoint / name
+        try:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        except FileNotFoundError:
+            digest.update(b"absent")
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read ({error.strerror}); take another checkpoint") from None
+    return digest.hexdigest()
 
 
 def read_tokenizer(checkpoint: Path) -> str:

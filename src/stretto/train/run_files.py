@@ -17,7 +17,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.html import render
 from stretto.report.rundir import load_run
-from stretto.simulate import typical_step
+from stretto.simulate import simulate
 
 TRACE = "trace.perfetto-trace"
 REPORT = "report.html"
@@ -30,7 +30,7 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "settings.json").write_text(settings.model_dump_json(indent=1) + "\n", encoding="utf-8")
         plan.save(run_dir / "plan.json")
-        typical_step(plan).save(run_dir / "simulated.json")
+        simulate(plan).save(run_dir / "simulated.json")
         # Those of an earlier run would be taken for this one's.
         for name in ("measured.json", TRACE, "summary.json", REPORT):
             (run_dir / name).unlink(missing_ok=True)

@@ -31,7 +31,7 @@ from stretto.models.build import build_model, loss_function
 from stretto.planning import plan as make_plan
 from stretto.runtime import Runner
 from stretto.train import checkpoint
-from stretto.train.agreement import check_agreement
+from stretto.train.agreement import Checkpoint, agreed_checkpoint
 from stretto.train.checkpoint_files import State, find, latest_in, read_state, set_aside
 from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
@@ -105,8 +105,10 @@ class Trainer:
         settings, say = self.settings, self.progress.say
         # The launcher has prepared it, and said so.
         data = prepare_data(settings.data, _say_nothing if is_launched() else say)
-        found = self._find_checkpoint(data)
-        check_agreement(self.world, settings, data, found)
+        found = agreed_checkpoint(self.world, settings, data, self._find_checkpoint)
+        if found is not None:
+            for line in check(*found, settings, data.tokenizer.to_str()):
+                say(f"note: {line}")
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
         loss = loss_function(settings.model)
         batch = data.train.batch(0, settings.training.global_batch)
@@ -145,18 +147,13 @@ class Trainer:
             self.metrics = Metrics(settings.run_dir, self.step, settings.output.tensorboard)
         return data
 
-    def _find_checkpoint(self, data: TextData) -> tuple[State, Path] | None:
+    def _find_checkpoint(self) -> Checkpoint | None:
         """Step 3: which checkpoint to go on from, as this rank sees the folder."""
         resume = self.settings.checkpoint.resume
         if resume == "never":
             return None
         path = latest_in(self.settings.checkpoint_dir) if resume == "auto" else find(Path(resume))
-        if path is None:
-            return None
-        state = read_state(path)
-        for line in check(state, path, self.settings, data.tokenizer.to_str()):
-            self.progress.say(f"note: {line}")
-        return state, path
+        return None if path is None else (read_state(path), path)
 
     # Step 4.
 
