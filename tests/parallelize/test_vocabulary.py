@@ -82,8 +82,21 @@ def test_the_padding_token_never_learns() -> None:
     assert not grads["embedding.weight"][3].any()
 
 
-def check(model: nn.Module, loss: Any, tp: int) -> dict[str, Tensor]:
-    batch = {"tokens": tokens_of(1), "targets": tokens_of(2)}
+@pytest.mark.parametrize("added", [-float("inf"), -1000.0, 1000.0])
+def test_parts_whose_logits_are_far_apart(added: float) -> None:
+    """Each rank adds up below the maximum of its own part; one whose part is all -inf adds nothing."""
+    model = Head().double()
+    with torch.no_grad():
+        model.head.bias[VOCAB // 2 :] += added
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return LOSSES["mean"](model(batch["tokens"]), batch["targets"])
+
+    check(model, loss, 2, tokens_of(2) % (VOCAB // 2))
+
+
+def check(model: nn.Module, loss: Any, tp: int, targets: Tensor | None = None) -> dict[str, Tensor]:
+    batch = {"tokens": tokens_of(1), "targets": tokens_of(2) if targets is None else targets}
     expected = plain(copy.deepcopy(model), batch, loss)
     told, grads = step(capture(model, batch, loss, Parallel(tp=tp), tp_plan=PLAN), model, batch)
     assert torch.allclose(told, expected.loss, rtol=1e-12, atol=0)
@@ -100,7 +113,10 @@ def test_only_numbers_for_each_token_are_communicated() -> None:
     batch = {"tokens": tokens_of(1), "targets": tokens_of(2)}
     job = capture(Head(), batch, loss, Parallel(tp=2), tp_plan=PLAN)
     found = [op.collective for ops in job.stages[0].ops.values() for op in ops if op.collective is not None]
-    largest = ROWS * TOKENS * HIDDEN * 4
-    assert all(c.nbytes <= largest for c in found)
-    # Embedding, maximum, sums; the gradient of the head's input.
-    assert sorted(c.nbytes for c in found) == sorted([largest, ROWS * TOKENS * 4, ROWS * TOKENS * 8, largest])
+    hidden, numbers = ROWS * TOKENS * HIDDEN * 4, 2 * 3 * ROWS * TOKENS * 4
+    # Embedding; both ranks' three numbers a token; the gradient of the head's input.
+    assert sorted((c.kind, c.nbytes) for c in found) == [
+        ("all_gather", numbers),
+        ("all_reduce", hidden),
+        ("all_reduce", hidden),
+    ]

@@ -6,9 +6,12 @@ Each rank holds an equal, consecutive part of the vocabulary's rows (Megatron-LM
     2. Logits: a rank has the columns of its part. `SplitLogits` stands for the whole in the model's code:
        what keeps the vocabulary's dim whole (dtype, views of the other dims, scaling) is done on the part;
        anything else gathers the logits first, so that code which wants them whole gets them whole.
-    3. Cross-entropy of split logits needs only the maximum, and the sums, over ranks: a number for a token.
+    3. Cross-entropy of split logits needs three numbers for a token from each rank: the highest logit of its
+       part, the sum of exponentials below that, and the target's logit. One collective carries them; sums
+       below different maxima are put together as in Milakov and Gimelshein, "Online normalizer calculation
+       for softmax" (arXiv 1805.02867), so that nobody waits for the maximum of all before it adds.
 
-Dims as suffixes: N tokens, P this rank's part of the vocabulary.
+Dims as suffixes: N tokens, P this rank's part of the vocabulary, R ranks.
 """
 
 from __future__ import annotations
@@ -54,27 +57,32 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits_NP: Tensor, target_N: Tensor, ignore_index: int, axis: str, size: int
     ) -> Tensor:
         part = logits_NP.shape[1]
-        highest_N = ops.all_reduce(logits_NP.amax(dim=1), axis, size, "max")
-        shifted_NP = logits_NP - highest_N.unsqueeze(1)
+        highest_N = logits_NP.amax(dim=1)
+        # A rank whose part is all -inf (a padded vocabulary) adds nothing, and not NaN.
+        base_N = highest_N.masked_fill(highest_N == -math.inf, 0.0)
+        exp_NP = (logits_NP - base_N.unsqueeze(1)).exp()
         local_N = target_N - ops.index(target_N, axis, size) * part
         elsewhere_N = (local_N < 0) | (local_N >= part)
         local_N = local_N.masked_fill(elsewhere_N, 0)
-        picked_N = shifted_NP.gather(1, local_N.unsqueeze(1)).squeeze(1).masked_fill(elsewhere_N, 0.0)
-        exp_NP = shifted_NP.exp()
-        # One all-reduce carries both sums.
-        sums_2N = ops.all_reduce(torch.stack((exp_NP.sum(dim=1), picked_N)), axis, size)
-        total_N, picked_N = sums_2N[0], sums_2N[1]
+        picked_N = logits_NP.gather(1, local_N.unsqueeze(1)).squeeze(1).masked_fill(elsewhere_N, 0.0)
+        mine_3N = torch.stack((highest_N, exp_NP.sum(dim=1), picked_N))
+        all_R3N = ops.all_gather(mine_3N, 0, axis, size).view(size, *mine_3N.shape)
+        highest_RN = all_R3N[:, 0]
+        top_N = highest_RN.amax(dim=0)
+        total_N = ((highest_RN - top_N).exp() * all_R3N[:, 1]).sum(dim=0)
+        picked_N = all_R3N[:, 2].sum(dim=0) - top_N
         ignored_N = target_N == ignore_index
         unknown_N = ((target_N < 0) | (target_N >= part * size)) & ~ignored_N
-        ctx.save_for_backward(exp_NP, total_N, local_N, elsewhere_N, ignored_N)
+        factor_N = (highest_N - top_N).exp() / total_N
+        ctx.save_for_backward(exp_NP, factor_N, local_N, elsewhere_N, ignored_N)
         # A target that is no token has no loss; where the whole is at hand, PyTorch refuses it.
         return (total_N.log() - picked_N).masked_fill(ignored_N, 0.0).masked_fill(unknown_N, math.nan)
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> Any:
-        exp_NP, total_N, local_N, elsewhere_N, ignored_N = ctx.saved_tensors
+        exp_NP, factor_N, local_N, elsewhere_N, ignored_N = ctx.saved_tensors
         grad_N = grad_N.masked_fill(ignored_N, 0.0)
-        grad_NP = exp_NP * (grad_N / total_N).unsqueeze(1)
+        grad_NP = exp_NP * (grad_N * factor_N).unsqueeze(1)
         hit_N = grad_N.masked_fill(elsewhere_N, 0.0)
         return grad_NP.scatter_add(1, local_N.unsqueeze(1), -hit_N.unsqueeze(1)), None, None, None, None
 
