@@ -9,7 +9,7 @@ import torch
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import inputs_of
-from stretto.ir.program import Job
+from stretto.ir.program import Job, Op
 from stretto.passes.gather_again import gathers
 from stretto.passes.recompute import repeat
 from stretto.planning import make_plan
@@ -34,8 +34,11 @@ def kept_bytes(job: Job) -> int:
     return total
 
 
-def all_gathers(job: Job, phase: Phase) -> int:
-    return sum(op.target == "comm.all_gather" for stage in job.stages for op in stage.ops[phase])
+def all_gathers(job: Job, phase: Phase) -> list[Op]:
+    """Of sequences: that of the cross-entropy, a few numbers for a token, is not needed again."""
+    found = [op for stage in job.stages for op in stage.ops[phase] if op.target == "comm.all_gather"]
+    largest = max((op.nbytes for op in found), default=0)
+    return [op for op in found if op.nbytes == largest]
 
 
 @pytest.mark.parametrize("rows", [2, 4])
@@ -46,15 +49,13 @@ def all_gathers(job: Job, phase: Phase) -> int:
 def test_slices_are_kept_and_numbers_stay(name: str, pp: int, rows: int) -> None:
     job = job_of(name, 2, True, pp, rows=rows)
     changed = again(job)
-    forward = all_gathers(job, Phase.F)
+    forward = len(all_gathers(job, Phase.F))
     assert forward >= 5, "two a layer, and the head's"
-    both = [all_gathers(changed, phase) + all_gathers(job, phase) * -1 for phase in (Phase.I, Phase.W)]
+    both = [len(all_gathers(changed, phase)) - len(all_gathers(job, phase)) for phase in (Phase.I, Phase.W)]
     assert sum(both) == forward
     assert both[1] >= forward - 1, "a weight's gradient alone needs them; they stand beside it"
     # Of each gather the half of a rank is kept, where it was not kept anyway (a norm's result is not).
-    gathered = sum(
-        op.nbytes for stage in job.stages for op in stage.ops[Phase.F] if op.target == "comm.all_gather"
-    )
+    gathered = sum(op.nbytes for op in all_gathers(job, Phase.F))
     assert kept_bytes(job) - kept_bytes(changed) >= 0.5 * gathered - 1
     batch, model = batch_of(rows), MODELS[name]().double()
     (loss, grads), (told, found) = step(job, model, batch), step(changed, model, batch)
@@ -67,7 +68,7 @@ def test_a_plan_gathers_again_when_asked() -> None:
     job = job_of("gpt", 2, True)
     plan = make_plan(replace(job, recompute="gathers"), costs_of(job))
     verify(plan)
-    assert all_gathers(plan.job, Phase.W) >= 4
+    assert len(all_gathers(plan.job, Phase.W)) >= 4
     assert plan.job.recompute == "gathers"
 
 
