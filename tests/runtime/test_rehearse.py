@@ -386,7 +386,9 @@ def under_collectives(trace: bytes) -> float:
 def test_the_trace_shows_compute_under_collectives() -> None:
     """With overlap; and none without it, though the compute and the collectives are the same."""
     job = capture(gpt(), batch(), next_token_loss, Parallel(microbatches=4, tp=2))
-    collectives = {("tp", "all_reduce"): CollectiveCost(Curve(((0.0, 600.0),)))}
+    collectives = {
+        ("tp", kind): CollectiveCost(Curve(((0.0, 600.0),))) for kind in ("all_reduce", "all_gather")
+    }
     costs = replace(made_up_costs(job), collectives=collectives, action_us=0.0)
     plans = {
         mode: make_plan(
