@@ -14,7 +14,6 @@ import torch
 import stretto
 from stretto.bench.kept import keep_run
 from stretto.bench.predict import (
-    KNOWN_TO,
     MOST_TIMES,
     SHAPES,
     Cell,
@@ -22,6 +21,7 @@ from stretto.bench.predict import (
     Shape,
     cell_from,
     grid,
+    known,
     run_cell,
     uncertainty,
 )
@@ -165,11 +165,17 @@ def test_a_cell_is_predicted_by_what_its_ops_took_between_steps(tmp_path: Path) 
 
 
 def test_steps_go_on_until_their_mean_is_known() -> None:
-    assert uncertainty([[100.0]]) == math.inf, "one step tells nothing of others"
-    assert uncertainty([[100.0, 100.0], [100.0]]) == 0.0
+    assert uncertainty([100.0]) == math.inf, "one step tells nothing of others"
+    assert uncertainty([100.0, 100.0, 100.0]) == 0.0
     # Four steps ten percent off on either side: 11.5 of 100 over the root of four.
-    assert uncertainty([[90.0, 110.0], [110.0, 90.0]]) == pytest.approx(0.0577, abs=1e-4)
-    assert uncertainty([[90.0, 110.0]] * 20) < KNOWN_TO
+    assert uncertainty([90.0, 110.0, 110.0, 90.0]) == pytest.approx(0.0577, abs=1e-4)
+    steady, unsteady = [[100.0, 101.0]] * 20, [[90.0, 110.0]] * 20
+    assert known(steady, [5.0] * 40)
+    assert known(unsteady, [5.0] * 40)
+    assert not known(steady, [4.0, 6.0] * 20), "ops that differ make a prediction unsure, too"
+    assert not known(unsteady[:14], [4.8, 5.2] * 5), "each would be known alone"
+    assert known(unsteady[:20], [5.0] * 20)
+    assert not known([[100.0]], [5.0])
 
 
 def test_figures_of_a_cell() -> None:

@@ -7,10 +7,10 @@
        measured again before every step, and communication after the last. The plan, simulated with what both
        took on average, stands beside what steps took on average: time, exposed communication, peak memory.
        What was predicted when it was made is kept too. Steps go on for as many rounds as are asked for, and
-       then until their mean is known to `KNOWN_TO`, or for `MOST_TIMES` as many.
+       then until they and their ops are `known`, or for `MOST_TIMES` as many.
     3. Cells of shapes and rates that no measurement knows are predicted once more from others alone
-       (`stretto.bench.transfer`): op times from the jobs of calibrated shapes, measured in the same minutes
-       (`stretto.bench.visits`), communication from the calibrated cells.
+       (`stretto.bench.transfer`): op times from the jobs of calibrated shapes and a sweep of linear layers,
+       measured in the same minutes (`stretto.bench.visits`), communication from the calibrated cells.
 
 A worker (this module as a program, once on each host) does step 2, and keeps for step 3 what it needs.
 """
@@ -34,7 +34,7 @@ import torch.distributed as dist
 import stretto
 from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.bench.kept import Keep, keep_run
-from stretto.bench.visits import Visits, calibration_of
+from stretto.bench.visits import Layers, Visits, calibration_of
 from stretto.cost.calibration import Calibration, save_calibration
 from stretto.cost.profile import typical
 from stretto.ir.program import Job, OverlapMode
@@ -51,8 +51,12 @@ MOST_STEPS = 4
 """A round has as many steps as take this long, at least one and at most `MOST_STEPS`."""
 
 KNOWN_TO = 0.02
-"""The standard error of the steps' mean, as a share of it, up to which the mean counts as known: a quarter of
-the error that a prediction may have."""
+"""The standard error of the steps' mean and of the mean of what their ops took in visits, together, as a
+share, up to which they count as known: a quarter of the error that a prediction may have."""
+
+EVERY = 2
+"""The jobs that price a cell are visited before every second step of a round, which takes half of the time;
+before the first at least."""
 
 MOST_TIMES = 3
 """A cell has at most as many times the rounds that were asked for."""
@@ -224,12 +228,16 @@ def run_cell(
     times: list[list[float]] = []
     now = CostsNow(plan)
     beside = [Visits(captured(other)[2], now.stages) for other in others if other.shape != cell.shape]
-    while len(times) < rounds or (len(times) < MOST_TIMES * rounds and uncertainty(times) > KNOWN_TO):
+    layers = Layers() if others else None
+    visited_us: list[float] = []
+    while len(times) < rounds or (len(times) < MOST_TIMES * rounds and not known(times, visited_us)):
         times.append([])
-        for _ in range(steps):
-            for visits in beside:
+        for at in range(steps):
+            for visits in beside if at % EVERY == 0 else ():
                 visits.visit()
-            now.visit()
+            if layers is not None:
+                layers.visit()
+            visited_us.append(_mean(now.visit()))
             times[-1].append(step())
     runner.close()
     now.measure_communication()
@@ -257,16 +265,22 @@ def run_cell(
         peak_predicted=prediction.peak_bytes,
         peak_measured=peak,
     )
-    return found, calibration_of(calibrated)
+    return found, calibration_of(calibrated, layers.agreed() if layers is not None else None)
 
 
-def uncertainty(times: Sequence[Sequence[float]]) -> float:
-    """The standard error of the mean of these rounds' steps, as a share of it. Ranks know equal times, and so
-    agree; a single step tells nothing, and is not known at all."""
+def known(times: Sequence[Sequence[float]], visited_us: Sequence[float]) -> bool:
+    """Whether the steps of these rounds, and what their ops took in the visits beside, are known to
+    `KNOWN_TO`. Ranks know equal times, and so agree."""
     steps = [ms for together in times for ms in together]
-    if len(steps) < 2:
+    return math.hypot(uncertainty(steps), uncertainty(visited_us)) <= KNOWN_TO
+
+
+def uncertainty(times: Sequence[float]) -> float:
+    """The standard error of their mean, as a share of it; a single time tells nothing, and is not known at
+    all."""
+    if len(times) < 2:
         return math.inf
-    return statistics.stdev(steps) / math.sqrt(len(steps)) / statistics.fmean(steps)
+    return statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
 
 
 def _together() -> None:
@@ -280,6 +294,15 @@ def _longest(seconds: float) -> float:
     longest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return float(longest)
+
+
+def _mean(us: float) -> float:
+    """Of all ranks."""
+    if not dist.is_initialized():
+        return us
+    total = torch.tensor([us], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def cell_from(data: dict[str, Any]) -> Cell:

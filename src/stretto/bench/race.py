@@ -36,7 +36,7 @@ def race(
     rounds: int,
     *,
     after: Callable[[str], None] | None = None,
-    before: Callable[[], None] | None = None,
+    before: Callable[[], object] | None = None,
     say: Callable[[str], None] | None = None,
     warm_ups: int = WARM_UPS,
 ) -> dict[str, Times]:
