@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -18,13 +19,15 @@ from stretto.planning import make_plan
 from stretto.runtime.compile import cut
 from stretto.schedule.families import make_schedule
 from stretto.schedule.lower import lower, make_window
-from stretto.schedule.order import list_order, make_graph
+from stretto.schedule.order import Role, list_order, make_graph
 from stretto.schedule.order.replay import Memory
 from stretto.schedule.pair import whole
 from stretto.simulate import compute_lane, simulate
+from stretto.together import justify as justifying
 from stretto.together import moves, order_together, search
 from stretto.together.choose import choose
 from stretto.together.follow import Steps, follow
+from stretto.together.justify import justify
 from stretto.together.moves import move_ops
 from stretto.together.walk import Chosen
 from stretto.together.whole import Whole, make_whole
@@ -312,6 +315,67 @@ def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
         assert move_ops(plan, made.wholes, poor, 0.0) is poor, "too many ops to move"
     monkeypatch.setattr(moves, "A_MOVE_US", 2.0 * poor.step_us)
     assert move_ops(plan, made.wholes, poor, 0.0) is poor
+
+
+def test_pushed_steps_are_shorter_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of(collective_us=300.0)
+    plan = whole_plan(job, costs)
+    made = search._Search(plan, 1.0, 1)
+    point = made._sloped((0.0, 0.0), (0.0, 0.0))
+    poor = choose(plan, made.wholes, point.urgency, point.patience)
+    assert poor is not None
+    found = justify(plan, made.wholes, poor, 0.0)
+    assert found.step_us < poor.step_us
+    pushed = in_order(plan, made.wholes, found)
+    verify(pushed)
+    assert simulate(pushed).step_us == pytest.approx(found.step_us, rel=0.02)
+    assert justify(plan, made.wholes, poor, 0.0).orders == found.orders
+    assert justify(plan, made.wholes, poor, poor.step_us) is poor, "a step that is short enough is left"
+    monkeypatch.setattr(justifying, "WORK", 1)
+    assert justify(plan, made.wholes, poor, 0.0) is poor, "too many ops to push"
+
+
+def test_a_pushed_step_keeps_what_ops_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of(microbatches=3)
+    plan = whole_plan(job, costs)
+    wholes = wholes_of(plan)
+    draw = random.Random(0)
+    found = choose(
+        plan, wholes, [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes], [0.0, 0.0]
+    )
+    assert found is not None
+    pushing = justifying._Pushing(plan, wholes)
+    begins = pushing.begins_us(found, lambda place: draw.gauss(0.0, 200.0))
+    for rank, one in enumerate(wholes):
+        nodes, timing = one.graph.nodes, found.timings[rank]
+        assert timing.stretch >= 1.0
+        for index, users in enumerate(one.graph.after):
+            took_us = nodes[index].work_us * timing.stretch
+            assert all(begins[rank][index] + took_us <= begins[rank][user] + 1e-6 for user in users)
+            if nodes[index].role is Role.START:
+                flies_us = timing.lane_us[index]
+                finishes = [user for user in users if nodes[user].start == index]
+                assert all(begins[rank][index] + flies_us <= begins[rank][user] + 1e-6 for user in finishes)
+        busy = sorted(
+            (begins[rank][index], begins[rank][index] + node.work_us * timing.stretch)
+            for index, node in enumerate(nodes)
+            if node.work_us
+        )
+        assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(busy)), "one op at a time"
+    for send, (rank, receive) in pushing._arrives.items():
+        flies_us = wholes[send[0]].graph.nodes[send[1]].time_us
+        assert begins[send[0]][send[1]] + flies_us <= begins[rank][receive] + 1e-6
+
+
+def test_a_lane_gives_the_last_time_that_is_free() -> None:
+    draw = random.Random(0)
+    lane, taken = justifying._Lane(), set[int]()
+    for _ in range(60):
+        end, us = draw.randint(20, 200), draw.randint(1, 9)
+        begin = lane.put(float(end), float(us))
+        last = next(t for t in range(end - us, -10_000, -1) if taken.isdisjoint(range(t, t + us)))
+        assert begin == last
+        taken |= set(range(last, last + us))
 
 
 def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> None:

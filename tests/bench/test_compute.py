@@ -32,7 +32,7 @@ def test_a_cell_compares_and_times_both(
     eager, ours = found["rows"]
     assert eager["ratio_to_eager"] == 1.0
     assert eager["error"] == 0.0
-    assert 0.0 < ours["error"] < bench.SAME
+    assert 0.0 <= ours["error"] < bench.SAME, "0 where sums have one order in both"
     pairs = zip(ours["rounds_s"], eager["rounds_s"], strict=True)
     assert ours["ratio_to_eager"] == sorted(mine / theirs for mine, theirs in pairs)[1]
     setup = {"sequence": bench.SEQUENCE, "dtype": "float32", "rounds": 3}

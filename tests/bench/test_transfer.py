@@ -174,7 +174,7 @@ def test_steps_go_on_until_their_mean_is_known() -> None:
     assert known(unsteady, [5.0] * 40)
     assert not known(steady, [4.0, 6.0] * 20), "ops that differ make a prediction unsure, too"
     assert not known(unsteady[:14], [4.8, 5.2] * 5), "each would be known alone"
-    assert known(unsteady[:20], [5.0] * 20)
+    assert known(unsteady[:14], [5.0] * 40)
     assert not known([[100.0]], [5.0])
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.bench.predict import Cell, Shape, captured, run_cell
+from stretto.bench.layers import Layers
+from stretto.bench.predict import Cell, Shape, captured, grid, run_cell
 from stretto.bench.predict_grid import beside
 from stretto.bench.visits import Visits, calibration_of
+from stretto.cost.op_cache import signature
 from stretto.cost.priced import priced_ops
+from stretto.cost.sweep import LINEAR_ROWS, LINEAR_SIZES, linear_ops
+from stretto.cost.time_ops import distinct_ops
 
 
 def tiny(name: str, hidden: int, rate: str = "unlimited") -> Cell:
@@ -33,6 +37,38 @@ def test_jobs_are_priced_by_what_their_ops_took() -> None:
         taken_us += sum(us for key, us in visits.agreed().op_us.items() if priced[key].how == "measured")
     # of both jobs together: an op that both of them have costs each of them the mean of the two
     assert priced_us == pytest.approx(taken_us, rel=1e-6)
+
+
+def few_layers() -> Layers:
+    return Layers(rows=(8, 16), sizes=((32, 32), (32, 128)))
+
+
+def test_layers_are_visited_and_price_products_that_no_job_has() -> None:
+    layers = few_layers()
+    layers.visit()
+    once = layers.agreed()
+    layers.visit()
+    found = layers.agreed()
+    assert once != found, "the second visit counts too"
+    assert len(found) == 12
+    assert all(timing.us > 0.0 and timing.flops and timing.nbytes for timing in found.values())
+    assert calibration_of([], found).ops == found
+    job = captured(tiny("a", 32))[2]
+    took = [(job, {(0, op.name): 9.0 for ops in job.stages[0].ops.values() for op in ops})]
+    alone = calibration_of(took).ops
+    assert set(alone) & set(found), "the job has products of the layers"
+    assert calibration_of(took, found).ops == {**found, **alone}, "a job's own times count"
+
+
+@pytest.mark.parametrize("name", ["wide", "rows"])
+def test_the_sweep_has_no_product_of_a_cell_that_is_priced_by_others(name: str) -> None:
+    swept = {signature(op, specs) for op, specs in linear_ops(LINEAR_ROWS, LINEAR_SIZES, "float32")}
+    # A pipeline's stages have the products of the whole, so tp tells all layouts.
+    for tp in (1, 2):
+        cell = next(c for c in grid(rates=("unlimited",)) if (c.shape.name, c.pp, c.tp) == (name, 1, tp))
+        own = {key for key in distinct_ops([captured(cell)[2]]) if key.startswith("aten.mm")}
+        assert len(own) >= 10
+        assert not swept & own
 
 
 def test_a_cell_has_the_ops_of_other_shapes_and_its_own_only_when_it_is_asked_for() -> None:

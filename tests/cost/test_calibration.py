@@ -12,6 +12,7 @@ from stretto.cost.calibration import (
     Calibration,
     GroupTiming,
     LinkTiming,
+    RankTiming,
     load_calibration,
     save_calibration,
 )
@@ -21,7 +22,7 @@ from stretto.cost.op_cache import Machine, Timing, signature
 from stretto.cost.priced import Pricer, find_group, find_link, priced_costs, priced_ops
 from stretto.cost.roofline import specs_of
 from stretto.cost.time_ops import distinct_ops
-from stretto.ir.costs import CollectiveCost, Link
+from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Op, Ref, TensorSpec
@@ -44,10 +45,17 @@ def calibration() -> Calibration:
         found.ops[key] = Timing(10.0 + at, 0.01, op.flops, 1000)
     found.collectives = [group(k, 2) for k in ("all_reduce", "all_gather", "reduce_scatter")]
     found.links = [
-        LinkTiming(1, 1, Link(20.0, 500.0, 2.0, "measured: c.json"), 1.5),
+        LinkTiming(
+            1,
+            1,
+            Link(20.0, 500.0, 2.0, "measured: c.json"),
+            1.5,
+            Link(25.0, 400.0, 2.0, "measured: c.json"),
+        ),
         LinkTiming(4, 2, Link(90.0, 12.0, 4.0, "measured: c.json"), 1.0),
     ]
     found.traced = {"aten::mm float32 [2,3] [3,4]": 4.5}
+    found.ranks = RankTiming(0.05, 0.1, Quota(10_000.0, 0.5, 0.8, 0.02), Unsteady(0.1, 80_000.0, 0.25))
     return found
 
 
@@ -64,7 +72,7 @@ def test_a_file_comes_back_equal(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: d.pop("format"), 'not a calibration: expected "format": "stretto-calibration"'),
-        (lambda d: d.update(version=2), "this Stretto reads version 4"),
+        (lambda d: d.update(version=2), "this Stretto reads version 5"),
         (lambda d: d.update(extra=1), "unknown key 'extra'"),
         (lambda d: d["collectives"][0].update(kind="all"), r"collectives\[0\].kind: expected all_reduce"),
         (lambda d: d["collectives"][0].update(members=1), r"collectives\[0\].members: expected 2 or more"),
@@ -72,6 +80,12 @@ def test_a_file_comes_back_equal(tmp_path: Path) -> None:
         (lambda d: d["links"][1].update(bytes_per_us=0), r"links\[1\].bytes_per_us: expected a rate above 0"),
         (lambda d: d["links"][1].pop("stride"), r"links\[1\]: the key 'stride' is missing"),
         (lambda d: d["traced"].update(x=-1), "traced.x: expected a number from 0"),
+        (
+            lambda d: d["links"][0]["back"].update(bytes_per_us=0),
+            r"links\[0\].back.bytes_per_us: expected a rate",
+        ),
+        (lambda d: d["ranks"].pop("cold"), "ranks: the key 'cold' is missing"),
+        (lambda d: d["ranks"]["quota"].update(share=2.0), "ranks.quota: a quota has a period above 0"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -106,7 +120,12 @@ def test_a_plan_from_the_file_looks_every_op_up(tmp_path: Path) -> None:
     assert costs.source == "calibration c.json of a device, PyTorch 2.13.0, 1 thread: ops 28 measured"
     assert costs.collectives["tp", "all_gather"].processor_us_per_mb == 7.0
     assert costs.link(0, 1).bytes_per_us == 500.0, "places are two ranks apart: as neighbours, not as four"
+    assert costs.link(1, 0).bytes_per_us == 400.0, "the other way"
     assert costs.shared == ()
+    assert (costs.skew, costs.cold) == (0.05, 0.1), "how ranks compute is part of a plan's costs"
+    assert costs.quota == Quota(10_000.0, 0.5, 0.8, 0.02)
+    assert costs.unsteady == Unsteady(0.1, 80_000.0, 0.25)
+    assert set(costs.op_how.values()) == {"measured"}
     plan = stretto.plan(job, cluster=str(path))
     assert plan.prediction is not None
     assert plan.costs == costs

@@ -100,9 +100,14 @@ def test_a_link_of_a_mesh_is_one_link() -> None:
     assert named_cluster("mi300xx8").link(0, 1).bytes_per_us == pytest.approx(64e3 * 0.7)
 
 
-def test_links_of_ones_own_take_the_place_of_measured_rings(tmp_path: Path) -> None:
-    ours = load_cluster(write(tmp_path, 'device = "v100"\ncount = 8\n[figures]\nlink_gbps = 100\n'))
+@pytest.mark.parametrize("figure", ["link_gbps = 100", "link_efficiency = 0.5"])
+def test_links_of_ones_own_take_the_place_of_measured_rings(tmp_path: Path, figure: str) -> None:
+    ours = load_cluster(write(tmp_path, f'device = "v100"\ncount = 8\n[figures]\n{figure}\n'))
     assert ours.fabric.ring_bytes_per_us == ()
+    plain = named_cluster("v100x8")
+    mesh = {"pp": 1, "tp": 8}
+    told = [one.collective("all_reduce", mesh, "tp").curve.us(1e8) for one in (ours, plain)]
+    assert told[0] != told[1], "a figure that is given counts"
 
 
 @pytest.mark.parametrize(

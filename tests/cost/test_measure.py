@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import stretto
+from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app
 from stretto.cost import calibrate, time_ops
@@ -21,7 +22,7 @@ from stretto.cost.measured import Compute, skew_of, stretches
 from stretto.cost.op_cache import signature
 from stretto.cost.profile import Profile, Rounds, profile, typical
 from stretto.cost.stand_ins import function_of
-from stretto.cost.sweep import sweep_ops
+from stretto.cost.sweep import linear_ops, sweep_ops
 from stretto.cost.time_ops import distinct_ops, time_op
 from stretto.errors import StrettoError
 from stretto.ir.action import Phase
@@ -243,6 +244,19 @@ def test_the_sweep_makes_what_it_says(device: str) -> None:
         assert tuple(made.shape) == op.outputs[0].shape, signature(op, specs)
 
 
+def test_the_sweep_has_linear_layers_as_autograd_lays_them_out() -> None:
+    layer, x = torch.nn.Linear(16, 32, bias=False), torch.randn(8, 16, requires_grad=True)
+    job = stretto.capture(
+        torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), layer),
+        x.detach(),
+        loss=lambda model, mb: model(mb).sin().sum(),
+        parallel=stretto.Parallel(microbatches=1),
+    )
+    swept = {signature(op, specs) for op, specs in linear_ops((8,), ((16, 32),), "float32")}
+    assert len(swept) == 3
+    assert swept < set(distinct_ops([job]))
+
+
 def test_more_work_takes_longer() -> None:
     def product(side: int) -> float:
         spec = TensorSpec((side, side), "float32")
@@ -282,6 +296,22 @@ def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "plan.json"
     stretto.plan(comm_job(1, tp=1, rows=8, hidden=16), cluster=stretto.Cluster()).save(path)
     return path
+
+
+def test_a_plan_says_of_each_op_how_its_time_is_known(plan_file: Path, tmp_path: Path) -> None:
+    out, plan_path = tmp_path / "c.json", tmp_path / "priced.json"
+    assert calibrate_into(out, str(plan_file))[0] == 0
+    # More rows: their products are no longer those that were measured.
+    stretto.plan(comm_job(1, tp=1, rows=16, hidden=16), cluster=str(out)).save(plan_path)
+    document = json.loads(CliRunner().invoke(cost_app, [str(plan_path), "--json", "--top", "99"]).output)
+    told = {op["source"] for op in document["ops"]}
+    assert "interpolated" in told
+    assert told <= {"measured", "fitted", "interpolated", "roofline"}
+    table = CliRunner().invoke(cost_app, [str(plan_path)]).output
+    assert "known" in table
+    assert "interpolated" in table
+    stretto.plan(comm_job(1, tp=1), cluster=stretto.Cluster()).save(plan_path)
+    assert "known" not in CliRunner().invoke(cost_app, [str(plan_path)]).output, "one source says it of all"
 
 
 def test_calibrating_for_a_plan_prices_it_by_lookup(plan_file: Path, tmp_path: Path) -> None:
@@ -325,6 +355,60 @@ def test_a_run_that_is_cut_short_keeps_what_is_there(
     assert status == 0
     assert "3 known" in text
     assert set(load_calibration(out).ops) == set(distinct_ops([comm_job(1, tp=1, rows=8, hidden=16)]))
+
+
+def test_a_run_that_fails_keeps_what_is_there(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.json"
+
+    def fail(*given: object) -> None:
+        raise StrettoError("the network is gone")
+
+    monkeypatch.setattr(calibrate, "calibrate_communication", fail)
+    done = CliRunner().invoke(calibrate_app, [str(plan_file), "--cluster-out", str(out)])
+    assert isinstance(done.exception, StrettoError)
+    assert str(done.exception) == "the network is gone"
+    assert set(load_calibration(out).ops) == set(distinct_ops([comm_job(1, tp=1, rows=8, hidden=16)]))
+
+
+def test_a_run_that_is_killed_has_written_a_part(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.json"
+    monkeypatch.setattr(calibrate_command, "KEEP_S", 0.0)
+    seen: list[int] = []
+
+    def look(op, specs, device):  # type: ignore[no-untyped-def]
+        seen.append(len(load_calibration(out).ops))
+        return time_op(op, specs, device)
+
+    monkeypatch.setattr(calibrate, "time_op", look)
+    assert calibrate_into(out, str(plan_file))[0] == 0
+    assert seen == list(range(len(seen)))
+
+
+def test_what_was_noisy_when_it_was_measured_is_told_again(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calibrate_into(tmp_path / "c.json", str(plan_file))[0] == 0
+    monkeypatch.setattr(calibrate, "NOISY", -1.0)
+    _, text, _ = calibrate_into(tmp_path / "c.json", str(plan_file))
+    assert "rounds differed by" in text
+    assert "--fresh measures it again" in text.replace("\n", " ")
+
+
+def test_a_trace_alone_is_input_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trace, out = tmp_path / "trace.json", tmp_path / "c.json"
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        torch.mm(torch.ones(8, 16), torch.ones(16, 4))
+    recorded.export_chrome_trace(str(trace))
+    status, text, _ = calibrate_into(out, "--from-profile", str(trace))
+    assert status == 0, text
+    found = load_calibration(out)
+    assert found.ops == {}, "no sweep"
+    assert "aten::mm float32 [8,16] [16,4]" in found.traced
 
 
 def test_another_machines_file_is_not_added_to(plan_file: Path, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ import torch.distributed as dist
 import stretto
 from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.bench.kept import Keep, keep_run
-from stretto.bench.visits import Layers, Visits, calibration_of
+from stretto.bench.layers import Layers
+from stretto.bench.visits import Visits, calibration_of
 from stretto.cost.calibration import Calibration, save_calibration
 from stretto.cost.profile import typical
 from stretto.ir.program import Job, OverlapMode
@@ -55,8 +56,8 @@ KNOWN_TO = 0.02
 share, up to which they count as known: a quarter of the error that a prediction may have."""
 
 EVERY = 2
-"""The jobs that price a cell are visited before every second step of a round, which takes half of the time;
-before the first at least."""
+"""What prices a cell is visited before every second step of a round, which takes half of the time; before the
+first at least."""
 
 MOST_TIMES = 3
 """A cell has at most as many times the rounds that were asked for."""
@@ -197,12 +198,16 @@ def captured(cell: Cell) -> tuple[GPT, dict[str, torch.Tensor], Job]:
 
 
 def run_cell(
-    cell: Cell, rounds: int, keep: Keep | None = None, others: Sequence[Cell] = ()
+    cell: Cell,
+    rounds: int,
+    keep: Keep | None = None,
+    others: Sequence[Cell] = (),
+    layers: Layers | None = None,
 ) -> tuple[Found, Calibration]:
     """Step 2 on one rank; every rank of the cell calls it.
 
     keep: is given what ran (`bench.kept`). others: of the same layout; what the ops of their jobs took
-    meanwhile is the calibration (the cell's own, if it is one of them).
+    meanwhile, and `layers`, is the calibration (the cell's own, if it is one of them).
     """
     model, batch, job = captured(cell)
     plan = stretto.plan(job, "local")
@@ -228,15 +233,15 @@ def run_cell(
     times: list[list[float]] = []
     now = CostsNow(plan)
     beside = [Visits(captured(other)[2], now.stages) for other in others if other.shape != cell.shape]
-    layers = Layers() if others else None
     visited_us: list[float] = []
     while len(times) < rounds or (len(times) < MOST_TIMES * rounds and not known(times, visited_us)):
         times.append([])
         for at in range(steps):
-            for visits in beside if at % EVERY == 0 else ():
-                visits.visit()
-            if layers is not None:
-                layers.visit()
+            if at % EVERY == 0:
+                for visits in beside:
+                    visits.visit()
+                if layers is not None:
+                    layers.visit()
             visited_us.append(_mean(now.visit()))
             times[-1].append(step())
     runner.close()
@@ -325,7 +330,9 @@ def main() -> None:
     for data, beside in cells:
         cell, others = cell_from(data), [cell_from(other) for other in beside]
         kept = cell.folder(folder)
-        found, calibration = run_cell(cell, rounds, partial(keep_run, kept) if first else None, others)
+        found, calibration = run_cell(
+            cell, rounds, partial(keep_run, kept) if first else None, others, Layers() if others else None
+        )
         if first:
             if others:
                 save_calibration(calibration, kept / CALIBRATION)

@@ -46,7 +46,9 @@ def transferred(
     times |= calls_us(plan.job, calls_of(one for found in plans.values() for one in found))
     merged = {r: _merged(found, all_reduces(plan.job)) for r, found in plans.items()}
     costs = merged[rate] if rate in merged else costs_at_rate(merged, rate)
-    costs = replace(costs, op_us=times, shared=plan.costs.shared, source=f"transferred: {costs.source}")
+    costs = replace(
+        costs, op_us=times, op_how={}, shared=plan.costs.shared, source=f"transferred: {costs.source}"
+    )
     made = replace(plan, costs=costs)
     return replace(made, prediction=predict(made))
 

@@ -5,6 +5,7 @@ measuring is done in `stretto.cost.calibrate`.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,11 +18,14 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 
 if TYPE_CHECKING:
-    from stretto.cost.calibration import Calibration
+    from stretto.cost.calibration import Calibration, RankTiming
     from stretto.cost.op_cache import Machine
 
 SHOWN = 12
 """Warnings that are printed; the count of the others is told."""
+
+KEEP_S = 10.0
+"""The file is written about so often, so that a run that is killed has lost little. Assumed."""
 
 calibrate = typer.Typer(add_completion=False)
 
@@ -129,17 +133,27 @@ def _calibrate(
     with Progress(*columns, console=console, disable=rank != 0, transient=True) as bar:
         task = bar.add_task("calibrating")
 
+        kept_s = time.monotonic()
+
         def progress(what: str, done: int, of: int) -> None:
+            nonlocal kept_s
             bar.update(task, description=what, completed=done, total=of)
+            if rank == 0 and time.monotonic() - kept_s > KEEP_S:
+                save_calibration(outcome.calibration, path)
+                kept_s = time.monotonic()
 
         try:
             # A trace alone is an input as good as a plan: no sweep then.
             if jobs or not traces:
                 calibrate_ops(outcome, jobs, cache, on, progress)
             if not ops_only:
-                calibrate_communication(outcome, on, progress)
+                calibrate_communication(outcome, jobs, on, progress)
         except KeyboardInterrupt:
             stopped = True
+        except Exception:
+            if rank == 0:
+                save_calibration(outcome.calibration, path)
+            raise
     if rank == 0:
         save_calibration(outcome.calibration, path)
         _tell(console, outcome.calibration, outcome.measured, outcome.cached, outcome.warnings)
@@ -174,6 +188,18 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int) -> Calibration:
     return found
 
 
+def _ranks_in_words(ranks: RankTiming) -> str:
+    words = [f"after a wait ops take {100 * ranks.cold:.0f} % longer"]
+    if ranks.skew:
+        words.append(f"the slowest rank of a place is {100 * ranks.skew:.1f} % behind")
+    if ranks.unsteady is not None:
+        spell_ms = ranks.unsteady.spell_us / 1000
+        words.append(f"speeds go up and down by {100 * ranks.unsteady.spread:.0f} % for {spell_ms:.0f} ms")
+    if ranks.quota is not None:
+        words.append(f"a quota leaves {100 * ranks.quota.share:.0f} % of the processors")
+    return "ranks: " + ", ".join(words)
+
+
 def _tell(console: Console, found: Calibration, measured: int, cached: int, warnings: list[str]) -> None:
     console.print(f"{found.machine}", highlight=False)
     console.print(
@@ -197,15 +223,18 @@ def _tell(console: Console, found: Calibration, measured: int, cached: int, warn
     if found.links:
         table = Table("messages", "hosts", "latency", "rate", "compute loses, 1 MB", "both ways at once")
         for link in found.links:
+            ways = (link.link,) if link.back is None else (link.link, link.back)
             table.add_row(
                 f"{link.stride} apart",
                 str(link.hosts),
-                f"{link.link.latency_us:.0f} us",
-                f"{link.link.bytes_per_us:.1f} MB/s",
+                " / ".join(f"{way.latency_us:.0f}" for way in ways) + " us",
+                " / ".join(f"{way.bytes_per_us:.1f}" for way in ways) + " MB/s",
                 f"{link.link.processor_us_per_mb / 1000:.2f} ms",
                 f"{link.both_ways:.2f} times as long",
             )
         console.print(table)
+    if found.ranks is not None:
+        console.print(_ranks_in_words(found.ranks), highlight=False, soft_wrap=True)
     for warning in warnings[:SHOWN]:
         console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     if len(warnings) > SHOWN:

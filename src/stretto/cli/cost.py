@@ -123,13 +123,17 @@ def _ops_table(plan: Plan, ops: Sequence[Dear]) -> Table:
     table = Table(title="Dearest ops: all stages and microbatches")
     for column in ("op", "phase", "calls", "each", "total", "share", *(["measured"] if measured else [])):
         table.add_column(column, justify="left" if column in ("op", "phase") else "right")
+    if plan.costs.op_how:
+        table.add_column("known")
     table.add_column("reads → makes", overflow="fold")
     for op in ops:
         row = [op.target.removeprefix("aten."), op.phases, f"{op.calls:,}", format_us(op.total_us / op.calls)]
         row += [format_us(op.total_us), format_share(op.share)]
         if measured:
             row.append("-" if op.measured_us is None else format_us(op.measured_us))
-        table.add_row(*row, f"{op.shapes} → {op.made}")
+        # Where none is told apart, the source of all, under the table, tells the same of each op.
+        known = [op.source] if plan.costs.op_how else []
+        table.add_row(*row, *known, f"{op.shapes} → {op.made}")
     return table
 
 
@@ -164,7 +168,7 @@ def _document(plan: Plan, ops: Sequence[Dear], found: Sequence[Communication]) -
                 "total_us": op.total_us,
                 "share": op.share,
                 "measured_us": op.measured_us,
-                "source": plan.costs.source,
+                "source": op.source,
             }
             for op in ops
         ],

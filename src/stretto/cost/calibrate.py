@@ -2,9 +2,13 @@
 
     1. Ops: each distinct op of the given jobs once, or a sweep; what the cache holds is not measured again.
        Under torchrun all ranks measure the same ops at once, as they will compute, and the median counts.
-    2. Collectives of every kind, for every group size that divides the world: of neighbours, as the
+    2. How ranks compute, on processors: what a small GPT's ops take on all of them at once says how far they
+       come apart, how much slower they are after a wait, how steady they are, and what a quota does
+       (`cost.yardstick`; in one process, what follows a wait alone). Its ops are what ranks compute while
+       communication is measured beside, too.
+    3. Collectives of every kind, for every group size that divides the world: of neighbours, as the
        innermost axis has them, and of ranks as far apart as the outermost has them.
-    3. Messages between neighbours and across the world, both ways, and both at once.
+    4. Messages between neighbours and across the world, each way, and both at once.
 
 Everything found goes into one `Calibration` as it comes, so that a run that is cut short keeps it, and what a
 calibration already holds is not measured again. May touch
@@ -21,15 +25,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming
+from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming, RankTiming
+from stretto.cost.contention import Compute
+from stretto.cost.endless import endless_ops
 from stretto.cost.local_processes import BOTH_WAYS_BYTES, measure_between
 from stretto.cost.measure_collectives import Measured, hosts_of, measure_collectives
+from stretto.cost.measured import NO_LINK, agreed_ops, compute_between_us
 from stretto.cost.messages import measure_both_ways, measure_links
 from stretto.cost.op_cache import OpCache, Timing, signature
+from stretto.cost.profile import profile
+from stretto.cost.quota import agreed_quota
 from stretto.cost.sweep import sweep_ops
 from stretto.cost.time_ops import Specs, distinct_ops, time_op
-from stretto.cost.wanted import Wanted
+from stretto.cost.wanted import Wanted, wanted_collectives
+from stretto.cost.yardstick import yardstick
 from stretto.errors import StrettoError
+from stretto.ir.costs import Costs
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op
 
@@ -44,6 +55,9 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 SIZES = (65_536, 262_144, 1_048_576, 4_194_304, 4_096)
 """Bytes of the collectives that are measured, the most likely of activations first."""
+
+MOST_BYTES = 2**28
+"""Of a job's own; more is taken at the rate of this. Assumed: a device that measures has room for it."""
 
 LOCAL_GROUPS = (2, 4)
 """Group sizes between processes of this machine that are started for it."""
@@ -75,19 +89,24 @@ def calibrate_ops(
         for done, (key, (op, specs)) in enumerate(wanted.items()):
             progress(op.target, done, len(wanted))
             if key in known:
-                outcome.calibration.ops[key] = cache.ops[key]
+                timing = outcome.calibration.ops[key] = cache.ops[key]
                 outcome.cached += 1
+                if timing.spread > NOISY:
+                    outcome.warnings.append(
+                        f"{key}: rounds differed by {100 * timing.spread:.0f} % when it was measured; "
+                        "--fresh measures it again"
+                    )
                 continue
             _meet()
             try:
                 mine: Timing | str = time_op(op, specs, device)
             except StrettoError as error:
                 mine = str(error)
-            timing = _median(mine)
-            if isinstance(timing, str):
-                outcome.warnings.append(timing)
+            agreed = _median(mine)
+            if isinstance(agreed, str):
+                outcome.warnings.append(agreed)
                 continue
-            cache.ops[key] = outcome.calibration.ops[key] = timing
+            timing = cache.ops[key] = outcome.calibration.ops[key] = agreed
             outcome.measured += 1
             if timing.spread > NOISY:
                 outcome.warnings.append(
@@ -99,22 +118,57 @@ def calibrate_ops(
     progress("ops", len(wanted), len(wanted))
 
 
-def calibrate_communication(outcome: Outcome, device: torch.device, progress: Progress) -> None:
-    """Steps 2 and 3: between the running ranks, or processes started for it when there is one alone."""
+def calibrate_communication(
+    outcome: Outcome, jobs: Sequence[Job], device: torch.device, progress: Progress
+) -> None:
+    """Steps 2 to 4: between the running ranks, or processes started for it when there is one alone.
+
+    jobs: what their collectives move is measured before other sizes."""
+    computing = None
+    if device.type == "cpu":
+        progress("ranks", 0, 1)
+        computing = _compare_ranks(outcome, device)
+        progress("ranks", 1, 1)
     if _world() > 1:
-        _between_ranks(outcome, device, progress)
+        _between_ranks(outcome, jobs, device, progress, computing)
     else:
-        _between_processes(outcome, progress)
+        _between_processes(outcome, jobs, progress)
 
 
-def _between_processes(outcome: Outcome, progress: Progress) -> None:
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """What ranks compute while communication is measured. between_us: how long, before each collective;
+    beside: what, while one is in flight."""
+
+    between_us: float
+    beside: Compute
+
+
+def _compare_ranks(outcome: Outcome, device: torch.device) -> _Computing:
+    """Step 2. Measured again in every run: it is what the communication of this run is measured with."""
+    job = yardstick()
+    stage = job.stages[0]
+    _meet()
+    mine = profile(job, device, [stage.index])
+    beside = endless_ops(job, stage, device, mine.op_us)
+    if _world() == 1:
+        outcome.calibration.ranks = RankTiming(cold=mine.cold)
+        return _Computing(0.0, beside)
+    quota = agreed_quota(device)
+    costs = agreed_ops(job, mine).on(Costs({}, {}, NO_LINK, 0.0, "", quota=quota))
+    outcome.calibration.ranks = RankTiming(costs.skew, costs.cold, costs.quota, costs.unsteady)
+    # As in a plan's own measurement: what ranks come late by is said by skew, and counts there.
+    return _Computing(compute_between_us([stage], mine.op_us) if quota is not None else 0.0, beside)
+
+
+def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress) -> None:
     for done, members in enumerate(LOCAL_GROUPS):
         progress(f"collectives of {members} processes", done, len(LOCAL_GROUPS))
         kinds = _missing(outcome, members, 1)
         link = members == 2 and not outcome.calibration.links
         if not kinds and not link:
             continue
-        wanted = [Wanted("tp", kind, SIZES, "float32") for kind in kinds]
+        wanted = [Wanted("tp", kind, _sizes(kind, jobs), "float32") for kind in kinds]
         found = measure_between(Mesh((("tp", members),)), wanted, link=link)
         if found.link is not None:
             outcome.calibration.links.append(LinkTiming(1, 1, found.link, found.both_ways))
@@ -129,7 +183,20 @@ def _missing(outcome: Outcome, members: int, stride: int) -> list[str]:
     return [kind for kind in KINDS if (kind, members, stride) not in known]
 
 
-def _between_ranks(outcome: Outcome, device: torch.device, progress: Progress) -> None:
+def _sizes(kind: str, jobs: Sequence[Job]) -> tuple[int, ...]:
+    """What collectives of a kind move in the jobs, on whatever axis, and sizes around an activation's."""
+    alike = [one for job in jobs for one in wanted_collectives(job) if one.kind == kind]
+    asked = [size for one in alike for size in one.sizes if size <= MOST_BYTES]
+    return tuple(dict.fromkeys((*asked, *SIZES)))
+
+
+def _between_ranks(
+    outcome: Outcome,
+    jobs: Sequence[Job],
+    device: torch.device,
+    progress: Progress,
+    computing: _Computing | None,
+) -> None:
     world = _world()
     hosts = hosts_of()
     sizes = [members for members in range(2, world + 1) if world % members == 0]
@@ -143,24 +210,34 @@ def _between_ranks(outcome: Outcome, device: torch.device, progress: Progress) -
         progress(f"collectives of {members} ranks, {axis}most", done, total)
         outer, inner, stride = (rest, members, 1) if axis == "inner" else (members, rest, rest)
         mesh = Mesh((("outer", outer), ("inner", inner)))
-        wanted = [Wanted(axis, kind, SIZES, "float32") for kind in _missing(outcome, members, stride)]
+        missing = _missing(outcome, members, stride)
+        wanted = [Wanted(axis, kind, _sizes(kind, jobs), "float32") for kind in missing]
         spans = max(len({hosts[r] for r in group}) for group in mesh.groups((axis,), range(members)))
-        for (_, kind), measured in measure_collectives(mesh, wanted, device).items():
+        if computing is None:
+            found = measure_collectives(mesh, wanted, device)
+        else:
+            found = measure_collectives(
+                mesh, wanted, device, computing.between_us, computing.beside, lateness=False
+            )
+        for (_, kind), measured in found.items():
             _keep(outcome, kind, members, stride, spans, measured)
     for done, stride in enumerate(strides):
         progress(f"messages between ranks {stride} apart", len(layouts) + done, total)
         if any(one.stride == stride for one in outcome.calibration.links):
             continue
-        pairs = [(0, stride), (stride, 0)]
-        mine = measure_links(pairs, device)
+        there, back = (0, stride), (stride, 0)
+        mine = measure_links(
+            [there, back], device, compute=computing.beside if computing is not None else None
+        )
         ratio = measure_both_ways(0, stride, BOTH_WAYS_BYTES, device)
         told: list[Any] = [None] * world
         dist.all_gather_object(told, (mine, ratio))
-        links = [link for found, _ in told for link in found.values()]
-        slower = min(links, key=lambda link: link.bytes_per_us)
+        links = {pair: link for ways, _ in told for pair, link in ways.items()}
         ratios = [r for _, r in told if r is not None]
         spans = 1 if hosts[0] == hosts[stride] else 2
-        outcome.calibration.links.append(LinkTiming(stride, spans, slower, statistics.median(ratios)))
+        outcome.calibration.links.append(
+            LinkTiming(stride, spans, links[there], statistics.median(ratios), links[back])
+        )
     progress("communication", total, total)
 
 

@@ -1,21 +1,24 @@
 """The calibration file: what `stretto calibrate` measured of a machine or a cluster, readable and strict.
 
     {
-      "format": "stretto-calibration", "version": 1,
+      "format": "stretto-calibration", "version": 5,
       "machine": {"device": "...", "torch": "...", "threads": 1},
       "ops": {"aten.mm.default(float32[64,128], float32[128,512])": {"us", "spread", "flops", "bytes"}, ...},
       "traced": {"aten::mm float32 [64,128] [128,512]": us, ...},
       "collectives": [{"kind", "members", "stride", "hosts", "curve", ...}, ...],
-      "links": [{"stride", "hosts", "latency_us", "bytes_per_us", "both_ways", ...}, ...]
+      "links": [{"stride", "hosts", "latency_us", "bytes_per_us", "both_ways", "back", ...}, ...],
+      "ranks": {"skew", "cold", "quota", "unsteady"} or null
     }
 
 `stride` is the distance between the ranks of a group (1 for neighbours, as those of the innermost axis);
-`hosts` how many hosts it spans. Reads and writes the one file; `stretto.cost.priced` prices jobs from it.
+`hosts` how many hosts it spans. `back` is a link's other direction, from the higher rank to the lower. Reads
+and writes the one file; `stretto.cost.priced` prices jobs from it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,12 +35,13 @@ from stretto.cost.op_cache import (
     write_whole,
 )
 from stretto.errors import UsageError
-from stretto.ir.costs import CollectiveCost, Link
+from stretto.ir.cost_text import decode_quota, decode_unsteady, encode_quota, encode_unsteady
+from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.reading import Cursor, read_json
 
 FORMAT = "stretto-calibration"
-VERSION = 4
+VERSION = 5
 
 COST_KEYS = (
     "curve",
@@ -51,6 +55,9 @@ COST_KEYS = (
     "finish_us",
     "spread",
 )
+
+
+WAY_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +76,35 @@ class GroupTiming:
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """Messages between ranks `stride` apart. both_ways: time of a message while one goes the other way, over
-    its time alone."""
+    """Messages between ranks `stride` apart, from the lower to the higher. both_ways: time of a message while
+    one goes the other way, over its time alone. back: from the higher to the lower; None where the two were
+    not told apart."""
 
     stride: int
     hosts: int
     link: Link
     both_ways: float
+    back: Link | None = None
+
+    def way(self, sender: int, receiver: int) -> Link:
+        """The direction in which a message goes."""
+        return self.link if sender < receiver or self.back is None else self.back
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiming:
+    """How ranks compute, beside what ops take: what `stretto.ir.costs.Costs` has under the same names."""
+
+    skew: float = 0.0
+    cold: float = 0.0
+    quota: Quota | None = None
+    unsteady: Unsteady | None = None
 
 
 @dataclass
 class Calibration:
-    """What was measured. `name` is the file's, for sources and messages."""
+    """What was measured. `name` is the file's, for sources and messages. ranks: None where they were not
+    compared, and on accelerators."""
 
     machine: Machine
     name: str = "calibration"
@@ -88,6 +112,7 @@ class Calibration:
     traced: dict[str, float] = field(default_factory=dict)
     collectives: list[GroupTiming] = field(default_factory=list)
     links: list[LinkTiming] = field(default_factory=list)
+    ranks: RankTiming | None = None
 
 
 def save_calibration(found: Calibration, path: Path) -> None:
@@ -102,6 +127,7 @@ def save_calibration(found: Calibration, path: Path) -> None:
         _lines("traced", {key: round(found.traced[key], 3) for key in sorted(found.traced)}),
         _lines("collectives", [_group_data(one) for one in found.collectives]),
         _lines("links", [_link_data(one) for one in found.links]),
+        f' "ranks": {json.dumps(None if found.ranks is None else _rank_data(found.ranks))}',
     ]
     write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -121,7 +147,7 @@ def load_calibration(path: Path) -> Calibration:
     version = head.get("version")
     if version is None or version.value != VERSION:
         raise root.error(f"this Stretto reads version {VERSION}; make it again with `stretto calibrate`")
-    fields = root.fields(("format", "version", "machine", "ops", "traced", "collectives", "links"))
+    fields = root.fields(("format", "version", "machine", "ops", "traced", "collectives", "links", "ranks"))
     return Calibration(
         decode_machine(fields["machine"]),
         path.name,
@@ -129,6 +155,7 @@ def load_calibration(path: Path) -> Calibration:
         {key: positive(us) for key, us in fields["traced"].members().items()},
         [_group_of(entry, path.name) for entry in fields["collectives"].elements()],
         [_link_of(entry, path.name) for entry in fields["links"].elements()],
+        _ranks_of(fields["ranks"]),
     )
 
 
@@ -202,25 +229,59 @@ def _link_data(one: LinkTiming) -> dict[str, Any]:
     return {
         "stride": one.stride,
         "hosts": one.hosts,
-        "latency_us": round(one.link.latency_us, 2),
-        "bytes_per_us": round(one.link.bytes_per_us, 3),
-        "processor_us_per_mb": round(one.link.processor_us_per_mb, 2),
+        **_way_data(one.link),
         "both_ways": round(one.both_ways, 3),
+        "back": None if one.back is None else _way_data(one.back),
+    }
+
+
+def _way_data(link: Link) -> dict[str, Any]:
+    return {
+        "latency_us": round(link.latency_us, 2),
+        "bytes_per_us": round(link.bytes_per_us, 3),
+        "processor_us_per_mb": round(link.processor_us_per_mb, 2),
     }
 
 
 def _link_of(entry: Cursor, name: str) -> LinkTiming:
-    parts = entry.fields(
-        ("stride", "hosts", "latency_us", "bytes_per_us", "processor_us_per_mb", "both_ways")
+    parts = entry.fields(("stride", "hosts", *WAY_KEYS, "both_ways", "back"))
+    back = parts["back"]
+    return LinkTiming(
+        _count(parts["stride"], 1),
+        _count(parts["hosts"], 1),
+        _way_of(parts, name),
+        positive(parts["both_ways"]),
+        None if back.value is None else _way_of(back.fields(WAY_KEYS), name),
     )
+
+
+def _way_of(parts: Mapping[str, Cursor], name: str) -> Link:
     rate = positive(parts["bytes_per_us"])
     if not rate:
         raise parts["bytes_per_us"].error("expected a rate above 0")
-    link = Link(
+    return Link(
         positive(parts["latency_us"]), rate, positive(parts["processor_us_per_mb"]), f"measured: {name}"
     )
-    return LinkTiming(
-        _count(parts["stride"], 1), _count(parts["hosts"], 1), link, positive(parts["both_ways"])
+
+
+def _rank_data(ranks: RankTiming) -> dict[str, Any]:
+    return {
+        "skew": round(ranks.skew, 4),
+        "cold": round(ranks.cold, 4),
+        "quota": None if ranks.quota is None else encode_quota(ranks.quota),
+        "unsteady": None if ranks.unsteady is None else encode_unsteady(ranks.unsteady),
+    }
+
+
+def _ranks_of(entry: Cursor) -> RankTiming | None:
+    if entry.value is None:
+        return None
+    parts = entry.fields(("skew", "cold", "quota", "unsteady"))
+    return RankTiming(
+        positive(parts["skew"]),
+        positive(parts["cold"]),
+        decode_quota(parts["quota"]),
+        decode_unsteady(parts["unsteady"]),
     )
 
 

@@ -230,8 +230,8 @@ def _resolve(name: str, text: ClusterFile, folder: Path) -> Hardware:
     for key, value in given.items():
         if value is not None:
             figures[key] = Figure(value, "read", f"cluster file {name}")
-    if {"link_gbps", "peer_gbps"} & {key for key, value in given.items() if value is not None}:
-        figures.pop("ring_gbps", None)  # it was measured over other links
+    if {"link_gbps", "peer_gbps", "link_efficiency"} & {k for k, value in given.items() if value is not None}:
+        figures.pop("ring_gbps", None)  # it was measured over other links, and would hide what is given
     measured: dict[tuple[Collective, int], Curve] = {}
     for file in text.measured.nccl_tests:
         measured |= read_nccl_tests(folder / file)

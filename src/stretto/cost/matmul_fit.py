@@ -75,17 +75,17 @@ class MatmulFit:
         points: dict[Family, list[tuple[Matmul, float]]] = defaultdict(list)
         for key, us in known:
             product = Product.of(key)
-            if product is not None and us > 0:
+            if product is not None and us > 0 and product.dims.flops > 0:
                 points[product.family].append((product.dims, us))
         self._weights: dict[Family, Floats] = {}
         self._ranges: dict[Family, tuple[Floats, Floats]] = {}
         self._beside: dict[Family, tuple[Floats, Floats]] = {}
         """Where the products lie that were measured, and the logarithms of their times over the law's."""
         for family, found in points.items():
-            if len({(dims.m, dims.n, dims.k) for dims, _ in found}) >= LEAST_POINTS:
+            if len({dims for dims, _ in found}) >= LEAST_POINTS:
                 rows = np.array([_terms(dims) / us for dims, us in found])
                 self._weights[family] = _least_squares(rows, np.ones(len(found)))
-                sides = np.array([(dims.m, dims.n, dims.k) for dims, _ in found], dtype=float)
+                sides = np.array([_sides(dims) for dims, _ in found])
                 self._ranges[family] = (sides.min(axis=0) / BEYOND, sides.max(axis=0) * BEYOND)
                 self._beside[family] = (np.log2(sides), -np.log(rows @ self._weights[family]))
 
@@ -95,13 +95,17 @@ class MatmulFit:
         if product is None or product.family not in self._weights:
             return None
         least, most = self._ranges[product.family]
-        sides = np.array((product.dims.m, product.dims.n, product.dims.k), dtype=float)
+        sides = _sides(product.dims)
         if (sides < least).any() or (sides > most).any():
             return None
         law_us = float(_terms(product.dims) @ self._weights[product.family])
         places, logs = self._beside[product.family]
         near = (((places - np.log2(sides)) ** 2).sum(axis=1) + NEAR) ** -2
         return law_us * float(np.exp(near @ logs / near.sum())) or None
+
+
+def _sides(dims: Matmul) -> Floats:
+    return np.array((dims.m, dims.n, dims.k, dims.batch), dtype=float)
 
 
 def _terms(dims: Matmul) -> Floats:

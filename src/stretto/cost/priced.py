@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming
+from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming, RankTiming
 from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import scaled
 from stretto.cost.matmul_fit import MatmulFit
@@ -128,7 +128,7 @@ def priced_ops(job: Job, calibration: Calibration) -> dict[tuple[int, str], Pric
 
 
 def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Costs:
-    """The costs of a job by a calibration; `source` counts how op times are known.
+    """The costs of a job by a calibration; `source` counts how op times are known, `op_how` says it of each.
 
     Raises UsageError when the calibration knows no collectives or messages and the job needs them.
     """
@@ -145,18 +145,24 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
     stride = mesh.world // schedule.ranks
     links = {(a, b): find_link(calibration, abs(a - b) * stride) for a, b in pairs if a != b}
     default = find_link(calibration, stride).link if schedule.ranks > 1 else NO_LINK
+    ranks = calibration.ranks or RankTiming()
     spread_out = {axis for (axis, _), group in groups.items() if group.hosts > 1}
     far = any(link.hosts > 1 for link in links.values())
     count = Counter(priced.how for priced in ops.values() if priced.how != "free")
     told = ", ".join(f"{number} {how}" for how, number in sorted(count.items()))
     return Costs(
         times,
-        {pair: one.link for pair, one in links.items()},
+        {(a, b): one.way(a, b) for (a, b), one in links.items()},
         default,
         ACTION_US,
         f"calibration {calibration.name} of {calibration.machine}: ops {told}",
         {key: group.cost for key, group in groups.items()},
         tuple(axis for axis, _ in job.axes if axis in spread_out) if far else (),
+        ranks.skew,
+        ranks.quota,
+        ranks.cold,
+        ranks.unsteady,
+        {key: priced.how for key, priced in ops.items() if priced.how != "free"},
     )
 
 

@@ -5,14 +5,16 @@ Touches `stretto.ir` only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from stretto.ir.costs import CollectiveCost, Costs, Link, Prediction, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.job_text import Line
 from stretto.ir.op_text import encode_float
 from stretto.ir.reading import Cursor
+
+T = TypeVar("T")
 
 COLLECTIVE_KEYS = (
     "communicator",
@@ -35,6 +37,7 @@ COST_KEYS = (
     "quota",
     "cold",
     "unsteady",
+    "op_how",
     "op_us",
 )
 UNSTEADY_KEYS = ("spread", "spell_us", "common")
@@ -43,9 +46,6 @@ LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
 
 
 def encode_costs(costs: Costs) -> dict[str, Any]:
-    op_us: dict[str, dict[str, Any]] = {}
-    for stage, name in sorted(costs.op_us):
-        op_us.setdefault(str(stage), {})[name] = encode_float(costs.op_us[stage, name])
     return {
         "source": costs.source,
         "action_us": encode_float(costs.action_us),
@@ -60,11 +60,30 @@ def encode_costs(costs: Costs) -> dict[str, Any]:
         ],
         "shared": Line(list(costs.shared)),
         "skew": encode_float(costs.skew),
-        "quota": None if costs.quota is None else Line(_encode_quota(costs.quota)),
+        "quota": None if costs.quota is None else Line(encode_quota(costs.quota)),
         "cold": encode_float(costs.cold),
-        "unsteady": None if costs.unsteady is None else Line(_encode_unsteady(costs.unsteady)),
-        "op_us": op_us,
+        "unsteady": None if costs.unsteady is None else Line(encode_unsteady(costs.unsteady)),
+        "op_how": _encode_ops(costs.op_how),
+        "op_us": _encode_ops({key: encode_float(us) for key, us in costs.op_us.items()}),
     }
+
+
+def _encode_ops(by_op: Mapping[tuple[int, str], Any]) -> dict[str, dict[str, Any]]:
+    """By stage, and then by op."""
+    found: dict[str, dict[str, Any]] = {}
+    for stage, name in sorted(by_op):
+        found.setdefault(str(stage), {})[name] = by_op[stage, name]
+    return found
+
+
+def _decode_ops(cursor: Cursor, read: Callable[[Cursor], T]) -> dict[tuple[int, str], T]:
+    found: dict[tuple[int, str], T] = {}
+    for stage, ops in cursor.members().items():
+        if not (stage.isascii() and stage.isdigit() and len(stage) < 10):
+            raise ops.error("the key is not a stage's number")
+        for name, value in ops.members().items():
+            found[int(stage), name] = read(value)
+    return found
 
 
 def decode_costs(cursor: Cursor) -> Costs:
@@ -78,14 +97,8 @@ def decode_costs(cursor: Cursor) -> Costs:
                 f"the link from rank {pair[0]} to rank {pair[1]} is there twice; keep one of them"
             )
         links[pair] = _decode_link(parts)
-    op_us: dict[tuple[int, str], float] = {}
-    for stage, times in fields["op_us"].members().items():
-        if not (stage.isascii() and stage.isdigit() and len(stage) < 10):
-            raise times.error("the key is not a stage's number")
-        for name, time in times.members().items():
-            op_us[int(stage), name] = time.number()
     return Costs(
-        op_us=op_us,
+        op_us=_decode_ops(fields["op_us"], Cursor.number),
         links=links,
         default_link=_decode_link(fields["default_link"].fields(LINK_KEYS)),
         action_us=fields["action_us"].number(),
@@ -93,17 +106,18 @@ def decode_costs(cursor: Cursor) -> Costs:
         collectives=_decode_collectives(fields["collectives"]),
         shared=fields["shared"].sequence(Cursor.text),
         skew=fields["skew"].number(),
-        quota=_decode_quota(fields["quota"]),
+        quota=decode_quota(fields["quota"]),
         cold=fields["cold"].number(),
-        unsteady=_decode_unsteady(fields["unsteady"]),
+        unsteady=decode_unsteady(fields["unsteady"]),
+        op_how=_decode_ops(fields["op_how"], Cursor.text),
     )
 
 
-def _encode_quota(quota: Quota) -> dict[str, Any]:
+def encode_quota(quota: Quota) -> dict[str, Any]:
     return {name: encode_float(getattr(quota, name)) for name in QUOTA_KEYS}
 
 
-def _decode_quota(cursor: Cursor) -> Quota | None:
+def decode_quota(cursor: Cursor) -> Quota | None:
     if cursor.value is None:
         return None
     parts = cursor.fields(QUOTA_KEYS)
@@ -113,11 +127,11 @@ def _decode_quota(cursor: Cursor) -> Quota | None:
         raise cursor.error(str(error)) from None
 
 
-def _encode_unsteady(unsteady: Unsteady) -> dict[str, Any]:
+def encode_unsteady(unsteady: Unsteady) -> dict[str, Any]:
     return {name: encode_float(getattr(unsteady, name)) for name in UNSTEADY_KEYS}
 
 
-def _decode_unsteady(cursor: Cursor) -> Unsteady | None:
+def decode_unsteady(cursor: Cursor) -> Unsteady | None:
     if cursor.value is None:
         return None
     parts = cursor.fields(UNSTEADY_KEYS)

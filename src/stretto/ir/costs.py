@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stretto.ir.curve import Curve
 
@@ -142,6 +142,8 @@ class Costs:
     cold: how much longer ops take on a lane that has stood for all of the last time, as a share; one that has
         stood for half of it takes half of that longer (`stretto.simulate.compute_lane`).
     unsteady: ranks' speeds; None where they are steady, or nobody knows.
+    op_how[(stage, op name)]: how an op's time is known, in a word, where `source` does not say it for all
+        (`stretto.cost.priced`).
     """
 
     op_us: Mapping[tuple[int, str], float] = field(repr=False)
@@ -155,6 +157,16 @@ class Costs:
     quota: Quota | None = None
     cold: float = 0.0
     unsteady: Unsteady | None = None
+    op_how: Mapping[tuple[int, str], str] = field(default_factory=dict, repr=False)
+
+    def with_times(self, op_us: Mapping[tuple[int, str], float]) -> Costs:
+        """The same with other op times; how they are known is told of ops that are left."""
+        kept = {key: how for key, how in self.op_how.items() if key in op_us}
+        return replace(self, op_us=op_us, op_how=kept)
+
+    def how(self, stage: int, name: str) -> str:
+        """How an op's time is known."""
+        return self.op_how.get((stage, name), self.source)
 
     @property
     def quota_skew(self) -> float:

@@ -296,6 +296,9 @@ def _in_communicators_and_costs(plan: Plan) -> Iterator[BrokenReference]:
     for stage, name in plan.costs.op_us:
         if not 0 <= stage < len(names) or name not in names[stage]:
             yield BrokenReference("costs.op_us", f"stage {stage} has no op {name!r}")
+    for stage, name in plan.costs.op_how:
+        if (stage, name) not in plan.costs.op_us:
+            yield BrokenReference("costs.op_how", f"op {name!r} of stage {stage} has no time in op_us")
     for sender, receiver in plan.costs.links:
         if not (0 <= sender < ranks and 0 <= receiver < ranks):
             yield BrokenReference("costs.links", f"there is no link from rank {sender} to rank {receiver}")

@@ -146,7 +146,7 @@ def _in_parts(job: Job, costs: Costs, cut: Sequence[Edge]) -> tuple[Job, Costs]:
     stages = tuple(
         Stage(index, {phase: tuple(ops) for phase, ops in of.items()}) for index, of in programs.items()
     )
-    return replace(job, stages=stages, edges=edges), replace(costs, op_us=op_us)
+    return replace(job, stages=stages, edges=edges), costs.with_times(op_us)
 
 
 def _own(value: str) -> str:

@@ -62,12 +62,15 @@ def costs_of_repeated(job: Job, costs: Costs) -> Costs:
     """The costs of `job` from those of the job before `repeat`: a repeated op takes as long as the first."""
     known = costs.op_us
     found: dict[tuple[int, str], float] = {}
+    how: dict[tuple[int, str], str] = {}
     for stage in job.stages:
         for op in (op for ops in stage.ops.values() for op in ops):
             name = op.repeats if is_repeated(op) else op.name
             if (stage.index, name) in known:
                 found[stage.index, op.name] = known[stage.index, name]
-    return costs if found == known else replace(costs, op_us=found)
+            if (stage.index, name) in costs.op_how:
+                how[stage.index, op.name] = costs.op_how[stage.index, name]
+    return costs if found == known else replace(costs, op_us=found, op_how=how)
 
 
 def storages(ops: Sequence[Op]) -> dict[str, str]:

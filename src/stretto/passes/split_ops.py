@@ -91,7 +91,7 @@ def split_for_overlap(job: Job, costs: Costs) -> tuple[Job, Costs]:
         _cut(stage, cuts[stage.index], specs, op_us, prices) if stage.index in cuts else stage
         for stage in job.stages
     )
-    return replace(job, stages=stages), replace(costs, op_us=op_us)
+    return replace(job, stages=stages), costs.with_times(op_us)
 
 
 def chains(stage: Stage) -> list[Chain]:

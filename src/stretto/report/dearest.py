@@ -16,7 +16,8 @@ from stretto.report.detail import measured_op_us, op_category, op_us, shapes_in,
 @dataclass(slots=True)
 class Dear:
     """Calls of one target on equal shapes, over all stages and microbatches. measured_us is None where not
-    all of them were measured. example: the module of the first one."""
+    all of them were measured. example: the module of the first one. source: how their predicted times are
+    known."""
 
     target: str
     shapes: str
@@ -29,7 +30,9 @@ class Dear:
     flops: int = 0
     nbytes: int = 0
     share: float = 0.0
+    source: str = ""
     _phases: set[str] = field(default_factory=set)
+    _sources: dict[str, None] = field(default_factory=dict)
 
 
 def dearest_ops(
@@ -55,6 +58,7 @@ def dearest_ops(
                 key = (op.target, shapes_in(op, specs) if by_inputs else "", shapes_out(op))
                 dear = groups.setdefault(key, Dear(*key, op.module))
                 dear._phases.add(op_category(op, phase))
+                dear._sources[plan.costs.how(stage.index, op.name)] = None
                 dear.calls += times_a_step
                 dear.total_us += us * times_a_step
                 dear.flops += op.flops * times_a_step
@@ -68,5 +72,6 @@ def dearest_ops(
     order: dict[str, int] = defaultdict(int, {letter: at for at, letter in enumerate("FIWR")})
     for dear in found:
         dear.share = dear.total_us / everything_us
+        dear.source = ", ".join(dear._sources)
         dear.phases = "".join(sorted(dear._phases, key=lambda p: order[p]))
     return found

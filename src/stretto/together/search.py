@@ -7,7 +7,8 @@
        ranks, then rank by rank, the best kept.
     3. Then rounds, each with another urgency of one or two stretches, or of some actions, or another
        patience; what does not make the step longer is kept.
-    4. Then single ops are moved (`together.moves`).
+    4. Then the step is pushed to its end and back (`together.justify`), and single ops are moved
+       (`together.moves`).
 
 Steps walked are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every
 machine. May touch `stretto.ir`, `stretto.schedule` and this room.
@@ -28,6 +29,7 @@ from stretto.schedule.lower import make_window, window_name
 from stretto.schedule.order import Role, make_graph
 from stretto.schedule.order.improve import stretches
 from stretto.together.choose import choose
+from stretto.together.justify import justify
 from stretto.together.moves import move_ops
 from stretto.together.walk import Chosen
 from stretto.together.whole import Whole, make_whole
@@ -75,7 +77,8 @@ def order_together(plan: Plan, bound_us: float) -> dict[str, Window] | None:
     search.rounds()
     if search.best is None:
         return None
-    best = move_ops(plan, search.wholes, search.best, CLOSE * bound_us)
+    pushed = justify(plan, search.wholes, search.best, CLOSE * bound_us)
+    best = move_ops(plan, search.wholes, pushed, CLOSE * bound_us)
     return {
         whole.graph.window.name: replace(
             whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)

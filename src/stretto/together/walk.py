@@ -12,8 +12,8 @@ May touch `stretto.ir`, `stretto.schedule`, `stretto.simulate` and `together.who
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from stretto.ir.plan import Plan
@@ -33,13 +33,24 @@ over pp=2 tp=2: steps are as long as without it, and lanes stand a tenth less.""
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """When things happened on one rank. ends_us: by node, when it was done; stretch: how many times its ops'
+    times its compute lane worked; lane_us: by start, how long its collective had its lane."""
+
+    ends_us: Sequence[float]
+    stretch: float
+    lane_us: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """How long the step took, and by rank the order of its window's nodes. exposed_us: of all ranks, how long
-    lanes stood for collectives."""
+    lanes stood for collectives; timings: by rank."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]
     exposed_us: float
+    timings: tuple[Timing, ...] = field(default=(), repr=False)
 
     @property
     def measure_us(self) -> float:
@@ -74,6 +85,7 @@ class Walk:
             max(rank.end_us for rank in self._ranks),
             tuple(tuple(rank.order) for rank in self._ranks),
             sum(rank.exposed_us for rank in self._ranks),
+            tuple(rank.timing() for rank in self._ranks),
         )
 
 
@@ -97,6 +109,8 @@ class Rank(ABC):
         """Whether the lane stands for the slowest rank of its place."""
         self._stood_since_us: float | None = None
         """Since when the lane has stood, and nobody has counted."""
+        self._ends_us = [0.0] * len(self.graph.nodes)
+        self._since_us = self._work_us = self._worked_us = 0.0
 
     def begin(self) -> None:
         """Post all receives, and go on until the lane works or stands."""
@@ -104,6 +118,18 @@ class Rank(ABC):
             if node.role is Role.RECEIVE and self._travels(node):
                 self._walk.network.post(int(node.item.ref), self._whole.microbatches[node.item.part])
         self._go_on()
+
+    def timing(self) -> Timing:
+        """At the end of the walk."""
+        lane_us: dict[int, float] = {}
+        free_us: dict[str, float] = {}
+        for index, started in sorted(self._started.items(), key=lambda pair: pair[1].done_us):
+            lane = self.graph.nodes[index].lane
+            begun_us = max(free_us.get(lane, 0.0), self._ends_us[index])
+            lane_us[index] = max(0.0, started.done_us - begun_us)
+            free_us[lane] = started.done_us
+        stretch = self._worked_us / self._work_us if self._work_us else 1.0
+        return Timing(self._ends_us, stretch, lane_us)
 
     @abstractmethod
     def _go_on(self) -> None:
@@ -134,6 +160,7 @@ class Rank(ABC):
         for index in nodes:
             node = self.graph.nodes[index]
             self._placed[index] = True
+            self._ends_us[index] = self._clock.now_us
             self.order.append(index)
             work_us += node.work_us
             if node.role is Role.FINISH and node.start >= 0:
@@ -165,20 +192,25 @@ class Rank(ABC):
         if work_us:
             self._work(index, work_us)
         else:
+            self._since_us = self._clock.now_us
             self._worked(index)
 
     def _work(self, index: int, work_us: float) -> None:
         self._walk.cards.work(self._rank, True)
         self._apart.work(work_us)
+        self._since_us = self._clock.now_us
+        self._work_us += work_us
         self.lane.work(work_us, partial(self._worked, index))
 
     def _worked(self, index: int) -> None:
+        self._worked_us += self._clock.now_us - self._since_us
         self._apart.stop(self.lane.stopped_work())
         self._done(index)
         self._go_on()
 
     def _done(self, index: int) -> None:
         """The node's work is done: what it starts or sends goes."""
+        self._ends_us[index] = self._clock.now_us
         node = self.graph.nodes[index]
         microbatch = self._whole.microbatches[node.item.part]
         if node.role is Role.SEND and self._travels(node):
