@@ -150,7 +150,7 @@ SHAPES = (
 )
 """Small enough for half a core a rank, and different in what takes their time. `deep` and `long`, which price
 the others (`bench.predict_grid`), have the least and the most rows and weights: beyond what it is made from a
-fit of products is off. With a `long` of hidden 768 the ops of `wide` came out 8 % too low, now 5 %."""
+fit of products is off."""
 
 RATES = ("50mbit", "100mbit", "200mbit", "1gbit", "unlimited")
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
