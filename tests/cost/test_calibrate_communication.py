@@ -28,6 +28,7 @@ def nothing(what: str, done: int, of: int) -> None:
     """Nobody looks."""
 
 
+@pytest.mark.slow
 @pytest.mark.quiet
 def test_running_ranks_find_collectives_messages_and_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,12 +57,11 @@ def test_running_ranks_find_collectives_messages_and_each_other(
     assert found.ranks is not None
     assert found.ranks.skew >= 0.0
     assert found.ranks.unsteady is not None, "rounds are enough to tell how steady ranks are"
-    before = out.read_bytes()
     # What is there is not measured again, but for the ranks, with which everything else is measured.
     launch(4, script, str(out))
     again = load_calibration(out)
     assert (again.collectives, again.links, again.ops) == (found.collectives, found.links, found.ops)
-    assert out.read_bytes() != before or again.ranks == found.ranks
+    assert again.ranks is not None
 
 
 @pytest.mark.quiet
@@ -71,12 +71,14 @@ def test_one_process_measures_between_others_and_goes_on(
     monkeypatch.setattr(calibrate, "KINDS", ("all_reduce",))
     monkeypatch.setattr(calibrate, "SIZES", (65_536,))
     monkeypatch.setattr(calibrate, "LOCAL_GROUPS", (2,))
+    monkeypatch.setattr(calibrate, "NOISY_GROUP", -1.0)
     cpu = torch.device("cpu")
     outcome = calibrate.Outcome(Calibration(machine_of(cpu)))
     calibrate.calibrate_communication(outcome, [], cpu, nothing)
     found = outcome.calibration
     (one,) = found.collectives
     assert (one.kind, one.members, one.stride) == ("all_reduce", 2, 1)
+    assert any("all_reduce of 2 ranks, 1 apart: rounds differ" in warning for warning in outcome.warnings)
     (link,) = found.links
     assert link.link.source == "measured, loopback"
     assert found.ranks is not None
@@ -93,19 +95,6 @@ def test_one_process_measures_between_others_and_goes_on(
     assert load_calibration(tmp_path / "c.json").links[0].both_ways == pytest.approx(
         link.both_ways, abs=0.001
     )
-
-
-def test_a_noisy_collective_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "NOISY_GROUP", -1.0)
-    monkeypatch.setattr(calibrate, "KINDS", ("all_reduce",))
-    monkeypatch.setattr(calibrate, "SIZES", (65_536,))
-    monkeypatch.setattr(calibrate, "LOCAL_GROUPS", (2,))
-    cpu = torch.device("cpu")
-    outcome = calibrate.Outcome(Calibration(machine_of(cpu)))
-    calibrate.calibrate_communication(outcome, [], cpu, nothing)
-    assert [
-        warning for warning in outcome.warnings if "all_reduce of 2 ranks, 1 apart: rounds differ" in warning
-    ]
 
 
 def test_a_jobs_own_sizes_come_first() -> None:
