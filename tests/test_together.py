@@ -73,6 +73,16 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
     return replace(plan, windows=done, orders=orders)
 
 
+def poor_step() -> tuple[Plan, list[Whole], Chosen]:
+    """A step with long collectives whose microbatches all go on at once."""
+    plan = whole_plan(*job_of(collective_us=300.0))
+    made = search._Search(plan, 1.0, 1)
+    point = made._sloped((0.0, 0.0), (0.0, 0.0))
+    poor = choose(plan, made.wholes, point.urgency, point.patience)
+    assert poor is not None
+    return plan, made.wholes, poor
+
+
 def step_us(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_us
@@ -293,46 +303,36 @@ def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(moves, "A_MOVE_US", 50.0)  # steps of this job are short
-    job, costs = job_of(collective_us=300.0)
-    plan = whole_plan(job, costs)
-    made = search._Search(plan, 1.0, 1)
-    point = made._sloped((0.0, 0.0), (0.0, 0.0))
-    poor = choose(plan, made.wholes, point.urgency, point.patience)
-    assert poor is not None
-    found = move_ops(plan, made.wholes, poor, 0.0)
+    plan, wholes, poor = poor_step()
+    found = move_ops(plan, wholes, poor, 0.0)
     assert found.step_us < poor.step_us
-    steps = [Steps(one) for one in made.wholes]
+    steps = [Steps(one) for one in wholes]
     before = follow(plan, steps, [mine.named(order) for mine, order in zip(steps, poor.orders, strict=True)])
     assert before is not None
     assert 0.0 < found.exposed_us <= before.exposed_us < len(steps) * before.step_us
-    moved = in_order(plan, made.wholes, found)
+    moved = in_order(plan, wholes, found)
     verify(moved)
     assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)
     # A step that is short enough is left; so is one that is too short to be worth a move.
-    assert move_ops(plan, made.wholes, poor, poor.step_us) is poor
+    assert move_ops(plan, wholes, poor, poor.step_us) is poor
     with monkeypatch.context() as patch:
         patch.setattr(moves, "WORK", 1)
-        assert move_ops(plan, made.wholes, poor, 0.0) is poor, "too many ops to move"
+        assert move_ops(plan, wholes, poor, 0.0) is poor, "too many ops to move"
     monkeypatch.setattr(moves, "A_MOVE_US", 2.0 * poor.step_us)
-    assert move_ops(plan, made.wholes, poor, 0.0) is poor
+    assert move_ops(plan, wholes, poor, 0.0) is poor
 
 
 def test_pushed_steps_are_shorter_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, costs = job_of(collective_us=300.0)
-    plan = whole_plan(job, costs)
-    made = search._Search(plan, 1.0, 1)
-    point = made._sloped((0.0, 0.0), (0.0, 0.0))
-    poor = choose(plan, made.wholes, point.urgency, point.patience)
-    assert poor is not None
-    found = justify(plan, made.wholes, poor, 0.0)
+    plan, wholes, poor = poor_step()
+    found = justify(plan, wholes, poor, 0.0)
     assert found.step_us < poor.step_us
-    pushed = in_order(plan, made.wholes, found)
+    pushed = in_order(plan, wholes, found)
     verify(pushed)
     assert simulate(pushed).step_us == pytest.approx(found.step_us, rel=0.02)
-    assert justify(plan, made.wholes, poor, 0.0).orders == found.orders
-    assert justify(plan, made.wholes, poor, poor.step_us) is poor, "a step that is short enough is left"
+    assert justify(plan, wholes, poor, 0.0).orders == found.orders
+    assert justify(plan, wholes, poor, poor.step_us) is poor, "a step that is short enough is left"
     monkeypatch.setattr(justifying, "WORK", 1)
-    assert justify(plan, made.wholes, poor, 0.0) is poor, "too many ops to push"
+    assert justify(plan, wholes, poor, 0.0) is poor, "too many ops to push"
 
 
 def test_a_pushed_step_keeps_what_ops_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,12 @@ def test_a_pushed_step_keeps_what_ops_need(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert found is not None
     pushing = justifying._Pushing(plan, wholes)
-    begins = pushing.begins_us(found, lambda place: draw.gauss(0.0, 200.0))
+    off = {
+        (rank, index): draw.gauss(0.0, 200.0)
+        for rank, one in enumerate(wholes)
+        for index in range(len(one.graph.nodes))
+    }
+    begins = pushing.begins_us(found, off)
     for rank, one in enumerate(wholes):
         nodes, timing = one.graph.nodes, found.timings[rank]
         assert timing.stretch >= 1.0

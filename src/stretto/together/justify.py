@@ -25,7 +25,7 @@ import heapq
 import random
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from stretto.ir.plan import Plan
 from stretto.schedule.order import Role
@@ -79,7 +79,7 @@ def justify(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float
             for rank, group in groups:
                 by_us = draw.gauss(0.0, spread_us)
                 off.update({(rank, index): by_us for index in group})
-        begins = pushing.begins_us(here, lambda place, off=off: off.get(place, 0.0))  # type: ignore[misc]
+        begins = pushing.begins_us(here, off)
         # 2.
         made = _shorter(plan, wholes, steps, begins)
         stale += 1
@@ -98,9 +98,9 @@ def _shorter(
     plan: Plan, wholes: Sequence[Whole], steps: Sequence[Steps], begins: Sequence[Sequence[float]]
 ) -> Chosen | None:
     """Step 2, once."""
+    # Of ops that begin at one time those that are needed come first: nodes stand behind what they use.
     orders = [
-        sorted(mine.named(range(len(of))), key=lambda index, of=of: (of[index], index))  # type: ignore[misc]
-        for mine, of in zip(steps, begins, strict=True)
+        sorted(mine.named(range(len(of))), key=of.__getitem__) for mine, of in zip(steps, begins, strict=True)
     ]
     urgencies = [[-us for us in of] for of in begins]
     made = [follow(plan, steps, orders), choose(plan, wholes, urgencies, (0.0,) * len(wholes))]
@@ -134,9 +134,9 @@ class _Pushing:
         }
         self._sent = {receive: send for send, receive in self._arrives.items()}
 
-    def begins_us(self, found: Chosen, off_us: Callable[[Place], float]) -> list[list[float]]:
+    def begins_us(self, found: Chosen, off_us: Mapping[Place, float]) -> list[list[float]]:
         """By rank and node, when it begins in the pushed step. off_us: by how much later than in `found` an
-        op is taken to have ended."""
+        op is taken to have ended; 0 for others."""
         begins = [[0.0] * len(graph.nodes) for graph in self._graphs]
         missing = dict(self._missing)
         lanes: dict[tuple[int, str], _Lane] = defaultdict(_Lane)
@@ -144,7 +144,8 @@ class _Pushing:
 
         def can_go(place: Place) -> None:
             rank, index = place
-            heapq.heappush(ready, (-(found.timings[rank].ends_us[index] + off_us(place)), -index, rank))
+            end_us = found.timings[rank].ends_us[index] + off_us.get(place, 0.0)
+            heapq.heappush(ready, (-end_us, -index, rank))
 
         def processed(place: Place) -> None:
             missing[place] -= 1
