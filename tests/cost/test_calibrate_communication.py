@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stretto.cost import calibrate
-from stretto.cost.calibration import Calibration, load_calibration, save_calibration
+from stretto.cost.calibration import Calibration, RankTiming, load_calibration, save_calibration
 from stretto.cost.time_ops import machine_of
 from tests.cost.comm_job import comm_job
 from tests.runtime.launch import launch
@@ -89,8 +89,10 @@ def test_one_process_measures_between_others_and_goes_on(
         raise AssertionError("processes were started")
 
     monkeypatch.setattr(calibrate, "measure_between", fail)
+    found.ranks = RankTiming(skew=0.25)
     calibrate.calibrate_communication(outcome, [], cpu, nothing)
     assert outcome.calibration.collectives == [one]
+    assert outcome.calibration.ranks == RankTiming(skew=0.25), "what running ranks have found stays"
     save_calibration(found, tmp_path / "c.json")
     assert load_calibration(tmp_path / "c.json").links[0].both_ways == pytest.approx(
         link.both_ways, abs=0.001

@@ -10,7 +10,7 @@
        then until they and their ops are `known`, or for `MOST_TIMES` as many.
     3. Cells of shapes and rates that no measurement knows are predicted once more from others alone
        (`stretto.bench.transfer`): op times from the jobs of calibrated shapes and a sweep of linear layers,
-       measured in the same minutes (`stretto.bench.visits`), communication from the calibrated cells.
+       measured in the same minutes (`bench.visits`, `bench.layers`), communication from calibrated cells.
 
 A worker (this module as a program, once on each host) does step 2, and keeps for step 3 what it needs.
 """

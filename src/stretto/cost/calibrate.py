@@ -144,21 +144,23 @@ class _Computing:
     beside: Compute
 
 
-def _compare_ranks(outcome: Outcome, device: torch.device) -> _Computing:
-    """Step 2. Measured again in every run: it is what the communication of this run is measured with."""
+def _compare_ranks(outcome: Outcome, device: torch.device) -> _Computing | None:
+    """Step 2; None in one process, which computes beside nothing. Ranks are measured again in every run: with
+    what they compute the communication of this run is measured. One process does not know as much, and leaves
+    what ranks have found."""
     job = yardstick()
     stage = job.stages[0]
     _meet()
     mine = profile(job, device, [stage.index])
-    beside = endless_ops(job, stage, device, mine.op_us)
     if _world() == 1:
-        outcome.calibration.ranks = RankTiming(cold=mine.cold)
-        return _Computing(0.0, beside)
+        outcome.calibration.ranks = outcome.calibration.ranks or RankTiming(cold=mine.cold)
+        return None
     quota = agreed_quota(device)
     costs = agreed_ops(job, mine).on(Costs({}, {}, NO_LINK, 0.0, "", quota=quota))
     outcome.calibration.ranks = RankTiming(costs.skew, costs.cold, costs.quota, costs.unsteady)
     # As in a plan's own measurement: what ranks come late by is said by skew, and counts there.
-    return _Computing(compute_between_us([stage], mine.op_us) if quota is not None else 0.0, beside)
+    between_us = compute_between_us([stage], mine.op_us) if quota is not None else 0.0
+    return _Computing(between_us, endless_ops(job, stage, device, mine.op_us))
 
 
 def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress) -> None:
