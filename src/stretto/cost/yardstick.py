@@ -1,7 +1,7 @@
 """What ranks compute while they are compared with each other, and while communication is measured beside.
 
 A calibration is for jobs that nobody has yet. How far ranks come apart, how much slower they are after a
-wait, and what compute loses beside a transfer depend on the machine, and on what they compute (less: assumed).
+wait, and what compute loses beside a transfer depend on the machine, and less (assumed) on what they compute.
 So they do what one tensor-parallel rank does for a microbatch of a small GPT: products, attention, norms,
 element-wise ops of the sizes of a step. Touches no device.
 """
