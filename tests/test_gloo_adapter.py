@@ -71,7 +71,7 @@ def test_a_lanes_collectives_end_in_the_order_of_their_starts(tmp_path: Path) ->
     on_two_ranks(ORDERED, tmp_path)
 
 
-@pytest.mark.quiet  # a loop of a group of one rank may get its name late on a busy machine
+@pytest.mark.quiet  # the test itself looks for loops by their names, which come late on a busy machine
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11 gives Gloo's threads no names")
 @pytest.mark.skipif(sys.platform != "linux", reason="scheduling classes are Linux'")
 def test_loops_of_the_transport_are_calm_and_others_are_as_they_were(tmp_path: Path) -> None:

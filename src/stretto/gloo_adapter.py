@@ -24,6 +24,8 @@ nothing is done.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,6 +39,10 @@ LANE_BACKEND = "stretto_gloo"
 
 LOOP_NAME = "gloo_tcp_loop"
 """What Gloo calls its loop threads."""
+
+NAMING_S = 0.1
+"""How long a new thread may take to name itself. Assumed: a hundred times what it takes on a busy machine;
+where threads stay without names (PyTorch 2.11), every opening waits so long."""
 
 _TASKS = Path("/proc/self/task")
 
@@ -62,18 +68,36 @@ def _one_worker(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def loop_threads() -> frozenset[int]:
     """The loop threads that this process has now, by the kernel's number."""
-    found: set[int] = set()
+    return frozenset(thread for thread in _threads() if _name(thread) == LOOP_NAME)
+
+
+def _threads() -> frozenset[int]:
+    """All threads of this process, by the kernel's number; none where that is not Linux."""
     try:
-        tasks = list(_TASKS.iterdir())
+        return frozenset(int(task.name) for task in _TASKS.iterdir())
     except OSError:
         return frozenset()
-    for task in tasks:
-        try:
-            if (task / "comm").read_text().strip() == LOOP_NAME:
-                found.add(int(task.name))
-        except OSError:
-            continue  # it ended meanwhile
-    return frozenset(found)
+
+
+def _name(thread: int) -> str:
+    """What a thread calls itself; nothing, if it has ended."""
+    try:
+        return (_TASKS / str(thread) / "comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+@contextmanager
+def calm_new_loops() -> Iterator[None]:
+    """Loops that begin meanwhile are calm when it ends. A thread names itself some time after it began: those
+    that still bear the name of who made them are waited for, up to `NAMING_S`."""
+    before = _threads()
+    yield
+    mine = _name(threading.get_native_id())
+    until = time.monotonic() + NAMING_S
+    while time.monotonic() < until and any(_name(thread) == mine for thread in _threads() - before):
+        time.sleep(0.001)
+    calm(loop_threads() - before)
 
 
 def calm(threads: Iterable[int]) -> tuple[int, ...]:

@@ -114,12 +114,11 @@ def measure_collectives(
     load = _Load(min(MOST_COMPUTE_US, agree_median(compute_us)) * products_per_us, part, compute)
     found: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
-    theirs = gloo_adapter.loop_threads()
     try:
         for item in wanted:
             if item.axis not in groups:
-                groups[item.axis] = _group(mesh, item.axis, device)
-                gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)
+                with gloo_adapter.calm_new_loops():
+                    groups[item.axis] = _group(mesh, item.axis, device)
             group = groups[item.axis]
             size = mesh.size(item.axis)
             found[item.axis, item.kind] = _measure(item, size, group, device, load, lateness)

@@ -64,16 +64,18 @@ class TorchTransport:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._opened: dict[str, tuple[tuple[int, ...], ...]] = {}
-        theirs = gloo_adapter.loop_threads()
         self._on_processors = True
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)
+        with gloo_adapter.calm_new_loops():  # step 4
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         """Step 2. Raises UsageError on every rank when ranks would open other lanes, or in another order."""
         self._agree([(c.name, c.ranks, c.axes) for c in communicators])
         self._on_processors = device.type == "cpu"
-        theirs = gloo_adapter.loop_threads()
+        with gloo_adapter.calm_new_loops():  # step 4
+            self._open(communicators, device, mesh)
+
+    def _open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         for communicator in communicators:
             # All ranks take part in making every group, so all must skip the same ones.
             groups = mesh.groups(communicator.axes, communicator.ranks)
@@ -96,7 +98,6 @@ class TorchTransport:
                 self._groups[communicator.name] = group
                 if device.type != "cpu":
                     self._connect(communicator.name, device)
-        gloo_adapter.calm(gloo_adapter.loop_threads() - theirs)  # step 4
 
     def _agree(self, lanes: list[tuple[str, tuple[int, ...], tuple[str, ...]]]) -> None:
         """All ranks are about to open the same lanes in the same order."""
