@@ -18,13 +18,20 @@ ENDS_US_PER_BYTE = 0.002
 LATENCY_US = 40.0
 
 
+def slower(rate: float) -> float:
+    """All of it at a very slow rate, and a line in one over the rate until then."""
+    return 0.2 if math.isinf(rate) else min(1.0, 0.2 + 2e7 / rate)
+
+
 def costs(rate: float) -> Costs:
     """Ends and wire one after the other: the time that a line in one over the rate describes exactly."""
     slow = ENDS_US_PER_BYTE + (0.0 if math.isinf(rate) else 8e6 / rate)
     curve = Curve(tuple((n, LATENCY_US + n * slow) for n in (0.0, 1e5, 1e6)))
-    link = Link(LATENCY_US, 1.0 / slow, 100.0)
+    link = Link(LATENCY_US, 1.0 / slow, 100.0, "measured", slower(rate))
     # Whatever the rate, the largest takes 300 us longer under compute.
-    kind = CollectiveCost(curve, 900.0, 0.0, "measured", curve.us(1e6) / (curve.us(1e6) + 300.0))
+    kind = CollectiveCost(
+        curve, 900.0, 0.0, "measured", curve.us(1e6) / (curve.us(1e6) + 300.0), 0.0, slower(rate)
+    )
     collectives = {("tp", "all_reduce"): kind}
     return Costs({(0, "mm"): 5.0}, {(0, 1): link}, link, 8.0, "measured", collectives, cold=0.1)
 
@@ -43,6 +50,8 @@ def test_rates_between_and_beyond(rate: float, nbytes: float) -> None:
     assert found.collectives["tp", "all_reduce"].pace == pytest.approx(
         expected.collectives["tp", "all_reduce"].pace
     )
+    assert found.collectives["tp", "all_reduce"].slower == pytest.approx(slower(rate), rel=1e-6)
+    assert found.link(0, 1).slower == pytest.approx(slower(rate), rel=1e-6)
     assert (found.op_us, found.cold) == (expected.op_us, pytest.approx(expected.cold))
 
 

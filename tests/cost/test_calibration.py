@@ -72,7 +72,7 @@ def test_a_file_comes_back_equal(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: d.pop("format"), 'not a calibration: expected "format": "stretto-calibration"'),
-        (lambda d: d.update(version=2), "this Stretto reads version 5"),
+        (lambda d: d.update(version=2), "this Stretto reads version 6"),
         (lambda d: d.update(extra=1), "unknown key 'extra'"),
         (lambda d: d["collectives"][0].update(kind="all"), r"collectives\[0\].kind: expected all_reduce"),
         (lambda d: d["collectives"][0].update(members=1), r"collectives\[0\].members: expected 2 or more"),

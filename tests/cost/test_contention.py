@@ -85,6 +85,7 @@ def test_lost_compute_is_counted(machine: Callable[[float, int], Machine]) -> No
     assert loss.processor_us == pytest.approx(20 * 500)
     assert loss.slowdown == 0.0
     assert loss.start_us == pytest.approx(50.0)
+    assert loss.slower_us == pytest.approx(20 * 500), "no other thread ran: ops were slower"
     assert made.started == contention.REPEATS * 6, "0.3 s of collectives of 50 ms"
 
 
@@ -153,6 +154,7 @@ def test_threads_for_which_the_computing_one_stood_took_at_least_their_time(
         made = machine(1.0, 1)
         loss = compute_loss(partial(start, made, stands), 1000.0, lambda: None, torch.device("cpu"))
         assert loss.processor_us == pytest.approx(lost_us, abs=1.0)
+        assert loss.slower_us == 0.0
 
 
 def test_under_a_quota_processor_time_counts_and_not_the_clock(
@@ -180,6 +182,7 @@ def test_under_a_quota_processor_time_counts_and_not_the_clock(
     # 20 products of 250 us more and the others' 400, at half a processor; the call's 50 are no loss.
     assert loss.processor_us == pytest.approx(2 * (20 * 250 + 400), rel=0.08)
     assert loss.start_us == pytest.approx(2 * 50, rel=0.08)
+    assert loss.slower_us == pytest.approx(2 * 20 * 250, rel=0.08)
 
 
 def test_what_each_byte_takes_is_measured_at_a_size_that_tells_it() -> None:

@@ -17,8 +17,8 @@ KEY = ("tp", "all_reduce")
 
 
 def costs(scale: float, curve: Curve, rate: float = 10.0) -> Costs:
-    link = Link(100.0 * scale, rate, 5.0 * scale, "measured")
-    collective = CollectiveCost(curve, 8.0 * scale, 0.1, "measured", 0.5 * scale, 20.0 * scale)
+    link = Link(100.0 * scale, rate, 5.0 * scale, "measured", 0.25 * scale)
+    collective = CollectiveCost(curve, 8.0 * scale, 0.1, "measured", 0.5 * scale, 20.0 * scale, 0.3 * scale)
     op_us = {(0, "mm"): 50.0 * scale}
     return Costs(
         op_us,
@@ -40,11 +40,12 @@ def test_the_mean_is_taken_of_every_figure() -> None:
     )
     made = mean_costs([slow, fast])
     assert made.op_us == {(0, "mm"): 75.0}
-    assert made.links[0, 1] == made.default_link == Link(150.0, pytest.approx(10.0), 7.5, "measured")
+    assert made.links[0, 1] == made.default_link == Link(150.0, pytest.approx(10.0), 7.5, "measured", 0.375)
     assert made.skew == pytest.approx(0.03)
     assert made.cold == pytest.approx(0.15)
     found = made.collectives[KEY]
     assert (found.processor_us_per_mb, found.processor_us) == (12.0, 30.0)
+    assert found.slower == pytest.approx(0.45)
     assert found.pace == pytest.approx(1 / 1.5), "what takes us / pace lies in the middle of both"
     # At 50 bytes the first takes 60, at 100 the second 30.
     assert found.curve.points == ((0.0, 20.0), (50.0, 40.0), (100.0, 60.0))

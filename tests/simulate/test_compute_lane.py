@@ -19,7 +19,7 @@ from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.ir.timeline import SpanKind
 from stretto.simulate import simulate
 from stretto.simulate.clock import Clock
-from stretto.simulate.compute_lane import MEMORY_US, ComputeLane
+from stretto.simulate.compute_lane import MEMORY_US, NO_LOAD, ComputeLane, Load
 from tests.simulate.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan
 
@@ -78,6 +78,57 @@ def test_what_follows_a_wait_takes_longer() -> None:
     assert ends(HALF, (0.0, 1000.0), 200.0, cold=0.5)[0] > ends(HALF, (0.0, 1000.0), 200.0)[0]
 
 
+def took_us(work_us: float, stood_us: float, cold: float, *loads: Load, quota: Quota | None = None) -> float:
+    """What work takes on a lane that has stood for so long, beside transfers that last."""
+    clock = Clock()
+    lane = ComputeLane(clock, quota, cold)
+    ended: list[float] = []
+
+    def begin() -> None:
+        for load in loads:
+            lane.change_load(NO_LOAD, load)
+        lane.work(work_us, lambda: ended.append(clock.now_us))
+
+    clock.at(stood_us, begin)
+    clock.run()
+    return ended[0] - stood_us
+
+
+def test_ops_that_find_the_caches_changed_are_slower_once() -> None:
+    long, cold = 20 * MEMORY_US, 0.25  # 10 us take 12.5, a fifth of them for having stood
+    alone = took_us(10.0, long, cold)
+    assert alone == pytest.approx(12.5, rel=1e-4)
+    # What threads take comes on top of either.
+    assert took_us(10.0, long, cold, Load(0.5)) == pytest.approx(25.0, rel=1e-4)
+    assert took_us(10.0, 0.0, cold, Load(0.5, 0.5)) == pytest.approx(20.0), "warm: it is all that is slower"
+    # Slower ops, half of the speed: more than a fifth. Then less than that; then beside what threads take.
+    assert took_us(10.0, long, cold, Load(0.5, 0.5)) == pytest.approx(20.0)
+    assert took_us(10.0, long, cold, Load(0.1, 0.1)) == pytest.approx(alone)
+    assert took_us(10.0, long, cold, Load(0.6, 0.5)) == pytest.approx(25.0)
+    assert took_us(10.0, long, cold, Load(0.6, 0.1)) == pytest.approx(25.0, rel=1e-4)
+    assert took_us(10.0, long, cold, Load(0.3, 0.3), Load(0.2, 0.2)) == pytest.approx(20.0)
+
+
+@given(
+    st.floats(1.0, 1e5),
+    st.sampled_from([0.0, 100.0, 1e6]),
+    st.floats(0.0, 0.5),
+    st.floats(0.0, 0.45),
+    st.floats(0.0, 1.0),
+    st.sampled_from([None, HALF]),
+)
+def test_it_takes_no_less_than_with_one_of_both_and_no_more_than_with_their_sum(
+    work_us: float, stood_us: float, cold: float, share: float, part: float, quota: Quota | None
+) -> None:
+    found = took_us(work_us, stood_us, cold, Load(share, part * share), quota=quota)
+    least = max(
+        took_us(work_us, stood_us, 0.0, Load(share), quota=quota),
+        took_us(work_us, stood_us, cold, quota=quota),
+    )
+    assert found >= least * (1.0 - 1e-9)
+    assert found <= took_us(work_us, stood_us, cold, Load(share), quota=quota) * (1.0 + 1e-9)
+
+
 def test_a_plan_is_slower_by_its_waits() -> None:
     plan = make_comm_plan(schedule("0F0 0B0"), op_us=100, collective_us=5000)
     cold = replace(plan, costs=replace(plan.costs, cold=0.2))
@@ -107,7 +158,7 @@ def test_transfers_spend_the_quota_too() -> None:
     clock = Clock()
     lane = ComputeLane(clock, HALF)
     done: list[float] = []
-    lane.change_load(0.0, 0.5)
+    lane.change_load(NO_LOAD, Load(0.5))
     lane.work(1000.0, lambda: done.append(clock.now_us))
     clock.run()
     # They take a quarter of the processor throughout, and leave a quarter: half of what the lane has alone.
@@ -135,10 +186,10 @@ def test_no_stretch_holds_more_than_its_time_and_two_periods(
             return
         work_us, rest_us, load = steps[at]
         begin_us = clock.now_us
-        lane.change_load(0.0, load)
+        lane.change_load(NO_LOAD, Load(load))
 
         def end() -> None:
-            lane.change_load(load, 0.0)
+            lane.change_load(Load(load), NO_LOAD)
             done.append((begin_us, clock.now_us))
             clock.at(clock.now_us + rest_us, lambda: go(at + 1))
 

@@ -107,5 +107,6 @@ def _merged(plans: Sequence[Plan], reduces: bool) -> Costs:
             processor_us_per_mb=fmean(cost.processor_us_per_mb for cost in found),
             processor_us=fmean(cost.processor_us for cost in found),
             pace=fmean(cost.pace for cost in found),
+            slower=fmean(cost.slower for cost in found),
         )
     return with_mean_processors(replace(costs[0], collectives=collectives), alike)

@@ -43,6 +43,7 @@ def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:
             1.0 / slowness if slowness > 0 else math.inf,
             value(lambda c: of(c).processor_us_per_mb),
             "interpolated between measured rates",
+            min(1.0, value(lambda c: of(c).slower)),
         )
 
     pairs = [key for key in costs[0].links if all(key in c.links for c in costs)]
@@ -73,6 +74,7 @@ def _collective(found: list[CollectiveCost], inverse: list[float], at: float) ->
         "interpolated between measured rates",
         alone_us / beside_us if beside_us > alone_us > 0 else 1.0,
         _on_lines(inverse, [cost.processor_us for cost in found], at),
+        min(1.0, _on_lines(inverse, [cost.slower for cost in found], at)),
     )
 
 

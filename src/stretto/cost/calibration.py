@@ -1,7 +1,7 @@
 """The calibration file: what `stretto calibrate` measured of a machine or a cluster, readable and strict.
 
     {
-      "format": "stretto-calibration", "version": 5,
+      "format": "stretto-calibration", "version": 6,
       "machine": {"device": "...", "torch": "...", "threads": 1},
       "ops": {"aten.mm.default(float32[64,128], float32[128,512])": {"us", "spread", "flops", "bytes"}, ...},
       "traced": {"aten::mm float32 [64,128] [128,512]": us, ...},
@@ -35,13 +35,13 @@ from stretto.cost.op_cache import (
     write_whole,
 )
 from stretto.errors import UsageError
-from stretto.ir.cost_text import decode_quota, decode_unsteady, encode_quota, encode_unsteady
+from stretto.ir.cost_text import decode_part, decode_quota, decode_unsteady, encode_quota, encode_unsteady
 from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.reading import Cursor, read_json
 
 FORMAT = "stretto-calibration"
-VERSION = 5
+VERSION = 6
 
 COST_KEYS = (
     "curve",
@@ -49,6 +49,7 @@ COST_KEYS = (
     "processor_us",
     "slowdown",
     "pace",
+    "slower",
     "start_us",
     "start_us_per_mb",
     "finish_us_per_mb",
@@ -57,7 +58,7 @@ COST_KEYS = (
 )
 
 
-WAY_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb")
+WAY_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ def _group_data(one: GroupTiming) -> dict[str, Any]:
         "processor_us": round(one.cost.processor_us, 2),
         "slowdown": round(one.cost.slowdown, 4),
         "pace": round(one.cost.pace, 4),
+        "slower": round(one.cost.slower, 4),
         "start_us": round(one.calls.start_us, 2),
         "start_us_per_mb": round(one.calls.start_us_per_mb, 2),
         "finish_us_per_mb": round(one.calls.finish_us_per_mb, 2),
@@ -208,6 +210,7 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
         f"measured: {name}",
         pace,
         positive(parts["processor_us"]),
+        decode_part(parts["slower"]),
     )
     return GroupTiming(
         kind,
@@ -240,6 +243,7 @@ def _way_data(link: Link) -> dict[str, Any]:
         "latency_us": round(link.latency_us, 2),
         "bytes_per_us": round(link.bytes_per_us, 3),
         "processor_us_per_mb": round(link.processor_us_per_mb, 2),
+        "slower": round(link.slower, 4),
     }
 
 
@@ -260,7 +264,11 @@ def _way_of(parts: Mapping[str, Cursor], name: str) -> Link:
     if not rate:
         raise parts["bytes_per_us"].error("expected a rate above 0")
     return Link(
-        positive(parts["latency_us"]), rate, positive(parts["processor_us_per_mb"]), f"measured: {name}"
+        positive(parts["latency_us"]),
+        rate,
+        positive(parts["processor_us_per_mb"]),
+        f"measured: {name}",
+        decode_part(parts["slower"]),
     )
 
 

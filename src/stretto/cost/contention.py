@@ -55,13 +55,14 @@ REPEATS = 5
 @dataclass(frozen=True, slots=True)
 class Loss:
     """processor_us: what one collective takes from each member's compute, beside start_us: the call that
-    begins it, as its thread computes (0 on an accelerator); slowdown and pace as in
-    `stretto.ir.costs.CollectiveCost`."""
+    begins it, as its thread computes (0 on an accelerator); slower_us: what of it is ops that take their
+    thread longer, 0 to all of it; slowdown and pace as in `stretto.ir.costs.CollectiveCost`."""
 
     processor_us: float
     slowdown: float
     pace: float
     start_us: float = 0.0
+    slower_us: float = 0.0
 
 
 Compute = Callable[[], float]
@@ -97,8 +98,11 @@ def compute_loss(
                 after = _alone(compute, meet)
                 found.append(_lost(flight, before.mean(after), limited))
                 before = after
-            lost_us, beside_us, start_us = (statistics.median(times) for times in zip(*found, strict=True))
-            return Loss(max(0.0, lost_us), 0.0, min(1.0, alone_us / beside_us), start_us)
+            medians = (statistics.median(times) for times in zip(*found, strict=True))
+            lost_us, beside_us, start_us, slower_us = medians
+            lost_us = max(0.0, lost_us)
+            slower_us = min(lost_us, max(0.0, slower_us))
+            return Loss(lost_us, 0.0, min(1.0, alone_us / beside_us), start_us, slower_us)
         product = products_on(device)
         slowdowns = [_slowdown(start, count, alone_us, product, meet, device) for _ in range(REPEATS)]
         return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))), 1.0)
@@ -152,24 +156,25 @@ class _Flight:
     process_us: float
 
 
-def _lost(flight: _Flight, alone: _Alone, limited: bool) -> tuple[float, float, float]:
-    """(compute that one collective takes away, how long one takes under it, what its call takes), in
-    microseconds."""
+def _lost(flight: _Flight, alone: _Alone, limited: bool) -> tuple[float, float, float, float]:
+    """(compute that one collective takes away, how long one takes under it, what its call takes, by how much
+    the thread took longer for its ops), in microseconds."""
     beside_us = max(1.0, flight.in_flight_us / flight.collectives)
-    calls_us = flight.calls_us / flight.collectives * alone.clock_us / alone.thread_us
+    # A thread that shares its core with other processes is as much slower than its processor time says.
+    slower = alone.clock_us / alone.thread_us
+    calls_us = flight.calls_us / flight.collectives * slower
+    longer_us = (flight.thread_us - flight.calls_us - flight.work * alone.thread_us) * slower
     if limited:
         taken_us = flight.process_us - flight.work * alone.process_us
         lost_us = taken_us * alone.clock_us / alone.process_us / flight.collectives - calls_us
     else:
-        # A thread that shares its core with other processes is as much slower than its processor time says.
-        slower = alone.clock_us / alone.thread_us
         helpers_us = flight.work * (alone.process_us - alone.thread_us)
         others_us = (flight.process_us - flight.thread_us - helpers_us) * slower
         stood_us = flight.took_us - flight.thread_us * slower
         lost_us = (flight.took_us - flight.work * alone.clock_us) / flight.collectives - calls_us
         if stood_us > others_us / 2.0:
             lost_us = max(lost_us, others_us / flight.collectives)
-    return lost_us, beside_us, calls_us
+    return lost_us, beside_us, calls_us, longer_us / flight.collectives
 
 
 def _flight(start: Callable[[], Any], count: int, compute: Compute, meet: Callable[[], None]) -> _Flight:

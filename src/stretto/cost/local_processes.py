@@ -73,14 +73,15 @@ def measure_between(
             f"{entry['source']}, loopback",
             entry["pace"],
             entry["processor_us"],
+            entry["slower"],
         )
         axis, kind = entry["axis"], entry["kind"]
         cost = scaled(cost, small.size(axis), mesh.size(axis))
         found[axis, kind] = Measured(cost, Calls(*entry["calls"]), entry["spread"])
     if not link:
         return Between(None, 1.0, found)
-    latency_us, bytes_per_us, processor_us_per_mb = told["link"]
-    measured = Link(latency_us, bytes_per_us, processor_us_per_mb, "measured, loopback")
+    latency_us, bytes_per_us, processor_us_per_mb, slower = told["link"]
+    measured = Link(latency_us, bytes_per_us, processor_us_per_mb, "measured, loopback", slower)
     return Between(measured, told["both_ways"], found)
 
 
@@ -161,7 +162,7 @@ def _probe(asked: Any) -> None:
         both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
         if link is not None:
             told["both_ways"] = both_ways
-            told["link"] = [link.latency_us, link.bytes_per_us, link.processor_us_per_mb]
+            told["link"] = [link.latency_us, link.bytes_per_us, link.processor_us_per_mb, link.slower]
     mesh = Mesh(tuple((axis, size) for axis, size in asked["mesh"]))
     wanted = [Wanted(axis, kind, tuple(sizes), dtype) for axis, kind, sizes, dtype in asked["wanted"]]
     if mesh.world < dist.get_world_size():
@@ -177,6 +178,7 @@ def _probe(asked: Any) -> None:
                 "processor_us": cost.processor_us,
                 "slowdown": cost.slowdown,
                 "pace": cost.pace,
+                "slower": cost.slower,
                 "source": cost.source,
                 "calls": astuple(one.calls),
                 "spread": one.spread,

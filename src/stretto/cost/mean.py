@@ -74,6 +74,7 @@ def _link(found: Sequence[Link]) -> Link:
         latency_us=statistics.fmean(link.latency_us for link in found),
         bytes_per_us=1.0 / slowness if slowness else math.inf,
         processor_us_per_mb=statistics.fmean(link.processor_us_per_mb for link in found),
+        slower=statistics.fmean(link.slower for link in found),
     )
 
 
@@ -94,4 +95,5 @@ def _collective(found: Sequence[CollectiveCost]) -> CollectiveCost:
         processor_us=mean(lambda cost: cost.processor_us),
         slowdown=mean(lambda cost: cost.slowdown),
         pace=1.0 / mean(lambda cost: 1.0 / cost.pace),
+        slower=mean(lambda cost: cost.slower),
     )

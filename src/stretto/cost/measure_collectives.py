@@ -220,7 +220,7 @@ def _measure(
     starts: list[tuple[int, float]] = []
     waits: list[tuple[int, float]] = []
     finishes: list[tuple[int, float]] = []
-    # What is lost whatever the size is seen at the least bytes; pace and slowdown at the most.
+    # What is lost whatever the size is seen at the least bytes; pace, slowdown and slower ops at the most.
     for nbytes, alone_us in ends_of(samples):
         _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
         if device.type == "cpu":
@@ -231,6 +231,7 @@ def _measure(
         loss = compute_loss(start, alone_us, lambda: meet(device), device, load.compute)
         losses.append((nbytes, agree_median(loss.processor_us)))
         starts.append((nbytes, agree_median(loss.start_us)))
+        slower_us = agree_median(loss.slower_us)
     if device.type != "cpu":  # the host runs ahead: only its calls count
         starts, waits, finishes = launches, [(0, 0.0)], [(0, 0.0)]
     processor_us, processor_us_per_mb = line_through(losses)
@@ -245,6 +246,7 @@ def _measure(
         f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
         agree_median(loss.pace),
         processor_us,
+        min(1.0, slower_us / lost_us) if (lost_us := losses[-1][1]) else 0.0,
     )
     calls = Calls(*line_through(starts), finish_us_per_mb, finish_us)
     return Measured(cost, calls, spread)

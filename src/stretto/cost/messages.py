@@ -67,7 +67,7 @@ def measure_links(
     mesh = mesh or Mesh((("pp", dist.get_world_size()),))
     here = mesh.coordinates(rank)
     found: dict[tuple[int, int], Link] = {}
-    stolen: dict[frozenset[int], float] = {}
+    stolen: dict[frozenset[int], tuple[float, float]] = {}
     for pair in pairs:
         # This rank's own pair: its coordinates on all other axes.
         sender, receiver = (mesh.rank({**here, "pp": place}) for place in pair)
@@ -75,11 +75,12 @@ def measure_links(
         both = frozenset(pair)
         if both not in stolen:
             cpu = device.type == "cpu"
-            stolen[both] = _processor_loss(sender, receiver, device, fit, compute) if cpu else 0.0
+            stolen[both] = _processor_loss(sender, receiver, device, fit, compute) if cpu else (0.0, 0.0)
         if rank == sender:
             assert fit is not None
             latency_us, bytes_per_us = fit
-            found[pair] = Link(latency_us, bytes_per_us, stolen[both], "measured")
+            lost_us_per_mb, slower = stolen[both]
+            found[pair] = Link(latency_us, bytes_per_us, lost_us_per_mb, "measured", slower)
         dist.barrier()
     return found
 
@@ -147,12 +148,12 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
 
 def _processor_loss(
     a: int, b: int, device: torch.device, fit: tuple[float, float] | None, compute: Compute | None
-) -> float:
-    """Step 2: microseconds of compute lost for each 10**6 bytes, the mean of both ends. fit: what the sender
-    has found; None on other ranks."""
+) -> tuple[float, float]:
+    """Step 2: (microseconds of compute lost for each 10**6 bytes, the mean of both ends; the part of it that
+    is slower ops). fit: what the sender has found; None on other ranks."""
     rank = dist.get_rank()
     if rank not in (a, b):
-        return 0.0
+        return 0.0, 0.0
     peer = b if rank == a else a
     other = torch.zeros(1)
     mine = torch.tensor([fit[0] + STREAMED_BYTES / fit[1] if fit is not None else 0.0])
@@ -170,7 +171,10 @@ def _processor_loss(
     # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
     loss = torch.tensor([(found.processor_us + found.start_us) / (2 * out.nbytes / BYTES_PER_MB)])
     _swap(loss, other, a, b)
-    return float((loss + other) / 2)
+    lost = float(loss + other)
+    loss = torch.tensor([found.slower_us / (2 * out.nbytes / BYTES_PER_MB)])
+    _swap(loss, other, a, b)
+    return lost / 2, min(1.0, float(loss + other) / lost) if lost else 0.0
 
 
 class _Exchange:

@@ -24,6 +24,7 @@ COLLECTIVE_KEYS = (
     "processor_us",
     "slowdown",
     "pace",
+    "slower",
     "source",
 )
 COST_KEYS = (
@@ -42,7 +43,7 @@ COST_KEYS = (
 )
 UNSTEADY_KEYS = ("spread", "spell_us", "common")
 QUOTA_KEYS = ("period_us", "share", "speed", "skew")
-LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
+LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower", "source")
 
 
 def encode_costs(costs: Costs) -> dict[str, Any]:
@@ -148,6 +149,7 @@ def _encode_collective(cost: CollectiveCost) -> dict[str, Any]:
         "processor_us": encode_float(cost.processor_us),
         "slowdown": encode_float(cost.slowdown),
         "pace": encode_float(cost.pace),
+        "slower": encode_float(cost.slower),
         "source": cost.source,
     }
 
@@ -169,6 +171,7 @@ def _decode_collectives(cursor: Cursor) -> dict[tuple[str, str], CollectiveCost]
             source=parts["source"].text(),
             pace=pace,
             processor_us=parts["processor_us"].number(),
+            slower=decode_part(parts["slower"]),
         )
     return found
 
@@ -191,6 +194,7 @@ def _encode_link(link: Link) -> dict[str, Any]:
         "latency_us": encode_float(link.latency_us),
         "bytes_per_us": encode_float(link.bytes_per_us),
         "processor_us_per_mb": encode_float(link.processor_us_per_mb),
+        "slower": encode_float(link.slower),
         "source": link.source,
     }
 
@@ -201,7 +205,16 @@ def _decode_link(fields: Mapping[str, Cursor]) -> Link:
         bytes_per_us=fields["bytes_per_us"].number(),
         processor_us_per_mb=fields["processor_us_per_mb"].number(),
         source=fields["source"].text(),
+        slower=decode_part(fields["slower"]),
     )
+
+
+def decode_part(cursor: Cursor) -> float:
+    """A share from 0 to 1. Raises UsageError for any other number."""
+    value = float(cursor.number())
+    if not 0.0 <= value <= 1.0:
+        raise cursor.error(f"expected a share from 0 to 1, not {value}")
+    return value
 
 
 def encode_prediction(prediction: Prediction) -> dict[str, Any]:

@@ -20,12 +20,17 @@ class Link:
     bytes_per_us: payload rate while the message has the link for itself.
     processor_us_per_mb: processor time that each end loses to the transfer, per 10**6 bytes (a CPU
         transport copies on the cores that compute; 0 on accelerators with their own engines).
+    slower: as in `CollectiveCost`.
     """
 
     latency_us: float
     bytes_per_us: float
     processor_us_per_mb: float = 0.0
     source: str = "assumed"
+    slower: float = 0.0
+
+    def __post_init__(self) -> None:
+        _is_part(self.slower)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class CollectiveCost:
         accelerator gives multiprocessors to it).
     pace: share of its own speed that it has while a member computes, above 0 and at most 1 (a quota that
         computing has spent stops the transport's threads as well).
+    slower: the part of what members lose, 0 to 1, that no thread of the transport takes: ops are slower, for
+        they find the caches changed. Those that follow a wait find them changed anyway (`Costs.cold`).
     """
 
     curve: Curve
@@ -48,6 +55,7 @@ class CollectiveCost:
     source: str = "assumed"
     pace: float = 1.0
     processor_us: float = 0.0
+    slower: float = 0.0
 
     def lost_us(self, nbytes: float) -> float:
         """Processor time that every member loses to one of `nbytes`, in microseconds."""
@@ -56,6 +64,12 @@ class CollectiveCost:
     def __post_init__(self) -> None:
         if not 0.0 < self.pace <= 1.0:
             raise ValueError(f"a collective's pace is a share above 0 and at most 1, not {self.pace}")
+        _is_part(self.slower)
+
+
+def _is_part(slower: float) -> None:
+    if not 0.0 <= slower <= 1.0:
+        raise ValueError(f"what is lost to slower ops is a part of all that is, 0 to 1, not {slower}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class CollectiveTime:
     processor: share of every member's processor that it takes; slowdown: share of the compute lane's speed
         that is lost beside that, however long it takes. Both are 0 or more.
     pace: share of its speed that it has while a member computes.
+    slower: the part of `processor` that is ops being slower.
     """
 
     us: float
@@ -37,6 +38,7 @@ class CollectiveTime:
     processor: float = 0.0
     slowdown: float = 0.0
     pace: float = 1.0
+    slower: float = 0.0
 
     @property
     def load(self) -> float:
@@ -53,12 +55,15 @@ class CollectiveTime:
             return (one * self.us + other * after.us) / us
 
         latency_us = self.latency_us + after.latency_us
+        processor = mean(self.processor, after.processor)
+        slower = mean(self.slower * self.processor, after.slower * after.processor)
         return CollectiveTime(
             us,
             latency_us,
-            mean(self.processor, after.processor),
+            processor,
             mean(self.slowdown, after.slowdown),
             mean(self.pace, after.pace),
+            slower / processor if processor else 0.0,
         )
 
 
@@ -88,6 +93,7 @@ def slowest_link(costs: Costs, ranks: Sequence[int]) -> Link:
         min(link.bytes_per_us for link in links),
         max(link.processor_us_per_mb for link in links),
         "the slowest of the group",
+        min(link.slower for link in links),
     )
 
 
@@ -118,7 +124,7 @@ def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int
     link = slowest_link(costs, places)
     us = all_reduce_us(link, len(places), nbytes) if nbytes else link.latency_us
     lost_us = 2 * (len(places) - 1) / len(places) * processor_us(link, nbytes)
-    return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0)
+    return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0, slower=link.slower)
 
 
 def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
@@ -151,7 +157,7 @@ def _time(cost: CollectiveCost, nbytes: int) -> CollectiveTime:
     # As with messages: it moves no faster than the processor does.
     us = max(cost.curve.us(nbytes), lost_us)
     processor = lost_us / us if lost_us else 0.0
-    return CollectiveTime(us, min(us, cost.curve.us(0)), processor, cost.slowdown, cost.pace)
+    return CollectiveTime(us, min(us, cost.curve.us(0)), processor, cost.slowdown, cost.pace, cost.slower)
 
 
 def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ Knows places and times; nothing of edges, ops or instructions. The contract:
    when a transfer begins or ends.
 3. While it is in flight, a transfer takes `processor` times its rate, and `slowdown`, of the compute lanes
    of its places. So the processor time it takes in all does not depend on its rate; slowdown, which is a
-   share of the device that it holds, does.
+   share of the device that it holds, does. `slower` is the part of `processor` by which ops are slower.
 4. Transfers that use no card have links of their own, and full rate.
 5. While the compute lane of one of its places works, a transfer goes at `pace` of its rate.
 """
@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stretto.simulate.clock import Clock
+from stretto.simulate.compute_lane import NO_LOAD, Load
 
-LoadChange = Callable[[int, float, float], None]
-"""(place, share of its processor that is given back, share that is taken instead)."""
+LoadChange = Callable[[int, Load, Load], None]
+"""(place, what is given back of its processor, what is taken instead)."""
 
 Card = tuple[int, bool]
 """(place, whether outgoing)."""
@@ -50,10 +51,11 @@ class Transfer:
     arrive: Callable[[], None]
     until_arrival: bool
     pace: float = 1.0
+    slower: float = 0.0
     share: float = 0.0
     rate: float = 0.0
     since_us: float = 0.0
-    load: float = 0.0
+    load: Load = NO_LOAD
     version: int = 0
 
 
@@ -112,7 +114,7 @@ class Cards:
         transfer.left_us = left_us = max(0.0, left_us)
         transfer.since_us = now_us
         transfer.rate = rate
-        self._load(transfer, transfer.slowdown + transfer.processor * rate)
+        self._load(transfer, _load_of(transfer, rate))
         version = transfer.version = transfer.version + 1
         end_us = now_us + left_us / rate
         clock.at(end_us, lambda: self._leave(transfer, version))
@@ -129,8 +131,8 @@ class Cards:
             for card in transfer.cards:
                 self._on[card].remove(transfer)
         # Its latency goes on at full rate; what takes no processor then gives it back.
-        whole = transfer.slowdown + transfer.processor
-        self._load(transfer, whole if transfer.until_arrival and transfer.arrive is not nothing else 0.0)
+        lasts = transfer.until_arrival and transfer.arrive is not nothing
+        self._load(transfer, _load_of(transfer, 1.0) if lasts else NO_LOAD)
         # What begins in its place keeps the others' shares as they are.
         transfer.leave()
         if shared:
@@ -138,12 +140,17 @@ class Cards:
 
     def _arrive(self, transfer: Transfer, version: int) -> None:
         if version == transfer.version:
-            self._load(transfer, 0.0)
+            self._load(transfer, NO_LOAD)
             transfer.arrive()
 
-    def _load(self, transfer: Transfer, load: float) -> None:
+    def _load(self, transfer: Transfer, load: Load) -> None:
         """Step 3."""
         was, transfer.load = transfer.load, load
         if load != was:
             for place in transfer.places:
                 self._change_load(place, was, load)
+
+
+def _load_of(transfer: Transfer, rate: float) -> Load:
+    taken = transfer.processor * rate
+    return Load(transfer.slowdown + taken, transfer.slower * taken)

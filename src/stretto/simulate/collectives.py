@@ -209,6 +209,7 @@ class Collectives:
                 finish if shares else nothing,
                 True,
                 time.pace,
+                time.slower,
             )
         )
 

@@ -38,7 +38,7 @@ from stretto.simulate.accounts import Accounts
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.collectives import Collective, Collectives
-from stretto.simulate.compute_lane import ComputeLane
+from stretto.simulate.compute_lane import ComputeLane, Load
 from stretto.simulate.members import Behind, Members, Smooth, Spells
 from stretto.simulate.memory import RankMemory
 from stretto.simulate.network import Message, Network
@@ -122,9 +122,9 @@ class Walk:
             self._windows[name] = make_ready(self.plan, name)
         return self._windows[name]
 
-    def _change_load(self, rank: int, was: float, share: float) -> None:
+    def _change_load(self, rank: int, was: Load, load: Load) -> None:
         if rank in self.ranks:
-            self.ranks[rank].change_load(was, share)
+            self.ranks[rank].change_load(was, load)
 
 
 def _members_of(plan: Plan, draw: int | None) -> Callable[[], Smooth | Members]:
@@ -312,9 +312,9 @@ class _Rank:
             self._walk.cards.work(self._index, True)
             self._compute.work(request, self.resume)
 
-    def change_load(self, was: float, share: float) -> None:
-        """A transfer that took the share `was` of the processor takes `share` from now on."""
-        self._compute.change_load(was, share)
+    def change_load(self, was: Load, load: Load) -> None:
+        """A transfer that took `was` of the processor takes `load` from now on."""
+        self._compute.change_load(was, load)
 
     # --- step 7: nothing can happen any more --------------------------------------------------------
 

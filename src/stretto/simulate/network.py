@@ -169,7 +169,18 @@ class Network:
 
         cards = ((channel.sender, True), (channel.receiver, False))
         self._cards.begin(
-            Transfer(busy_us, link.latency_us, cards, ends, share, 0.0, leave, arrive, until_arrival=False)
+            Transfer(
+                busy_us,
+                link.latency_us,
+                cards,
+                ends,
+                share,
+                0.0,
+                leave,
+                arrive,
+                until_arrival=False,
+                slower=link.slower,
+            )
         )
 
     def _draw(self, message: Message, start_us: float, arrival_us: float) -> None:

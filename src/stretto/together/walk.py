@@ -23,7 +23,7 @@ from stretto.schedule.order.depend import Node
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock
 from stretto.simulate.collectives import Collective, Collectives
-from stretto.simulate.compute_lane import ComputeLane
+from stretto.simulate.compute_lane import ComputeLane, Load
 from stretto.simulate.network import Message, Network
 from stretto.together.whole import Whole
 
@@ -70,8 +70,8 @@ class Walk:
         self.collectives = Collectives(plan, self.clock, self.cards, [])
         self._ranks: Sequence[Rank] = ()
 
-    def _change_load(self, rank: int, was: float, share: float) -> None:
-        self._ranks[rank].lane.change_load(was, share)
+    def _change_load(self, rank: int, was: Load, load: Load) -> None:
+        self._ranks[rank].lane.change_load(was, load)
 
     def run(self, make: Callable[[int], Rank]) -> Chosen | None:
         """Walk the step; None when ranks stand for ever. make: the rank of a number."""
