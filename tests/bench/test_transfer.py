@@ -170,12 +170,14 @@ def test_steps_go_on_until_their_mean_is_known() -> None:
     # Four steps ten percent off on either side: 11.5 of 100 over the root of four.
     assert uncertainty([90.0, 110.0, 110.0, 90.0]) == pytest.approx(0.0577, abs=1e-4)
     steady, unsteady = [[100.0, 101.0]] * 20, [[90.0, 110.0]] * 20
-    assert known(steady, [5.0] * 40)
-    assert known(unsteady, [5.0] * 40)
-    assert not known(steady, [4.0, 6.0] * 20), "ops that differ make a prediction unsure, too"
-    assert not known(unsteady[:14], [4.8, 5.2] * 5), "each would be known alone"
-    assert known(unsteady[:14], [5.0] * 40)
-    assert not known([[100.0]], [5.0])
+    assert known(steady, [[5.0]] * 40)
+    assert known(unsteady, [[5.0]] * 40)
+    assert not known(steady, [[4.0], [6.0]] * 20), "ops that differ make a prediction unsure, too"
+    assert not known(unsteady[:14], [[4.8], [5.2]] * 5), "each would be known alone"
+    assert known(unsteady[:14], [[5.0]] * 40)
+    assert not known([[100.0]], [[5.0]])
+    one_place = [[5.0, 4.0], [5.0, 6.0]] * 20
+    assert not known(steady, one_place), "one place alone, of which the mean over all would hide half"
 
 
 def test_figures_of_a_cell() -> None:

@@ -233,7 +233,7 @@ def run_cell(
     times: list[list[float]] = []
     now = CostsNow(plan)
     beside = [Visits(captured(other)[2], now.stages) for other in others if other.shape != cell.shape]
-    visited_us: list[float] = []
+    visited_us: list[Sequence[float]] = []
     while len(times) < rounds or (len(times) < MOST_TIMES * rounds and not known(times, visited_us)):
         times.append([])
         for at in range(steps):
@@ -242,7 +242,7 @@ def run_cell(
                     visits.visit()
                 if layers is not None:
                     layers.visit()
-            visited_us.append(_mean(now.visit()))
+            visited_us.append(_by_place(now.visit(), cell.pp))
             times[-1].append(step())
     runner.close()
     now.measure_communication()
@@ -273,11 +273,13 @@ def run_cell(
     return found, calibration_of(calibrated, layers.agreed() if layers is not None else None)
 
 
-def known(times: Sequence[Sequence[float]], visited_us: Sequence[float]) -> bool:
-    """Whether the steps of these rounds, and what their ops took in the visits beside, are known to
-    `KNOWN_TO`. Ranks know equal times, and so agree."""
+def known(times: Sequence[Sequence[float]], visited_us: Sequence[Sequence[float]]) -> bool:
+    """Whether the steps of these rounds, and what their ops took in the visits beside, by place, are known to
+    `KNOWN_TO`. The place that is known least counts: any of them may be the one that others wait for. Ranks
+    know equal times, and so agree."""
     steps = [ms for together in times for ms in together]
-    return math.hypot(uncertainty(steps), uncertainty(visited_us)) <= KNOWN_TO
+    ops = max((uncertainty(place_us) for place_us in zip(*visited_us, strict=True)), default=math.inf)
+    return math.hypot(uncertainty(steps), ops) <= KNOWN_TO
 
 
 def uncertainty(times: Sequence[float]) -> float:
@@ -301,13 +303,14 @@ def _longest(seconds: float) -> float:
     return float(longest)
 
 
-def _mean(us: float) -> float:
-    """Of all ranks."""
+def _by_place(us: float, places: int) -> list[float]:
+    """The mean over the ranks of each place of the pipeline; ranks are numbered place by place."""
     if not dist.is_initialized():
-        return us
-    total = torch.tensor([us], dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
+        return [us]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, us)
+    each = len(found) // places
+    return [statistics.fmean(found[place * each : (place + 1) * each]) for place in range(places)]
 
 
 def cell_from(data: dict[str, Any]) -> Cell:
