@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.errors import PlanError
+from stretto.errors import PlanError, TooLargeError
 from stretto.ir.action import Overlap, Schedule, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan, Window
@@ -130,10 +130,13 @@ def candidates(
             way = _Way(variant, mode, each, short, arranger)
             try:
                 tried.append((_candidate(way, costs), way))
-            except PlanError as error:
+            except (PlanError, TooLargeError) as error:
                 if each is schedule and variant is job:
                     raise
-                missing.append(f"pairs wait for each other: {error.faults[0]}")
+                if isinstance(error, PlanError):
+                    missing.append(f"pairs wait for each other: {error.faults[0]}")
+                else:
+                    missing.append(str(error))
     found += [candidate for candidate, _ in tried]
     if order == DEFAULT:
         made, why = _together(job, costs, schedule) if overlap == "window" else (None, "")

@@ -21,6 +21,10 @@ class UsageError(StrettoError):
     exit_status = 2
 
 
+class TooLargeError(UsageError):
+    """What is asked for is there, but not for work of this size."""
+
+
 class CaptureError(StrettoError):
     """A model cannot be captured; names the source line and the reason."""
 

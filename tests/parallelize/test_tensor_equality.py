@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.capture import capture
 from stretto.config import Parallel
+from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
@@ -108,14 +109,19 @@ def mean_of_microbatches(loss: Loss, pieces: int) -> Loss:
 
 def step(job: Job, model: nn.Module, batch: Any, schedule: str = "1f1b") -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and whole gradients of one step of the job on threads."""
+    return step_of(lowered(job, schedule), model, batch)
+
+
+def step_of(plan: Plan, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same of a plan."""
 
     def work(runner: Runner) -> tuple[dict[str, int], Tensor, dict[str, Tensor]]:
         loss = runner.step(batch)
         grads = {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
         return runner.coordinates, loss, grads
 
-    results = run_threads(lowered(job, schedule), lambda _: copy.deepcopy(model), work)
-    parameters = {p.name: p for p in job.parameters}
+    results = run_threads(plan, lambda _: copy.deepcopy(model), work)
+    parameters = {p.name: p for p in plan.job.parameters}
     found: dict[str, Tensor] = {}
     for _, loss, _ in results:
         assert torch.equal(loss, results[0][1]), "every rank is told the same loss"
@@ -133,9 +139,16 @@ def step(job: Job, model: nn.Module, batch: Any, schedule: str = "1f1b") -> tupl
 
 
 def assert_plain(job: Job, model: nn.Module, loss: Loss, batch: Any, tolerance: float = TOLERANCE) -> None:
+    assert_plan_is_plain(lowered(job, "1f1b"), model, loss, batch, tolerance)
+
+
+def assert_plan_is_plain(
+    plan: Plan, model: nn.Module, loss: Loss, batch: Any, tolerance: float = TOLERANCE
+) -> None:
+    job = plan.job
     pieces = job.microbatches * job.size("dp")
     expected = plain(model, batch, mean_of_microbatches(loss, pieces))
-    told, grads = step(job, model, batch)
+    told, grads = step_of(plan, model, batch)
     assert abs(told - expected.loss) <= tolerance * abs(expected.loss)
     firsts = {p.tied_to for p in job.parameters}
     for name, want in expected.grads.items():

@@ -79,12 +79,28 @@ def launched(folder: Path, modes: Sequence[str]) -> None:
             timeline = runner.timeline()
             if dist.get_rank() == 0:
                 timeline.save(trace_of(folder, mode, step))
+        grads = {name: p.grad for name, p in runner.named_parameters() if p.grad is not None}
+        torch.save(grads, gradients_of(folder, mode, dist.get_rank()))
         runner.close()
     dist.destroy_process_group()
 
 
 def trace_of(folder: Path, mode: str, step: int) -> Path:
     return folder / f"{mode}.{step}.perfetto-trace"
+
+
+def gradients_of(folder: Path, mode: str, rank: int) -> Path:
+    return folder / f"{mode}.{rank}.gradients"
+
+
+def assert_equal_bits(folder: Path, ranks: int = 2) -> None:
+    """All modes left the same gradients on each rank."""
+    for rank in range(ranks):
+        off, *others = (torch.load(gradients_of(folder, mode, rank)) for mode in MODES)
+        assert off
+        for found in others:
+            assert found.keys() == off.keys()
+            assert all(torch.equal(grad, off[name]) for name, grad in found.items())
 
 
 @dataclass(frozen=True)

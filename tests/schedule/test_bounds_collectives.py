@@ -193,7 +193,8 @@ def plans(draw: st.DrawFn) -> Plan:
 
     def link() -> Link:
         rate = ACTIVATION.nbytes / draw(st.floats(0.1, 300))
-        return Link(draw(st.floats(0, 100)), rate, draw(st.sampled_from([0, 20, 100, 600])))
+        lost_us = draw(st.sampled_from([0, 20, 100, 600]))
+        return Link(draw(st.floats(0, 100)), rate, lost_us, slower=draw(slower))
 
     def collective() -> CollectiveCost:
         latency_us, each_us = draw(st.floats(0, 50)), draw(st.floats(0.1, 400))
@@ -204,8 +205,10 @@ def plans(draw: st.DrawFn) -> Plan:
             draw(st.sampled_from([0.0, 0.2, 0.9])),
             pace=draw(st.sampled_from([1.0, 0.6])),
             processor_us=draw(st.sampled_from([0.0, 30.0])),
+            slower=draw(slower),
         )
 
+    slower = st.sampled_from([0.0, 0.5, 1.0])
     links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
     collectives = {(axis, kind): collective() for axis, _ in axes for kind in KINDS}
     shared = draw(st.sampled_from([(), ("tp",), ("dp", "tp")]))
@@ -213,7 +216,8 @@ def plans(draw: st.DrawFn) -> Plan:
     skew = draw(st.sampled_from([0.0, 0.1]))
     limits = (Quota(150.0, 0.5), Quota(1000.0, 0.2), Quota(150.0, 0.5, 0.7), Quota(20.0, 0.5))
     quota = draw(st.sampled_from([None, None, *limits]))
-    costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota)
+    cold = draw(st.sampled_from([0.0, 0.25]))
+    costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota, cold=cold)
     plan = plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
     return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan
 

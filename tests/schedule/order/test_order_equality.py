@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.parallelize.test_tensor_equality import (
+    MODELS,
+    assert_plan_is_plain,
+    batch_of,
+    gpt,
+    loss_of,
+)
 from tests.runtime.equality import made_up_costs
 from torch import Tensor, nn
 
@@ -100,3 +106,29 @@ def test_all_modes_give_the_numbers_of_off(layout: dict[str, int], tied: bool) -
             assert grads.keys() == same_grads.keys()
             for name, grad in grads.items():
                 assert torch.equal(grad, same_grads[name]), f"{mode}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt", LAYOUTS[2]),
+        ("llama", LAYOUTS[1]),
+        *(
+            pytest.param(name, layout, marks=pytest.mark.slow)
+            for name, layout in (
+                ("gpt2", LAYOUTS[2]),
+                ("gpt", {**LAYOUTS[2], "schedule": "gpipe"}),
+                ("gpt", {**LAYOUTS[2], "schedule": "eager-1f1b"}),
+                ("gpt", {**LAYOUTS[3], "schedule": "zb-h2"}),
+                ("gpt", {"tp": 2, "dp": 2, "sequence_parallel": True, "microbatches": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_windows_have_the_numbers_of_the_plain_model(name: str, layout: dict[str, int]) -> None:
+    model, loss = MODELS[name]().double(), loss_of(name)
+    job = capture(model, batch_of(), loss, Parallel(**layout))
+    plan = make_plan(job, costs_of(job), overlap="window")
+    assert plan.overlap == "window", plan.overlap_why
+    assert_plan_is_plain(plan, model, loss, batch_of())

@@ -12,7 +12,7 @@ from tests.synthetic_comm import ACTIVATION, make_comm_costs
 from tests.verify.comm_plans import comm_job
 
 from stretto.candidates import Candidate, why_less
-from stretto.errors import PlanError, UsageError
+from stretto.errors import PlanError, TooLargeError, UsageError
 from stretto.ir.action import Overlap, Phase, Schedule, Slot
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Job, Op, OverlapMode, Ref, TensorSpec
@@ -21,7 +21,8 @@ from stretto.planning import make_plan
 from stretto.schedule.across import across, split_stages
 from stretto.schedule.families import make_schedule
 from stretto.schedule.lower import captured_windows
-from stretto.schedule.order import arrange, legal_order
+from stretto.schedule.order import arrange, legal_order, list_order, register
+from stretto.schedule.order.depend import WindowGraph
 from stretto.schedule.pair import pair
 from stretto.verify import verify
 
@@ -107,6 +108,22 @@ def test_modes_and_policies_are_checked() -> None:
         plan_of(job, overlap="on")
     with pytest.raises(UsageError, match="unknown ordering policy 'best'"):
         plan_of(job, order="best")
+
+
+def test_windows_that_are_too_large_for_a_policy_are_done_without() -> None:
+    def picky(graph: WindowGraph) -> tuple[int, ...]:
+        if len(graph.window.parts) > 1:
+            raise TooLargeError("a pair is too many for this one")
+        return list_order(graph)
+
+    register("picky", picky)
+    plan = plan_of(job_of(1, 6, blocks=3), order="picky")
+    assert (plan.overlap, plan.overlap_why) == ("local", "a pair is too many for this one")
+    register(
+        "picky", lambda graph: picky(replace(graph, window=replace(graph.window, parts=((0, Phase.F),) * 2)))
+    )
+    with pytest.raises(TooLargeError, match="too many for this one"):
+        plan_of(job_of(1, 6), order="picky")
 
 
 def test_equal_jobs_give_equal_files_that_read_back() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.errors import UsageError
+from stretto.errors import TooLargeError, UsageError
 from stretto.schedule.order.depend import Role, WindowGraph
 from stretto.schedule.order.improve import improve_order
 from stretto.schedule.order.listing import captured_limit, list_order, urgencies
@@ -37,7 +37,7 @@ BUDGET = 20.0
 def exact_order(graph: WindowGraph) -> tuple[int, ...]:
     """The best order that the search finds.
 
-    Raises UsageError when `ortools` is not there, and for a window with more than LARGEST nodes.
+    Raises UsageError when `ortools` is not there, TooLargeError for a window with more than LARGEST nodes.
     """
     try:
         from ortools.sat.python import cp_model
@@ -48,7 +48,7 @@ def exact_order(graph: WindowGraph) -> tuple[int, ...]:
         ) from None
     heavy = sum(1 for node in graph.nodes if node.work_us or node.role is Role.START)
     if heavy > LARGEST:
-        raise UsageError(
+        raise TooLargeError(
             f"window {graph.window.name} has {heavy} items that take time, too many for exact search "
             f"(at most {LARGEST}): use order = 'improve'"
         )
