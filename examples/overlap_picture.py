@@ -22,8 +22,8 @@ cluster = stretto.Cluster(flops_per_us=85_000, link_bytes_per_us=12.5, latency_u
 
 timelines, titles = [], []
 for schedule, overlap, title in (
-    ("1f1b", False, "1F1B, every message waited for at once"),
-    ("zb-h2", True, "Stretto: ZB-H2, messages under computation"),
+    ("1f1b", "off", "1F1B, every message waited for at once"),
+    ("zb-h2", "local", "Stretto: ZB-H2, messages under computation"),
 ):
     parallel = stretto.Parallel(pp=2, microbatches=6, schedule=schedule)
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)

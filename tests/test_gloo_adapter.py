@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from stretto import gloo_adapter
 from tests.runtime.launch import launch
 
 PROGRAM = """
@@ -76,3 +78,29 @@ def test_a_lanes_collectives_end_in_the_order_of_their_starts(tmp_path: Path) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="scheduling classes are Linux'")
 def test_loops_of_the_transport_are_calm_and_others_are_as_they_were(tmp_path: Path) -> None:
     on_two_ranks(PROGRAM, tmp_path)
+
+
+def test_a_loop_that_names_itself_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, calmed, asked = {1: "python", 7: "python"}, set[int](), 0
+
+    def name(thread: int) -> str:
+        nonlocal asked
+        asked += 1
+        if asked > 5 and 2 in names:
+            names[2] = gloo_adapter.LOOP_NAME
+        return names[thread]
+
+    monkeypatch.setattr(gloo_adapter.threading, "get_native_id", lambda: 1)
+    monkeypatch.setattr(gloo_adapter, "_threads", lambda: frozenset(names))
+    monkeypatch.setattr(gloo_adapter, "_name", name)
+    monkeypatch.setattr(gloo_adapter, "calm", calmed.update)
+    with gloo_adapter.calm_new_loops():
+        names[2] = "python"
+    assert calmed == {2}
+    # One that never does is waited for no longer than NAMING_S; loops that were there are left alone.
+    calmed.clear()
+    begin = time.monotonic()
+    with gloo_adapter.calm_new_loops():
+        names[3] = "python"
+    assert gloo_adapter.NAMING_S <= time.monotonic() - begin < 20 * gloo_adapter.NAMING_S
+    assert not calmed

@@ -121,7 +121,7 @@ class ParallelSettings(Settings):
     tp_plan: dict[str, str] | None = None
     """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
     part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
-    "packed_colwise:3" or "replicated". Without it, the model's own plan."""
+    "rowwise_split_input", "packed_colwise:3" or "replicated". Without it, the model's own plan."""
     microbatches: int = Field(default=1, ge=1)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: str = Field(default="eager-1f1b", min_length=1)
@@ -251,7 +251,8 @@ class TrainingSettings(Settings):
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines of the log."""
     threads_per_rank: int | None = Field(default=None, ge=1)
-    """Processor threads of each rank; without it, the machine's cores over its ranks."""
+    """Processor threads of each rank; without it OMP_NUM_THREADS, without that the machine's cores over its
+    ranks."""
 
 
 class CheckpointSettings(Settings):

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from stretto.ir.plan import VERSION
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.verify import verify
 from stretto.verify.messages import message_faults
@@ -32,6 +33,7 @@ def test_excerpts_are_from_the_example() -> None:
 
 def test_every_key_is_explained() -> None:
     table = PAGE.split("## Ops")[0]
+    assert f'`"stretto-plan"`, `{VERSION}`.' in table
     for key in json.loads(FULL):
         assert f"`{key}`" in table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning import make_plan
 from stretto.report.perfetto import to_perfetto
 from stretto.runtime.emulated_cuda import CudaTransport
-from stretto.runtime.emulated_transport import EmulatedTransport, Load
+from stretto.runtime.emulated_transport import EmulatedTransport, LoadThread
 from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, rows_named
 from stretto.runtime.rank import RankState
 from stretto.runtime.rehearse import rehearse
@@ -181,7 +182,7 @@ def test_tied_parameters_are_one_tensor() -> None:
 
 @pytest.mark.quiet
 def test_the_load_takes_processor_time() -> None:
-    load = Load()
+    load = LoadThread()
     load.owe(20_000.0)
     until = time.monotonic() + 20
     while load.done_us < 20_000.0 and time.monotonic() < until:
@@ -244,6 +245,9 @@ def test_the_command(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, [*call, "--trace", str(trace)], catch_exceptions=False)
     assert said.exit_code == 0, said.output
     assert "rank 1 of 2: predicted, rehearsed" in said.output
+    for row in ("step", "exposed, tp", "peak memory"):
+        [line] = [line for line in said.output.splitlines() if line.strip().startswith(row)]
+        assert len(re.findall(r"[0-9.]+ (?:us|ms|s|MiB)\b", line)) == 2, line
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
     assert len(Trace.FromString(trace.read_bytes()).packet) > 100

@@ -172,8 +172,8 @@ def _lost(flight: _Flight, alone: _Alone, limited: bool) -> tuple[float, float, 
         others_us = (flight.process_us - flight.thread_us - helpers_us) * slower
         stood_us = flight.took_us - flight.thread_us * slower
         lost_us = (flight.took_us - flight.work * alone.clock_us) / flight.collectives - calls_us
-        if stood_us > others_us / 2.0:
-            lost_us = max(lost_us, others_us / flight.collectives)
+        if stood_us > others_us / 2.0 and lost_us < others_us / flight.collectives:
+            lost_us, longer_us = others_us / flight.collectives, 0.0
     return lost_us, beside_us, calls_us, longer_us / flight.collectives
 
 

@@ -144,7 +144,7 @@ class Timeline:
         path = Path(path)
         saver = SAVERS.get(path.suffix)
         if saver is None:
-            known = ", ".join(sorted(SAVERS)) or "none; import stretto first"
+            known = ", ".join(sorted(SAVERS)) or "none; import stretto.report first"
             raise UsageError(f"cannot save a timeline as {path}: known suffixes are {known}")
         saver(self, path)
 

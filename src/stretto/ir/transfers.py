@@ -86,7 +86,8 @@ def message_us(link: Link, nbytes: int) -> float:
 
 
 def slowest_link(costs: Costs, ranks: Sequence[int]) -> Link:
-    """A link with the longest latency, the lowest rate and the most processor time found between `ranks`."""
+    """A link with the longest latency, the lowest rate and the most processor time found between `ranks`, and
+    the most of it that is the transport's own: what is slower anyway after a wait is not lost twice."""
     links = [costs.link(a, b) for a in ranks for b in ranks if a != b]
     return Link(
         max(link.latency_us for link in links),

@@ -10,8 +10,9 @@ May touch `stretto.simulate` and `stretto.verify.trace`. The contract:
    this rank holds, and an all-reduce leaves its value as it is. It is written while the rank stands, where it
    does.
 4. A wait that finds its transfer unfinished sleeps until the end that is predicted, and is recorded.
-5. With a load, a thread takes the processor time that the costs say a transfer takes, beginning with the
-   transfer's start (for a received message: with its wait).
+5. With a load, a thread takes the processor time that the costs say a transfer's threads take, beginning
+   with the transfer's start (for a received message: with its wait). By what ops are slower beside it they
+   are slower because it runs.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         self._sends = messages_of(plan, self._place, EventKind.SEND)
         self._posts = messages_of(plan, self._place, EventKind.RECV)
         self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-        self._load = Load() if load else None
+        self._load = LoadThread() if load else None
         self.idle: list[Idle] = []
         self.emulation_us = 0.0
         self._live = Live(plan, self._place, self._windows)
@@ -140,13 +141,14 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         with _Counted(self):
             made: Collective = self._live.start(work, microbatch)
         if self._load is not None:
-            self._load.owe(made.time.processor * made.time.us)
+            self._load.owe(made.time.processor * made.time.us * (1.0 - made.time.slower))
         return Emulated(self, made.done, made.name, fill)
 
     def _owe_message(self, edge: int) -> None:
         if self._load is not None:
             link = self._plan.costs.link(*ends_of(self._plan, edge))
-            self._load.owe(processor_us(link, self._plan.job.edges[edge].spec.nbytes))
+            lost_us = processor_us(link, self._plan.job.edges[edge].spec.nbytes)
+            self._load.owe(lost_us * (1.0 - link.slower))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
         """Step 3."""
@@ -213,7 +215,7 @@ class Emulated:
         self._end.wait_for(self._moment, self._name, self._fill)
 
 
-class Load:
+class LoadThread:
     """A thread that takes processor time, as a transport does that copies on the cores that compute."""
 
     def __init__(self) -> None:
