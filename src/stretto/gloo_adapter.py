@@ -41,8 +41,8 @@ LOOP_NAME = "gloo_tcp_loop"
 """What Gloo calls its loop threads."""
 
 NAMING_S = 0.1
-"""How long a new thread may take to name itself. Assumed: a hundred times what it takes on a busy machine;
-where threads stay without names (PyTorch 2.11), every opening waits so long."""
+"""How long a new thread may take to name itself. Assumed. Where threads stay without names (PyTorch 2.11),
+every opening waits so long."""
 
 _TASKS = Path("/proc/self/task")
 

@@ -161,16 +161,16 @@ def _lost(flight: _Flight, alone: _Alone, limited: bool) -> tuple[float, float, 
     the thread took longer for its ops), in microseconds."""
     beside_us = max(1.0, flight.in_flight_us / flight.collectives)
     # A thread that shares its core with other processes is as much slower than its processor time says.
-    slower = alone.clock_us / alone.thread_us
-    calls_us = flight.calls_us / flight.collectives * slower
-    longer_us = (flight.thread_us - flight.calls_us - flight.work * alone.thread_us) * slower
+    stretch = alone.clock_us / alone.thread_us
+    calls_us = flight.calls_us / flight.collectives * stretch
+    longer_us = (flight.thread_us - flight.calls_us - flight.work * alone.thread_us) * stretch
     if limited:
         taken_us = flight.process_us - flight.work * alone.process_us
         lost_us = taken_us * alone.clock_us / alone.process_us / flight.collectives - calls_us
     else:
         helpers_us = flight.work * (alone.process_us - alone.thread_us)
-        others_us = (flight.process_us - flight.thread_us - helpers_us) * slower
-        stood_us = flight.took_us - flight.thread_us * slower
+        others_us = (flight.process_us - flight.thread_us - helpers_us) * stretch
+        stood_us = flight.took_us - flight.thread_us * stretch
         lost_us = (flight.took_us - flight.work * alone.clock_us) / flight.collectives - calls_us
         if stood_us > others_us / 2.0 and lost_us < others_us / flight.collectives:
             lost_us, longer_us = others_us / flight.collectives, 0.0

@@ -14,8 +14,8 @@ Knows the clock; nothing of ops or windows. The contract:
    has gone to sleep. How long the lane stood counts over about the last `MEMORY_US`.
 5. A part of what transfers take is that ops are slower, because they find the caches changed. What follows a
    wait finds them changed once: the larger of the two counts. Measured in steps of two ranks at 200 Mbit/s,
-   whose ops take 404 ms alone: 23 % longer after waits, as measured apart, and 109 ms longer beside
-   collectives, as measured apart, of which transport threads took 30; in steps, 487 ms in all.
+   whose ops and calls take 404 ms alone: with what was measured apart after waits (23 % longer) and beside
+   collectives, of which half to two thirds are slower ops, they would take 561 ms; in steps they took 487.
 """
 
 from __future__ import annotations
