@@ -125,7 +125,9 @@ def test_a_lane_is_starved_by_compute() -> None:
     # 4900 / 1900 of the forward collectives. The norm's sum comes once.
     once_us = 1000 * 2048 / (256 * 512 * 4)
     starved_us = 4900 + 8 * 2000 + once_us - 1000 * 4900 / 1900
-    assert bound.parts["rank 0 tp"] == pytest.approx(starved_us)
+    assert bound.parts["rank 0 tp"] > starved_us
+    # The lane of the next place has two for each microbatch: the last may begin here after eight of them.
+    assert bound.parts["rank 0 tp"] == pytest.approx(1900 + 1000 + 8 * 2000 + 1000)
 
 
 # --- the property --------------------------------------------------------------------------------------

@@ -148,8 +148,8 @@ class Costs:
     action_us is what a window costs beside its ops (launch, loop).
 
     collectives[(communicator, kind)]; a communicator that is not named goes by links.
-    shared: axes whose collectives use the same network cards as pipeline messages, and so slow each other
-        down (tensor-parallel peers on different hosts); others have links of their own.
+    shared: axes whose collectives use one network card, as do pipeline messages, and so slow each other down
+        (tensor-parallel peers on different hosts); others have links of their own.
     skew: how much longer the slowest of the ranks that share a place computes than they do on average, as a
         share: the others wait for it in their next collective.
     quota: on every rank's processor time; None without one.

@@ -24,6 +24,7 @@ Rounding x down, as many distinct ones are, keeps 2 true.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,12 +104,35 @@ def most_done(
     return most
 
 
-def thresholds(values: Array) -> tuple[Array, Indices]:
-    """Values to try, ascending, and for each value the largest of them that is not above it."""
+def thresholds(values: Array, more: Array | None = None, *, most: int = THRESHOLDS) -> tuple[Array, Indices]:
+    """Values to try, ascending, and for each value the largest of them that is not above it. more: others
+    that are tried as well; most: how many values, at most."""
     distinct = np.unique(values)
-    if len(distinct) > THRESHOLDS:
-        distinct = distinct[np.linspace(0, len(distinct) - 1, THRESHOLDS).astype(int)]
+    if len(distinct) > most:
+        distinct = distinct[np.linspace(0, len(distinct) - 1, most).astype(int)]
+    if more is not None:
+        # None below the least value, so that there is one for each.
+        distinct = np.union1d(distinct, more[more > distinct[0]])
     return distinct, np.searchsorted(distinct, values, side="right") - 1
+
+
+def evenly_of(values: Array, most: int) -> Array:
+    """So many of the values, at most: those that follow points which lie evenly between the first and the
+    last. Values that are a rounding apart give as many, as far apart."""
+    ascending = np.sort(values)
+    points = np.linspace(ascending[0], ascending[-1], most)
+    return np.unique(ascending[np.searchsorted(ascending, points * (1 - ROUNDING))])
+
+
+def sums_above(
+    shape: tuple[int, int], at_head: Indices, at_tail: Indices, values: Sequence[float] | Array
+) -> Array:
+    """For each pair of thresholds, the sum over jobs whose head and tail are not below them. at_head,
+    at_tail: by job, as `thresholds` gives them."""
+    grid = np.zeros(shape)
+    np.add.at(grid, (at_head, at_tail), values)
+    found: Array = grid[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1]
+    return found
 
 
 def _staircase(count: int, at: Indices, each_us: Array, needs_us: Array) -> tuple[Array, Array]:

@@ -9,7 +9,8 @@ May touch `stretto.ir` and this room. The contract:
    messages, and the collectives of axes that share it, less their latency. Buckets of gradients
    are those of `schedule.sums`; each comes once a step, after the last of the ops that add to it.
    Lanes feed the compute lane, which feeds lanes: what a machine can have done early, or late, is
-   what the others let it (`schedule.bound_fed`).
+   what the others let it (`schedule.bound_fed`). The k-th microbatch comes later than the first, and goes
+   sooner than the last (`schedule.bound_kth`).
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
    the part that cannot fall before the head and after the tail is added to the work: no more can than
    the heads and tails of the transfers themselves let.
@@ -37,6 +38,7 @@ from stretto.ir.program import Job
 from stretto.ir.transfers import CollectiveTime, occupancy_us, processor_us
 from stretto.schedule.bound_ends import SumTime
 from stretto.schedule.bound_fed import ROUNDING, Feeder
+from stretto.schedule.bound_kth import Turns, find_turns
 from stretto.schedule.bound_live import live_bound
 from stretto.schedule.bound_machine import Beside, Outside, Work, one_machine
 from stretto.schedule.bound_stage import COMPUTE, Array, Call, after_lane
@@ -70,13 +72,15 @@ def lower_bound(
     stage_ranks = tuple(where.stage_ranks if isinstance(where, Schedule) else where)
     forwards = _forwards_a_run(where) if isinstance(where, Schedule) else 1
     reach = find_reach(job, stage_ranks, costs)
+    turns = find_turns(job, stage_ranks, costs, reach)
     m = job.microbatches
     # 4. One microbatch alone.
     parts = {"critical path": reach.critical_us}
     words = {"critical path": f"the critical path of one microbatch ({format_us(reach.critical_us)})"}
     # 2. Machines.
+    held: set[str] = set()
     for rank in sorted(set(stage_ranks)):
-        place = _Place(job, stage_ranks, costs, reach, rank)
+        place = _Place(job, stage_ranks, costs, reach, turns, rank)
         works = {"compute": (place.compute(forwards), "compute")}
         for axis in place.axes:
             works[axis] = (place.lane(axis), collectives_of(axis))
@@ -86,6 +90,8 @@ def lower_bound(
             machine = one_machine(work, m)
             if machine is not None:
                 parts[f"rank {rank} {name}"] = machine.us
+                if machine.at_first is not None or machine.at_last is not None:
+                    held.add(f"rank {rank} {name}")
                 words[f"rank {rank} {name}"] = machine_in_words(f"rank {rank}'s {what}", m, machine)
     # 5. Memory.
     limits = max_live or (() if job.max_live is None else (job.max_live,) * len(job.stages))
@@ -94,9 +100,10 @@ def lower_bound(
         if live is not None:
             parts[f"stage {stage} memory"] = live.us
             words[f"stage {stage} memory"] = memory_in_words(stage, m, limit, live)
-    # 6. The largest binds; of equal ones the first named.
+    # 6. The largest binds; of equal ones the first that says so in fewest words.
     largest = max(parts.values())
-    binding = next(name for name, us in parts.items() if us >= largest * (1 - ROUNDING))
+    equal = [name for name, us in parts.items() if us >= largest * (1 - ROUNDING)]
+    binding = next((name for name in equal if name not in held), equal[0])
     return Bound(largest, words[binding], parts)
 
 
@@ -125,13 +132,18 @@ def _fed(stage: StageReach, feeding: Sequence[str]) -> tuple[Array, Array]:
 class _Place:
     """The machines of one rank, steps 2 and 3."""
 
-    def __init__(self, job: Job, stage_ranks: Sequence[int], costs: Costs, reach: Reach, rank: int) -> None:
+    def __init__(
+        self, job: Job, stage_ranks: Sequence[int], costs: Costs, reach: Reach, turns: Turns, rank: int
+    ) -> None:
         self._m = job.microbatches
         self._costs = costs
         self._reach = reach
         self._pace = pace_of(costs)
         stages = [reach.stages[stage] for stage, owner in enumerate(stage_ranks) if owner == rank]
         self._stages = stages
+        self._turns = turns
+        self._heads_us = [turns.heads_us(stage) for stage in stages]
+        self._tails_us = [turns.tails_us(stage) for stage in stages]
         self._feeders = self._find_feeders()
         ways = [(edge, stage_ranks[edge.source], stage_ranks[edge.target]) for edge in job.edges]
         self._messages = {
@@ -181,18 +193,28 @@ class _Place:
         """The compute lane. forwards: the most that one run holds."""
         action_us = self._costs.action_us
         feeding = [name for name in self._feeders if name != COMPUTE]
-        work = Work(tuple(self._feeders[name] for name in feeding))
+        work = Work(tuple(self._feeders[name] for name in feeding), turns=self._turns.count)
         work.outside = self._transport()
         # The first run of a rank may pay `action_us` before the head.
         work.before_us = action_us
         work.ahead_us = self._pace.ahead_us
+        slowed = any(one.us for one in work.outside)
         for number, stage in enumerate(self._stages):
             needs_us, feeds_us = _fed(stage, feeding)
+            waits = {call.start: call.wait for call, _ in stage.calls} if slowed else {}
             for op, time_us in enumerate(stage.time_us):
                 here = {"stage": number, "needs_us": needs_us[op], "feeds_us": feeds_us[op]}
-                work.add(float(stage.head_us[op]), float(stage.tail_us[op]), float(time_us), **here)
+                head_us, tail_us = float(stage.head_us[op]), float(stage.tail_us[op])
+                head, tail = self._kth(number, op, op)
+                if op in waits:
+                    # What its own collective takes of a start makes it longer, and what follows it shorter.
+                    wait = waits[op]
+                    tail_us = float(stage.tail_us[wait] + stage.time_us[wait])
+                    tail = self._kth(number, op, wait, stage.time_us[wait])[1]
+                work.add(head_us, tail_us, float(time_us), kth_head=head, kth_tail=tail, **here)
             if action_us and stage.forward.any():
-                # Each run of a forward pays `action_us` before its ops; count it with one of them.
+                # Each run of a forward pays `action_us` before its ops; count it with one of them. It may do
+                # so before its message has arrived.
                 on_path = int(np.argmax(np.where(stage.forward, stage.head_us + stage.tail_us, -1.0)))
                 head_us, tail_us = float(stage.head_us[on_path]), float(stage.tail_us[on_path])
                 here = {"stage": number, "needs_us": needs_us[on_path], "feeds_us": feeds_us[on_path]}
@@ -202,7 +224,7 @@ class _Place:
     def lane(self, axis: str) -> Work:
         """The lane of an axis: collectives of ops, and sums."""
         feeding = [name for name in self._feeders if name != axis]
-        work = Work(tuple(self._feeders[name] for name in feeding))
+        work = Work(tuple(self._feeders[name] for name in feeding), turns=self._turns.count)
         # On a card latency keeps nothing busy, and is not slowed.
         times = self._times([axis])
         late_us = sum(many * time.latency_us for time, many in times) if axis in self._costs.shared else 0.0
@@ -211,10 +233,16 @@ class _Place:
 
     def card(self, *, outgoing: bool) -> Work:
         """One direction of the network card."""
-        work = Work()
+        work = Work(turns=self._turns.count)
         for edge, link in self._messages[outgoing]:
             follows_us = link.latency_us + self._reach.follows_us[edge.index]
-            work.add(self._reach.leaves_us[edge.index], follows_us, occupancy_us(link, edge.spec.nbytes))
+            work.add(
+                self._reach.leaves_us[edge.index],
+                follows_us,
+                occupancy_us(link, edge.spec.nbytes),
+                kth_head=self._turns.leaves_us[edge.index],
+                kth_tail=link.latency_us + self._turns.follows_us[edge.index],
+            )
         shared = [axis for axis in self.axes if axis in self._costs.shared]
         for axis in shared:
             self._collectives(axis, work, [], card=True)
@@ -253,12 +281,24 @@ class _Place:
                         "needs_us": needs_us[call.start] - computes * stage.time_us[call.start],
                         "feeds_us": feeds_us[call.wait],
                     }
-                    work.add(head_us, tail_us + late_us, time.us - late_us, **here)
+                    head, tail = self._kth(number, call.start, call.wait, stage.time_us[call.wait] + late_us)
+                    tail_us, busy_us = tail_us + late_us, time.us - late_us
+                    work.add(head_us, tail_us, busy_us, kth_head=head, kth_tail=tail, **here)
         for of, head_us, tail_us in self._sums:
             if of.axis == axis:
                 late_us = of.time.latency_us if card else 0.0
                 work.add(head_us, tail_us + late_us, once_us=of.time.us - late_us)
         return work
+
+    def _kth(
+        self, stage: int, first: int, last: int, rest_us: float = 0.0
+    ) -> tuple[Array | None, Array | None]:
+        """Heads of the k-th microbatch before one op of a stage, and tails after another and so much more."""
+        heads_us, tails_us = self._heads_us[stage], self._tails_us[stage]
+        return (
+            None if heads_us is None else heads_us[:, first],
+            None if tails_us is None else tails_us[:, last] + rest_us,
+        )
 
     def _transport(self) -> tuple[Outside, ...]:
         """Step 3: processor time that transfers take for certain.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from tests.schedule.order.best import shortest_us
 
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
@@ -151,13 +152,29 @@ def random_graph(seed: int) -> WindowGraph:
     )
 
 
+def test_the_shortest_order_is_found_by_looking_at_all() -> None:
+    """By hand: what policies are compared with must itself be right."""
+    # Both fillers under one collective of 100 are too much; one under each fits.
+    assert shortest_us(chains((10, "C", 10, "C", 10), lane_us=100, fillers=(60, 60))) == 230
+    # Two chains, one lane: the second begins its collective when the first has left the lane.
+    assert shortest_us(chains((10, "C", 10), (10, "C", 10), lane_us=100)) == 220
+    # 150 of work beside a collective of 100 between 10 and 10: all of it in a row.
+    assert shortest_us(chains((10, "C", 10), fillers=(150,), lane_us=100)) == 170
+    assert shortest_us(chains((10, "C", 10), (7,), lane_us=0)) == 27
+
+
+@pytest.mark.parametrize("graph", [chains(FORWARD, BACKWARD), *map(random_graph, range(40))], ids=str)
+def test_orders_come_within_a_twentieth_of_the_shortest(graph: WindowGraph) -> None:
+    shortest = shortest_us(graph)
+    assert shortest <= time_of(graph, "improve") <= 1.05 * shortest
+    # What the search improves: of a hundred such windows six are further off, by 13 % at most.
+    assert shortest <= time_of(graph, "list") <= 1.15 * shortest
+
+
 @pytest.mark.parametrize("graph", [chains(FORWARD, BACKWARD), *map(random_graph, range(8))], ids=str)
-def test_exact_search_agrees(graph: WindowGraph) -> None:
+def test_exact_search_finds_the_shortest(graph: WindowGraph) -> None:
     pytest.importorskip("ortools")
-    best = time_of(graph, "exact")
-    assert best <= time_of(graph, "improve")
-    assert time_of(graph, "improve") <= 1.05 * best
-    assert time_of(graph, "list") <= 1.05 * best
+    assert time_of(graph, "exact") == pytest.approx(shortest_us(graph), abs=0.1)
 
 
 def test_without_ortools_exact_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
