@@ -57,7 +57,7 @@ def wholes_of(plan: Plan) -> list[Whole]:
     for (slot,) in plan.schedule.orders:
         window = make_window(plan.job, slot)
         graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
-        found.append(make_whole(plan, graph, tuple(action.microbatch for action in slot.actions)))
+        found.append(make_whole(plan, graph, tuple(action.microbatch for action in slot.actions), 0.0005))
     return found
 
 
@@ -76,7 +76,7 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
 def poor_step() -> tuple[Plan, list[Whole], Chosen]:
     """A step with long collectives whose microbatches all go on at once."""
     plan = whole_plan(*job_of(collective_us=300.0))
-    made = search._Search(plan, 1.0, 1)
+    made = search._Search(plan, 1.0, 1, 0.0005)
     point = made._sloped((0.0, 0.0), (0.0, 0.0))
     poor = choose(plan, made.wholes, point.urgency, point.patience)
     assert poor is not None
@@ -414,7 +414,7 @@ def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
     # An op that leads to the next collective takes less than a collective of another microbatch would.
     costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
     plan = whole_plan(job, costs)
-    made = search._Search(plan, 1.0, 1)
+    made = search._Search(plan, 1.0, 1, 0.0005)
     impatient = made._sloped((0.3, 0.3), (0.0, 0.0))
     orders = [choose(plan, made.wholes, impatient.urgency, patience) for patience in ((0.0, 0.0), (5.0, 5.0))]
     assert orders[0] is not None

@@ -26,17 +26,17 @@ from stretto.together.follow import Steps, follow
 from stretto.together.walk import Chosen
 from stretto.together.whole import Whole
 
-MOST = 2_000
+MOST = 4_000
 """Moves for one job."""
 
-WORK = 1_000_000
-"""Moves times the ops of all ranks: jobs with many get fewer moves. Measured: 20 s on one core."""
+WORK = 2_000_000
+"""Moves times the ops of all ranks: jobs with many get fewer moves. Measured: 40 s on one core."""
 
 A_MOVE_US = 2_000.0
 """Of a step, what is worth trying one move. A move takes some 10 ms, once, and the first thousand gain 1 %:
 short steps would have to be run many times to pay for that. Assumed."""
 
-STALE = 600
+STALE = 1_000
 """So many moves without a gain end the search. Assumed."""
 
 GAIN = 0.0005

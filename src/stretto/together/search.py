@@ -7,7 +7,9 @@
        ranks, then rank by rank, the best kept.
     3. Then rounds, each with another urgency of one or two stretches, or of some actions, or another
        patience; what does not make the step longer is kept.
-    4. Then the step is pushed to its end and back (`together.justify`), and single ops are moved
+    4. All this with more and with fewer of the small ops placed for themselves (LITTLE): with fewer, a round
+       changes more. The best of these goes on.
+    5. Then the step is pushed to its end and back (`together.justify`), and single ops are moved
        (`together.moves`).
 
 Steps walked are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every
@@ -41,10 +43,11 @@ PATIENCE = (0.0, 0.5, 1.0)
 """Tried for each rank. Assumed."""
 
 MOST = 300
-"""Steps walked for one job. Measured on GPTs over pp=2 tp=2: another 700 gain 0.1 to 1 %."""
+"""Steps walked for one job, for each of LITTLE. Measured on GPTs over pp=2 tp=2: another 700 gain 0.1 to
+1 %."""
 
 WORK = 1_600_000
-"""Steps walked times items that all ranks run in one. Measured: 8 s on one core."""
+"""Steps walked, for each of LITTLE, times items that all ranks run in one. Measured: 8 s on one core."""
 
 STALE = 150
 """So many steps without a gain end the search. Assumed."""
@@ -54,6 +57,12 @@ GAIN = 0.0005
 
 FEWEST = 60
 """Where fewer steps than this may be walked, the search is not worth its while. Assumed."""
+
+LITTLE = (0.0005, 0.003, 0.01)
+"""Of a microbatch's work on a rank, what ops take at most that are placed directly before their first user,
+as views are. On GPTs over pp=2 tp=2 the first is five ops of six and 2 % of the time. Measured on the tensor
+race of hidden 2048: the search comes to 1.176, 1.133 and 1.126 of the bound, to 1.138 with 0.02 and 1.157
+with 0.04; when ops have been moved 1.134, 1.115 and 1.114 are left."""
 
 CLOSE = 1.01
 """A step this close to its bound needs no search. Assumed."""
@@ -72,10 +81,14 @@ def order_together(plan: Plan, bound_us: float) -> dict[str, Window] | None:
     allowed = min(MOST, WORK // max(1, items))
     if allowed < FEWEST:
         return None
-    search = _Search(plan, bound_us, allowed)
-    search.slopes()
-    search.rounds()
-    if search.best is None:
+    search: _Search | None = None
+    for little in LITTLE:
+        other = _Search(plan, bound_us, allowed, little)
+        other.slopes()
+        other.rounds()
+        if search is None or other.step_us < search.step_us:
+            search = other
+    if search is None or search.best is None:
         return None
     pushed = justify(plan, search.wholes, search.best, CLOSE * bound_us)
     best = move_ops(plan, search.wholes, pushed, CLOSE * bound_us)
@@ -124,7 +137,7 @@ class _Point:
 
 
 class _Search:
-    def __init__(self, plan: Plan, bound_us: float, allowed: int) -> None:
+    def __init__(self, plan: Plan, bound_us: float, allowed: int, little: float) -> None:
         self._plan = plan
         self._bound_us = bound_us
         self._left = allowed
@@ -134,7 +147,7 @@ class _Search:
         slots = [slot for (slot,) in plan.schedule.orders]
         graphs = [make_graph(job, costs, plan.windows[window_name(slot)], ranks) for slot in slots]
         self.wholes: list[Whole] = [
-            make_whole(plan, graph, tuple(action.microbatch for action in slot.actions))
+            make_whole(plan, graph, tuple(action.microbatch for action in slot.actions), little)
             for graph, slot in zip(graphs, slots, strict=True)
         ]
         tails = tails_us(job, costs, ranks)
@@ -145,6 +158,11 @@ class _Search:
         self._groups = [(rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph)]
         self._point = _Point((), ())
         self.best: Chosen | None = None
+
+    @property
+    def step_us(self) -> float:
+        """Of the best step so far."""
+        return float("inf") if self.best is None else self.best.step_us
 
     def _try(self, point: _Point) -> bool:
         """Walk the step, and keep the point if the step does not get longer."""

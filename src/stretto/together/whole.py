@@ -12,11 +12,6 @@ from stretto.ir.plan import Plan
 from stretto.schedule.order import Role, WindowGraph
 from stretto.simulate.windows import Call, make_ready
 
-LITTLE = 0.0005
-"""Of a microbatch's work on a rank, what an op takes at most that stands directly before its first user, as
-views do. On GPTs over pp=2 tp=2 that is five ops of six and 2 % of the time: a walk takes half as long, and
-what is found is 1 % faster."""
-
 
 @dataclass(frozen=True, slots=True)
 class Lead:
@@ -39,8 +34,11 @@ class Whole:
     lazy: tuple[bool, ...]
 
 
-def make_whole(plan: Plan, graph: WindowGraph, microbatches: tuple[int, ...]) -> Whole:
+def make_whole(plan: Plan, graph: WindowGraph, microbatches: tuple[int, ...], little: float) -> Whole:
     """A rank's window ready to be walked. graph: of the plan's window; microbatches: of its parts.
+
+    little: of a microbatch's work on a rank, what an op takes at most that stands directly before its first
+        user, as views do.
 
     Raises PlanError for ops or collectives without a cost.
     """
@@ -49,12 +47,14 @@ def make_whole(plan: Plan, graph: WindowGraph, microbatches: tuple[int, ...]) ->
         if node.role is Role.START:
             leads[node.item.part].append(_lead(graph, index))
     calls = make_ready(plan, graph.window.name).calls
-    return Whole(graph, microbatches, calls, tuple(map(tuple, leads.values())), _lazy(graph, microbatches))
+    return Whole(
+        graph, microbatches, calls, tuple(map(tuple, leads.values())), _lazy(graph, microbatches, little)
+    )
 
 
-def _lazy(graph: WindowGraph, microbatches: tuple[int, ...]) -> tuple[bool, ...]:
+def _lazy(graph: WindowGraph, microbatches: tuple[int, ...], little: float) -> tuple[bool, ...]:
     """Waits, views, and ops that take little, if what they lead to is more than these."""
-    little_us = LITTLE * sum(node.work_us for node in graph.nodes) / len(set(microbatches))
+    little_us = little * sum(node.work_us for node in graph.nodes) / len(set(microbatches))
     lazy = [node.lazy for node in graph.nodes]
     leads = [False] * len(lazy)
     for index in reversed(range(len(lazy))):  # users stand behind what they use
