@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from stretto.cost.cluster import costs_of
 from stretto.cost.op_cache import Machine, Timing, signature
 from stretto.cost.priced import Pricer, find_group, find_link, priced_costs, priced_ops
 from stretto.cost.roofline import specs_of
+from stretto.cost.sharing import sharing
 from stretto.cost.time_ops import distinct_ops
 from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
@@ -72,8 +74,9 @@ def test_a_file_comes_back_equal(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: d.pop("format"), 'not a calibration: expected "format": "stretto-calibration"'),
-        (lambda d: d.update(version=2), "this Stretto reads version 6"),
+        (lambda d: d.update(version=2), "this Stretto reads version 7"),
         (lambda d: d.update(extra=1), "unknown key 'extra'"),
+        (lambda d: d["machine"].update(kind="tpu"), "machine.kind: expected cpu or cuda, found 'tpu'"),
         (lambda d: d["collectives"][0].update(kind="all"), r"collectives\[0\].kind: expected all_reduce"),
         (lambda d: d["collectives"][0].update(members=1), r"collectives\[0\].members: expected 2 or more"),
         (lambda d: d["collectives"][0].update(curve=[[1, 2], [1, 3]]), r"collectives\[0\].curve: point 1"),
@@ -175,7 +178,7 @@ def test_other_dtypes_and_targets_are_not_alike() -> None:
 def test_a_traced_op_is_taken_where_none_was_measured() -> None:
     found = Calibration(HERE, traced={"aten::mm float32 [2,3] [3,4]": 4.5})
     assert price(found, *mm(2, 4, 3)) == (4.5, "traced")
-    with pytest.raises(stretto.UsageError, match=r"holds no op times .*run `stretto calibrate`"):
+    with pytest.raises(stretto.UsageError, match=r"holds no time of any op .*run `stretto calibrate`"):
         price(found, *mm(2, 4, 5))
 
 
@@ -218,6 +221,28 @@ def test_axes_that_leave_hosts_share_the_cards() -> None:
     assert priced_costs(job, make_schedule("1f1b", 2, 2), found).shared == ("dp", "tp")
     found.links = [LinkTiming(4, 1, Link(90.0, 12.0), 1.0)]
     assert priced_costs(job, make_schedule("1f1b", 2, 2), found).shared == ()
+    # Without a pipeline two axes that leave the host share its card; one alone has it to itself.
+    alone = comm_job(1, tp=2, dp=2)
+    assert priced_costs(alone, make_schedule("1f1b", 1, 2), found).shared == ("dp", "tp")
+    alone = comm_job(1, tp=2)
+    assert priced_costs(alone, make_schedule("1f1b", 1, 2), found).shared == ()
+
+
+def test_who_shares_a_card() -> None:
+    axes = ("dp", "tp")
+    assert sharing(axes, {"pp", "dp", "tp"}, pipelined=True) == ("dp", "tp")
+    assert sharing(axes, {"pp", "dp"}, pipelined=True) == ("dp",)
+    assert sharing(axes, {"dp", "tp"}, pipelined=True) == (), "messages stay inside a host"
+    assert sharing(axes, {"dp", "tp"}, pipelined=False) == ("dp", "tp")
+    assert sharing(axes, {"dp"}, pipelined=False) == (), "nothing to share it with"
+    assert sharing(axes, {"pp"}, pipelined=True) == ()
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    found = calibration()
+    found.machine = replace(HERE, kind="cuda")
+    with pytest.raises(stretto.UsageError, match=r"c.json is of a cuda device .*capture with device='cuda'"):
+        priced_costs(comm_job(2), make_schedule("1f1b", 2, 2), found)
 
 
 def test_every_op_says_how_it_is_known() -> None:

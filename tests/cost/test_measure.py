@@ -15,7 +15,7 @@ from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app
 from stretto.cost import calibrate, time_ops
-from stretto.cost.calibration import load_calibration
+from stretto.cost.calibration import load_calibration, save_calibration
 from stretto.cost.crowd import pace_alone, part_of
 from stretto.cost.local_processes import MOST_PROCESSES, fitting, scaled
 from stretto.cost.measured import Compute, skew_of, stretches
@@ -388,6 +388,22 @@ def test_a_run_that_is_killed_has_written_a_part(
     assert seen == list(range(len(seen)))
 
 
+def test_a_run_goes_on_from_the_file_of_one_that_was_killed(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.json"
+    assert calibrate_into(out, str(plan_file))[0] == 0
+    known = load_calibration(out)
+    dropped = sorted(known.ops)[0]
+    del known.ops[dropped]
+    save_calibration(known, out)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))  # which a killed run has not written
+    status, text, _ = calibrate_into(out, str(plan_file))
+    assert status == 0
+    assert f"(1 measured now, {len(known.ops)} known)" in text
+    assert dropped in load_calibration(out).ops
+
+
 def test_what_was_noisy_when_it_was_measured_is_told_again(
     plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +424,8 @@ def test_a_trace_alone_is_input_enough(tmp_path: Path, monkeypatch: pytest.Monke
     assert status == 0, text
     found = load_calibration(out)
     assert found.ops == {}, "no sweep"
+    assert found.collectives == [], "what is measured here says nothing of the machine that was traced"
+    assert found.machine.kind == "cpu"
     assert "aten::mm float32 [8,16] [16,4]" in found.traced
 
 

@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 import stretto
 from stretto.capture.trace import trace as capture
 from stretto.cost.calibration import Calibration
-from stretto.cost.op_cache import Machine, Timing
+from stretto.cost.op_cache import Machine
 from stretto.cost.priced import priced_ops
-from stretto.cost.profiler_trace import read_profiler_trace
+from stretto.cost.profiler_trace import read_profiler_trace, read_trace
 from stretto.ir.flow import PHASES
 from tests.capture.zoo import mean_square
 from tests.runtime.equality import evenly
@@ -49,7 +49,6 @@ def test_a_captured_plan_is_priced_from_an_ordinary_run(tmp_path: Path) -> None:
     job = evenly(capture(model, rows, mean_square, microbatches=1), 1, 1)
     machine = Machine("here", torch.__version__, 1)
     found = Calibration(machine, traced={op.key: op.us for op in traced})
-    found.ops["aten.neg.default(float32[2])"] = Timing(1.0, 0.0, 0, 16)  # for ops that the run did not have
     priced = priced_ops(job, found)
     seen = {
         op.target: (priced[0, op.name], op)
@@ -62,6 +61,9 @@ def test_a_captured_plan_is_priced_from_an_ordinary_run(tmp_path: Path) -> None:
     for target, (one, _) in seen.items():
         assert one.how == "traced", target
         assert one.us in {op.us for op in traced if op.name == f"aten::{target.split('.')[1]}"}
+    # What the run did not have is priced by what it had.
+    rest = {one.how for (_, name), one in priced.items() if one.how not in ("traced", "free")}
+    assert rest <= {"roofline"}
 
 
 def event(
@@ -97,8 +99,10 @@ def test_on_an_accelerator_an_ops_kernels_count(tmp_path: Path) -> None:
             "args": {"External id": 1},
         },
     ]
-    path.write_text(json.dumps({"traceEvents": events}))
-    found = {op.key: op.us for op in read_profiler_trace(path)}
+    path.write_text(json.dumps({"deviceProperties": [{"id": 0, "name": "H1"}], "traceEvents": events}))
+    trace = read_trace(path)
+    assert (trace.kind, trace.device) == ("cuda", "H1")
+    found = {op.key: op.us for op in trace.ops}
     assert found == {
         "aten::linear bfloat16 [4,8] [8,2]": 75.0,
         "aten::mm bfloat16 [4,8] [8,2]": 70.0,

@@ -101,33 +101,46 @@ def _calibrate(
 
     from stretto.cost.calibrate import Outcome, calibrate_communication, calibrate_ops
     from stretto.cost.calibration import save_calibration
-    from stretto.cost.op_cache import OpCache
-    from stretto.cost.profiler_trace import read_profiler_trace
+    from stretto.cost.op_cache import Machine, OpCache
+    from stretto.cost.profiler_trace import read_trace
     from stretto.cost.time_ops import machine_of
 
-    kind = kind or (jobs[0].device if jobs else "cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
+    found = [read_trace(trace) for trace in traces]
+    # A trace alone is an input as good as a plan. Nothing is measured then: it may be of another machine.
+    alone = bool(found) and not jobs
+    kind = kind or (found[0].kind if alone else _kind_of(jobs))
+    for trace, name in zip(found, traces, strict=True):
+        if trace.kind != kind:
+            raise UsageError(
+                f"--from-profile {name}: was recorded on a {trace.kind} device, and the rest is for {kind}: "
+                "give each kind a file of its own"
+            )
+    if kind == "cuda" and not torch.cuda.is_available() and not alone:
         raise UsageError(
             "the ops are for cuda, and this machine has no such device: run it where there is one"
         )
     if threads is not None:
         torch.set_num_threads(threads)
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
-    on = torch.device(kind)
-    if kind == "cuda":
+    on = torch.device("cpu" if alone else kind)
+    if on.type == "cuda":
         on = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(on)
     if started:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        dist.init_process_group("nccl" if on.type == "cuda" else "gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     console = Console(stderr=True)
     machine = machine_of(on)
-    traced = {op.key: op.us for trace in traces for op in read_profiler_trace(trace)}
-    outcome = Outcome(_begun(path, machine, fresh, rank))
+    if alone and kind == "cuda":
+        machine = Machine(found[0].device, machine.torch, machine.threads, kind)
+    traced = {op.key: op.us for trace in found for op in trace.ops}
+    outcome = Outcome(_begun(path, machine, fresh, rank, alone))
     outcome.calibration.traced.update(traced)
     cache = OpCache.open(machine)
     if fresh:
         cache.ops.clear()
+    # A run that was killed has written the file, and not the cache.
+    cache.ops = {**outcome.calibration.ops, **cache.ops}
     stopped = False
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=rank != 0, transient=True) as bar:
@@ -143,10 +156,9 @@ def _calibrate(
                 kept_s = time.monotonic()
 
         try:
-            # A trace alone is an input as good as a plan: no sweep then.
-            if jobs or not traces:
+            if not alone:
                 calibrate_ops(outcome, jobs, cache, on, progress)
-            if not ops_only:
+            if not alone and not ops_only:
                 calibrate_communication(outcome, jobs, on, progress)
         except KeyboardInterrupt:
             stopped = True
@@ -166,8 +178,16 @@ def _calibrate(
         dist.destroy_process_group()
 
 
-def _begun(path: Path, machine: Machine, fresh: bool, rank: int) -> Calibration:
-    """What a run before this one has found on the same machine, the same on all ranks."""
+def _kind_of(jobs: list[Job]) -> str:
+    """What the jobs were captured for; without any, this machine's best device."""
+    import torch
+
+    return jobs[0].device if jobs else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _begun(path: Path, machine: Machine, fresh: bool, rank: int, alone: bool) -> Calibration:
+    """What a run before this one has found on the same machine, the same on all ranks. alone: a trace is
+    added, which may say no more of its machine than the kind of its device."""
     import torch.distributed as dist
 
     from stretto.cost.calibration import Calibration, load_calibration
@@ -175,7 +195,7 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int) -> Calibration:
     found = Calibration(machine, path.name)
     if rank == 0 and path.exists() and not fresh:
         before = load_calibration(path)
-        if before.machine != machine:
+        if before.machine != machine and not (alone and before.machine.kind == machine.kind):
             raise UsageError(
                 f"{path} is of another machine ({before.machine}; this is {machine}): give another file, or "
                 "--fresh to write it anew"

@@ -12,6 +12,7 @@ import typer
 
 import stretto
 from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
+from stretto.cost.calibration import Calibration
 from stretto.cost.cluster import Description, describe
 from stretto.cost.cluster_file import Hardware
 from stretto.errors import StrettoError, UsageError
@@ -81,8 +82,11 @@ def make(settings: TrainSettings, cluster: str | Description, order: str = "impr
     shape = (settings.training.global_batch, settings.data.sequence_length + 1)
     batch = torch.empty(shape, dtype=torch.int64, device="meta")
     loss = loss_function(settings.model)
-    # The catalogue's devices are accelerators: their kernels are captured, with none of them at hand.
+    # The catalogue's devices are accelerators: their kernels are captured, with none of them at hand. So are
+    # those that a calibration was measured on.
     device = "cuda" if isinstance(cluster, Hardware) else None
+    if isinstance(cluster, Calibration):
+        device = cluster.machine.kind
     job = stretto.capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
     return stretto.plan(job, cluster, order=order)
 

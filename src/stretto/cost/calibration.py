@@ -1,8 +1,8 @@
 """The calibration file: what `stretto calibrate` measured of a machine or a cluster, readable and strict.
 
     {
-      "format": "stretto-calibration", "version": 6,
-      "machine": {"device": "...", "torch": "...", "threads": 1},
+      "format": "stretto-calibration", "version": 7,
+      "machine": {"kind": "cpu" or "cuda", "device": "...", "torch": "...", "threads": 1},
       "ops": {"aten.mm.default(float32[64,128], float32[128,512])": {"us", "spread", "flops", "bytes"}, ...},
       "traced": {"aten::mm float32 [64,128] [128,512]": us, ...},
       "collectives": [{"kind", "members", "stride", "hosts", "curve", ...}, ...],
@@ -41,7 +41,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.reading import Cursor, read_json
 
 FORMAT = "stretto-calibration"
-VERSION = 6
+VERSION = 7
 
 COST_KEYS = (
     "curve",

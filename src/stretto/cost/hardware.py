@@ -18,6 +18,7 @@ from functools import cache
 from stretto.cost.cluster_file import Hardware
 from stretto.cost.efficiency import Matmul, matmul_dims, matmul_us, run_us
 from stretto.cost.roofline import ACTION_US, FREE, specs_of, traffic_bytes
+from stretto.cost.sharing import sharing
 from stretto.cost.wanted import wanted_collectives
 from stretto.dispatch import resolve
 from stretto.errors import UsageError
@@ -56,8 +57,8 @@ def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
         (wanted.axis, wanted.kind): hardware.collective(wanted.kind, sizes, wanted.axis)
         for wanted in wanted_collectives(job)
     }
-    leaves_node = {axis for axis, size in mesh.sizes if size > 1 and hardware.group(sizes, axis).nodes > 1}
-    shared = tuple(axis for axis, _ in job.axes if axis in leaves_node) if "pp" in leaves_node else ()
+    leaving = {axis for axis, size in mesh.sizes if size > 1 and hardware.group(sizes, axis).nodes > 1}
+    shared = sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1)
     source = f"roofline of {hardware.name} by shape"
     return Costs(program_times(job, hardware), links, far, ACTION_US, source, collectives, shared)
 

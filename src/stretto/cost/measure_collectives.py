@@ -34,6 +34,7 @@ import torch.distributed as dist
 from stretto import collectives, gloo_adapter
 from stretto.cost.calls import BYTES_PER_MB, Calls, line_through
 from stretto.cost.contention import Compute, compute_loss
+from stretto.cost.sharing import sharing
 from stretto.cost.time_collectives import (
     agree_max,
     agree_median,
@@ -129,9 +130,9 @@ def measure_collectives(
 
 
 def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """Axes whose collectives use the same network cards as pipeline messages; all ranks must call it.
+    """Axes whose collectives use one network card (`cost.sharing`); all ranks must call it.
 
-    Both leave the host: a host is told by its boot and its network namespace, so that processes of one
+    They leave the host: a host is told by its boot and its network namespace, so that processes of one
     machine share none, and hosts emulated on it are told apart.
     """
     hosts = hosts_of()
@@ -140,9 +141,8 @@ def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
         size = mesh.size(axis)
         return any(len({hosts[r] for r in g}) > 1 for g in mesh.groups((axis,), range(size)))
 
-    if mesh.size("pp") == 1 or not leaves("pp"):
-        return ()
-    return tuple(axis for axis in axes if mesh.size(axis) > 1 and leaves(axis))
+    leaving = [axis for axis, size in mesh.sizes if size > 1 and leaves(axis)]
+    return sharing(axes, leaving, pipelined=mesh.size("pp") > 1)
 
 
 def hosts_of() -> list[Any]:

@@ -20,7 +20,10 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Arg, Const, Op, Ref, TensorSpec
 from stretto.ir.reading import Cursor, read_json
 
-VERSION = 1
+VERSION = 2
+
+KINDS = ("cpu", "cuda")
+"""Of devices that ops are captured for."""
 """Of the cache's files."""
 
 
@@ -37,11 +40,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What op times belong to."""
+    """What op times belong to. kind: as `Job.device` says it."""
 
     device: str
     torch: str
     threads: int
+    kind: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.device}, PyTorch {self.torch}, {self.threads} thread{'s' if self.threads != 1 else ''}"
@@ -131,12 +135,20 @@ def _read(path: Path, machine: Machine) -> dict[str, Timing]:
 
 
 def encode_machine(machine: Machine) -> dict[str, str | int]:
-    return {"device": machine.device, "torch": machine.torch, "threads": machine.threads}
+    return {
+        "kind": machine.kind,
+        "device": machine.device,
+        "torch": machine.torch,
+        "threads": machine.threads,
+    }
 
 
 def decode_machine(cursor: Cursor) -> Machine:
-    parts = cursor.fields(("device", "torch", "threads"))
-    return Machine(parts["device"].text(), parts["torch"].text(), parts["threads"].integer())
+    parts = cursor.fields(("kind", "device", "torch", "threads"))
+    kind = parts["kind"].text()
+    if kind not in KINDS:
+        raise parts["kind"].error(f"expected {' or '.join(KINDS)}, found {kind!r}")
+    return Machine(parts["device"].text(), parts["torch"].text(), parts["threads"].integer(), kind)
 
 
 def encode_ops(ops: Mapping[str, Timing]) -> dict[str, dict[str, float]]:

@@ -26,15 +26,16 @@ from stretto.cost.calibration import Calibration, GroupTiming, LinkTiming, RankT
 from stretto.cost.calls import calls_us
 from stretto.cost.local_processes import scaled
 from stretto.cost.matmul_fit import MatmulFit
-from stretto.cost.op_cache import signature
+from stretto.cost.op_cache import Timing, signature
 from stretto.cost.profiler_trace import trace_key
 from stretto.cost.roofline import ACTION_US, FREE, op_times, sizes_of, specs_of, traffic_bytes
+from stretto.cost.sharing import sharing
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs, Link
 from stretto.ir.mesh import Mesh
-from stretto.ir.program import Job, Op, TensorSpec
+from stretto.ir.program import STARTS, Job, Op, TensorSpec
 
 BEYOND = 4.0
 """Work this many times below the least or above the most that was measured is still taken at the nearest op's
@@ -55,8 +56,10 @@ class Priced:
 class Pricer:
     """Prices ops from a calibration."""
 
-    def __init__(self, calibration: Calibration) -> None:
+    def __init__(self, calibration: Calibration, job: Job | None = None) -> None:
+        """job: whose ops are priced; those of it that were traced tell rates as measured ones do."""
         self.calibration = calibration
+        self._job = job
 
     @cached_property
     def _alike(self) -> dict[tuple[str, str], list[tuple[float, float]]]:
@@ -76,13 +79,26 @@ class Pricer:
         return MatmulFit((key, timing.us) for key, timing in self.calibration.ops.items())
 
     @cached_property
+    def _timings(self) -> list[Timing]:
+        """Of ops that were measured, and of the job's that were traced."""
+        found = [timing for timing in self.calibration.ops.values() if timing.us]
+        if self._job is None or not self.calibration.traced:
+            return found
+        specs, sizes = specs_of(self._job), sizes_of(self._job)
+        for op in (op for stage in self._job.stages for ops in stage.ops.values() for op in ops):
+            us = None if op.target in FREE else self.calibration.traced.get(trace_key(op, specs))
+            if us:
+                found.append(Timing(us, 0.0, op.flops, traffic_bytes(op, sizes)))
+        return found
+
+    @cached_property
     def _roof(self) -> tuple[float, float, float]:
         """(flops a microsecond, bytes a microsecond, shortest time). Raises UsageError with no op at all."""
-        timings = [timing for timing in self.calibration.ops.values() if timing.us]
+        timings = self._timings
         if not timings:
             raise UsageError(
-                f"{self.calibration.name} holds no op times to price ops from that were not traced: run "
-                "`stretto calibrate` with the plan, or without any for a sweep"
+                f"{self.calibration.name} holds no time of any op of the job, nor of others to price them "
+                "from: run `stretto calibrate` with the plan, or without any for a sweep"
             )
         flops = max((t.flops / t.us for t in timings), default=0.0)
         rate = max((t.nbytes / t.us for t in timings), default=0.0)
@@ -108,7 +124,8 @@ class Pricer:
         if us is not None:
             return Priced(us, "interpolated")
         flops_per_us, bytes_per_us, least_us = self._roof
-        if op.alias is not None:
+        # The start of a gather or a scatter makes a buffer, and moves nothing.
+        if op.alias is not None or (op.target in STARTS and op.target != "comm.all_reduce"):
             return Priced(least_us, "roofline")
         return Priced(max(least_us, op.flops / flops_per_us, moved / bytes_per_us), "roofline")
 
@@ -118,7 +135,7 @@ def priced_ops(job: Job, calibration: Calibration) -> dict[tuple[int, str], Pric
 
     Raises UsageError when an op is not known and there is nothing to go by.
     """
-    pricer, specs, sizes = Pricer(calibration), specs_of(job), sizes_of(job)
+    pricer, specs, sizes = Pricer(calibration, job), specs_of(job), sizes_of(job)
     return {
         (stage.index, op.name): pricer.price(op, specs, sizes)
         for stage in job.stages
@@ -130,8 +147,15 @@ def priced_ops(job: Job, calibration: Calibration) -> dict[tuple[int, str], Pric
 def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Costs:
     """The costs of a job by a calibration; `source` counts how op times are known, `op_how` says it of each.
 
-    Raises UsageError when the calibration knows no collectives or messages and the job needs them.
+    Raises UsageError when the calibration is of another kind of device than the job was captured for, and
+    when it knows no collectives or messages and the job needs them.
     """
+    if calibration.machine.kind != job.device:
+        raise UsageError(
+            f"{calibration.name} is of a {calibration.machine.kind} device ({calibration.machine.device}), "
+            f"and the job was captured for {job.device}, whose kernels differ: capture with "
+            f"device={calibration.machine.kind!r}, or give a calibration of a {job.device} device"
+        )
     mesh = Mesh((("pp", schedule.ranks), *job.axes))
     ops = priced_ops(job, calibration)
     groups = {
@@ -146,8 +170,9 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
     links = {(a, b): find_link(calibration, abs(a - b) * stride) for a, b in pairs if a != b}
     default = find_link(calibration, stride).link if schedule.ranks > 1 else NO_LINK
     ranks = calibration.ranks or RankTiming()
-    spread_out = {axis for (axis, _), group in groups.items() if group.hosts > 1}
-    far = any(link.hosts > 1 for link in links.values())
+    leaving = {axis for (axis, _), group in groups.items() if group.hosts > 1}
+    if any(link.hosts > 1 for link in links.values()):
+        leaving.add("pp")
     count = Counter(priced.how for priced in ops.values() if priced.how != "free")
     told = ", ".join(f"{number} {how}" for how, number in sorted(count.items()))
     return Costs(
@@ -157,7 +182,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
         ACTION_US,
         f"calibration {calibration.name} of {calibration.machine}: ops {told}",
         {key: group.cost for key, group in groups.items()},
-        tuple(axis for axis, _ in job.axes if axis in spread_out) if far else (),
+        sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1),
         ranks.skew,
         ranks.quota,
         ranks.cold,

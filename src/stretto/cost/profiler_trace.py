@@ -40,6 +40,8 @@ DTYPES = {
 }
 """What traces call dtypes: names of C++ types, as `libtorch` prints them."""
 
+NO_NAME = "traced device"
+
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -59,13 +61,28 @@ class TracedOp:
         return _key(self.name, self.dtype, self.shapes)
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """ops: as `read_profiler_trace` gives them. kind: of the device that they ran on, "cpu" or "cuda";
+    device: its name, empty for a processor's, which traces do not tell."""
+
+    ops: list[TracedOp]
+    kind: str
+    device: str
+
+
 def read_profiler_trace(path: str | Path) -> list[TracedOp]:
     """Ops of a trace by (name, dtype, shapes of the tensors that they read), most time first.
 
     Raises UsageError when the file is no trace, or was recorded without shapes.
     """
+    return read_trace(path).ops
+
+
+def read_trace(path: str | Path) -> Trace:
+    """A trace's ops, and what they ran on. Raises UsageError as `read_profiler_trace` does."""
     path = Path(path)
-    events = _events(path)
+    events, device = _events(path)
     calls = [e for e in events if e.get("cat") == "cpu_op" and e.get("ph") == "X"]
     if not calls:
         raise UsageError(f"{path}: holds no ops (events of category cpu_op): record the CPU's activity too")
@@ -86,7 +103,8 @@ def read_profiler_trace(path: str | Path) -> list[TracedOp]:
         TracedOp(name, dtype, shapes, statistics.median(us), len(us))
         for (name, dtype, shapes), us in times.items()
     ]
-    return sorted(found, key=lambda op: (-op.us * op.count, op.key))
+    ops = sorted(found, key=lambda op: (-op.us * op.count, op.key))
+    return Trace(ops, "cpu", "") if on_device is None else Trace(ops, "cuda", device or NO_NAME)
 
 
 def trace_key(op: Op, specs: Mapping[str, TensorSpec]) -> str:
@@ -148,7 +166,8 @@ def _device_us(
     return found
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _events(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The events, and the name of the first accelerator, empty where there is none."""
     try:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
@@ -160,4 +179,6 @@ def _events(path: Path) -> list[dict[str, Any]]:
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise UsageError(f"{path}: not a profiler's trace: it has no list of traceEvents")
-    return events
+    devices = data.get("deviceProperties") if isinstance(data, dict) else None
+    first = devices[0] if isinstance(devices, list) and devices else None
+    return events, str(first.get("name", "")) if isinstance(first, dict) else ""

@@ -44,7 +44,7 @@ Specs = Mapping[str, TensorSpec]
 def machine_of(device: torch.device) -> Machine:
     """What times on this device belong to."""
     name = device_name(device) if device.type == "cuda" else processor_name()
-    return Machine(name, torch.__version__, torch.get_num_threads())
+    return Machine(name, torch.__version__, torch.get_num_threads(), device.type)
 
 
 def processor_name() -> str:
