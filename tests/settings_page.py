@@ -9,16 +9,19 @@ import json
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from stretto.config import GPTSettings, HuggingFaceSettings, Settings, TrainSettings
+from stretto.cost.cluster import Cluster
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 HEAD = """# Settings of a run
 
 All that a settings file may say, and its default; `stretto train CONFIG optimizer.lr=1e-3` changes one
-of them ([training](training.md)). In code, `stretto.Parallel` has the keys of `[parallel]`.
+of them ([training](training.md)). In code, `stretto.Parallel` has the keys of `[parallel]`. At the end stand
+those of [`stretto.Cluster`](clusters.md), a description in code of machines to plan for.
 """
 
 
@@ -30,20 +33,25 @@ def page() -> str:
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, Settings):
                 parts.append(_table(name, kind))
+    parts.append(_rows("## `stretto.Cluster(...)`", Cluster))
     return "\n".join(parts)
 
 
 def _table(name: str, of: type[Settings]) -> str:
     """A section for one part of the tree; for the tree itself those of its keys that are no parts."""
+    kind = of.model_fields.get("kind")
+    head = f"## `[{name}]`" if name else "## At the top"
+    if name == "model" and kind is not None:
+        head += f', kind = "{get_args(kind.annotation)[0]}"'
+    return _rows(head, of)
+
+
+def _rows(head: str, of: type[BaseModel]) -> str:
     rows = [
         f"| `{key}` | {_default(field)} | {' '.join((field.description or '').split())} |"
         for key, field in of.model_fields.items()
         if not isinstance(field.default, Settings)
     ]
-    kind = of.model_fields.get("kind")
-    head = f"## `[{name}]`" if name else "## At the top"
-    if name == "model" and kind is not None:
-        head += f', kind = "{get_args(kind.annotation)[0]}"'
     doc = " ".join((of.__doc__ or "").split())
     return "\n".join([head, "", doc, "", "| key | default | what it is |", "| --- | --- | --- |", *rows, ""])
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from stretto.capture import capture
 from stretto.config import Parallel
@@ -68,12 +73,16 @@ def test_a_pattern_that_no_module_has() -> None:
     [
         ("columnwise", "tp_plan['up']: unknown style 'columnwise'; known styles: colwise,"),
         (3, "unknown style 'int'"),
-        (PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), "unknown style"),
+        (
+            PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            "leave PrepareModuleInput out",
+        ),
+        (SequenceParallel(sequence_dim=0), "SequenceParallel along dim 0 is not supported"),
         ("packed_colwise:x", "must name how many matrices are packed"),
         ("packed_colwise:0", "must name how many matrices are packed"),
         ("attributes", "must name attributes"),
         ("rowwise:2", "takes nothing after a colon"),
-        (ColwiseParallel(input_layouts=Shard(1)), "input layouts (Shard(dim=1),) are not supported"),
+        (ColwiseParallel(input_layouts=Shard(0)), "input layouts (Shard(dim=0),) are not supported"),
     ],
 )
 def test_styles_that_are_none(style: Any, text: str) -> None:
@@ -84,6 +93,10 @@ def test_words_and_objects_of_pytorch_mean_the_same() -> None:
     assert parse_style(ColwiseParallel(), "") == parse_style("colwise", "") == Style("colwise")
     assert parse_style(ColwiseParallel(output_layouts=Replicate()), "") == Style("colwise_gather_output")
     assert parse_style(RowwiseParallel(), "") == Style("rowwise")
+    # As sequence-parallel plans give a head and a projection: gathers and scatters are found anyway.
+    assert parse_style(ColwiseParallel(input_layouts=Shard(1)), "") == Style("colwise")
+    assert parse_style(RowwiseParallel(output_layouts=Shard(1)), "") == Style("rowwise")
+    assert parse_style(SequenceParallel(), "") == Style("sequence")
     assert parse_style("colwise_rep", "") == Style("colwise_gather_output")
     assert parse_style("packed_colwise:3", "") == Style("packed_colwise", blocks=3)
 

@@ -194,6 +194,14 @@ def test_spread_models_equal_the_plain_model(name: str, tp: int, sequence: bool,
     assert_plain(job, model, loss_of(name), batch_of(), TOLERANCES.get(name, TOLERANCE))
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_four_tensor_parallel_ranks_at_each_of_two_places_equal_the_plain_model(sequence: bool) -> None:
+    model = MODELS["gpt"]().double()
+    parallel = Parallel(pp=2, tp=4, sequence_parallel=sequence, microbatches=2)
+    job = capture(model, batch_of(), loss_of("gpt"), parallel)
+    assert_plain(job, model, loss_of("gpt"), batch_of(), TOLERANCE)
+
+
 @pytest.mark.parametrize("dp", [2, 4])
 def test_data_parallel_copies_equal_the_plain_model(dp: int) -> None:
     model = MODELS["gpt"]().double()

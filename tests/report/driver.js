@@ -82,6 +82,11 @@
     await wait(500);
     found.hash = location.hash;
     await key("Home");
+    await key("0");
+    await key(".");
+    await key("ArrowDown");
+    found.travelled = told();
+    await key("Escape");
 
     const box = document.querySelector('input[data-show="messages"]'), before = canvas.clientHeight;
     box.click();

@@ -116,6 +116,8 @@ def test_pointing_at_a_span_tells_of_it(outcome: dict[str, Any]) -> None:
     ):
         assert words in outcome["op"]
     assert outcome["action"].startswith("0F0 on rank 0")
+    # A communication is told as it was predicted and as it was measured, wherever the pointer is.
+    assert outcome["travelled"].startswith("pp 1>0 e3:0\npredicted\n338.4 us\nmeasured\n338.4 us\n")
 
 
 def test_zoom_by_button_wheel_key_and_drag(outcome: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.report import perfetto
 from stretto.report.flows import count_ops
-from stretto.report.perfetto import to_perfetto
+from stretto.report.perfetto import left_out_in_words, ops_left_out, to_perfetto
 from stretto.schedule.families import make_schedule
 from stretto.simulate import simulate
 from tests.synthetic_comm import make_comm_plan
@@ -97,6 +98,20 @@ def test_ops_lie_inside_their_actions(plan: Plan, timeline: Timeline) -> None:
     }
     for slice_ in ops:
         assert slice_["end"] - slice_["start"] == pytest.approx(100_000, abs=2)
+
+
+def test_too_many_ops_are_left_out_and_told(
+    plan: Plan, timeline: Timeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = count_ops(plan, [timeline])
+    monkeypatch.setattr(perfetto, "MOST_OPS", count)
+    assert (ops_left_out(timeline, plan), left_out_in_words(0)) == (0, "")
+    monkeypatch.setattr(perfetto, "MOST_OPS", count - 1)
+    assert ops_left_out(timeline, plan) == count
+    assert ops_left_out(timeline, None) == 0
+    assert f"without its {count} ops" in left_out_in_words(count)
+    compute = Decoded(to_perfetto(timeline, plan)).slices["rank 0 (simulated) compute"]
+    assert {s["category"] for s in compute} <= {"F", "B", "bubble", "exposed"}
 
 
 def test_a_collective_flows_from_its_start_to_what_runs_after_its_wait(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,17 @@ import torch
 
 import stretto
 from stretto.capture.trace import trace
-from stretto.ir.plan import Plan
+from stretto.ir.action import Phase
+from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.record import Marks, build_timeline, now
+from stretto.schedule.families import make_schedule
+from stretto.schedule.pair import whole
 from tests.capture.zoo import Chain, mean_square, rows
 from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, plan_of, tokens
+from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 
 
 def measured(plan: Plan, model: torch.nn.Module, batch: torch.Tensor) -> Timeline:
@@ -116,6 +122,35 @@ def test_clocks_of_other_machines_are_corrected() -> None:
     for one, other in zip(same.spans, shifted.spans, strict=True):
         assert one.start_us == pytest.approx(other.start_us, abs=1e-3)
         assert (one.kind, one.name) == (other.kind, other.name)
+
+
+def test_a_wait_belongs_to_the_start_of_its_own_microbatch() -> None:
+    """In a window of several microbatches, an op's waits may stand in another order than its starts."""
+    schedule = whole(make_schedule("1f1b", 1, 2))
+    assert schedule is not None
+    job = make_comm_job(1, 2)
+    plan = plan_with(job, schedule, make_comm_costs(job), overlap="window")
+    (window,) = plan.windows.values()
+    items = list(window.items)
+    start, wait = "fr0.0", next(op.name for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
+    at = {(item.ref, window.parts[item.part], item.part): n for n, item in enumerate(items)}
+    parts = [part for part, (_, phase) in enumerate(window.parts) if phase is Phase.F]
+    starts, waits = ([at[ref, (0, Phase.F), part] for part in parts] for ref in (start, wait))
+    # Both starts, and then the second microbatch's wait before the first's.
+    rest = [item for n, item in enumerate(items) if n not in {*starts, *waits}]
+    moved = (*(items[n] for n in starts), items[waits[1]], items[waits[0]], *rest)
+    plan = replace(plan, windows={window.name: replace(window, items=moved)})
+    (instruction,) = (i for i in plan.orders[0] if i.kind is InstructionKind.RUN)
+    marks = Marks(0, 1_000_000, [(window.name, instruction.microbatches, 0, 1_000_000)])
+    name = f"tp all_reduce {start}"
+    marks.starts += [(name, 8, 100_000), (name, 8, 200_000)]
+    marks.finishes += [(name, "tp", 500_000, 800_000), (name, "tp", 850_000, 900_000)]
+    one, two = (
+        s for s in build_timeline(plan, [marks, marks], [0.0, 0.0]).spans if s.name == name and s.nbytes
+    )
+    mine = [instruction.microbatches[part] for part in parts]
+    assert (one.start_us, one.stage, one.phase, one.microbatch) == (200.0, 0, Phase.F, mine[1])
+    assert (two.start_us, two.stage, two.phase, two.microbatch) == (100.0, 0, Phase.F, mine[0])
 
 
 @pytest.mark.quiet

@@ -65,7 +65,9 @@ def _result(done: Mapping[Cell, Found], rounds: int, predicted: Mapping[Cell, Pl
             "cores": CORES,
             "torch": torch.__version__,
             "calibrated_shapes": list(CALIBRATED_SHAPES),
-            "calibrated_rates": list(CALIBRATED_RATES),
+            "calibrated_rates": [
+                rate for rate in CALIBRATED_RATES if any(cell.rate == rate for cell in done)
+            ],
             "shapes": [asdict(shape) for shape in dict.fromkeys(cell.shape for cell in done)],
         },
         "rows": [_row(cell, found, predicted.get(cell)) for cell, found in done.items()],

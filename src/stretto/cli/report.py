@@ -14,7 +14,7 @@ from stretto.ir.timeline import Timeline
 from stretto.report.dearest import dearest_ops
 from stretto.report.findings import findings
 from stretto.report.html import render
-from stretto.report.perfetto import save_perfetto
+from stretto.report.perfetto import left_out_in_words, ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
 from stretto.report.tables import comparison_grid, dearest_grid, ranks_grid, summary_grid, traffic_grid
@@ -42,7 +42,7 @@ def run(
     ] = None,
 ) -> None:
     """Show a run, or a plan: predicted against measured, what is hidden, the bound, the dearest ops."""
-    writers: dict[str, Callable[[Run, Path], None]] = {
+    writers: dict[str, Callable[[Run, Path], str]] = {
         ".html": _write_page,
         ".perfetto-trace": _write_trace,
         ".svg": _write_picture,
@@ -50,14 +50,15 @@ def run(
     if output is not None and output.suffix not in writers:
         raise UsageError(f"--output {output}: its suffix says the kind: give one of {', '.join(writers)}")
     found = load_run(path)
+    left_out = ""
     if output is not None:
         try:
-            writers[output.suffix](found, output)
+            left_out = writers[output.suffix](found, output)
         except OSError as error:
             raise StrettoError(f"cannot write {output}: {error.strerror}") from None
     _print(found)
     if output is not None:
-        Console().print(f"wrote {output}", highlight=False, soft_wrap=True)
+        Console().print(f"wrote {output}{left_out}", highlight=False, soft_wrap=True)
 
 
 def _print(found: Run) -> None:
@@ -83,16 +84,23 @@ def _print(found: Run) -> None:
         console.print(note, style="dim", highlight=False)
 
 
-def _write_page(found: Run, path: Path) -> None:
+# Each writes a file, and returns in words what it left out.
+
+
+def _write_page(found: Run, path: Path) -> str:
     path.write_text(render(found), encoding="utf-8")
+    return ""
 
 
-def _write_trace(found: Run, path: Path) -> None:
-    save_perfetto(_timelines(found), path, found.plan)
+def _write_trace(found: Run, path: Path) -> str:
+    timelines = _timelines(found)
+    save_perfetto(timelines, path, found.plan)
+    return left_out_in_words(ops_left_out(timelines, found.plan))
 
 
-def _write_picture(found: Run, path: Path) -> None:
+def _write_picture(found: Run, path: Path) -> str:
     path.write_text(draw(_timelines(found)), encoding="utf-8")
+    return ""
 
 
 def _timelines(found: Run) -> list[Timeline]:

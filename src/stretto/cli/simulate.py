@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from stretto.errors import StrettoError
 from stretto.ir.serialize import load_plan
 from stretto.report import save_json, save_perfetto, save_svg
+from stretto.report.perfetto import left_out_in_words, ops_left_out
 from stretto.report.tables import ranks_grid, summary_grid
 from stretto.simulate import predict
 from stretto.simulate import simulate as expected_step
@@ -37,11 +39,12 @@ def run(
     console.print(summary_grid(timeline, prediction).rich())
     console.print(f"What binds the bound: {prediction.binds}.", highlight=False)
     console.print(ranks_grid(timeline).rich())
-    for path, save in ((trace, save_perfetto), (svg, save_svg), (json, save_json)):
+    for path, save in ((trace, partial(save_perfetto, plan=loaded)), (svg, save_svg), (json, save_json)):
         if path is None:
             continue
         try:
             save(timeline, path)
         except OSError as error:
             raise StrettoError(f"cannot write {path}: {error.strerror}") from None
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        left_out = left_out_in_words(ops_left_out(timeline, loaded)) if path is trace else ""
+        console.print(f"wrote {path}{left_out}", highlight=False, soft_wrap=True)

@@ -130,7 +130,10 @@ def own_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 def check_divides(n: int, size: int, axis: str, what: str) -> None:
     """Raises ValueError, in a user's words, when `size` ranks cannot have equal parts of `n`."""
     if n % size:
-        raise ValueError(f"{what} cannot be spread equally over {axis} = {size}: {n} is not a multiple of it")
+        raise ValueError(
+            f"{what} cannot be spread equally over {axis} = {size}: {n} is not a multiple of it; change the "
+            "one or the other"
+        )
 
 
 class _Pair(torch.autograd.Function):

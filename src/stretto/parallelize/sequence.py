@@ -33,7 +33,8 @@ def sequence_region(
     if len(lists) != 1:
         raise UsageError(
             f"sequence_parallel needs one list of blocks with rowwise modules in it; {type(model).__name__} "
-            f"has {', '.join(lists) or 'none'}"
+            f"has {', '.join(lists) or 'none'}: give the blocks' output projections the style 'rowwise' in "
+            "tp_plan, in one nn.ModuleList, or leave sequence_parallel out"
         )
     ((name, blocks),) = lists.items()
     inside = whole_inside(name, styles)
@@ -62,7 +63,8 @@ def sequence_region(
     if not after or len(blocks) == 0:
         raise UsageError(
             f"sequence_parallel: no norm follows the blocks {name!r}, at which the sequence could be put "
-            "together again"
+            "together again: give the module that comes after them the style 'sequence' in tp_plan, or leave "
+            "sequence_parallel out"
         )
     styles.update(dict.fromkeys(after, Style("sequence")))
     return f"{name}.0", after

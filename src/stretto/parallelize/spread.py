@@ -66,7 +66,8 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
         if state.sliced:
             raise ValueError(
                 f"sequence_parallel: the sequence was cut at {how.first}, and none of {', '.join(how.tails)} "
-                "put it together again after the last block"
+                "put it together again after the last block: call one of them there, or leave "
+                "sequence_parallel out"
             )
 
     try:
@@ -156,7 +157,8 @@ def _first_changed(
         return (change(args[0]), *args[1:])
     if "hidden_states" not in kwargs:
         raise ValueError(
-            f"sequence_parallel: {name} is called without a first argument and without hidden_states"
+            f"sequence_parallel: {name} is called without a first argument and without hidden_states: give "
+            "the hidden states as one of these"
         )
     kwargs["hidden_states"] = change(kwargs["hidden_states"])
     return ()

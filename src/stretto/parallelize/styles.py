@@ -25,7 +25,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from stretto.errors import UsageError
 
@@ -91,7 +97,7 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
         _plain("output", given.output_layouts, (Replicate(), Shard(1)), where)
         return Style("vocabulary")
     if isinstance(given, ColwiseParallel):
-        _plain("input", given.input_layouts, (Replicate(),), where)
+        _plain("input", given.input_layouts, (Replicate(), Shard(1)), where)
         _plain("output", given.output_layouts, (Shard(-1), Replicate()), where)
         gathers = Replicate() in given.output_layouts
         return Style("colwise_gather_output" if gathers else "colwise")
@@ -100,7 +106,17 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
         _plain("output", given.output_layouts, (Replicate(), Shard(1)), where)
         return Style("rowwise_split_input" if Replicate() in given.input_layouts else "rowwise")
     if isinstance(given, SequenceParallel):
+        if given.sequence_sharding != (Shard(1),):
+            raise UsageError(
+                f"{where}: SequenceParallel along dim {given.sequence_sharding[0].dim} is not supported: the "
+                "sequence is dim 1 (batch, sequence, ...)"
+            )
         return Style("sequence")
+    if isinstance(given, (PrepareModuleInput, PrepareModuleOutput)):
+        raise UsageError(
+            f"{where}: leave {type(given).__name__} out: where a sequence is gathered or spread follows from "
+            "the styles of the modules around it"
+        )
     word, _, rest = str(given).partition(":")
     kind = SYNONYMS.get(word, word)
     known = (
@@ -108,7 +124,7 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
     )
     if not isinstance(given, str) or kind not in KNOWN:
         shown = given if isinstance(given, str) else type(given).__name__
-        raise UsageError(f"{where}: unknown style {shown!r}; {known}. Give a plan of your own with tp_plan")
+        raise UsageError(f"{where}: unknown style {shown!r}; {known}. Give another plan with tp_plan")
     if kind == "packed_colwise":
         if rest and not (rest.isdigit() and int(rest) > 0):
             raise UsageError(f"{where}: {given!r} must name how many matrices are packed: packed_colwise:3")

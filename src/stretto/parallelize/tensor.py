@@ -117,7 +117,11 @@ def _check_heads(model: nn.Module, size: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads", "n_head", "heads"):
         count = getattr(config, key, None)
         if isinstance(count, int) and count % size:
-            raise UsageError(f"the model has {key} = {count}, which is not a multiple of {AXIS} = {size}")
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise UsageError(
+                f"the model has {key} = {count}, which is not a multiple of {AXIS} = {size}: each rank "
+                f"has whole heads, so give a {AXIS} that divides it ({fitting})"
+            )
 
 
 def _shards(name: str, module: nn.Module, style: Style, size: int) -> dict[str, Shard]:
@@ -145,7 +149,10 @@ def _shards(name: str, module: nn.Module, style: Style, size: int) -> dict[str, 
 def _divides(name: str, n: int, size: int, blocks: int) -> None:
     if n % (size * blocks):
         packed = f" of {blocks} packed matrices" if blocks > 1 else ""
-        raise UsageError(f"{name}: {n} features{packed} cannot be spread equally over {AXIS} = {size}")
+        raise UsageError(
+            f"{name}: {n} features{packed} cannot be spread equally over {AXIS} = {size}: give a {AXIS} that "
+            "divides them, or the module the style 'replicated' in tp_plan"
+        )
 
 
 def _check_ties(model: nn.Module, shards: Mapping[str, Shard]) -> None:

@@ -30,14 +30,32 @@ NS_PER_US = 1000
 SEQUENCE = 1
 """All packets are of one writer; any number but 0 will do."""
 
-
 MOST_OPS = 100_000
 """More op slices than this are written only when they are asked for. Measured: 234 bytes each, so 23 MB."""
 
 
 def save_perfetto(timeline: Timeline | Sequence[Timeline], path: Path, plan: Plan | None = None) -> None:
-    """Write a timeline, or several, as a Perfetto trace to `path`; ops are inside when there is a plan."""
+    """Write a timeline, or several, as a Perfetto trace to `path`; ops are inside when there is a plan, and
+    when they are not too many (`ops_left_out`)."""
     path.write_bytes(to_perfetto(timeline, plan))
+
+
+def ops_left_out(timeline: Timeline | Sequence[Timeline], plan: Plan | None) -> int:
+    """How many op slices, about, `save_perfetto` leaves out because they are more than `MOST_OPS`; 0 when it
+    writes all that there are."""
+    if plan is None:
+        return 0
+    count = count_ops(plan, [timeline] if isinstance(timeline, Timeline) else timeline)
+    return count if count > MOST_OPS else 0
+
+
+def left_out_in_words(count: int) -> str:
+    """What to tell who asked for the trace; empty when no op is left out."""
+    return (
+        f" (without its {count:,} ops: more than {MOST_OPS:,} make a file that viewers open slowly)"
+        if count
+        else ""
+    )
 
 
 def to_perfetto(
@@ -52,7 +70,7 @@ def to_perfetto(
     if plan is None:
         ops = False
     elif ops is None:
-        ops = count_ops(plan, timelines) <= MOST_OPS
+        ops = not ops_left_out(timelines, plan)
     return _Writer(timelines, plan, ops).write()
 
 

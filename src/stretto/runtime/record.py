@@ -14,7 +14,8 @@ from functools import partial
 from typing import TypeVar
 
 from stretto.ir.action import Phase
-from stretto.ir.plan import Plan
+from stretto.ir.plan import InstructionKind, ItemKind, Plan
+from stretto.ir.program import WAIT, Op
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
 
@@ -69,6 +70,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
     for place in range(plan.ranks):
         rank = mesh.rank({"pp": place})
         idle: list[Span] = []
+        begun_of, awaited = _order_of(plan, place)
         for edge_index, mb, start_ns, end_ns in marks[rank].waits:
             sender = mesh.rank({"pp": plan.rank_of(plan.job.edges[edge_index].source)})
             left = sent.get((sender, (edge_index, mb)), clock.us(rank, start_ns))
@@ -83,9 +85,11 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
             # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
             # communicating.
             group = mesh.group(rank, members.axes, members.ranks) if members.axes[0] == "pp" else None
-            begun = max(started[member].get((name, at), (waited[0], 0))[0] for member in group or (rank,))
-            nbytes = started[rank].get((name, at), (0.0, 0))[1]
-            spans.append(_collective(plan, place, lane, name, begun, waited, nbytes))
+            asked = awaited.get((name, at))
+            first = at if asked is None else begun_of[name, asked]
+            begun = max(started[member].get((name, first), (waited[0], 0))[0] for member in group or (rank,))
+            nbytes = started[rank].get((name, first), (0.0, 0))[1]
+            spans.append(_collective(plan, place, lane, name, begun, waited, nbytes, asked))
             idle += idle_spans(place, name, waited[0], begun, waited[1])
         for name, start_ns, end_ns in marks[rank].others:
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
@@ -114,6 +118,61 @@ class _Clock:
 
     def us(self, rank: int, ns: int) -> float:
         return ns / 1000.0 + self._offsets_us[rank] - self._begin
+
+
+Asked = tuple[int, Phase, int]
+"""(stage, phase, microbatch) of a collective that an op starts."""
+
+
+def _order_of(plan: Plan, place: int) -> tuple[dict[tuple[str, Asked], int], dict[tuple[str, int], Asked]]:
+    """Of the collectives that ops of a place start: how many of a name were started before the one of a
+    microbatch, and which the n-th wait of a name is for. Starts and waits of one op may stand in different
+    orders of microbatches."""
+    begun: dict[tuple[str, Asked], int] = {}
+    awaited: dict[tuple[str, int], Asked] = {}
+    started: dict[str, int] = defaultdict(int)
+    finished: dict[str, int] = defaultdict(int)
+    known: dict[str, list[tuple[bool, int, str, int, Phase]]] = {}
+    for instruction in plan.orders[place]:
+        if instruction.kind is not InstructionKind.RUN:
+            continue
+        window = str(instruction.ref)
+        if window not in known:
+            known[window] = list(_communications(plan, window))
+        for waits, part, name, stage, phase in known[window]:
+            asked = stage, phase, instruction.microbatches[part]
+            if waits:
+                awaited[name, finished[name]] = asked
+                finished[name] += 1
+            else:
+                begun[name, asked] = started[name]
+                started[name] += 1
+    return begun, awaited
+
+
+def _communications(plan: Plan, window: str) -> Iterator[tuple[bool, int, str, int, Phase]]:
+    """The window's starts and waits in their order: whether it waits, its part, and of the collective the
+    name, the stage, and the phase that starts it."""
+    made = plan.windows[window]
+    ops = [_ops_of(plan, stage, phase) for stage, phase in made.parts]
+    for item in made.items:
+        if item.kind is not ItemKind.OP:
+            continue
+        stage, known = made.parts[item.part][0], ops[item.part]
+        op, sub = known[str(item.ref)]
+        waits = op.target == WAIT
+        if waits:
+            op, sub = known[op.uses[0]]
+        if op.collective is not None:
+            yield waits, item.part, f"{op.collective.axis} {op.collective.kind} {op.name}", stage, sub
+
+
+def _ops_of(plan: Plan, stage: int, phase: Phase) -> dict[str, tuple[Op, Phase]]:
+    """All ops of a stage by name, for a part of a window: a wait may stand in another phase than its start.
+    Where phases use one name, that of the part counts."""
+    programs = plan.job.stages[stage].ops
+    phases = sorted(programs, key=lambda made: made in phase.parts)
+    return {op.name: (op, made) for made in phases for op in programs[made]}
 
 
 Mark = TypeVar("Mark", tuple[str, int, int], tuple[str, str, int, int])
@@ -159,7 +218,14 @@ def _message(
 
 
 def _collective(
-    plan: Plan, place: int, lane: str, name: str, begun: float, waited: tuple[float, float], nbytes: int
+    plan: Plan,
+    place: int,
+    lane: str,
+    name: str,
+    begun: float,
+    waited: tuple[float, float],
+    nbytes: int,
+    asked: Asked | None,
 ) -> Span:
     done = waited[1]
     words = name.split(" ")
@@ -167,7 +233,9 @@ def _collective(
     cost = plan.costs.collectives.get((words[0], kind))
     if waited[1] - waited[0] < THERE_US and cost is not None:
         done = min(done, begun + cost.curve.us(nbytes))
-    return Span(place, lane, SpanKind.MESSAGE, name, begun, max(done, begun), nbytes=nbytes)
+    stage, phase, microbatch = asked or (None, None, None)
+    end = max(done, begun)
+    return Span(place, lane, SpanKind.MESSAGE, name, begun, end, stage, phase, microbatch, nbytes)
 
 
 def idle_spans(rank: int, name: str, start: float, begun: float, stop: float) -> list[Span]:

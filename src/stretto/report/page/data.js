@@ -13,6 +13,7 @@ function decoded(data) {
   for (const timeline of data.timelines) {
     timeline.step *= data.tick_us;
     timeline.took = new Map();
+    timeline.travelled = new Map();
     for (const lane of timeline.lanes) decodeLane(lane, data, timeline);
     timeline.memory = timeline.memory.map(([times, bytes]) => {
       let at = 0, held = 0;
@@ -42,7 +43,10 @@ function decodeLane(lane, data, timeline) {
     run: column("run", -1), bytes: column("bytes", 0), sender: column("sender", -1), sent: column("sent", 0),
   });
   lane.compute = lane.row === "compute";
-  if (!lane.compute) return;
+  if (!lane.compute) {
+    for (let i = 0; i < n; i++) timeline.travelled.set(travelKey(data, lane, i), end[i] - begin[i]);
+    return;
+  }
   lane.runs = timeline.runs[lane.rank].map(([window, ...microbatches]) => ({ window, microbatches, spans: [], compute: 0 }));
   for (let i = 0; i < n; i++) {
     const run = lane.runs[lane.run[i]];
@@ -53,6 +57,9 @@ function decodeLane(lane, data, timeline) {
     timeline.took.set(name, (timeline.took.get(name) || 0) + end[i] - begin[i]);
   }
 }
+
+// What a message or a collective is called in every timeline of one plan.
+const travelKey = (data, lane, i) => `${lane.rank} ${data.texts[lane.name[i]]} ${lane.microbatch[i]}`;
 
 // A window's ops with the share of its compute time that lies before each: measured where all were measured.
 function decodeWindows(data) {

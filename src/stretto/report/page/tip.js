@@ -25,7 +25,14 @@ function spanFacts(data, timeline, lane, i) {
     }
     if (run.spans.length > 1) add("this piece", timeText(length));
     add("costs", data.source);
-  } else add(KIND[timeline.source] || timeline.source, timeText(length));
+  } else if (lane.compute) add(KIND[timeline.source] || timeline.source, timeText(length));
+  else {
+    const key = travelKey(data, lane, i);
+    for (const other of data.timelines) {
+      const took = other === timeline ? length : other.travelled.get(key);
+      if (took !== undefined) add(KIND[other.source] || other.source, timeText(took));
+    }
+  }
   add("from", timeText(lane.begin[i]));
   if (!lane.compute) {
     const edge = /\be(\d+):/.exec(name), op = name.split(" ").pop();
