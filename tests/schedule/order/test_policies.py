@@ -167,8 +167,13 @@ def test_the_shortest_order_is_found_by_looking_at_all() -> None:
 def test_orders_come_within_a_twentieth_of_the_shortest(graph: WindowGraph) -> None:
     shortest = shortest_us(graph)
     assert shortest <= time_of(graph, "improve") <= 1.05 * shortest
-    # What the search improves: of a hundred such windows six are further off, by 13 % at most.
+    # The search improves this one: of a hundred such windows six are more than 5 % off, by 13 % at most.
     assert shortest <= time_of(graph, "list") <= 1.15 * shortest
+
+
+@pytest.mark.parametrize("graph", [chains(FORWARD, BACKWARD), *map(random_graph, range(8))], ids=str)
+def test_the_list_scheduler_alone_comes_as_close_on_these(graph: WindowGraph) -> None:
+    assert time_of(graph, "list") <= 1.05 * shortest_us(graph)
 
 
 @pytest.mark.parametrize("graph", [chains(FORWARD, BACKWARD), *map(random_graph, range(8))], ids=str)
