@@ -11,7 +11,8 @@ Knows the clock; nothing of ops or windows. The contract:
 3. Periods begin with the step, on all ranks alike: ranks that share a place go on together, and stand
    together when one of them has nothing left.
 4. What follows a wait takes longer, by up to `cold`: others have used the caches meanwhile, or the processor
-   has gone to sleep. How long the lane stood counts over about the last `MEMORY_US`.
+   has gone to sleep. How long the lane stood counts over about the last `MEMORY_US`; work
+   warms them again, by as much whether it comes in one piece or in many.
 5. A part of what transfers take is that ops are slower, because they find the caches changed. What follows a
    wait finds them changed once: the larger of the two counts. Measured in steps of two ranks at 200 Mbit/s,
    whose ops and calls take 404 ms alone: with what was measured apart after waits (23 % longer) and beside
@@ -64,9 +65,10 @@ class ComputeLane:
         assert not self.working
         self._pass()
         if self._cold:
-            self._count_stood(1.0)
-            still = -math.expm1(-work_us / MEMORY_US) * MEMORY_US  # of the work, as it warms the caches again
-            warming_us = self._cold * self._stood * still
+            self._count_stood()
+            warmed = -math.expm1(-work_us / MEMORY_US)
+            warming_us = self._cold * self._stood * warmed * MEMORY_US
+            self._stood *= 1.0 - warmed
             work_us += warming_us
             self._warming = warming_us / work_us if warming_us else 0.0
         self.working, self._left_us, self._then = True, work_us, then
@@ -124,13 +126,10 @@ class ComputeLane:
         if version == self._version and self.working:
             self._pass()
             self.working = False
-            if self._cold:
-                self._count_stood(0.0)
+            self._stood_at_us = self._clock.now_us
             self._then()
 
-    def _count_stood(self, standing: float) -> None:
-        """Step 4: since the last call the lane has stood (1) or worked (0) all the time."""
-        now_us = self._clock.now_us
-        kept = math.exp((self._stood_at_us - now_us) / MEMORY_US)
-        self._stood = standing + (self._stood - standing) * kept
-        self._stood_at_us = now_us
+    def _count_stood(self) -> None:
+        """Step 4: the lane has stood since its last work ended."""
+        kept = math.exp((self._stood_at_us - self._clock.now_us) / MEMORY_US)
+        self._stood = 1.0 + (self._stood - 1.0) * kept
