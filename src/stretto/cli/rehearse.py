@@ -9,7 +9,7 @@ import typer
 
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.serialize import load_plan
-from stretto.report.perfetto import left_out_in_words, ops_left_out, save_perfetto
+from stretto.report.perfetto import ops_left_out, save_perfetto
 
 rehearse = typer.Typer(add_completion=False)
 
@@ -51,4 +51,4 @@ def run(
             save_perfetto(found.timeline, trace, loaded)
         except OSError as error:
             raise StrettoError(f"cannot write {trace}: {error.strerror}") from None
-        typer.echo(f"wrote {trace}{left_out_in_words(ops_left_out(found.timeline, loaded))}")
+        typer.echo(f"wrote {trace}{ops_left_out(found.timeline, loaded)}")

@@ -14,7 +14,7 @@ from stretto.ir.timeline import Timeline
 from stretto.report.dearest import dearest_ops
 from stretto.report.findings import findings
 from stretto.report.html import render
-from stretto.report.perfetto import left_out_in_words, ops_left_out, save_perfetto
+from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
 from stretto.report.tables import comparison_grid, dearest_grid, ranks_grid, summary_grid, traffic_grid
@@ -95,7 +95,7 @@ def _write_page(found: Run, path: Path) -> str:
 def _write_trace(found: Run, path: Path) -> str:
     timelines = _timelines(found)
     save_perfetto(timelines, path, found.plan)
-    return left_out_in_words(ops_left_out(timelines, found.plan))
+    return ops_left_out(timelines, found.plan)
 
 
 def _write_picture(found: Run, path: Path) -> str:

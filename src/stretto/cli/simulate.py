@@ -12,7 +12,7 @@ from rich.console import Console
 from stretto.errors import StrettoError
 from stretto.ir.serialize import load_plan
 from stretto.report import save_json, save_perfetto, save_svg
-from stretto.report.perfetto import left_out_in_words, ops_left_out
+from stretto.report.perfetto import ops_left_out
 from stretto.report.tables import ranks_grid, summary_grid
 from stretto.simulate import predict
 from stretto.simulate import simulate as expected_step
@@ -46,5 +46,5 @@ def run(
             save(timeline, path)
         except OSError as error:
             raise StrettoError(f"cannot write {path}: {error.strerror}") from None
-        left_out = left_out_in_words(ops_left_out(timeline, loaded)) if path is trace else ""
+        left_out = ops_left_out(timeline, loaded) if path is trace else ""
         console.print(f"wrote {path}{left_out}", highlight=False, soft_wrap=True)

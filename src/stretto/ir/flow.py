@@ -22,6 +22,13 @@ def defined(ops: Sequence[Op]) -> set[str]:
     return {op.name for op in ops}
 
 
+def ops_of_stage(stage: Stage, phase: Phase) -> dict[str, tuple[Op, Phase]]:
+    """All ops of a stage by name, with the phase of each, for a part of a window: a wait may stand in another
+    phase than what it waits for. Where phases use one name, that of `phase` counts."""
+    order = sorted(stage.ops, key=lambda made: made in phase.parts)
+    return {op.name: (op, made) for made in order for op in stage.ops[made]}
+
+
 def results_of(job: Job, stage: int, phase: Phase) -> dict[str, list[str]]:
     """Values that outlive a program: name -> what they are (`grad <param>`, `update <buffer>`, `loss`)."""
     uses: dict[str, list[str]] = {}

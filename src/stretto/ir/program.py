@@ -122,6 +122,10 @@ class Collective:
     size: int
     nbytes: int
 
+    def label(self, op: str) -> str:
+        """What timelines call the one that this op starts."""
+        return f"{self.axis} {self.kind} {op}"
+
 
 Arg = Any
 """Ref | Const | None | bool | int | float | str | tuple of Arg."""

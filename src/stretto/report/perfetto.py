@@ -40,22 +40,14 @@ def save_perfetto(timeline: Timeline | Sequence[Timeline], path: Path, plan: Pla
     path.write_bytes(to_perfetto(timeline, plan))
 
 
-def ops_left_out(timeline: Timeline | Sequence[Timeline], plan: Plan | None) -> int:
-    """How many op slices, about, `save_perfetto` leaves out because they are more than `MOST_OPS`; 0 when it
-    writes all that there are."""
+def ops_left_out(timeline: Timeline | Sequence[Timeline], plan: Plan | None) -> str:
+    """In words, that `save_perfetto` leaves ops out because they are more than `MOST_OPS`; else empty."""
     if plan is None:
-        return 0
+        return ""
     count = count_ops(plan, [timeline] if isinstance(timeline, Timeline) else timeline)
-    return count if count > MOST_OPS else 0
-
-
-def left_out_in_words(count: int) -> str:
-    """What to tell who asked for the trace; empty when no op is left out."""
-    return (
-        f" (without its {count:,} ops: more than {MOST_OPS:,} make a file that viewers open slowly)"
-        if count
-        else ""
-    )
+    if count <= MOST_OPS:
+        return ""
+    return f" (without its {count:,} ops: more than {MOST_OPS:,} make a file that viewers open slowly)"
 
 
 def to_perfetto(

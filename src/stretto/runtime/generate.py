@@ -323,9 +323,10 @@ class Writer:
             dim = int(op.args[1])
             length = spec.shape[dim]
             return f"{value}.narrow({dim}, {at.get(str(op.args[2]), 0) * length}, {length})"
-        kind = op.target.removeprefix("comm.")
+        asked = op.collective
+        assert asked is not None
+        kind, name = asked.kind, asked.label(op.name)
         how = str(op.args[1]) if kind != "all_gather" else ""
-        name = f"{op.args[-2]} {kind} {op.name}"
         return f"hooks.start({name!r}, {kind!r}, {how!r}, {op.args[-2]!r}, {value}, {size})"
 
     def _text(self, part: int, arg: Arg) -> str:

@@ -14,8 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 from stretto.ir.action import Phase
+from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
-from stretto.ir.program import WAIT, Op
+from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
 
@@ -154,7 +155,7 @@ def _communications(plan: Plan, window: str) -> Iterator[tuple[bool, int, str, i
     """The window's starts and waits in their order: whether it waits, its part, and of the collective the
     name, the stage, and the phase that starts it."""
     made = plan.windows[window]
-    ops = [_ops_of(plan, stage, phase) for stage, phase in made.parts]
+    ops = [ops_of_stage(plan.job.stages[stage], phase) for stage, phase in made.parts]
     for item in made.items:
         if item.kind is not ItemKind.OP:
             continue
@@ -164,15 +165,7 @@ def _communications(plan: Plan, window: str) -> Iterator[tuple[bool, int, str, i
         if waits:
             op, sub = known[op.uses[0]]
         if op.collective is not None:
-            yield waits, item.part, f"{op.collective.axis} {op.collective.kind} {op.name}", stage, sub
-
-
-def _ops_of(plan: Plan, stage: int, phase: Phase) -> dict[str, tuple[Op, Phase]]:
-    """All ops of a stage by name, for a part of a window: a wait may stand in another phase than its start.
-    Where phases use one name, that of the part counts."""
-    programs = plan.job.stages[stage].ops
-    phases = sorted(programs, key=lambda made: made in phase.parts)
-    return {op.name: (op, made) for made in phases for op in programs[made]}
+            yield waits, item.part, op.collective.label(op.name), stage, sub
 
 
 Mark = TypeVar("Mark", tuple[str, int, int], tuple[str, str, int, int])

@@ -39,7 +39,7 @@ TURNS = 32
 Assumed."""
 
 THRESHOLDS = 64
-"""Heads and tails tried for each machine."""
+"""Heads and tails tried for each machine. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,10 @@ TURNS = "the turns of microbatches"
 """What holds a machine up if the k-th microbatch is not there yet, in words."""
 
 SOME = 1e-9
-"""Share of a machine's work that is more than a rounding."""
+"""Share of a machine's work that is more than a rounding. Assumed."""
 
 TRIED = 64
-"""Heads, and tails, of k-th microbatches that are tried beside those of the first."""
+"""Heads, and tails, of k-th microbatches that are tried beside those of the first. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)

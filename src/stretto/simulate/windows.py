@@ -11,6 +11,7 @@ from enum import IntEnum
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
+from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Collective, Op
 from stretto.ir.transfers import CollectiveTime, axis_time, is_free, op_time_us
@@ -89,7 +90,7 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
     op_us: list[float] = []
     ops: list[Op | None] = []
     calls: list[Call | None] = []
-    programs = [_programs(plan, stage, phase) for stage, phase in window.parts]
+    programs = [ops_of_stage(plan.job.stages[stage], phase) for stage, phase in window.parts]
     for item in window.items:
         op: Op | None = None
         call: Call | None = None
@@ -121,13 +122,6 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
     return ReadyWindow(window, segments, tuple(op_us), tuple(ops), tuple(calls))
 
 
-def _programs(plan: Plan, stage: int, phase: Phase) -> dict[str, tuple[Op, Phase]]:
-    """All ops of a stage by name, for a window of `phase`: a wait may stand in another phase than what it
-    waits for. Where phases use one name, that of the window counts."""
-    order = sorted(plan.job.stages[stage].ops, key=lambda made: made in phase.parts)
-    return {op.name: (op, made) for made in order for op in plan.job.stages[stage].ops[made]}
-
-
 def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op) -> Call | None:
     """The collective that an op starts or waits for. Raises ValueError when it cannot be found."""
     started = op
@@ -142,7 +136,7 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     if all(communicator.name != collective.axis for communicator in plan.communicators):
         raise ValueError(f"stage {stage}'s op {op.name} needs a communicator {collective.axis!r}")
     time = axis_time(plan.costs, collective.axis, collective.kind, collective.nbytes)
-    label = f"{collective.axis} {collective.kind} {started.name}"
+    label = collective.label(started.name)
     phase = programs[started.name][1]
     key = (stage, phase, started.name)
     return Call(key, collective.axis, label, collective.nbytes, time, stage, phase)
