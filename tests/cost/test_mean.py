@@ -17,7 +17,7 @@ KEY = ("tp", "all_reduce")
 
 
 def costs(scale: float, curve: Curve, rate: float = 10.0) -> Costs:
-    link = Link(100.0 * scale, rate, 5.0 * scale, "measured", 0.25 * scale)
+    link = Link(100.0 * scale, rate, 5.0 * scale, "measured", 0.25 * scale, 1000.0 * scale)
     collective = CollectiveCost(curve, 8.0 * scale, 0.1, "measured", 0.5 * scale, 20.0 * scale, 0.3 * scale)
     op_us = {(0, "mm"): 50.0 * scale}
     return Costs(
@@ -40,7 +40,8 @@ def test_the_mean_is_taken_of_every_figure() -> None:
     )
     made = mean_costs([slow, fast])
     assert made.op_us == {(0, "mm"): 75.0}
-    assert made.links[0, 1] == made.default_link == Link(150.0, pytest.approx(10.0), 7.5, "measured", 0.375)
+    link = Link(150.0, pytest.approx(10.0), 7.5, "measured", 0.375, 1500.0)
+    assert made.links[0, 1] == made.default_link == link
     assert made.skew == pytest.approx(0.03)
     assert made.cold == pytest.approx(0.15)
     found = made.collectives[KEY]

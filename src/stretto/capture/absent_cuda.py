@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from stretto.ir.program import Op, TensorSpec
+from stretto.ir.program import GETITEM, Op, TensorSpec
 
 MAX_HEAD_DIM = 256
 """Flash attention's largest head (Dao 2023, arXiv 2307.08691; sdp_utils.cpp)."""
@@ -107,7 +107,7 @@ def with_cuda_results(ops: Iterable[Op]) -> Iterator[Op]:
             norms.add(op.name)
             result, *statistics = op.outputs
             op = replace(op, outputs=(result, *(_float32(spec) for spec in statistics)))
-        elif op.target == "getitem" and op.args[0].name in norms and op.args[1] > 0:
+        elif op.target == GETITEM and op.args[0].name in norms and op.args[1] > 0:
             op = replace(op, outputs=tuple(_float32(spec) for spec in op.outputs))
         yield op
 

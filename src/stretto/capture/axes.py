@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
-from stretto.ir.program import Op, Shard, TensorSpec
+from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.ir.varying import varying
 from stretto.parallelize.tensor import AXIS
 
@@ -87,6 +87,6 @@ def _addends(value: str, ops: Mapping[str, Op]) -> list[str]:
         return [value]
     if op.target == "aten.add.Tensor" and not op.kwargs:
         return [leaf for name in op.uses for leaf in _addends(name, ops)]
-    if op.alias is not None and len(op.uses) == 1 and op.target != "getitem":
+    if op.alias is not None and len(op.uses) == 1 and op.target != GETITEM:
         return _addends(op.uses[0], ops)
     return [value]

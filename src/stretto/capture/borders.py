@@ -31,14 +31,13 @@ from stretto.capture.expand import TracedOp
 from stretto.capture.placed import ADD, PlacedStep
 from stretto.capture.split import Placement
 from stretto.capture.trace import Traced
-from stretto.ir.program import CHUNK, VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
 from stretto.passes.rows import divides, gather, part_of, rows_of
 
 SHAPED = (*VIEWS, "aten.reshape.default")
 NORM = "aten.native_layer_norm_backward.default"
-GETITEM = "getitem"
 
 
 def scatter_borders(traced: Traced, placement: Placement) -> tuple[Traced, Placement]:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from stretto.capture import torch_adapter
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
-from stretto.ir.program import CHUNK, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.ops import NAMESPACE
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
@@ -78,7 +78,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         assert first is not None
         root = roots[first]
         alias = root if root != first else None
-        return Op(node.name, "getitem", args, kwargs, outputs, alias)
+        return Op(node.name, GETITEM, args, kwargs, outputs, alias)
     if str(node.target).startswith(f"{NAMESPACE}."):
         return _communication(node, args, outputs, roots)
     if not torch_adapter.is_dispatched(node.target):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from stretto.capture.equal import renamed
 from stretto.capture.repeat import MARKS, NAMESPACE, Call, NotRepeatedError
-from stretto.ir.program import Arg, Constant, Op, Ref, TensorSpec
+from stretto.ir.program import GETITEM, Arg, Constant, Op, Ref, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def expand(step: Step, calls: Sequence[Call], segments: Sequence[str], constants
                     if step.grads.get(own) is not None:
                         raise NotRepeatedError(f"{own} is used outside of its layer")
                     grads[own] = local[number][value]
-        elif op.target == "getitem" and op.args[0].name in results:
+        elif op.target == GETITEM and op.args[0].name in results:
             number, values_out = results[op.args[0].name]
             value = values_out[op.args[1]]
             _check_layout(calls[number], specs, value, op.name)

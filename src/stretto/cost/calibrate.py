@@ -30,7 +30,7 @@ from stretto.cost.contention import Compute
 from stretto.cost.endless import endless_ops
 from stretto.cost.local_processes import BOTH_WAYS_BYTES, measure_between
 from stretto.cost.measure_collectives import Measured, hosts_of, measure_collectives
-from stretto.cost.measured import NO_LINK, agreed_ops, compute_between_us
+from stretto.cost.measured import agreed_ops, compute_between_us
 from stretto.cost.messages import measure_both_ways, measure_links
 from stretto.cost.op_cache import OpCache, Timing, signature
 from stretto.cost.profile import profile
@@ -40,7 +40,7 @@ from stretto.cost.time_ops import Specs, distinct_ops, time_op
 from stretto.cost.wanted import Wanted, wanted_collectives
 from stretto.cost.yardstick import yardstick
 from stretto.errors import StrettoError
-from stretto.ir.costs import Costs
+from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op
 

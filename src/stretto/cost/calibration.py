@@ -1,7 +1,7 @@
 """The calibration file: what `stretto calibrate` measured of a machine or a cluster, readable and strict.
 
     {
-      "format": "stretto-calibration", "version": 7,
+      "format": "stretto-calibration", "version": 8,
       "machine": {"kind": "cpu" or "cuda", "device": "...", "torch": "...", "threads": 1},
       "ops": {"aten.mm.default(float32[64,128], float32[128,512])": {"us", "spread", "flops", "bytes"}, ...},
       "traced": {"aten::mm float32 [64,128] [128,512]": us, ...},
@@ -41,7 +41,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.reading import Cursor, read_json
 
 FORMAT = "stretto-calibration"
-VERSION = 7
+VERSION = 8
 
 COST_KEYS = (
     "curve",
@@ -58,7 +58,7 @@ COST_KEYS = (
 )
 
 
-WAY_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower")
+WAY_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower", "buffered_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +244,7 @@ def _way_data(link: Link) -> dict[str, Any]:
         "bytes_per_us": round(link.bytes_per_us, 3),
         "processor_us_per_mb": round(link.processor_us_per_mb, 2),
         "slower": round(link.slower, 4),
+        "buffered_bytes": round(link.buffered_bytes),
     }
 
 
@@ -269,6 +270,7 @@ def _way_of(parts: Mapping[str, Cursor], name: str) -> Link:
         positive(parts["processor_us_per_mb"]),
         f"measured: {name}",
         decode_part(parts["slower"]),
+        positive(parts["buffered_bytes"]),
     )
 
 

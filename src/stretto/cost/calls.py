@@ -15,10 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stretto.ir.costs import BYTES_PER_MB
 from stretto.ir.program import WAIT, Job
-
-BYTES_PER_MB = 10**6
-"""The megabyte of `CollectiveCost.processor_us_per_mb`, as that field defines it, and of `Calls`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -80,8 +80,7 @@ def measure_between(
         found[axis, kind] = Measured(cost, Calls(*entry["calls"]), entry["spread"])
     if not link:
         return Between(None, 1.0, found)
-    latency_us, bytes_per_us, processor_us_per_mb, slower = told["link"]
-    measured = Link(latency_us, bytes_per_us, processor_us_per_mb, "measured, loopback", slower)
+    measured = Link(**told["link"])
     return Between(measured, told["both_ways"], found)
 
 
@@ -162,7 +161,7 @@ def _probe(asked: Any) -> None:
         both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
         if link is not None:
             told["both_ways"] = both_ways
-            told["link"] = [link.latency_us, link.bytes_per_us, link.processor_us_per_mb, link.slower]
+            told["link"] = asdict(replace(link, source="measured, loopback"))
     mesh = Mesh(tuple((axis, size) for axis, size in asked["mesh"]))
     wanted = [Wanted(axis, kind, tuple(sizes), dtype) for axis, kind, sizes, dtype in asked["wanted"]]
     if mesh.world < dist.get_world_size():

@@ -75,6 +75,7 @@ def _link(found: Sequence[Link]) -> Link:
         bytes_per_us=1.0 / slowness if slowness else math.inf,
         processor_us_per_mb=statistics.fmean(link.processor_us_per_mb for link in found),
         slower=statistics.fmean(link.slower for link in found),
+        buffered_bytes=statistics.fmean(link.buffered_bytes for link in found),
     )
 
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from stretto import collectives, gloo_adapter
-from stretto.cost.calls import BYTES_PER_MB, Calls, line_through
+from stretto.cost.calls import Calls, line_through
 from stretto.cost.contention import Compute, compute_loss
 from stretto.cost.sharing import sharing
 from stretto.cost.time_collectives import (
@@ -46,7 +46,7 @@ from stretto.cost.time_collectives import (
 from stretto.cost.wanted import Wanted, elements
 from stretto.errors import UsageError
 from stretto.giving_way import keeping_core
-from stretto.ir.costs import CollectiveCost
+from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 

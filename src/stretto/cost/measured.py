@@ -33,11 +33,9 @@ from stretto.cost.unsteady import Pieces, unsteady_of
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.costs import CollectiveCost, Costs, Link, Quota, Unsteady
+from stretto.ir.costs import NO_LINK, CollectiveCost, Costs, Link, Quota, Unsteady
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import WAIT, Job, Stage
-
-NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
 
 
 def measured_costs(job: Job, schedule: Schedule) -> Costs:
@@ -290,6 +288,7 @@ def typical_link(links: list[Link]) -> Link:
         statistics.median(link.processor_us_per_mb for link in links),
         links[0].source,
         statistics.median(link.slower for link in links),
+        statistics.median(link.buffered_bytes for link in links),
     )
 
 

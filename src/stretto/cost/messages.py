@@ -1,9 +1,11 @@
 """What messages cost between running ranks: latency, rate, and the processor time that they take away.
 
     1. A pair's messages of several sizes, one at a time, timed by round trips that return an empty
-       answer; latency and rate are the best straight line through the fastest (least squares on the
-       relative error).
-    2. On processors both ends compute while messages stream between them, one each way at a time; what
+       answer; latency and rate are the best straight line through fast ones (least squares,
+       weighted by one over the time).
+    2. On processors a send is done when the transport has taken over what it has not transferred yet: one
+       large message, and what could not have left when its send was done.
+    3. On processors both ends compute while messages stream between them, one each way at a time; what
        compute loses for each megabyte (`cost.contention`) is the processor time of a message.
 
 Uses `torch.distributed` as it is: the transport that will carry the plan's messages.
@@ -18,25 +20,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.cost.calls import BYTES_PER_MB
 from stretto.cost.contention import Compute, compute_loss
+from stretto.cost.synchronise import synchronise
 from stretto.giving_way import keeping_core
 from stretto.gloo_adapter import calm_loops
-from stretto.ir.costs import Link
+from stretto.ir.costs import BYTES_PER_MB, Link
 from stretto.ir.mesh import Mesh
 
 SIZES = (4, 65_536, 262_144, 1_048_576)
 """Bytes of the probes: an empty message, and around an activation's size."""
 
 ROUNDS = 5
-"""Messages of each size when they take long; the fastest counts, as what slows the others is not the link.
-Assumed."""
+"""Messages of each size when they take long; the slowest of the fastest quarter counts. What slows others is
+not the link, and the very fastest may have been lent by a network that limits rates with a bucket: at
+100 Mbit/s one of 16 messages of 64 KiB took 4.0 ms, the others 5.2. Assumed."""
 
 MOST_ROUNDS = 40
 """Messages of each size at most: short ones are repeated until one is undisturbed."""
 
 ROUNDS_US = 60_000.0
 """Messages of a size go on for this long, within the limits above."""
+
+QUARTER = 0.25
+"""Of the rounds, those from which the time is taken."""
 
 FASTEST = {"cpu": 50_000.0, "cuda": 1_000_000.0}
 """Bytes a microsecond that no link of such devices reaches: a core's copies, an accelerator's links. Assumed;
@@ -45,8 +51,15 @@ a fit of disturbed messages may tell any rate."""
 SLOW_US = 400_000.0
 """A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
 
+LARGE_BYTES = 8 * 2**20
+"""Of the message of step 2: twice what Linux lets a socket buffer on its own (`net.ipv4.tcp_wmem`). What is
+buffered of this one is taken for all that is."""
+
+LARGE_US = 1_000_000.0
+"""Such a message takes no longer: over slower links it is smaller."""
+
 STREAMED_BYTES = 262_144
-"""Of the messages of step 2: of a stage's activations, rather small ones. Assumed."""
+"""Of the messages of step 3: of a stage's activations, rather small ones. Assumed."""
 
 
 @calm_loops()
@@ -76,11 +89,12 @@ def measure_links(
         if both not in stolen:
             cpu = device.type == "cpu"
             stolen[both] = _processor_loss(sender, receiver, device, fit, compute) if cpu else (0.0, 0.0)
+        buffered_bytes = _buffered(sender, receiver, fit) if device.type == "cpu" else 0.0
         if rank == sender:
             assert fit is not None
             latency_us, bytes_per_us = fit
             lost_us_per_mb, slower = stolen[both]
-            found[pair] = Link(latency_us, bytes_per_us, lost_us_per_mb, "measured", slower)
+            found[pair] = Link(latency_us, bytes_per_us, lost_us_per_mb, "measured", slower, buffered_bytes)
         dist.barrier()
     return found
 
@@ -101,7 +115,7 @@ def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, f
                 start = time.perf_counter_ns()
                 dist.send(payload, receiver)
                 dist.recv(answer, receiver)
-                _synchronise(device)
+                synchronise(device)
                 times.append((time.perf_counter_ns() - start) / 1000.0)
                 go_on = torch.tensor([1.0 if times[-1] < SLOW_US else 0.0], device=device)
                 if len(times) == 1:  # the first is for warmth, and tells how many others there will be
@@ -115,7 +129,8 @@ def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, f
                 if len(times) == 1:
                     dist.recv(rounds, sender)
         if rank == sender:
-            points.append((payload.nbytes, min(times[1:])))
+            fast = int(QUARTER * (len(times) - 1)) if points else 0  # nothing lends to the empty one
+            points.append((payload.nbytes, sorted(times[1:])[fast]))
             dist.send(go_on, receiver)
         else:
             go_on = torch.zeros(1, device=device)
@@ -129,8 +144,8 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     """(latency_us, bytes_per_us) from (bytes, round trip us); the empty answer is half of the first."""
     half = points[0][1] / 2.0
     one_way = [(nbytes, max(us - half, 0.1)) for nbytes, us in points]
-    # Weighted least squares of us = a + b * bytes with weights 1 / us**2.
-    weights = [1.0 / us**2 for _, us in one_way]
+    # Weighted least squares of us = a + b * bytes with weights 1 / us: the rate is that of large messages.
+    weights = [1.0 / us for _, us in one_way]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, one_way, strict=True)) / total
     mean_y = sum(w * y for w, (_, y) in zip(weights, one_way, strict=True)) / total
@@ -146,10 +161,34 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     return max(mean_y - slope * mean_x, half / 2.0), 1.0 / slope
 
 
+def _buffered(sender: int, receiver: int, fit: tuple[float, float] | None) -> float:
+    """Step 2 on the sender; 0 on other ranks. fit: as in step 3."""
+    rank = dist.get_rank()
+    if rank not in (sender, receiver):
+        return 0.0
+    count = torch.zeros(1, dtype=torch.int64)
+    if rank == receiver:
+        dist.recv(count, sender)
+        dist.recv(torch.zeros(int(count)), sender)
+        dist.send(count, sender)
+        return 0.0
+    assert fit is not None
+    count.fill_(int(min(LARGE_BYTES, LARGE_US * fit[1])) // 4)
+    payload = torch.zeros(int(count))
+    dist.send(count, receiver)
+    begin = time.perf_counter_ns()
+    dist.send(payload, receiver)
+    done_us = (time.perf_counter_ns() - begin) / 1000.0
+    dist.recv(count, receiver)
+    arrived_us = (time.perf_counter_ns() - begin) / 1000.0
+    # At the rate of this one; a slow send of a fast link has copied, and stood for nothing.
+    return max(0.0, payload.nbytes * (1.0 - done_us / arrived_us))
+
+
 def _processor_loss(
     a: int, b: int, device: torch.device, fit: tuple[float, float] | None, compute: Compute | None
 ) -> tuple[float, float]:
-    """Step 2: (microseconds of compute lost for each 10**6 bytes, the mean of both ends; the part of it that
+    """Step 3: (microseconds of compute lost for each 10**6 bytes, the mean of both ends; the part of it that
     is slower ops). fit: what the sender has found; None on other ranks."""
     rank = dist.get_rank()
     if rank not in (a, b):
@@ -209,7 +248,7 @@ def measure_both_ways(sender: int, receiver: int, nbytes: int, device: torch.dev
         else:
             dist.recv(into, peer)
             dist.send(mine, peer)
-        _synchronise(device)
+        synchronise(device)
         alone.append(float(time.perf_counter_ns() - begin))
         _swap(mine, theirs, sender, receiver)
         begin = time.perf_counter_ns()
@@ -218,7 +257,7 @@ def measure_both_ways(sender: int, receiver: int, nbytes: int, device: torch.dev
         for work in works if rank == sender else reversed(works):
             assert work is not None
             work.wait()
-        _synchronise(device)
+        synchronise(device)
         both.append(float(time.perf_counter_ns() - begin))
     return min(both[1:]) / max(min(alone[1:]), 1.0)
 
@@ -232,8 +271,3 @@ def _swap(mine: torch.Tensor, theirs: torch.Tensor, a: int, b: int) -> None:
     else:
         dist.recv(theirs, a)
         dist.send(mine, a)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

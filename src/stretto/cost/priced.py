@@ -33,15 +33,13 @@ from stretto.cost.sharing import sharing
 from stretto.cost.wanted import wanted_collectives
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.costs import Costs, Link
+from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import STARTS, Job, Op, TensorSpec
 
 BEYOND = 4.0
 """Work this many times below the least or above the most that was measured is still taken at the nearest op's
 rate; further away the roofline serves. Assumed."""
-
-NO_LINK = Link(0.0, float("inf"), 0.0, "no messages")
 
 
 @dataclass(frozen=True, slots=True)

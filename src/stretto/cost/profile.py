@@ -35,6 +35,7 @@ import torch
 from stretto.cost.crowd import has_quota, part_of
 from stretto.cost.pauses import TOGETHER_US, Paused, Pauses
 from stretto.cost.stand_ins import function_of
+from stretto.cost.synchronise import synchronise
 from stretto.heap import keep_freed_memory
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
@@ -347,28 +348,23 @@ def _run(
     values: dict[str, Any] = dict(given)
     result: dict[Phase, float] = {}
     for phase in PHASES:
-        _synchronise(device)
+        synchronise(device)
         begin = time.perf_counter_ns()
         for call in calls[phase]:
             start, mine = time.perf_counter_ns(), time.thread_time_ns() if threads else 0
             call.run(values, grads)
             if rounds is not None:
-                _synchronise(device)
+                synchronise(device)
                 rounds.shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
                 if threads:
                     rounds.thread_shares[call.op.name].append((time.thread_time_ns() - mine) / 1000.0)
             if pauses is not None and call.op.target == WAIT:
                 pauses.pause()
-        _synchronise(device)
+        synchronise(device)
         result[phase] = (time.perf_counter_ns() - begin) / 1000.0
         if pauses is not None:
             pauses.pause()  # before the next program there may be a message to wait for
     return result
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _shape_of(job: Job, stage: Stage) -> Any:

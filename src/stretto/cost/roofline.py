@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from stretto.cost.wanted import wanted_collectives
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.program import WAIT, Job, Op, TensorSpec
+from stretto.ir.program import GETITEM, WAIT, Job, Op, TensorSpec
 
 if TYPE_CHECKING:
     from stretto.cost.cluster import Cluster
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ACTION_US = 8.0
 """Time of a window's run beside its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
 
-FREE = ("getitem", WAIT)
+FREE = (GETITEM, WAIT)
 """Ops that take no time of their own: the tuple has paid, the communication has a lane of its own."""
 
 

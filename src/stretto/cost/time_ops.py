@@ -21,6 +21,7 @@ from stretto.cost.op_cache import Machine, Timing, signature
 from stretto.cost.profile import device_name, fixed_argument, random_tensor
 from stretto.cost.roofline import FREE, made_bytes, specs_of
 from stretto.cost.stand_ins import function_of
+from stretto.cost.synchronise import synchronise
 from stretto.errors import StrettoError
 from stretto.ir.program import Arg, Job, Op, Ref, TensorSpec
 
@@ -99,12 +100,12 @@ def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:
     ]
 
     def round_us(count: int) -> float:
-        _synchronise(device)
+        synchronise(device)
         begin = time.perf_counter_ns()
         for at in range(count):
             positional, named = calls[at % sets]
             function(*positional, **named)
-        _synchronise(device)
+        synchronise(device)
         return (time.perf_counter_ns() - begin) / 1000.0 / count
 
     # Dropout draws; the user's generator must not notice.
@@ -119,8 +120,3 @@ def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:
     half = rounds[: (len(rounds) + 1) // 2]
     us = statistics.fmean(half)
     return Timing(us, (half[-1] - half[0]) / us if us else 0.0, op.flops, moved)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -43,7 +43,7 @@ COST_KEYS = (
 )
 UNSTEADY_KEYS = ("spread", "spell_us", "common")
 QUOTA_KEYS = ("period_us", "share", "speed", "skew")
-LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower", "source")
+LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower", "buffered_bytes", "source")
 
 
 def encode_costs(costs: Costs) -> dict[str, Any]:
@@ -195,6 +195,7 @@ def _encode_link(link: Link) -> dict[str, Any]:
         "bytes_per_us": encode_float(link.bytes_per_us),
         "processor_us_per_mb": encode_float(link.processor_us_per_mb),
         "slower": encode_float(link.slower),
+        "buffered_bytes": encode_float(link.buffered_bytes),
         "source": link.source,
     }
 
@@ -206,6 +207,7 @@ def _decode_link(fields: Mapping[str, Cursor]) -> Link:
         processor_us_per_mb=fields["processor_us_per_mb"].number(),
         source=fields["source"].text(),
         slower=decode_part(fields["slower"]),
+        buffered_bytes=fields["buffered_bytes"].number(),
     )
 
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from stretto.ir.curve import Curve
 
+BYTES_PER_MB = 10**6
+"""The megabyte of all that is told for each of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -21,6 +24,8 @@ class Link:
     processor_us_per_mb: processor time that each end loses to the transfer, per 10**6 bytes (a CPU
         transport copies on the cores that compute; 0 on accelerators with their own engines).
     slower: as in `CollectiveCost`.
+    buffered_bytes: what the transport takes over of messages that have not left yet, as a socket's buffer
+        does: a send is done when no more than this has still to leave. 0 where it is done with its transfer.
     """
 
     latency_us: float
@@ -28,6 +33,7 @@ class Link:
     processor_us_per_mb: float = 0.0
     source: str = "assumed"
     slower: float = 0.0
+    buffered_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _is_part(self.slower)
@@ -59,7 +65,7 @@ class CollectiveCost:
 
     def lost_us(self, nbytes: float) -> float:
         """Processor time that every member loses to one of `nbytes`, in microseconds."""
-        return self.processor_us + self.processor_us_per_mb * nbytes / 10**6
+        return self.processor_us + self.processor_us_per_mb * nbytes / BYTES_PER_MB
 
     def __post_init__(self) -> None:
         if not 0.0 < self.pace <= 1.0:
@@ -70,6 +76,10 @@ class CollectiveCost:
 def _is_part(slower: float) -> None:
     if not 0.0 <= slower <= 1.0:
         raise ValueError(f"what is lost to slower ops is a part of all that is, 0 to 1, not {slower}")
+
+
+NO_LINK = Link(0.0, math.inf, 0.0, "no messages")
+"""Of ranks that send each other nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,9 @@ STARTS = ("comm.all_reduce", "comm.all_gather", "comm.reduce_scatter")
 """Targets that start a communication."""
 
 WAIT = "comm.wait"
+GETITEM = "getitem"
+"""The target that takes one result of an op with several."""
+
 INDEX = "axis.index"
 CHUNK = "axis.chunk"
 

@@ -7,9 +7,7 @@ its own, those that nobody takes at once.
 
 from __future__ import annotations
 
-from stretto.ir.program import Op
-
-GETITEM = "getitem"
+from stretto.ir.program import GETITEM, Op
 
 
 def makes(op: Op) -> tuple[tuple[str, int], ...]:

@@ -11,12 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.errors import PlanError
-from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.costs import BYTES_PER_MB, CollectiveCost, Costs, Link
 from stretto.ir.plan import Communicator
-from stretto.ir.program import WAIT, Job, Op
-
-BYTES_PER_MB = 10**6
-"""The megabyte of `Link.processor_us_per_mb`, as that field defines it."""
+from stretto.ir.program import GETITEM, WAIT, Job, Op
 
 ALL_REDUCE = "all_reduce"
 """The kind of every sum of gradients, and of the loss where data-parallel ranks share it."""
@@ -177,7 +174,7 @@ def grad_bytes(job: Job) -> Mapping[str, int]:
 
 def is_free(op: Op) -> bool:
     """Whether an op may be without a cost: views, waits and parts of tuples take no time of their own."""
-    return op.alias is not None or op.target in ("getitem", WAIT)
+    return op.alias is not None or op.target in (GETITEM, WAIT)
 
 
 def op_time_us(costs: Costs, stage: int, name: str, free: bool) -> float | None:

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
-from stretto.ir.program import WAIT, Arg, Job, Op, Ref, Stage
+from stretto.ir.program import GETITEM, WAIT, Arg, Job, Op, Ref, Stage
 
 AGAIN = "_again"
 """Ends the name of a repeated op."""
@@ -87,7 +87,7 @@ def closed(forward: Sequence[Op], again: Collection[str]) -> set[str]:
         raise ValueError(f"the stage's forward has no {', '.join(unknown)}")
     roots = {root[name] for name in again}
     for op in reversed(forward):
-        if op.target == "getitem" and root[op.name] in roots:
+        if op.target == GETITEM and root[op.name] in roots:
             roots.add(root[op.uses[0]])
     return {op.name for op in forward if root[op.name] in roots and root[op.name] in root}
 
@@ -142,7 +142,7 @@ class _Repeat:
                 found.update(self._inputs(op.name))
             elif op.name not in self.needed or op.name in in_w:
                 continue
-            elif op.target in ("getitem", WAIT) and op.uses[0] in self.needed:
+            elif op.target in (GETITEM, WAIT) and op.uses[0] in self.needed:
                 # A part goes with its tuple, a wait with its start: what decides is there.
                 parts[op.uses[0]].append(op)
                 if op.uses[0] in found:

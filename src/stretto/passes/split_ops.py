@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.program import VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import GETITEM, VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
 from stretto.passes.rewrite import spec_with, strides_of
 
@@ -151,7 +151,7 @@ class _Prices:
             for stage in job.stages
             for ops in stage.ops.values()
             for op in ops
-            if op.alias is None and op.collective is None and op.target != "getitem"
+            if op.alias is None and op.collective is None and op.target != GETITEM
         ]
         timed = [(us, op) for us, op in timed if us > 0.0]
         self.shortest_us = min((us for us, _ in timed), default=0.0)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import ItemKind, Plan
-from stretto.ir.program import WAIT, Job, Op, TensorSpec
+from stretto.ir.program import Job, Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.ir.transfers import op_time_us
+from stretto.ir.transfers import is_free, op_time_us
 from stretto.schedule.lower import window_name
 
 RECOMPUTATION = "R"
@@ -60,10 +60,17 @@ def op_category(op: Op, phase: Phase) -> str:
     return RECOMPUTATION if op.repeats else phase.value
 
 
+def span_category(span: Span) -> str:
+    """F, I, W or B for compute, `compute` where it is not known of which; exposed, bubble or message for the
+    rest."""
+    if span.kind is SpanKind.COMPUTE and span.phase is not None:
+        return span.phase.value
+    return span.kind.value
+
+
 def op_us(plan: Plan, stage: int, op: Op) -> float:
     """Predicted time of an op on the compute lane; 0 for a view, and for an op that the costs do not name."""
-    free = op.alias is not None or op.target in ("getitem", WAIT)
-    return op_time_us(plan.costs, stage, op.name, free) or 0.0
+    return op_time_us(plan.costs, stage, op.name, is_free(op)) or 0.0
 
 
 def window_ops(plan: Plan) -> dict[str, WindowOps]:

@@ -18,13 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stretto.ir.plan import Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.report.detail import (
     Run,
     measured_op_us,
     runs_of,
     shapes_in,
     shapes_out,
+    span_category,
     specs_of,
     window_ops,
 )
@@ -148,7 +149,7 @@ def _lane(rank: int, row: str, spans: Iterable[Span], texts: _Texts, runs: Seque
         for name, value in (
             ("start", start - before),
             ("took", end - start),
-            ("category", CATEGORIES.index(span_category(span))),
+            ("category", _category(span)),
             ("name", texts(span.name)),
             ("microbatch", -1 if span.microbatch is None else span.microbatch),
             ("run", run_of.get(id(span), -1)),
@@ -165,14 +166,13 @@ def _lane(rank: int, row: str, spans: Iterable[Span], texts: _Texts, runs: Seque
     return {"rank": rank, "row": row, "count": len(ordered), **kept}
 
 
+def _category(span: Span) -> int:
+    """Compute of several phases in one has the first's colour."""
+    found = span_category(span)
+    return CATEGORIES.index(found) if found in CATEGORIES else 0
+
+
 _EMPTY = defaultdict(int, {"microbatch": -1, "run": -1, "sender": -1})
-
-
-def span_category(span: Span) -> str:
-    """F, I, W or B for compute; exposed, bubble or message for the rest."""
-    if span.kind is SpanKind.COMPUTE:
-        return span.phase.value if span.phase is not None else "F"
-    return span.kind.value
 
 
 def _steps(steps: Sequence[tuple[float, int]]) -> list[list[int]]:

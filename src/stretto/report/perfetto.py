@@ -23,7 +23,7 @@ from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 from stretto.ir.plan import Plan
 from stretto.ir.program import TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import measured_op_us, shapes_in, shapes_out, specs_of
+from stretto.report.detail import measured_op_us, shapes_in, shapes_out, span_category, specs_of
 from stretto.report.flows import OpSlice, count_ops, flows_of, nested_ops
 
 NS_PER_US = 1000
@@ -64,13 +64,6 @@ def to_perfetto(
     elif ops is None:
         ops = not ops_left_out(timelines, plan)
     return _Writer(timelines, plan, ops).write()
-
-
-def category(span: Span) -> str:
-    """F, I, W or B for compute; exposed, bubble or message for the rest."""
-    if span.kind is SpanKind.COMPUTE and span.phase is not None:
-        return span.phase.value
-    return span.kind.value
 
 
 class _Writer:
@@ -161,7 +154,7 @@ class _Writer:
 
     def _slice(self, track: int, span: Span) -> None:
         name = span.kind.value if span.kind is SpanKind.BUBBLE else span.name
-        self._begin(track, span.start_us, name, category(span), id(span), _details(span))
+        self._begin(track, span.start_us, name, span_category(span), id(span), _details(span))
         for op in self.nested.get(id(span), ()):
             row = op.row
             self._begin(track, op.start_us, row.op.name, "op", id(op), self._op_details(op))

@@ -30,7 +30,7 @@ from torch import fx
 
 from stretto.dispatch import resolve
 from stretto.ir.plan import ItemKind, Window
-from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Arg, Const, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Op, Ref, TensorSpec
 from stretto.runtime.memory_adapter import MemoryMeter
 
 Key = tuple[int, str]
@@ -40,7 +40,6 @@ LEAST_FUSED = 2
 """Ops that Inductor could fuse, below which a stretch is not compiled. One op alone is what PyTorch's own
 kernel does; a call of a compiled function costs its guards, 25 to 50 us (measured, 2 to 30 inputs)."""
 
-GETITEM = "getitem"
 _KERNELS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "embedding", "embedding_dense_backward")
 """Ops that stay calls of PyTorch's kernels under Inductor, without overloads."""
 _BLOCK = re.compile(r"^(?:[^.]*\.)*?\d+(?=\.|$)")

@@ -29,8 +29,7 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
-from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
-from stretto.ir.storage import GETITEM
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
 from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]

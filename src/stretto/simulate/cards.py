@@ -35,7 +35,8 @@ def nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One message or collective in flight. `leave` is called after busy_us, `arrive` latency_us later.
+    """One message or collective in flight. `leave` is called after busy_us, `arrive` latency_us later; `rest`
+    as `Cards.at_rest` says.
 
     left_us: of busy_us, at the start and at `since_us`; until_arrival: processors are given back with the
     arrival, not when the transfer leaves.
@@ -52,6 +53,8 @@ class Transfer:
     until_arrival: bool
     pace: float = 1.0
     slower: float = 0.0
+    rest_us: float = 0.0
+    rest: Callable[[], None] = nothing
     share: float = 0.0
     rate: float = 0.0
     since_us: float = 0.0
@@ -110,16 +113,36 @@ class Cards:
         if transfer.pace < 1.0 and not self._working.isdisjoint(transfer.places):
             rate *= transfer.pace
         now_us = clock.now_us
-        left_us = transfer.left_us - (now_us - transfer.since_us) * transfer.rate
-        transfer.left_us = left_us = max(0.0, left_us)
+        transfer.left_us = left_us = self.left_us(transfer)
         transfer.since_us = now_us
         transfer.rate = rate
         self._load(transfer, _load_of(transfer, rate))
         version = transfer.version = transfer.version + 1
         end_us = now_us + left_us / rate
+        if transfer.rest is not nothing:
+            self._aim_at_rest(transfer)
         clock.at(end_us, lambda: self._leave(transfer, version))
         if transfer.arrive is not nothing:
             clock.at(end_us + transfer.latency_us, lambda: self._arrive(transfer, version))
+
+    def left_us(self, transfer: Transfer) -> float:
+        """Of a transfer's busy_us, what is left now."""
+        return max(0.0, transfer.left_us - (self._clock.now_us - transfer.since_us) * transfer.rate)
+
+    def at_rest(self, transfer: Transfer, rest_us: float, then: Callable[[], None]) -> None:
+        """Call `then`, once, when no more than `rest_us` of a transfer's busy_us is left."""
+        transfer.rest_us, transfer.rest = rest_us, then
+        self._aim_at_rest(transfer)
+
+    def _aim_at_rest(self, transfer: Transfer) -> None:
+        wait_us = max(0.0, self.left_us(transfer) - transfer.rest_us) / transfer.rate
+        version = transfer.version
+        self._clock.at(self._clock.now_us + wait_us, lambda: self._rest(transfer, version))
+
+    def _rest(self, transfer: Transfer, version: int) -> None:
+        if version == transfer.version:
+            rest, transfer.rest = transfer.rest, nothing
+            rest()
 
     def _leave(self, transfer: Transfer, version: int) -> None:
         if version != transfer.version:
