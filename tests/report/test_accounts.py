@@ -87,12 +87,15 @@ def test_runs_hold_all_compute_of_a_timeline() -> None:
             assert sum(span.duration_us for span in run.spans) == pytest.approx(expected)
 
 
-def test_a_measured_run_of_overlapped_actions_is_found_by_its_name() -> None:
+def test_a_run_of_overlapped_actions_has_the_spans_of_all() -> None:
     plan = comm_plan(schedule("0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1"))
-    span = Span(1, COMPUTE_LANE, SpanKind.COMPUTE, "1F1+1B0", 10.0, 20.0, 1, Phase.F, 1)
-    timeline = Timeline("measured", 2, 30.0, (span,), (0, 0))
+    spans = (
+        Span(1, COMPUTE_LANE, SpanKind.COMPUTE, "1F1", 10.0, 20.0, 1, Phase.F, 1),
+        Span(1, COMPUTE_LANE, SpanKind.COMPUTE, "1B0", 20.0, 25.0, 1, Phase.B, 0),
+    )
+    timeline = Timeline("measured", 2, 30.0, spans, (0, 0))
     (run,) = runs_of(plan, timeline)[1]
-    assert (run.window, run.microbatches, run.spans) == ("1F+1B", (1, 0), (span,))
+    assert (run.window, run.microbatches, run.spans) == ("1F+1B", (1, 0), spans)
 
 
 def compute_span(start_us: float, end_us: float) -> Span:
@@ -177,8 +180,8 @@ def test_text_timeline_keeps_its_width_and_names_every_lane() -> None:
     lines = timeline_text(timeline, 100).plain.split("\n")
     assert all(len(line) <= 100 for line in lines)
     labels = [line[:13].strip() for line in lines]
-    assert labels[1:9] == ["rank 0", "pp 1>0", "sums", "tp", "rank 1", "pp 0>1", "sums", "tp"]
-    compute = next(line for line in lines if line.startswith("rank 1"))
+    assert labels[1:9] == ["ranks 0-1", "pp 1>0", "sums", "tp", "ranks 2-3", "pp 0>1", "sums", "tp"]
+    compute = next(line for line in lines if line.startswith("ranks 2-3"))
     assert len(compute) == 100
     assert "1F0" in compute
     assert "/" in compute

@@ -78,13 +78,18 @@ def _value(annotation: Any) -> int | float | str:
 
 def test_ops_lie_inside_their_actions(plan: Plan, timeline: Timeline) -> None:
     decoded = Decoded(to_perfetto(timeline, plan))
-    compute = decoded.slices["rank 0 (simulated) compute"]
+    compute = decoded.slices["ranks 0-1 (simulated) compute"]
     ops = [s for s in compute if s["category"] == "op"]
     # F of two blocks: two products, two additions, y; B has the same backward and three weight gradients.
     assert [s["name"] for s in ops if s["in"] == "0F0"] == ["fm0.0", "fy0.0", "fm0.1", "fy0.1", "y0"]
     assert {s["in"] for s in ops} == {f"0{phase}{mb}" for phase in "FB" for mb in range(3)}
     assert len(
-        [s for r in (0, 1) for s in decoded.slices[f"rank {r} (simulated) compute"] if s["category"] == "op"]
+        [
+            s
+            for who in ("ranks 0-1", "ranks 2-3")
+            for s in decoded.slices[f"{who} (simulated) compute"]
+            if s["category"] == "op"
+        ]
     ) == count_ops(plan, [timeline])
     product = next(s for s in ops if s["name"] == "fm0.0")
     assert product["details"] == {
@@ -109,7 +114,7 @@ def test_too_many_ops_are_left_out_and_told(
     monkeypatch.setattr(perfetto, "MOST_OPS", count - 1)
     assert f"without its {count} ops" in ops_left_out(timeline, plan)
     assert ops_left_out(timeline, None) == ""
-    compute = Decoded(to_perfetto(timeline, plan)).slices["rank 0 (simulated) compute"]
+    compute = Decoded(to_perfetto(timeline, plan)).slices["ranks 0-1 (simulated) compute"]
     assert {s["category"] for s in compute} <= {"F", "B", "bubble", "exposed"}
 
 
@@ -139,10 +144,10 @@ def test_without_ops_a_collective_flows_between_actions(plan: Plan, timeline: Ti
 def test_measured_and_predicted_share_a_trace(plan: Plan, timeline: Timeline) -> None:
     decoded = Decoded(to_perfetto([timeline, replace(timeline, source="measured")], plan))
     assert decoded.processes == [
-        "rank 0 (simulated)",
-        "rank 1 (simulated)",
-        "rank 0 (measured)",
-        "rank 1 (measured)",
+        "ranks 0-1 (simulated)",
+        "ranks 2-3 (simulated)",
+        "ranks 0-1 (measured)",
+        "ranks 2-3 (measured)",
     ]
     # Flows never lead from one timeline into the other.
     for chain in decoded.flows.values():

@@ -118,15 +118,15 @@ class Collective:
 def collectives_in(path: Path) -> list[Collective]:
     """The large collectives of a trace."""
     decoded = Decoded(path.read_bytes())
-    assert decoded.processes == ["rank 0 (measured)"]
+    assert decoded.processes == ["ranks 0-1 (measured)"]
     compute = [
         (s["start"], s["end"])
-        for s in decoded.slices["rank 0 (measured) compute"]
+        for s in decoded.slices["ranks 0-1 (measured) compute"]
         if s["category"] in ("F", "I", "W", "B")
     ]
     assert compute
     found = []
-    for s in decoded.slices["rank 0 (measured) tp"]:
+    for s in decoded.slices["ranks 0-1 (measured) tp"]:
         # `tp all_reduce NAME`; a bucket of gradients has no kind.
         if len(s["name"].split()) == 3 and s["details"]["bytes"] >= LARGE_BYTES:
             assert s["category"] == "message"

@@ -204,6 +204,11 @@ class Plan:
         """Ranks of a run of this plan."""
         return self.mesh.world
 
+    @property
+    def members(self) -> int:
+        """Ranks of one place."""
+        return self.world // self.ranks
+
     def bucket(self, name: str) -> Bucket:
         """The bucket of that name. Raises KeyError."""
         for bucket in self.buckets:

@@ -74,6 +74,7 @@ class Timeline:
 
     memory[rank]: (time, bytes held) steps, ascending in time; empty where it was not recorded.
     op_us[(stage, op name)]: measured mean times of ops; empty where they were not measured.
+    members: how many ranks of the run each rank here stands for, those of one place, which do equal work.
     """
 
     source: str
@@ -83,6 +84,13 @@ class Timeline:
     peak_bytes: tuple[int, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = field(default=(), repr=False)
     op_us: Mapping[tuple[int, str], float] = field(default_factory=dict, repr=False)
+    members: int = 1
+
+    def who(self, rank: int) -> str:
+        """A rank in words, as the run counts: `rank 1`, or `ranks 2-3` for a place of two."""
+        if self.members == 1:
+            return f"rank {rank}"
+        return f"ranks {rank * self.members}-{(rank + 1) * self.members - 1}"
 
     def total_us(self, kind: SpanKind, rank: int) -> float:
         """Time of one kind on one rank's compute lane (for `message`: on all of its lanes)."""

@@ -107,8 +107,7 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
     }
     for span in sorted(timeline.spans, key=lambda s: s.start_us):
         if span.lane == COMPUTE_LANE and span.kind is SpanKind.COMPUTE:
-            # A measured run of overlapped actions is one span, named for all of them.
-            at = slots.get((span.rank, span.name.partition("+")[0]))
+            at = slots.get((span.rank, span.name))
             if at is not None:
                 spans[span.rank, at].append(span)
     return tuple(

@@ -67,7 +67,7 @@ def _communication(timeline: Timeline) -> list[str]:
         rank, kind, most_us = _worst(timeline, axis.axis)
         said.append(
             f"{words}; {format_us(axis.exposed_us)} is exposed, {format_share(share)} of the step "
-            f"(mean of the ranks). Most on rank {rank}: {format_us(most_us)} of {kind}."
+            f"(mean of the ranks). Most on {timeline.who(rank)}: {format_us(most_us)} of {kind}."
         )
     kind = KINDS.get(timeline.source, timeline.source)
     return said or [f"Communication, {kind}: none."]
@@ -97,5 +97,5 @@ def _idle(timeline: Timeline) -> list[str]:
     rank = max(range(timeline.ranks), key=lambda r: bubble[r])
     return [
         f"Bubbles take {format_share(share)} of the ranks' time, "
-        f"most on rank {rank} ({format_us(bubble[rank])})."
+        f"most on {timeline.who(rank)} ({format_us(bubble[rank])})."
     ]

@@ -119,6 +119,7 @@ def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: _Texts) 
         "title": title,
         "source": timeline.source,
         "ranks": timeline.ranks,
+        "names": [timeline.who(rank) for rank in range(timeline.ranks)],
         "step": _ticks(timeline.step_us),
         "peak": list(timeline.peak_bytes),
         "memory": [_steps(steps) for steps in timeline.memory],
@@ -167,7 +168,7 @@ def _lane(rank: int, row: str, spans: Iterable[Span], texts: _Texts, runs: Seque
 
 
 def _category(span: Span) -> int:
-    """Compute of several phases in one has the first's colour."""
+    """Compute of which the phase is not told has the first's colour."""
     found = span_category(span)
     return CATEGORIES.index(found) if found in CATEGORIES else 0
 

@@ -116,7 +116,7 @@ class _Writer:
         descriptor.uuid = uuid
         number = rank * len(self.timelines) + at
         descriptor.process.pid = number + 1  # 0 is the idle process in the viewer
-        descriptor.process.process_name = f"rank {rank} ({timeline.source})"
+        descriptor.process.process_name = f"{timeline.who(rank)} ({timeline.source})"
         descriptor.child_ordering = TrackDescriptor.ChildTracksOrdering.EXPLICIT
         descriptor.sibling_order_rank = number
         return uuid

@@ -171,7 +171,7 @@ class _Picture:
                 f'height="{height}"/>'
             )
             if lane == COMPUTE_LANE:
-                self.text(14, row_y + LANE_PX / 2 + 4, f"rank {rank}", "name")
+                self.text(14, row_y + LANE_PX / 2 + 4, timeline.who(rank), "name")
             else:
                 self.text(LEFT_PX - 8, row_y + 10, _shortened(lane), "small", ' text-anchor="end"')
         self._axis(step_us, top, rows_end)
@@ -288,6 +288,4 @@ def _tooltip(span: Span) -> str:
     words += f", {format_us(span.duration_us)} from {format_us(span.start_us)}"
     if span.nbytes:
         words += f", {format_bytes(span.nbytes)}"
-    if span.sender is not None:
-        words += f", from rank {span.sender}"
     return words

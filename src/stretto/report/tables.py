@@ -73,7 +73,7 @@ def ranks_grid(timeline: Timeline) -> Grid:
     totals = accounts(timeline)
     rows = tuple(
         (
-            f"rank {rank}",
+            timeline.who(rank),
             *(
                 f"{format_us(totals[kind][rank])} ({_share(totals[kind][rank], timeline.step_us)})"
                 for kind in (SpanKind.COMPUTE, SpanKind.EXPOSED, SpanKind.BUBBLE)
@@ -106,7 +106,9 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
     for rank, held in enumerate(measured.peak_bytes):
         expected = prediction.peak_bytes[rank] if rank < len(prediction.peak_bytes) else 0
         change = format_change(expected, held)
-        rows.append((f"peak memory, rank {rank}", format_bytes(expected), format_bytes(held), change))
+        rows.append(
+            (f"peak memory, {measured.who(rank)}", format_bytes(expected), format_bytes(held), change)
+        )
     bound_us = prediction.bound_us
     gap = measured.step_us / bound_us - 1 if bound_us else 0.0
     rows.append(("lower bound", format_us(bound_us), format_us(bound_us), ""))

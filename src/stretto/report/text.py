@@ -44,7 +44,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
             text.append(f"{'':{LABEL_CELLS}}ranks {before + 1} to {rank - 1} are left out\n", style="dim")
         names = sorted(lanes[rank], key=lambda name: (name != COMPUTE_LANE, name))
         for name in names:
-            label = f"rank {rank}" if name == COMPUTE_LANE else f"  {name}"
+            label = timeline.who(rank) if name == COMPUTE_LANE else f"  {name}"
             text.append(f"{label[: LABEL_CELLS - 1]:{LABEL_CELLS}}")
             text.append_text(_line(lanes[rank][name], timeline.step_us, cells, name == COMPUTE_LANE))
             text.append("\n")

@@ -153,7 +153,8 @@ class CudaTransport(LoneEnd["Queued"]):
         spans += idle
         spans += gap_spans(place, [s for s in spans if s.lane == COMPUTE_LANE], step_us)
         peaks = tuple(peak_bytes if rank == place else 0 for rank in range(self._plan.ranks))
-        return Timeline("measured", self._plan.ranks, step_us, tuple(spans), peaks)
+        members = self._plan.members
+        return Timeline("measured", self._plan.ranks, step_us, tuple(spans), peaks, members=members)
 
     def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

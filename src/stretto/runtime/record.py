@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from stretto.ir.action import Phase
+from stretto.ir.action import Action, Phase
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
+from stretto.runtime.turns import Call, Turn, Turns, turns_of
 
 now = time.perf_counter_ns
 
@@ -105,7 +106,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
     for rank, m in enumerate(marks):
         place = mesh.coordinates(rank)["pp"]
         peaks[place] = max(peaks[place], m.peak_bytes)
-    return Timeline("measured", plan.ranks, clock.step_us, tuple(spans), tuple(peaks))
+    return Timeline("measured", plan.ranks, clock.step_us, tuple(spans), tuple(peaks), members=plan.members)
 
 
 class _Clock:
@@ -247,27 +248,36 @@ def idle_spans(rank: int, name: str, start: float, begun: float, stop: float) ->
 def compute_spans(
     plan: Plan, rank: int, marks: Marks, at: Callable[[int], float], idle: Sequence[Span]
 ) -> list[Span]:
-    """Runs of windows, with the waits inside them cut out."""
+    """What runs of windows did for each of their actions, with the waits inside them cut out."""
     spans: list[Span] = []
+    calls = _calls(marks, at)
+    known: dict[str, tuple[Turn, ...]] = {}
     for window_name, microbatches, start_ns, end_ns in marks.runs:
+        if window_name not in known:
+            known[window_name] = turns_of(plan, window_name)
         start, stop = at(start_ns), at(end_ns)
-        window = plan.windows[window_name]
-        stage, phase = window.parts[0]
-        name = "+".join(f"{s}{p}{m}" for (s, p), m in zip(window.parts, microbatches, strict=True))
+        turns = Turns(known[window_name], calls, start, stop)
+        parts = plan.windows[window_name].parts
+        actions = [Action(*part, mb) for part, mb in zip(parts, microbatches, strict=True)]
         cursor = start
-        for gap in idle:
-            if gap.start_us < start or gap.end_us > stop:
-                continue
-            if gap.start_us > cursor:
-                spans.append(_run(rank, name, cursor, gap.start_us, stage, phase, microbatches[0]))
-            cursor = max(cursor, gap.end_us)
-        if stop > cursor:
-            spans.append(_run(rank, name, cursor, stop, stage, phase, microbatches[0]))
+        gaps = [gap for gap in idle if gap.start_us >= start and gap.end_us <= stop]
+        for until, after in (*((gap.start_us, gap.end_us) for gap in gaps), (stop, stop)):
+            for part, begin, end in turns.pieces(cursor, until):
+                spans.append(_run(rank, actions[part], begin, end))
+            cursor = max(cursor, after)
     return spans
 
 
-def _run(rank: int, name: str, start: float, stop: float, stage: int, phase: Phase, mb: int) -> Span:
-    return Span(rank, COMPUTE_LANE, SpanKind.COMPUTE, name, start, stop, stage, phase, mb)
+def _calls(marks: Marks, at: Callable[[int], float]) -> list[Call]:
+    """When the communications of a rank's windows were called, ascending."""
+    found = [(start, end) for *_, start, end in (*marks.waits, *marks.finishes)]
+    found += [(start, start) for *_, start in (*marks.sends, *marks.starts)]
+    return sorted((at(start), at(end)) for start, end in found)
+
+
+def _run(rank: int, action: Action, start: float, stop: float) -> Span:
+    name, of = str(action), action
+    return Span(rank, COMPUTE_LANE, SpanKind.COMPUTE, name, start, stop, of.stage, of.phase, of.microbatch)
 
 
 def gap_spans(rank: int, spans: Sequence[Span], end: float) -> list[Span]:

@@ -223,7 +223,8 @@ def _step(
     spans += gap_spans(place, lane, step_us)
     spans.sort(key=_order)
     peaks = tuple(live.peak_bytes.get(rank, peak_bytes) for rank in range(plan.ranks))
-    return Timeline("measured", plan.ranks, step_us, tuple(spans), peaks), transport.emulation_us
+    timeline = Timeline("measured", plan.ranks, step_us, tuple(spans), peaks, members=plan.members)
+    return timeline, transport.emulation_us
 
 
 def _order(span: Span) -> tuple[int, bool, str, float, float]:

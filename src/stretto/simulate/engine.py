@@ -114,6 +114,7 @@ class Walk:
             tuple(self.spans),
             tuple(rank.accounts.peak_bytes for rank in self.ranks.values()),
             tuple(tuple(rank.accounts.steps) for rank in self.ranks.values()),
+            members=self.plan.members,
         )
 
     def window(self, name: str) -> ReadyWindow:

@@ -91,7 +91,7 @@ class Painter {
       c.fillStyle = this.colours.ink;
       c.textAlign = "left";
       c.font = `600 ${LETTERS}`;
-      c.fillText(`rank ${row.rank}`, 12, y + row.height / 2);
+      c.fillText(this.timeline.names[row.rank], 12, y + row.height / 2);
       c.font = LETTERS;
       return;
     }

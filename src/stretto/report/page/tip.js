@@ -10,7 +10,7 @@ function spanFacts(data, timeline, lane, i) {
   if (category === "exposed" || category === "bubble") {
     add(category === "exposed" ? "exposed communication" : "bubble", "");
     facts[0] = [category === "exposed" ? `exposed: waits for ${name}` : `bubble: ${name}`, ""];
-  } else facts.push([lane.compute ? `${name} on rank ${lane.rank}` : name, ""]);
+  } else facts.push([lane.compute ? `${name} on ${timeline.names[lane.rank]}` : name, ""]);
   const run = lane.compute ? lane.runs[lane.run[i]] : undefined;
   if (run) {
     add("phase", MEANING[category]);
@@ -39,7 +39,7 @@ function spanFacts(data, timeline, lane, i) {
     if (edge && data.edges[edge[1]] !== undefined) add("tensor", data.texts[data.edges[edge[1]]]);
     else if (data.opNumber.has(op)) add("tensor", data.texts[data.ops.out[data.opNumber.get(op)]]);
     if (lane.bytes[i]) add("bytes", bytesText(lane.bytes[i]));
-    if (lane.sender[i] >= 0) add("from rank", String(lane.sender[i]));
+    if (lane.sender[i] >= 0) add("sent by", timeline.names[lane.sender[i]]);
     if (lane.sent[i] > 0) add("sent before", timeText(lane.sent[i] * data.tick_us));
     if (lane.bytes[i] && length > 0) add("rate", `${bytesText((lane.bytes[i] / length) * 1e6)}/s`);
   }
@@ -64,7 +64,7 @@ function opFacts(data, timeline, op, begin, end) {
 
 function memoryFacts(data, timeline, rank, time) {
   const { at, held } = timeline.memory[rank], i = Math.max(0, above(at, time) - 1);
-  const facts = [[`memory of rank ${rank}`, ""], ["at", timeText(time)], ["held", bytesText(held[i])]];
+  const facts = [[`memory of ${timeline.names[rank]}`, ""], ["at", timeText(time)], ["held", bytesText(held[i])]];
   if (timeline.peak[rank] !== undefined) facts.push(["peak", bytesText(timeline.peak[rank])]);
   return facts;
 }
