@@ -68,23 +68,28 @@ def test_waits_belong_to_the_window_in_which_they_stand() -> None:
             span(SpanKind.COMPUTE, "0F0", 0, 10),
             span(SpanKind.EXPOSED, "tp all_reduce a", 10, 17),
             span(SpanKind.COMPUTE, "0F0", 17, 20),
-            span(SpanKind.COMPUTE, "0F1+0B0", 20, 30),
+            span(SpanKind.COMPUTE, "0F1", 20, 25),
+            span(SpanKind.COMPUTE, "0B0", 25, 30),
             span(SpanKind.EXPOSED, "tp all_reduce a", 30, 33),
             span(SpanKind.BUBBLE, "tp all_reduce b", 33, 40),
             span(SpanKind.EXPOSED, "tp all_reduce b", 40, 45),
             span(SpanKind.EXPOSED, "pp 0>1 e0:1", 45, 60),
-            span(SpanKind.COMPUTE, "0F1+0B0", 60, 90),
-            span(SpanKind.COMPUTE, "0F1+0B0", 0, 1, rank=1),
+            span(SpanKind.COMPUTE, "0F1", 60, 80),
+            span(SpanKind.EXPOSED, "tp all_reduce a", 80, 82),
+            span(SpanKind.COMPUTE, "0B0", 82, 90),
+            span(SpanKind.COMPUTE, "0F1", 0, 1, rank=1),
             span(SpanKind.EXPOSED, "tp all_reduce a", 1, 100, rank=1),
         ),
         (0, 0),
     )
-    assert exposed_us(timeline, 0) == 15.0
-    assert exposed_us(timeline, 0, [Action.parse("0B0")]) == 8.0
-    assert exposed_us(timeline, 0, steady_actions(PAIRED, 0)) == 8.0
-    names = exposed_by_name(timeline, 0)
-    assert list(names.items()) == [("tp all_reduce a", 10.0), ("tp all_reduce b", 5.0)]
-    assert exposed_us(timeline, 1) == 99.0
+    assert exposed_us(timeline, 0, PAIRED) == 17.0
+    # The last of them follows a piece of the forward, in a window that has a backward as well.
+    assert exposed_us(timeline, 0, PAIRED, [Action.parse("0B0")]) == 10.0
+    assert exposed_us(timeline, 0, PAIRED, steady_actions(PAIRED, 0)) == 10.0
+    assert exposed_us(timeline, 0, PLAIN, [Action.parse("0B0")]) == 8.0
+    names = exposed_by_name(timeline, 0, PAIRED)
+    assert list(names.items()) == [("tp all_reduce a", 12.0), ("tp all_reduce b", 5.0)]
+    assert exposed_us(timeline, 1, replace(PAIRED, orders=PAIRED.orders * 2)) == 99.0
 
 
 @pytest.mark.parametrize(

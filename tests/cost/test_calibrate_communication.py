@@ -72,6 +72,7 @@ def test_one_process_measures_between_others_and_goes_on(
     monkeypatch.setattr(calibrate, "SIZES", (65_536,))
     monkeypatch.setattr(calibrate, "LOCAL_GROUPS", (2,))
     monkeypatch.setattr(calibrate, "NOISY_GROUP", -1.0)
+    monkeypatch.setattr(calibrate, "NOISY", -1.0)
     cpu = torch.device("cpu")
     outcome = calibrate.Outcome(Calibration(machine_of(cpu)))
     calibrate.calibrate_communication(outcome, [], cpu, nothing)
@@ -81,6 +82,8 @@ def test_one_process_measures_between_others_and_goes_on(
     assert any("all_reduce of 2 ranks, 1 apart: rounds differ" in warning for warning in outcome.warnings)
     (link,) = found.links
     assert link.link.source == "measured, loopback"
+    assert any("messages between ranks 1 apart: rounds differ" in warning for warning in outcome.warnings)
+    assert link.link.buffered_bytes >= 0.0
     assert found.ranks is not None
     assert found.ranks.cold >= 0.0
     assert found.ranks.unsteady is None, "one rank has nobody to be held against"

@@ -54,7 +54,7 @@ def calibration() -> Calibration:
             1.5,
             Link(25.0, 400.0, 2.0, "measured: c.json"),
         ),
-        LinkTiming(4, 2, Link(90.0, 12.0, 4.0, "measured: c.json"), 1.0),
+        LinkTiming(4, 2, Link(90.0, 12.0, 4.0, "measured: c.json"), 1.0, spread=0.125),
     ]
     found.traced = {"aten::mm float32 [2,3] [3,4]": 4.5}
     found.ranks = RankTiming(0.05, 0.1, Quota(10_000.0, 0.5, 0.8, 0.02), Unsteady(0.1, 80_000.0, 0.25))

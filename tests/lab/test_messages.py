@@ -39,7 +39,7 @@ for nbytes in {SIZES}:
             dist.recv(payload, 0)
             dist.send(told, 0)
 if rank == 0:
-    link = found[0, 1]
+    link = found[0, 1].link
     print(json.dumps([link.bytes_per_us, link.latency_us, link.buffered_bytes, rows]))
 dist.destroy_process_group()
 """

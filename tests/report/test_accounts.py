@@ -194,3 +194,7 @@ def test_text_timeline_leaves_ranks_out_and_says_so() -> None:
     words = timeline_text(Timeline("simulated", 40, 10.0, spans, (0,) * 40), 80).plain
     assert "ranks 8 to 31 are left out" in words
     assert sum(line.startswith("rank ") for line in words.split("\n")) == 16
+    many = timeline_text(Timeline("simulated", 40, 10.0, spans, (0,) * 40, members=64), 80).plain
+    assert "ranks 512 to 2047 are left out" in many
+    assert "\nranks 2496-2559 " in many
+    assert all(len(line) <= 80 for line in many.split("\n")[1:42])

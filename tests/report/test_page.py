@@ -91,8 +91,8 @@ def test_everything_is_on_the_page(run: Run, outcome: dict[str, Any]) -> None:
     assert run.measured is not None
     spans = [len(run.simulated.spans), len(run.measured.spans)]
     lanes = sum(len(row["lanes"]) for row in drawing_data([run.simulated], [""], run.plan)["timelines"])
-    assert f"Predicted: 4 ranks, {lanes} lanes, {spans[0]} spans." in outcome["status"]
-    assert f"Measured: 4 ranks, {lanes} lanes, {spans[1]} spans." in outcome["status"]
+    assert f"Predicted: 4 places, {lanes} lanes, {spans[0]} spans." in outcome["status"]
+    assert f"Measured: 4 places, {lanes} lanes, {spans[1]} spans." in outcome["status"]
     assert outcome["panels"] == 2
     # Aligned: both have one width and one view.
     assert outcome["widths"][0] == outcome["widths"][1]
@@ -104,7 +104,7 @@ def test_everything_is_on_the_page(run: Run, outcome: dict[str, Any]) -> None:
 def test_pointing_at_a_span_tells_of_it(outcome: dict[str, Any]) -> None:
     assert outcome["hovered"].startswith("exposed: waits for tp all_reduce fr0.0\npredicted\n70 us")
     assert outcome["hoveredLabel"] == ""
-    for words in ("0F0 on rank 0", "F forward", "predicted\n900 us", "measured\n900 us", "ops\n17"):
+    for words in ("0F0 on ranks 0-1", "F forward", "predicted\n900 us", "measured\n900 us", "ops\n17"):
         assert words in outcome["chosen"]
     for words in (
         "aten.mm.default",
@@ -115,7 +115,7 @@ def test_pointing_at_a_span_tells_of_it(outcome: dict[str, Any]) -> None:
         "measured\n104 us",
     ):
         assert words in outcome["op"]
-    assert outcome["action"].startswith("0F0 on rank 0")
+    assert outcome["action"].startswith("0F0 on ranks 0-1")
     # A communication is told as it was predicted and as it was measured, wherever the pointer is.
     assert outcome["travelled"].startswith("pp 1>0 e3:0\npredicted\n338.4 us\nmeasured\n338.4 us\n")
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.ir.plan import Plan
+from stretto.errors import PlanError
+from stretto.ir.action import Schedule
+from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.schedule.lower import lower
 from stretto.simulate import simulate
@@ -16,10 +18,10 @@ from tests.synthetic import make_plan
 TWO = schedule("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
 
 
-def off_plan(part: float, *, bytes_per_us: float = RATE) -> Plan:
+def off_plan(part: float, *, bytes_per_us: float = RATE, of: Schedule = TWO) -> Plan:
     """Two ranks that wait for each send at once. part: of a message, what the link buffers."""
-    plan = make_plan(TWO, f_us=90, latency_us=10, bytes_per_us=bytes_per_us)
-    windows, orders, communicators = lower(plan.job, TWO, overlap="off")
+    plan = make_plan(of, f_us=90, latency_us=10, bytes_per_us=bytes_per_us)
+    windows, orders, communicators = lower(plan.job, of, overlap="off")
     link = replace(plan.costs.default_link, buffered_bytes=part * NBYTES)
     costs = replace(plan.costs, default_link=link)
     return replace(plan, windows=windows, orders=orders, communicators=communicators, costs=costs)
@@ -78,3 +80,28 @@ def test_a_larger_buffer_is_never_slower() -> None:
     assert steps[0] > steps[-1]
     timeline = simulate(off_plan(2.0, bytes_per_us=NBYTES / 150))
     assert timeline.total_us(SpanKind.EXPOSED, 1) > 0  # whoever needs a message stands for all of it
+
+
+def posted_late(plan: Plan, rank: int, edge: int, microbatch: int, run: str) -> Plan:
+    """The plan with a receive directly before the run that needs it."""
+    receive = Instruction(InstructionKind.RECV, edge, (microbatch,))
+    order = [instruction for instruction in plan.orders[rank] if instruction != receive]
+    assert len(order) < len(plan.orders[rank])
+    order.insert(order.index(Instruction(InstructionKind.RUN, run, (microbatch,))), receive)
+    orders = tuple(tuple(order) if at == rank else of for at, of in enumerate(plan.orders))
+    return replace(plan, orders=orders)
+
+
+def test_nothing_is_taken_over_before_its_receive_is_posted() -> None:
+    # The first arrives at 120, so the second's receive is posted at 210, when 1F0 has ended.
+    timeline = simulate(posted_late(off_plan(100.0), 1, 0, 1, "1F"))
+    assert stood_us(timeline) == [(180, 210)]
+
+
+def test_a_buffer_hides_no_deadlock() -> None:
+    """Each rank waits for its send, and posts what the other waits for behind that."""
+    plan = off_plan(100.0, of=schedule("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
+    simulate(plan)
+    late = posted_late(posted_late(plan, 1, 0, 1, "1F"), 0, 1, 0, "0B")
+    with pytest.raises(PlanError, match="for ever"):
+        simulate(late)

@@ -20,7 +20,6 @@ May touch plans and timelines. All is about one axis' collectives (`tp`), at one
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,8 +30,6 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import CollectiveTime, axis_time, is_free, op_time_us
 
 AXIS = "tp"
-
-_ACTION = re.compile(r"\d+[FIWB]\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +87,43 @@ def _mixed(slot: Slot) -> bool:
     return len({action.phase is Phase.F for action in slot.actions}) == 2
 
 
-def exposed_us(timeline: Timeline, place: int, actions: Iterable[Action] | None = None) -> float:
-    """Step 2, on a measured timeline: in windows that hold any of these actions, or in the whole step."""
-    return sum(exposed_by_name(timeline, place, actions).values())
+def exposed_us(
+    timeline: Timeline, place: int, schedule: Schedule, actions: Iterable[Action] | None = None
+) -> float:
+    """Step 2, on a measured timeline of `schedule`: in windows that hold any of these actions, or in the
+    whole step."""
+    return sum(exposed_by_name(timeline, place, schedule, actions).values())
 
 
 def exposed_by_name(
-    timeline: Timeline, place: int, actions: Iterable[Action] | None = None
+    timeline: Timeline, place: int, schedule: Schedule, actions: Iterable[Action] | None = None
 ) -> dict[str, float]:
     """The same by the collective that was waited for, the longest first."""
     wanted = None if actions is None else {str(action) for action in actions}
     found: dict[str, float] = {}
-    for window, span in _waits(timeline, place):
+    for window, span in _waits(timeline, place, schedule):
         if wanted is None or wanted & set(window):
             found[span.name] = found.get(span.name, 0.0) + span.duration_us
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _waits(timeline: Timeline, place: int) -> list[tuple[tuple[str, ...], Span]]:
-    """(actions of the window, wait) of every wait for a collective that stands between parts of one run.
+def _waits(timeline: Timeline, place: int, schedule: Schedule) -> list[tuple[tuple[str, ...], Span]]:
+    """(actions of the window, wait) of every wait for a collective.
 
-    A run is drawn as spans of one name with its waits between; a wait at its very begin or end stands beside
-    a span of it too, since to call a function takes longer than the clock's resolution.
+    A run is drawn as spans of its window's actions with its waits between; a wait at its very begin or end
+    stands beside a span of it too, since to call a function takes longer than the clock's resolution.
     """
+    windows = {}
+    for slot in schedule.orders[place]:
+        names = tuple(map(str, slot.actions))
+        windows.update(dict.fromkeys(names, names))
     lane = [s for s in timeline.spans if s.rank == place and s.lane == COMPUTE_LANE]
     lane.sort(key=lambda span: (span.start_us, span.end_us))
     found: list[tuple[tuple[str, ...], Span]] = []
     window: tuple[str, ...] = ()
     for span in lane:
         if span.kind is SpanKind.COMPUTE:
-            window = tuple(_ACTION.findall(span.name))
+            window = windows.get(span.name, ())
         elif span.kind is SpanKind.EXPOSED and span.axis == AXIS:
             found.append((window, span))
     return found

@@ -25,7 +25,7 @@ from stretto.bench.hidden import (
     work_of,
 )
 from stretto.bench.race import Times
-from stretto.ir.action import Action
+from stretto.ir.action import Action, Schedule
 from stretto.ir.costs import Costs, Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
@@ -103,7 +103,10 @@ def make_result(
         if name in plans:
             predicted = _prediction(plans[name])
             lines = timelines[name]
-            exposed = [statistics.median(exposed_us(line, place) for line in lines) for place in places]
+            schedule = plans[name].schedule
+            exposed = [
+                statistics.median(exposed_us(line, place, schedule) for line in lines) for place in places
+            ]
             kinds = {
                 kind: [statistics.median(line.total_us(kind, place) for line in lines) for place in places]
                 for kind in (SpanKind.COMPUTE, SpanKind.BUBBLE)
@@ -124,7 +127,9 @@ def make_result(
                 "hidden_of_w": [accounts[place][name].of_covered for place in places],
                 "accounts": [asdict(accounts[place][name]) for place in places],
                 "peak_bytes": list(lines[-1].peak_bytes),
-                "steady_waits_ms": [_named(lines, place, steady_actions(steady, place)) for place in places],
+                "steady_waits_ms": [
+                    _named(lines, place, schedule, steady_actions(steady, place)) for place in places
+                ],
             }
         rows.append(row)
     work = [work_of(job, costs, steady.stages_of(place)) for place in places]
@@ -164,17 +169,19 @@ def _account(
     steady, backward = steady_actions(schedule, place), backward_actions(schedule, place)
     exposed = {
         mode: (
-            statistics.median(exposed_us(line, place, steady) for line in lines),
-            statistics.median(exposed_us(line, place, backward) for line in lines),
+            statistics.median(exposed_us(line, place, plans[mode].schedule, steady) for line in lines),
+            statistics.median(exposed_us(line, place, plans[mode].schedule, backward) for line in lines),
         )
         for mode, lines in timelines.items()
     }
     return account(exposed, job, costs, schedule, place)
 
 
-def _named(lines: Sequence[Timeline], place: int, actions: Collection[Action]) -> dict[str, float]:
+def _named(
+    lines: Sequence[Timeline], place: int, schedule: Schedule, actions: Collection[Action]
+) -> dict[str, float]:
     """The collectives that a place waited for longest in these actions, in milliseconds a step (medians)."""
-    by_round = [exposed_by_name(line, place, actions) for line in lines]
+    by_round = [exposed_by_name(line, place, schedule, actions) for line in lines]
     names = {name for found in by_round for name in found}
     medians = {
         name: statistics.median(found.get(name, 0.0) for found in by_round) / 1e3 for name in sorted(names)

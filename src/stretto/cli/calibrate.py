@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from stretto.cli.calibration_tables import print_communication
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 
 if TYPE_CHECKING:
-    from stretto.cost.calibration import Calibration, RankTiming
+    from stretto.cost.calibration import Calibration
     from stretto.cost.op_cache import Machine
 
 SHOWN = 12
@@ -208,53 +208,13 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, alone: bool) ->
     return found
 
 
-def _ranks_in_words(ranks: RankTiming) -> str:
-    words = [f"after a wait ops take {100 * ranks.cold:.0f} % longer"]
-    if ranks.skew:
-        words.append(f"the slowest rank of a place is {100 * ranks.skew:.1f} % behind")
-    if ranks.unsteady is not None:
-        spell_ms = ranks.unsteady.spell_us / 1000
-        words.append(f"speeds go up and down by {100 * ranks.unsteady.spread:.0f} % for {spell_ms:.0f} ms")
-    if ranks.quota is not None:
-        words.append(f"a quota leaves {100 * ranks.quota.share:.0f} % of the processors")
-    return "ranks: " + ", ".join(words)
-
-
 def _tell(console: Console, found: Calibration, measured: int, cached: int, warnings: list[str]) -> None:
     console.print(f"{found.machine}", highlight=False)
     console.print(
         f"{len(found.ops)} ops ({measured} measured now, {cached} known), {len(found.traced)} traced",
         highlight=False,
     )
-    if found.collectives:
-        table = Table("collective", "ranks", "apart", "hosts", "1 MiB", "compute loses, 1 MB", "noise")
-        for one in found.collectives:
-            table.add_row(
-                one.kind,
-                str(one.members),
-                str(one.stride),
-                str(one.hosts),
-                f"{one.cost.curve.us(2**20) / 1000:.2f} ms",
-                f"{one.cost.lost_us(10**6) / 1000:.2f} ms"
-                + (f", {100 * one.cost.slowdown:.0f} %" if one.cost.slowdown else ""),
-                f"{100 * one.spread:.0f} %",
-            )
-        console.print(table)
-    if found.links:
-        table = Table("messages", "hosts", "latency", "rate", "compute loses, 1 MB", "both ways at once")
-        for link in found.links:
-            ways = (link.link,) if link.back is None else (link.link, link.back)
-            table.add_row(
-                f"{link.stride} apart",
-                str(link.hosts),
-                " / ".join(f"{way.latency_us:.0f}" for way in ways) + " us",
-                " / ".join(f"{way.bytes_per_us:.1f}" for way in ways) + " MB/s",
-                f"{link.link.processor_us_per_mb / 1000:.2f} ms",
-                f"{link.both_ways:.2f} times as long",
-            )
-        console.print(table)
-    if found.ranks is not None:
-        console.print(_ranks_in_words(found.ranks), highlight=False, soft_wrap=True)
+    print_communication(console, found)
     for warning in warnings[:SHOWN]:
         console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     if len(warnings) > SHOWN:

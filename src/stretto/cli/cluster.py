@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from stretto.cli.calibration_tables import print_communication
 from stretto.cost.cluster_file import Hardware, find_cluster, save_cluster
 from stretto.cost.devices import GB_PER_S, Device, Figure, devices
+from stretto.errors import UsageError
+
+if TYPE_CHECKING:
+    from stretto.cost.calibration import Calibration
+    from stretto.cost.cluster import Cluster, Description
 
 WIDTH = 120
 """Columns of the tables, wherever they are printed."""
@@ -51,12 +57,20 @@ def list_devices() -> None:
 
 @cluster.command()
 def show(
-    name: Annotated[str, typer.Argument(help="<device>x<count>, or a cluster file (.toml).")],
+    name: Annotated[
+        str,
+        typer.Argument(help="<device>x<count>, a cluster file (.toml), or a calibration (.json)."),
+    ],
     save: Annotated[Path | None, typer.Option(help="Write it as a cluster file to start from.")] = None,
 ) -> None:
-    """Show a cluster: nodes, devices, links, and where every figure is from."""
-    found = find_cluster(name)
+    """Show what can be planned for: nodes, devices, links, and where every figure is from."""
     console = Console(width=WIDTH)
+    found = _found(name)
+    if not isinstance(found, Hardware):
+        if save is not None:
+            raise UsageError(f"--save writes clusters of the catalogue's devices; {name} is none")
+        _print_other(console, name, found)
+        return
     console.print(_headline(found))
     table = Table()
     for column in ("figure", "value", "known", "source"):
@@ -70,6 +84,34 @@ def show(
     if save is not None:
         save_cluster(found, save)
         Console(stderr=True).print(f"wrote {save}")
+
+
+def _found(name: str) -> Description:
+    if not name.endswith((".toml", ".json")) and name != "local":
+        return find_cluster(name)
+    from stretto.cost.cluster import describe  # here, as it loads PyTorch
+
+    found = describe(name)
+    if found is None:
+        raise UsageError("local is this machine: `stretto calibrate` measures it, and writes a file to show")
+    return found
+
+
+def _print_other(console: Console, name: str, found: Cluster | Calibration) -> None:
+    """Equal devices and links by their fields, or what was measured."""
+    from stretto.cost.cluster import Cluster
+
+    if isinstance(found, Cluster):
+        console.print(f"{name}: equal devices joined by equal links", markup=False)
+        table = Table("figure", "value", "known", "what")
+        for field, about in Cluster.model_fields.items():
+            known = "given" if field in found.model_fields_set else "by default"
+            table.add_row(field, str(getattr(found, field)), known, about.description)
+        console.print(table)
+        return
+    console.print(f"{name}: measured on {found.machine}", highlight=False, markup=False)
+    console.print(f"{len(found.ops)} ops measured, {len(found.traced)} traced", highlight=False)
+    print_communication(console, found)
 
 
 def _headline(found: Hardware) -> str:

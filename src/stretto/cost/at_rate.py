@@ -44,7 +44,8 @@ def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:
             value(lambda c: of(c).processor_us_per_mb),
             "interpolated between measured rates",
             min(1.0, value(lambda c: of(c).slower)),
-            max(of(c).buffered_bytes for c in costs),  # over a fast link it is not seen
+            # Over a link without a limit it is noise.
+            max((of(c).buffered_bytes for c, slow in zip(costs, inverse, strict=True) if slow), default=0.0),
         )
 
     pairs = [key for key in costs[0].links if all(key in c.links for c in costs)]

@@ -173,7 +173,7 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
         wanted = [Wanted("tp", kind, _sizes(kind, jobs), "float32") for kind in kinds]
         found = measure_between(Mesh((("tp", members),)), wanted, link=link)
         if found.link is not None:
-            outcome.calibration.links.append(LinkTiming(1, 1, found.link, found.both_ways))
+            _keep_link(outcome, LinkTiming(1, 1, found.link, found.both_ways, spread=found.spread))
         for (_, kind), measured in found.collectives.items():
             _keep(outcome, kind, members, 1, 1, measured)
     progress("communication", len(LOCAL_GROUPS), len(LOCAL_GROUPS))
@@ -237,9 +237,8 @@ def _between_ranks(
         links = {pair: link for ways, _ in told for pair, link in ways.items()}
         ratios = [r for _, r in told if r is not None]
         spans = 1 if hosts[0] == hosts[stride] else 2
-        outcome.calibration.links.append(
-            LinkTiming(stride, spans, links[there], statistics.median(ratios), links[back])
-        )
+        both_ways, spread = statistics.median(ratios), max(links[way].spread for way in (there, back))
+        _keep_link(outcome, LinkTiming(stride, spans, links[there].link, both_ways, links[back].link, spread))
     progress("communication", total, total)
 
 
@@ -250,6 +249,14 @@ def _keep(outcome: Outcome, kind: str, members: int, stride: int, hosts: int, me
     if measured.spread > NOISY_GROUP:
         outcome.warnings.append(
             f"{kind} of {members} ranks, {stride} apart: rounds differ by {100 * measured.spread:.0f} %"
+        )
+
+
+def _keep_link(outcome: Outcome, link: LinkTiming) -> None:
+    outcome.calibration.links.append(link)
+    if link.spread > NOISY:
+        outcome.warnings.append(
+            f"messages between ranks {link.stride} apart: rounds differ by {100 * link.spread:.0f} %"
         )
 
 

@@ -6,7 +6,7 @@
       "ops": {"aten.mm.default(float32[64,128], float32[128,512])": {"us", "spread", "flops", "bytes"}, ...},
       "traced": {"aten::mm float32 [64,128] [128,512]": us, ...},
       "collectives": [{"kind", "members", "stride", "hosts", "curve", ...}, ...],
-      "links": [{"stride", "hosts", "latency_us", "bytes_per_us", "both_ways", "back", ...}, ...],
+      "links": [{"stride", "hosts", "latency_us", "bytes_per_us", "both_ways", "back", "spread", ...}, ...],
       "ranks": {"skew", "cold", "quota", "unsteady"} or null
     }
 
@@ -79,13 +79,14 @@ class GroupTiming:
 class LinkTiming:
     """Messages between ranks `stride` apart, from the lower to the higher. both_ways: time of a message while
     one goes the other way, over its time alone. back: from the higher to the lower; None where the two were
-    not told apart."""
+    not told apart. spread: the noise of the worse direction (`messages.FoundLink`)."""
 
     stride: int
     hosts: int
     link: Link
     both_ways: float
     back: Link | None = None
+    spread: float = 0.0
 
     def way(self, sender: int, receiver: int) -> Link:
         """The direction in which a message goes."""
@@ -235,6 +236,7 @@ def _link_data(one: LinkTiming) -> dict[str, Any]:
         **_way_data(one.link),
         "both_ways": round(one.both_ways, 3),
         "back": None if one.back is None else _way_data(one.back),
+        "spread": round(one.spread, 3),
     }
 
 
@@ -249,7 +251,7 @@ def _way_data(link: Link) -> dict[str, Any]:
 
 
 def _link_of(entry: Cursor, name: str) -> LinkTiming:
-    parts = entry.fields(("stride", "hosts", *WAY_KEYS, "both_ways", "back"))
+    parts = entry.fields(("stride", "hosts", *WAY_KEYS, "both_ways", "back", "spread"))
     back = parts["back"]
     return LinkTiming(
         _count(parts["stride"], 1),
@@ -257,6 +259,7 @@ def _link_of(entry: Cursor, name: str) -> LinkTiming:
         _way_of(parts, name),
         positive(parts["both_ways"]),
         None if back.value is None else _way_of(back.fields(WAY_KEYS), name),
+        positive(parts["spread"]),
     )
 
 

@@ -40,10 +40,11 @@ BOTH_WAYS_BYTES = 1_048_576
 @dataclass(frozen=True, slots=True)
 class Between:
     """What was found between processes. link: None when it was not asked for; both_ways as
-    `messages.measure_both_ways` tells it; collectives by (axis, kind)."""
+    `messages.measure_both_ways` tells it; spread as in `messages.FoundLink`; collectives by (axis, kind)."""
 
     link: Link | None
     both_ways: float
+    spread: float
     collectives: dict[tuple[str, str], Measured]
 
 
@@ -79,9 +80,9 @@ def measure_between(
         cost = scaled(cost, small.size(axis), mesh.size(axis))
         found[axis, kind] = Measured(cost, Calls(*entry["calls"]), entry["spread"])
     if not link:
-        return Between(None, 1.0, found)
+        return Between(None, 1.0, 0.0, found)
     measured = Link(**told["link"])
-    return Between(measured, told["both_ways"], found)
+    return Between(measured, told["both_ways"], told["spread"], found)
 
 
 def fitting(mesh: Mesh) -> Mesh:
@@ -161,7 +162,8 @@ def _probe(asked: Any) -> None:
         both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
         if link is not None:
             told["both_ways"] = both_ways
-            told["link"] = asdict(replace(link, source="measured, loopback"))
+            told["link"] = asdict(replace(link.link, source="measured, loopback"))
+            told["spread"] = link.spread
     mesh = Mesh(tuple((axis, size) for axis, size in asked["mesh"]))
     wanted = [Wanted(axis, kind, tuple(sizes), dtype) for axis, kind, sizes, dtype in asked["wanted"]]
     if mesh.world < dist.get_world_size():

@@ -190,7 +190,7 @@ def measure_communication(
     found: dict[tuple[int, int], list[Link]] = defaultdict(list)
     for some in told:
         for pair, link in some.items():
-            found[pair].append(link)
+            found[pair].append(link.link)
     merged = {pair: typical_link(found[pair]) for pair in sorted(found)}
     return Communication(merged, collectives, shared, quota)
 

@@ -13,9 +13,11 @@ Uses `torch.distributed` as it is: the transport that will carry the plan's mess
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,13 +64,30 @@ STREAMED_BYTES = 262_144
 """Of the messages of step 3: of a stage's activations, rather small ones. Assumed."""
 
 
+@dataclass(frozen=True, slots=True)
+class FoundLink:
+    """spread: by which share the middle one of the largest messages' rounds took longer than the one that
+    counts."""
+
+    link: Link
+    spread: float
+
+
+class _OneWay(NamedTuple):
+    """What step 1 tells."""
+
+    latency_us: float
+    bytes_per_us: float
+    spread: float
+
+
 @calm_loops()
 def measure_links(
     pairs: Sequence[tuple[int, int]],
     device: torch.device,
     mesh: Mesh | None = None,
     compute: Compute | None = None,
-) -> dict[tuple[int, int], Link]:
+) -> dict[tuple[int, int], FoundLink]:
     """Links of (sender, receiver) pairs of places; every rank must call it with the same pairs.
 
     mesh: how ranks are laid out, when there are axes beside pp; a pair of places is then measured between
@@ -79,7 +98,7 @@ def measure_links(
     rank = dist.get_rank()
     mesh = mesh or Mesh((("pp", dist.get_world_size()),))
     here = mesh.coordinates(rank)
-    found: dict[tuple[int, int], Link] = {}
+    found: dict[tuple[int, int], FoundLink] = {}
     stolen: dict[frozenset[int], tuple[float, float]] = {}
     for pair in pairs:
         # This rank's own pair: its coordinates on all other axes.
@@ -92,20 +111,23 @@ def measure_links(
         buffered_bytes = _buffered(sender, receiver, fit) if device.type == "cpu" else 0.0
         if rank == sender:
             assert fit is not None
-            latency_us, bytes_per_us = fit
             lost_us_per_mb, slower = stolen[both]
-            found[pair] = Link(latency_us, bytes_per_us, lost_us_per_mb, "measured", slower, buffered_bytes)
+            found[pair] = FoundLink(
+                Link(fit.latency_us, fit.bytes_per_us, lost_us_per_mb, "measured", slower, buffered_bytes),
+                fit.spread,
+            )
         dist.barrier()
     return found
 
 
-def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, float] | None:
+def _one_way(sender: int, receiver: int, device: torch.device) -> _OneWay | None:
     """Step 1 on the sender; None on other ranks."""
     rank = dist.get_rank()
     if rank not in (sender, receiver):
         return None
     answer = torch.zeros(1, device=device)
     points: list[tuple[int, float]] = []
+    spread = 0.0
     for nbytes in SIZES:
         payload = torch.zeros(max(nbytes // 4, 1), device=device)
         times: list[float] = []
@@ -130,14 +152,18 @@ def _one_way(sender: int, receiver: int, device: torch.device) -> tuple[float, f
                     dist.recv(rounds, sender)
         if rank == sender:
             fast = int(QUARTER * (len(times) - 1)) if points else 0  # nothing lends to the empty one
-            points.append((payload.nbytes, sorted(times[1:])[fast]))
+            ascending = sorted(times[1:])
+            points.append((payload.nbytes, ascending[fast]))
+            spread = statistics.median(ascending) / ascending[fast] - 1.0
             dist.send(go_on, receiver)
         else:
             go_on = torch.zeros(1, device=device)
             dist.recv(go_on, sender)
         if not go_on.item() and nbytes != SIZES[0]:
             break
-    return _fit(points, FASTEST.get(device.type, FASTEST["cuda"])) if rank == sender else None
+    if rank == receiver:
+        return None
+    return _OneWay(*_fit(points, FASTEST.get(device.type, FASTEST["cuda"])), spread)
 
 
 def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) -> tuple[float, float]:
@@ -161,7 +187,7 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     return max(mean_y - slope * mean_x, half / 2.0), 1.0 / slope
 
 
-def _buffered(sender: int, receiver: int, fit: tuple[float, float] | None) -> float:
+def _buffered(sender: int, receiver: int, fit: _OneWay | None) -> float:
     """Step 2 on the sender; 0 on other ranks. fit: as in step 3."""
     rank = dist.get_rank()
     if rank not in (sender, receiver):
@@ -173,7 +199,7 @@ def _buffered(sender: int, receiver: int, fit: tuple[float, float] | None) -> fl
         dist.send(count, sender)
         return 0.0
     assert fit is not None
-    count.fill_(int(min(LARGE_BYTES, LARGE_US * fit[1])) // 4)
+    count.fill_(int(min(LARGE_BYTES, LARGE_US * fit.bytes_per_us)) // 4)
     payload = torch.zeros(int(count))
     dist.send(count, receiver)
     begin = time.perf_counter_ns()
@@ -186,7 +212,7 @@ def _buffered(sender: int, receiver: int, fit: tuple[float, float] | None) -> fl
 
 
 def _processor_loss(
-    a: int, b: int, device: torch.device, fit: tuple[float, float] | None, compute: Compute | None
+    a: int, b: int, device: torch.device, fit: _OneWay | None, compute: Compute | None
 ) -> tuple[float, float]:
     """Step 3: (microseconds of compute lost for each 10**6 bytes, the mean of both ends; the part of it that
     is slower ops). fit: what the sender has found; None on other ranks."""
@@ -195,7 +221,8 @@ def _processor_loss(
         return 0.0, 0.0
     peer = b if rank == a else a
     other = torch.zeros(1)
-    mine = torch.tensor([fit[0] + STREAMED_BYTES / fit[1] if fit is not None else 0.0])
+    alone_us = fit.latency_us + STREAMED_BYTES / fit.bytes_per_us if fit is not None else 0.0
+    mine = torch.tensor([alone_us])
     _swap(mine, other, a, b)
     out, into = torch.zeros(STREAMED_BYTES // 4), torch.zeros(STREAMED_BYTES // 4)
 

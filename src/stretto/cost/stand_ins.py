@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from stretto.dispatch import resolve
-from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT
 
 
 def function_of(target: str, device: torch.device) -> Callable[..., Any]:
     """The function that stands for an op: the dispatcher's own, or one of these."""
     found: dict[str, Callable[..., Any]] = {
-        "getitem": lambda parts, index: parts[index],
+        GETITEM: lambda parts, index: parts[index],
         "comm.all_reduce": lambda x, op, axis, size: x.clone(memory_format=torch.contiguous_format),
         "comm.all_gather": lambda x, axis, size: x.new_empty((x.shape[0] * size, *x.shape[1:])),
         "comm.reduce_scatter": lambda x, op, axis, size: x.new_empty((x.shape[0] // size, *x.shape[1:])),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from stretto.cost.crowd import pace_alone
 from stretto.cost.products import products_on
+from stretto.cost.synchronise import synchronise
 from stretto.giving_way import lanes_first
 
 ROUNDS = 12
@@ -124,7 +125,7 @@ def timed(
         work = start()
         started = time.perf_counter_ns()
         work.wait()
-        _synchronise(device)
+        synchronise(device)
         end = time.perf_counter_ns()
         took.append((end - begin) / 1000.0)
         starts.append((started - begin) / 1000.0)
@@ -198,8 +199,3 @@ def agree_median(value: float) -> float:
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, value)
     return float(statistics.median(told))
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

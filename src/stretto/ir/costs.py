@@ -24,7 +24,7 @@ class Link:
     processor_us_per_mb: processor time that each end loses to the transfer, per 10**6 bytes (a CPU
         transport copies on the cores that compute; 0 on accelerators with their own engines).
     slower: as in `CollectiveCost`.
-    buffered_bytes: what the transport takes over of messages that have not left yet, as a socket's buffer
+    buffered_bytes: what the transport takes over of messages whose receives are posted, as a socket's buffer
         does: a send is done when no more than this has still to leave. 0 where it is done with its transfer.
     """
 

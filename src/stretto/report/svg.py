@@ -19,6 +19,7 @@ from stretto.report.words import format_bytes, format_share, format_us
 
 WIDTH_PX = 1200
 LEFT_PX = 84
+LONGEST_NAME = 10
 RIGHT_PX = 24
 TITLE_PX = 46
 LANE_PX = 28
@@ -171,7 +172,7 @@ class _Picture:
                 f'height="{height}"/>'
             )
             if lane == COMPUTE_LANE:
-                self.text(14, row_y + LANE_PX / 2 + 4, timeline.who(rank), "name")
+                self.text(14, row_y + LANE_PX / 2 + 4, _named(timeline.who(rank)), "name")
             else:
                 self.text(LEFT_PX - 8, row_y + 10, _shortened(lane), "small", ' text-anchor="end"')
         self._axis(step_us, top, rows_end)
@@ -271,6 +272,11 @@ def _nice(value: float) -> float:
     """The least of 1, 2, 5 times a power of ten that is not below `value`."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= value * (1 - 1e-9))
+
+
+def _named(who: str) -> str:
+    """The name of a row, without its first word where that does not fit."""
+    return who if len(who) <= LONGEST_NAME else who.removeprefix("ranks ")
 
 
 def _shortened(lane: str) -> str:

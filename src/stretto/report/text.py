@@ -16,6 +16,7 @@ from stretto.report.pack import row_of
 from stretto.report.words import KINDS, format_us
 
 LABEL_CELLS = 13
+"""Columns of the names, at least."""
 MOST_RANKS = 16
 """Of more ranks the first and the last half of as many are drawn."""
 
@@ -33,7 +34,8 @@ STYLES = {
 
 def timeline_text(timeline: Timeline, width: int = 100) -> Text:
     """The timeline as lines of `width` columns, with a title, a scale and a legend."""
-    cells = width - LABEL_CELLS
+    label_cells = max(LABEL_CELLS, 1 + len(timeline.who(timeline.ranks - 1)))
+    cells = width - label_cells
     text = Text(f"{KINDS.get(timeline.source, timeline.source).capitalize()} timeline\n", style="bold")
     lanes: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in timeline.spans:
@@ -41,15 +43,16 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
     drawn = _drawn_ranks(timeline.ranks)
     for before, rank in zip([-1, *drawn], drawn):
         if rank != before + 1:
-            text.append(f"{'':{LABEL_CELLS}}ranks {before + 1} to {rank - 1} are left out\n", style="dim")
+            first, last = (before + 1) * timeline.members, rank * timeline.members - 1
+            text.append(f"{'':{label_cells}}ranks {first} to {last} are left out\n", style="dim")
         names = sorted(lanes[rank], key=lambda name: (name != COMPUTE_LANE, name))
         for name in names:
             label = timeline.who(rank) if name == COMPUTE_LANE else f"  {name}"
-            text.append(f"{label[: LABEL_CELLS - 1]:{LABEL_CELLS}}")
+            text.append(f"{label[: label_cells - 1]:{label_cells}}")
             text.append_text(_line(lanes[rank][name], timeline.step_us, cells, name == COMPUTE_LANE))
             text.append("\n")
     end = format_us(timeline.step_us)
-    text.append(f"{'':{LABEL_CELLS}}0{end:>{cells - 1}}\n", style="dim")
+    text.append(f"{'':{label_cells}}0{end:>{cells - 1}}\n", style="dim")
     text.append_text(_legend(timeline))
     return text
 

@@ -4,7 +4,8 @@
        which items ran between two calls.
     2. What each of these took of the time between is told by its cost.
 
-Where calls and items do not fit together, the whole run is the first action's.
+Where calls and items do not fit together, the whole run is the first action's. A compiled window may run the
+ops between two calls part by part; then the parts' times are right, and alternate as the plan says.
 """
 
 from __future__ import annotations

@@ -136,11 +136,11 @@ class Cards:
 
     def _aim_at_rest(self, transfer: Transfer) -> None:
         wait_us = max(0.0, self.left_us(transfer) - transfer.rest_us) / transfer.rate
-        version = transfer.version
-        self._clock.at(self._clock.now_us + wait_us, lambda: self._rest(transfer, version))
+        aim = transfer.version, transfer.rest_us
+        self._clock.at(self._clock.now_us + wait_us, lambda: self._rest(transfer, aim))
 
-    def _rest(self, transfer: Transfer, version: int) -> None:
-        if version == transfer.version:
+    def _rest(self, transfer: Transfer, aim: tuple[int, float]) -> None:
+        if aim == (transfer.version, transfer.rest_us):
             rest, transfer.rest = transfer.rest, nothing
             rest()
 

@@ -3,7 +3,7 @@
 Knows ranks, edges and links; nothing of windows or memory. The contract:
 
 1. A message may transfer once its send has started, its receive is posted, and the message before it on its
-   communicator has left.
+   communicator has been transferred.
 2. A rank sends one message at a time and receives one at a time: of messages, its network card serves each
    direction in turn. Of the messages that may transfer, the one whose send started first goes first; one
    whose receiver is busy lets the next go.
@@ -11,6 +11,7 @@ Knows ranks, edges and links; nothing of windows or memory. The contract:
    keeps nothing busy. Collectives that use the same cards slow it down, and it them (`simulate.cards`).
 4. A message has left, and its sender need not wait for it, when the transport has taken over what is still to
    be transferred: of it and those before it on its communicator, no more than the link's `buffered_bytes`.
+   It takes nothing over whose receive is not posted (as Gloo, which tells the receiver and waits).
 5. While it transfers, a message takes an even share of both ends' processors, processor time over
    transfer time. What the shares leave is the speed of the compute lane, at least 0.
 """
@@ -66,7 +67,7 @@ class Message:
         return f"{self.channel.lane} e{self.edge}:{self.microbatch}"
 
     def why_missing(self) -> str:
-        """Why the message has not left, in words."""
+        """Why the message has not been transferred, in words."""
         channel = self.channel
         what = f"message e{self.edge}:{self.microbatch} on {channel.lane}"
         if self.sent_us is None:
@@ -140,6 +141,7 @@ class Network:
         message = self.message(edge, microbatch)
         message.posted = True
         self._start([message.channel])
+        self._take_over(message.channel)
 
     def _start(self, channels: list[Channel]) -> None:
         """Step 2: let transfers begin on those of `channels` that can."""
@@ -167,13 +169,15 @@ class Network:
             moving_bytes = part * moving.nbytes
             left_bytes = moving_bytes - moving.nbytes
         for message in messages:
+            if not message.posted:
+                return
             left_bytes += message.nbytes
             too_many = left_bytes - link.buffered_bytes
             if too_many < A_BYTE:
                 self._leave(message)
                 continue
-            if too_many <= moving_bytes:
-                rest_us = busy_us * (moving_bytes - too_many) / moving.nbytes
+            if too_many < moving_bytes + A_BYTE:
+                rest_us = busy_us * max(0.0, moving_bytes - too_many) / moving.nbytes
                 self._cards.at_rest(transfer, rest_us, partial(self._take_over, channel))
             return
 

@@ -91,7 +91,9 @@ class Painter {
       c.fillStyle = this.colours.ink;
       c.textAlign = "left";
       c.font = `600 ${LETTERS}`;
-      c.fillText(this.timeline.names[row.rank], 12, y + row.height / 2);
+      let name = this.timeline.names[row.rank];
+      if (c.measureText(name).width > GUTTER - 16) name = name.replace("ranks ", ""); // the tip says it whole
+      c.fillText(name, 12, y + row.height / 2);
       c.font = LETTERS;
       return;
     }

@@ -1,0 +1,59 @@
+"""What a calibration says of communication and of ranks, as tables for the terminal. Thin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from stretto.cost.calibration import Calibration, RankTiming
+
+
+def print_communication(console: Console, found: Calibration) -> None:
+    """Collectives, messages and ranks, as far as they were measured."""
+    if found.collectives:
+        table = Table("collective", "ranks", "apart", "hosts", "1 MiB", "compute loses, 1 MB", "noise")
+        for one in found.collectives:
+            table.add_row(
+                one.kind,
+                str(one.members),
+                str(one.stride),
+                str(one.hosts),
+                f"{one.cost.curve.us(2**20) / 1000:.2f} ms",
+                f"{one.cost.lost_us(10**6) / 1000:.2f} ms"
+                + (f", {100 * one.cost.slowdown:.0f} %" if one.cost.slowdown else ""),
+                f"{100 * one.spread:.0f} %",
+            )
+        console.print(table)
+    if found.links:
+        table = Table(
+            "messages", "hosts", "latency", "rate", "compute loses, 1 MB", "both ways at once", "noise"
+        )
+        for link in found.links:
+            ways = (link.link,) if link.back is None else (link.link, link.back)
+            table.add_row(
+                f"{link.stride} apart",
+                str(link.hosts),
+                " / ".join(f"{way.latency_us:.0f}" for way in ways) + " us",
+                " / ".join(f"{way.bytes_per_us:.1f}" for way in ways) + " MB/s",
+                f"{link.link.processor_us_per_mb / 1000:.2f} ms",
+                f"{link.both_ways:.2f} times as long",
+                f"{100 * link.spread:.0f} %",
+            )
+        console.print(table)
+    if found.ranks is not None:
+        console.print(_ranks_in_words(found.ranks), highlight=False, soft_wrap=True)
+
+
+def _ranks_in_words(ranks: RankTiming) -> str:
+    words = [f"after a wait ops take {100 * ranks.cold:.0f} % longer"]
+    if ranks.skew:
+        words.append(f"the slowest rank of a place is {100 * ranks.skew:.1f} % behind")
+    if ranks.unsteady is not None:
+        spell_ms = ranks.unsteady.spell_us / 1000
+        words.append(f"speeds go up and down by {100 * ranks.unsteady.spread:.0f} % for {spell_ms:.0f} ms")
+    if ranks.quota is not None:
+        words.append(f"a quota leaves {100 * ranks.quota.share:.0f} % of the processors")
+    return "ranks: " + ", ".join(words)
