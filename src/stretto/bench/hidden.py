@@ -27,7 +27,7 @@ from stretto.ir.action import Action, Phase, Schedule, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.program import WAIT, Job
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.ir.transfers import CollectiveTime, axis_time, is_free, op_time_us
+from stretto.ir.transfers import CollectiveTime, axis_time, time_of
 
 AXIS = "tp"
 
@@ -60,7 +60,7 @@ def work_of(job: Job, costs: Costs, stages: Iterable[int], phases: Iterable[Phas
     compute_us = collective_us = processor_us = wire_bytes = 0.0
     for index in sorted(stages):
         for op in (op for phase, ops in job.stages[index].ops.items() if phase in wanted for op in ops):
-            compute_us += op_time_us(costs, index, op.name, is_free(op)) or 0.0
+            compute_us += time_of(costs, index, op)
             asked = op.collective
             if asked is not None and asked.axis == AXIS:
                 time = axis_time(costs, AXIS, asked.kind, asked.nbytes)
@@ -151,7 +151,7 @@ def _covered(job: Job, costs: Costs, stage: int) -> float:
     dots: list[_Dot] = []
     for op in programs[Phase.W]:
         ready[op.name] = max((ready.get(name, -1) for name in op.uses), default=-1)
-        us = op_time_us(costs, stage, op.name, is_free(op)) or 0.0
+        us = time_of(costs, stage, op)
         # What W itself starts or waits for is no cover.
         if op.collective is None and op.target != WAIT:
             dots.append(_Dot(us, ready[op.name]))

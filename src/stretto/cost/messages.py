@@ -44,7 +44,7 @@ ROUNDS_US = 60_000.0
 """Messages of a size go on for this long, within the limits above."""
 
 QUARTER = 0.25
-"""Of the rounds, those from which the time is taken."""
+"""Of the rounds, those from which the time is taken. Assumed."""
 
 FASTEST = {"cpu": 50_000.0, "cuda": 1_000_000.0}
 """Bytes a microsecond that no link of such devices reaches: a core's copies, an accelerator's links. Assumed;

@@ -177,11 +177,16 @@ def is_free(op: Op) -> bool:
     return op.alias is not None or op.target in (GETITEM, WAIT)
 
 
-def op_time_us(costs: Costs, stage: int, name: str, free: bool) -> float | None:
-    """The op's time on the compute lane; 0 for one that the costs do not name and that is `free`; None when
+def op_time_us(costs: Costs, stage: int, op: Op) -> float | None:
+    """The op's time on the compute lane; 0 for one that the costs do not name and that is free; None when
     a cost is missing."""
-    found = costs.op_us.get((stage, name))
-    return 0.0 if found is None and free else found
+    found = costs.op_us.get((stage, op.name))
+    return 0.0 if found is None and is_free(op) else found
+
+
+def time_of(costs: Costs, stage: int, op: Op) -> float:
+    """The op's time on the compute lane, microseconds; 0 for one that the costs do not name."""
+    return costs.op_us.get((stage, op.name), 0.0)
 
 
 def missing_times(costs: Costs, stage: int, ops: Iterable[Op]) -> list[str]:
@@ -189,5 +194,5 @@ def missing_times(costs: Costs, stage: int, ops: Iterable[Op]) -> list[str]:
     return [
         f"stage {stage}'s op {op.name} has no time; cost the job again"
         for op in ops
-        if op_time_us(costs, stage, op.name, is_free(op)) is None
+        if op_time_us(costs, stage, op) is None
     ]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.report.detail import measured_op_us, op_category, op_us, shapes_in, shapes_out, specs_of
+from stretto.ir.transfers import time_of
+from stretto.report.detail import measured_op_us, op_category, shapes_in, shapes_out, specs_of
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ def dearest_ops(
     for stage in plan.job.stages:
         for phase, ops in stage.ops.items():
             for op in ops:
-                us = op_us(plan, stage.index, op)
+                us = time_of(plan.costs, stage.index, op)
                 if not us:
                     continue
                 everything_us += us * times_a_step

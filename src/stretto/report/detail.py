@@ -15,7 +15,7 @@ from stretto.ir.action import Phase
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import Job, Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.ir.transfers import is_free, op_time_us
+from stretto.ir.transfers import time_of
 from stretto.schedule.lower import window_name
 
 RECOMPUTATION = "R"
@@ -68,11 +68,6 @@ def span_category(span: Span) -> str:
     return span.kind.value
 
 
-def op_us(plan: Plan, stage: int, op: Op) -> float:
-    """Predicted time of an op on the compute lane; 0 for a view, and for an op that the costs do not name."""
-    return op_time_us(plan.costs, stage, op.name, is_free(op)) or 0.0
-
-
 def window_ops(plan: Plan) -> dict[str, WindowOps]:
     """Every window's ops with their predicted times. An item that names no op is passed over: whether a plan
     is sound is for `stretto.verify`."""
@@ -90,7 +85,7 @@ def window_ops(plan: Plan) -> dict[str, WindowOps]:
             if known is not None:
                 op, sub = known
                 stage = window.parts[item.part][0]
-                rows.append(OpRow(op, stage, sub, item.part, op_us(plan, stage, op)))
+                rows.append(OpRow(op, stage, sub, item.part, time_of(plan.costs, stage, op)))
         found[name] = WindowOps(name, tuple(rows))
     return found
 

@@ -18,7 +18,8 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op
-from stretto.report.detail import OpRow, op_us, shapes_in, shapes_out, specs_of, window_ops
+from stretto.ir.transfers import time_of
+from stretto.report.detail import OpRow, shapes_in, shapes_out, specs_of, window_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,9 @@ def _ordered(plan: Plan, stage: int, phase: Phase) -> list[OpRow]:
                 rows = window_ops(plan)[name].rows
                 return [row for row in rows if row.part == part and row.phase in phase.parts]
     ops = plan.job.stages[stage].ops
-    return [OpRow(op, stage, sub, 0, op_us(plan, stage, op)) for sub in phase.parts for op in ops[sub]]
+    return [
+        OpRow(op, stage, sub, 0, time_of(plan.costs, stage, op)) for sub in phase.parts for op in ops[sub]
+    ]
 
 
 class _Memory:

@@ -276,8 +276,8 @@ def _calls(marks: Marks, at: Callable[[int], float]) -> list[Call]:
 
 
 def _run(rank: int, action: Action, start: float, stop: float) -> Span:
-    name, of = str(action), action
-    return Span(rank, COMPUTE_LANE, SpanKind.COMPUTE, name, start, stop, of.stage, of.phase, of.microbatch)
+    where = action.stage, action.phase, action.microbatch
+    return Span(rank, COMPUTE_LANE, SpanKind.COMPUTE, str(action), start, stop, *where)
 
 
 def gap_spans(rank: int, spans: Sequence[Span], end: float) -> list[Span]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import STARTS, WAIT
-from stretto.ir.transfers import is_free, op_time_us
+from stretto.ir.transfers import time_of
 
 Call = tuple[float, float]
 """When a communication was called, and when the call ended, in microseconds; starts and sends have no end of
@@ -42,7 +42,7 @@ def turns_of(plan: Plan, window_name: str) -> tuple[Turn, ...]:
         stage = window.parts[item.part][0]
         if item.kind is ItemKind.OP:
             op, _ = ops[item.part][str(item.ref)]
-            us = op_time_us(plan.costs, stage, op.name, is_free(op)) or 0.0
+            us = time_of(plan.costs, stage, op)
             found.append(Turn(item.part, us, op.target == WAIT or op.target in STARTS))
         else:
             edge = plan.job.edges[int(item.ref)]

@@ -27,10 +27,9 @@ from stretto.ir.program import WAIT, Edge, Job, Op
 from stretto.ir.transfers import (
     CollectiveTime,
     axis_time,
-    is_free,
     message_us,
     missing_times,
-    op_time_us,
+    time_of,
 )
 from stretto.schedule.bound_ends import End, ends_of
 from stretto.schedule.bound_stage import (
@@ -193,7 +192,7 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
         arrivals = {edge.value: -1 - k for k, edge in enumerate(edges_in)}
         at = {**arrivals, **numbers[stage]}
         shape = Shape(
-            tuple(op_time_us(costs, stage, op.name, is_free(op)) or 0.0 for op in ops),
+            tuple(time_of(costs, stage, op) for op in ops),
             len(job.stages[stage].ops[PHASES[0]]),
             tuple(tuple(at[name] for name in op.uses if name in at) for op in ops),
             len(edges_in),

@@ -14,7 +14,7 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Collective, Op
-from stretto.ir.transfers import CollectiveTime, axis_time, is_free, op_time_us
+from stretto.ir.transfers import CollectiveTime, axis_time, op_time_us
 
 
 class Control(IntEnum):
@@ -102,7 +102,7 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
                 faults.append(f"window {name}: op {item.ref} is not in stage {stage}'s programs")
                 op = None
             else:
-                time_us = op_time_us(plan.costs, stage, op.name, is_free(op))
+                time_us = op_time_us(plan.costs, stage, op)
                 if time_us is None:
                     faults.append(
                         f"window {name}: stage {stage}'s op {op.name} has no time; cost the job again"

@@ -24,7 +24,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
-from stretto.ir.transfers import axis_time, is_free, message_us, op_time_us
+from stretto.ir.transfers import axis_time, message_us, time_of
 from stretto.schedule.order.storages import Storage, find_storages
 
 
@@ -246,7 +246,7 @@ class _Maker:
     def _op(self, item: Item, op: Op) -> Node:
         """Step 1 for an op."""
         stage, _ = self.window.parts[item.part]
-        work_us = op_time_us(self.costs, stage, op.name, is_free(op)) or 0.0
+        work_us = time_of(self.costs, stage, op)
         asked = op.collective
         if asked is not None:
             time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes)
