@@ -405,7 +405,7 @@ def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> Non
             order = moved
         done: set[int] = set()
         for index in order:
-            assert all(n in done for n in range(index) if steps.names[n] and steps.ancestors[index] >> n & 1)
+            assert all(n in done for n in range(index) if one.named[n] and steps.ancestors[index] >> n & 1)
             done.add(index)
 
 

@@ -54,6 +54,8 @@ class ComputeLane:
         self._stood = self._stood_at_us = 0.0
         self._left_us = self._since_us = 0.0
         self._loads: list[Load] = []
+        self._taken = self._slower = 0.0
+        """What the loads take together, as shares."""
         self._warming = 0.0
         """The part of the work under way that is there because the lane had stood."""
         self._version = 0
@@ -81,6 +83,8 @@ class ComputeLane:
             self._loads.remove(was)
         if load.share:
             self._loads.append(load)
+        self._taken = min(1.0, sum(load.share for load in self._loads))
+        self._slower = sum(load.slower for load in self._loads)
         if self.working:
             self._aim()
 
@@ -91,13 +95,12 @@ class ComputeLane:
     @property
     def _load(self) -> float:
         """What transfers take of the speed at which the work goes on, with what is there for having stood."""
-        load = min(1.0, sum(load.share for load in self._loads))
+        load = self._taken
         if not self._warming or not self.working:
             return load
         # Step 5. Where slower ops are more, the work itself goes on at 1 - load; where its having stood is,
         # at 1 - warming of what the threads of transports leave.
-        slower = sum(load.slower for load in self._loads)
-        return max(load - slower, 1.0 - (1.0 - load) / (1.0 - self._warming))
+        return max(load - self._slower, 1.0 - (1.0 - load) / (1.0 - self._warming))
 
     def _pass(self) -> None:
         """Account for the time since the last change."""

@@ -3,8 +3,9 @@
 For steps in which each rank has one window. Where a window ordered by itself must be told when messages
 arrive, here they arrive when the other rank has sent them. The contract:
 
-1. A send that can go, goes. Of the ops whose values are there the most urgent is next, but before those for
-   which the lane would have to stand until the slowest rank of its place has done its part of a collective.
+1. A send that can go, goes; one that is paired, when its partner can go as well (`together.pairs`). Of the
+   ops whose values are there the most urgent is next, but before those for which the lane would have to stand
+   until the slowest rank of its place has done its part of a collective.
 2. Before it, the most urgent start of every lane that would run dry meanwhile; lanes keep their order.
 3. Not if a start that is more urgent could be made soon after the lane is free: within `patience` times what
    the first would take. A lane that stands for a moment may be better than one that is taken.
@@ -19,11 +20,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from stretto.ir.plan import Plan
 from stretto.schedule.order import Role
 from stretto.schedule.order.listing import AHEAD
 from stretto.simulate.clock import Moment
+from stretto.together.pairs import Borders, Meetings
 from stretto.together.walk import Chosen, Rank, Walk
 from stretto.together.whole import Whole
 
@@ -33,26 +36,38 @@ def choose(
     wholes: Sequence[Whole],
     urgencies: Sequence[Sequence[float]],
     patience: Sequence[float],
+    pairs: Borders = (),
 ) -> Chosen | None:
     """Walk the step; None when ranks stand for ever.
 
-    wholes, urgencies, patience: by rank, its window, how urgent its nodes are, and step 3.
+    wholes, urgencies, patience: by rank, its window, how urgent its nodes are, and step 3. pairs: messages
+    that leave together.
     """
     walk = Walk(plan)
-    return walk.run(lambda rank: _Rank(walk, rank, wholes[rank], urgencies[rank], patience[rank]))
+    meetings = Meetings(pairs, walk.clock)
+    return walk.run(lambda rank: _Rank(walk, rank, wholes[rank], urgencies[rank], patience[rank], meetings))
 
 
 class _Rank(Rank):
     """One rank's compute lane, and what it knows of its others."""
 
     def __init__(
-        self, walk: Walk, rank: int, whole: Whole, urgency: Sequence[float], patience: float
+        self,
+        walk: Walk,
+        rank: int,
+        whole: Whole,
+        urgency: Sequence[float],
+        patience: float,
+        meetings: Meetings,
     ) -> None:
         super().__init__(walk, rank, whole)
+        self._meetings = meetings
         self._urgency = urgency
         self._patience = patience
-        self._missing = [len(needs) for needs in self.graph.before]
+        self._missing = list(whole.count)
         self._exists = [False] * len(self.graph.nodes)
+        self._to_come = sum(whole.named) + sum(whole.waits)
+        """Of waits and of what stands for itself, how many do not exist yet."""
         self._sends: list[tuple[float, int]] = []
         self._starts: dict[str, list[tuple[float, int]]] = {}
         """Lane -> starts that can go: (-urgency, node)."""
@@ -63,8 +78,10 @@ class _Rank(Rank):
 
     def begin(self) -> None:
         # Those that can go at once; what they let go, they let go themselves.
+        whole = self._whole
         for index in [n for n, missing in enumerate(self._missing) if not missing]:
-            self._can_go(index)
+            if whole.named[index] or whole.waits[index]:
+                self._can_go(index)
         super().begin()
 
     # --- what can go ----------------------------------------------------------------------------------
@@ -77,14 +94,20 @@ class _Rank(Rank):
             self._when(self._started[node.start].done, index)
         elif node.role is Role.RECEIVE and self._travels(node):
             self._when(self._message(node).arrived, index)
-        elif self._whole.lazy[index]:
+        elif self._whole.waits[index]:
             self._there(index)
         elif node.role is Role.SEND:
-            heapq.heappush(self._sends, entry)
+            message = int(node.item.ref), self._whole.microbatches[node.item.part]
+            if self._meetings.meet(message, partial(self._met_partner, index)):
+                heapq.heappush(self._sends, entry)
         elif node.role is Role.START:
             heapq.heappush(self._starts.setdefault(node.lane, []), entry)
         else:
             heapq.heappush(self._ready, entry)
+
+    def _met_partner(self, index: int) -> None:
+        heapq.heappush(self._sends, (-self._urgency[index], index))
+        self._wake(index)
 
     def _when(self, moment: Moment, index: int) -> None:
         def arrive() -> None:
@@ -99,7 +122,8 @@ class _Rank(Rank):
     def _there(self, index: int) -> None:
         """The node's value exists from now on."""
         self._exists[index] = True
-        for user in self.graph.after[index]:
+        self._to_come -= 1
+        for user in self._whole.after[index]:
             self._missing[user] -= 1
             if not self._missing[user]:
                 self._can_go(user)
@@ -141,14 +165,10 @@ class _Rank(Rank):
     def _late_us(self, index: int) -> float:
         """How long the lane would stand for the slowest rank of its place before this op."""
         landed_us = float("-inf")
-        todo = [index]
-        while todo:
-            for needed in self.graph.before[todo.pop()]:
-                if not self._placed[needed]:
-                    todo.append(needed)
-                    start = self.graph.nodes[needed].start
-                    if self.graph.nodes[needed].role is Role.FINISH and start >= 0:
-                        landed_us = max(landed_us, self._started[start].done_us)
+        for needed in self._whole.needs[index]:
+            start = self.graph.nodes[needed].start
+            if start >= 0 and not self._placed[needed]:
+                landed_us = max(landed_us, self._started[start].done_us)
         return self._apart.late_us(self._clock.now_us - landed_us)
 
     def _dry(self, work_us: float) -> int | None:
@@ -187,25 +207,14 @@ class _Rank(Rank):
     def _stand(self) -> None:
         """Step 4; at the end, what nobody of this window reads is placed."""
         self._stands()
-        if all(self._exists):
+        if not self._to_come:
             self._put([index for index, placed in enumerate(self._placed) if not placed])
             self.end_us = self._clock.now_us
 
     def _needed(self, index: int) -> list[int]:
         """Step 5: the node, behind all that it needs and that is not placed."""
-        found: list[int] = []
-        seen: set[int] = set()
-        todo = [index]
-        while todo:
-            missing = [n for n in self.graph.before[todo[-1]] if not self._placed[n] and n not in seen]
-            if missing:
-                todo += reversed(missing)
-                continue
-            at = todo.pop()
-            if at not in seen:
-                seen.add(at)
-                found.append(at)
-        return found
+        placed = self._placed
+        return [needed for needed in self._whole.needs[index] if not placed[needed]]
 
     def _done(self, index: int) -> None:
         super()._done(index)

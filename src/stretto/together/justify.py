@@ -32,6 +32,7 @@ from stretto.schedule.order import Role
 from stretto.schedule.order.improve import stretches
 from stretto.together.choose import choose
 from stretto.together.follow import Steps, follow
+from stretto.together.pairs import Borders
 from stretto.together.walk import Chosen
 from stretto.together.whole import Whole
 
@@ -59,8 +60,11 @@ Place = tuple[int, int]
 """(rank, node)."""
 
 
-def justify(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float) -> Chosen:
-    """The orders that were found, or better ones. A step of `enough_us` need not be improved."""
+def justify(
+    plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float, pairs: Borders = ()
+) -> Chosen:
+    """The orders that were found, or better ones. A step of `enough_us` need not be improved. pairs: messages
+    that leave together where ops are ordered by urgency."""
     steps = [Steps(whole) for whole in wholes]
     pushing = _Pushing(plan, wholes)
     groups = [(rank, group) for rank, whole in enumerate(wholes) for group in stretches(whole.graph)]
@@ -81,7 +85,7 @@ def justify(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float
                 off.update({(rank, index): by_us for index in group})
         begins = pushing.begins_us(here, off)
         # 2.
-        made = _shorter(plan, wholes, steps, begins)
+        made = _shorter(plan, wholes, steps, begins, pairs)
         stale += 1
         if made is None:
             here = best
@@ -95,7 +99,11 @@ def justify(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float
 
 
 def _shorter(
-    plan: Plan, wholes: Sequence[Whole], steps: Sequence[Steps], begins: Sequence[Sequence[float]]
+    plan: Plan,
+    wholes: Sequence[Whole],
+    steps: Sequence[Steps],
+    begins: Sequence[Sequence[float]],
+    pairs: Borders,
 ) -> Chosen | None:
     """Step 2, once."""
     # Of ops that begin at one time those that are needed come first: nodes stand behind what they use.
@@ -103,7 +111,7 @@ def _shorter(
         sorted(mine.named(range(len(of))), key=of.__getitem__) for mine, of in zip(steps, begins, strict=True)
     ]
     urgencies = [[-us for us in of] for of in begins]
-    made = [follow(plan, steps, orders), choose(plan, wholes, urgencies, (0.0,) * len(wholes))]
+    made = [follow(plan, steps, orders), choose(plan, wholes, urgencies, (0.0,) * len(wholes), pairs)]
     return min((one for one in made if one is not None), key=lambda one: one.measure_us, default=None)
 
 

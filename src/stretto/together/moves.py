@@ -47,12 +47,15 @@ FAR = 6.0
 """Places by which an op is moved, on average."""
 
 
-def move_ops(plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float) -> Chosen:
-    """The orders that were found, or better ones. A step of `enough_us` need not be improved."""
+def move_ops(
+    plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float, *, share: float = 1.0
+) -> Chosen:
+    """The orders that were found, or better ones. A step of `enough_us` need not be improved. share: of the
+    moves that one job may have."""
     steps = [Steps(whole) for whole in wholes]
     orders = [mine.named(order) for mine, order in zip(steps, found.orders, strict=True)]
     ranks = [rank for rank, order in enumerate(orders) for _ in order]
-    tries = min(MOST, WORK // max(1, len(ranks)), int(found.step_us / A_MOVE_US))
+    tries = int(share * min(MOST, WORK // max(1, len(ranks)), found.step_us / A_MOVE_US))
     best = follow(plan, steps, orders) if tries and ranks and found.step_us > enough_us else None
     if best is None:
         return found

@@ -4,13 +4,14 @@
        less a part of the step for every microbatch before its own. Without that part all forwards come first;
        with much of it, microbatches follow one another as in 1F1B.
     2. That part (SLOPES) and the patience of each rank (`together.choose`) are tried: first equal for all
-       ranks, then rank by rank, the best kept.
+       ranks, then rank by rank, the best kept. This for each way to let messages leave in pairs
+       (`together.pairs`), and without pairs; the most promising go on.
     3. Then rounds, each with another urgency of one or two stretches, or of some actions, or another
-       patience; what does not make the step longer is kept.
+       patience, or a message paired otherwise; what does not make the step longer is kept.
     4. All this with more and with fewer of the small ops placed for themselves (LITTLE): with fewer, a round
-       changes more. The best of these goes on.
-    5. Then the step is pushed to its end and back (`together.justify`), and single ops are moved
-       (`together.moves`).
+       changes more. The best of these go on.
+    5. Then the steps are pushed to their end and back (`together.justify`), and single ops are moved
+       (`together.moves`): a few for each, many for the best.
 
 Steps walked are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every
 machine. May touch `stretto.ir`, `stretto.schedule` and this room.
@@ -33,6 +34,7 @@ from stretto.schedule.order.improve import stretches
 from stretto.together.choose import choose
 from stretto.together.justify import justify
 from stretto.together.moves import move_ops
+from stretto.together.pairs import MORE, Borders, borders, paired
 from stretto.together.walk import Chosen
 from stretto.together.whole import Whole, make_whole
 
@@ -64,6 +66,25 @@ as views are. On GPTs over pp=2 tp=2 the first is five ops of six and 2 % of the
 race of hidden 2048: the search comes to 1.176, 1.133 and 1.126 of the bound, to 1.138 with 0.02 and 1.157
 with 0.04; when ops have been moved 1.146, 1.118 and 1.113 are left."""
 
+PAIRING = 0.1
+"""Share of the rounds that pair a message otherwise. Assumed."""
+
+PROMISING = 2
+"""Ways to pair messages, for each of LITTLE, that are searched beyond slopes. Where a search ends is within
+2 % a matter of luck, so several are better than one that goes on for as long."""
+
+LONGER = 1_000
+"""Rounds more for each of FINALISTS."""
+
+A_WALK_US = 10_000.0
+"""Of a step, what is worth one of these rounds. They take some 10 ms, once."""
+
+FINALISTS = 3
+"""Searches whose steps are pushed, and whose ops are moved. Assumed."""
+
+TRIAL = 0.25
+"""Of the moves for one job, those by which finalists are compared. Assumed."""
+
 CLOSE = 1.01
 """A step this close to its bound needs no search. Assumed."""
 
@@ -81,23 +102,38 @@ def order_together(plan: Plan, bound_us: float) -> dict[str, Window] | None:
     allowed = min(MOST, WORK // max(1, items))
     if allowed < FEWEST:
         return None
-    search: _Search | None = None
-    for little in LITTLE:
-        other = _Search(plan, bound_us, allowed, little)
-        other.slopes()
-        other.rounds()
-        if search is None or other.step_us < search.step_us:
-            search = other
-    if search is None or search.best is None:
+    searches = [search for little in LITTLE for search in _searches(plan, bound_us, allowed, little)]
+    # 5.
+    enough_us = CLOSE * bound_us
+    found: list[tuple[Chosen, Sequence[Whole]]] = []
+    for search in sorted(searches, key=lambda search: search.step_us)[:FINALISTS]:
+        if search.best is not None:
+            search.go_on(min(LONGER, int(search.step_us / A_WALK_US)))
+            pushed = justify(plan, search.wholes, search.best, enough_us, search.pairs)
+            found.append((move_ops(plan, search.wholes, pushed, enough_us, share=TRIAL), search.wholes))
+    if not found:
         return None
-    pushed = justify(plan, search.wholes, search.best, CLOSE * bound_us)
-    best = move_ops(plan, search.wholes, pushed, CLOSE * bound_us)
+    best, wholes = min(found, key=lambda one: one[0].measure_us)
+    best = move_ops(plan, wholes, best, enough_us)
     return {
         whole.graph.window.name: replace(
             whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
         )
-        for whole, order in zip(search.wholes, best.orders, strict=True)
+        for whole, order in zip(wholes, best.orders, strict=True)
     }
+
+
+def _searches(plan: Plan, bound_us: float, allowed: int, little: float) -> list[_Search]:
+    """Steps 2 to 4 with one size of ops that are placed for themselves."""
+    apart = borders(plan)
+    pairs = dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)])
+    searches = [_Search(plan, bound_us, allowed, little, each) for each in pairs]
+    for search in searches:
+        search.slopes()
+    best = sorted(searches, key=lambda search: search.step_us)[:PROMISING]
+    for search in best:
+        search.rounds()
+    return best
 
 
 def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key, float]:
@@ -130,18 +166,20 @@ def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key,
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Where the search stands: by rank, the urgency of nodes, and patience."""
+    """Where the search stands: by rank, the urgency of nodes, and patience; messages that leave together."""
 
     urgency: tuple[tuple[float, ...], ...]
     patience: tuple[float, ...]
+    pairs: Borders = ()
 
 
 class _Search:
-    def __init__(self, plan: Plan, bound_us: float, allowed: int, little: float) -> None:
+    def __init__(self, plan: Plan, bound_us: float, allowed: int, little: float, pairs: Borders = ()) -> None:
         self._plan = plan
         self._bound_us = bound_us
         self._left = allowed
         self._stale = 0
+        self._enough_stale = STALE
         self._mark_us = float("inf")
         job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
         slots = [slot for (slot,) in plan.schedule.orders]
@@ -156,7 +194,8 @@ class _Search:
             for graph in graphs
         ]
         self._groups = [(rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph)]
-        self._point = _Point((), ())
+        self._point = _Point((), (), pairs)
+        self._draw = random.Random(0)
         self.best: Chosen | None = None
 
     @property
@@ -164,11 +203,16 @@ class _Search:
         """Of the best step so far."""
         return float("inf") if self.best is None else self.best.step_us
 
+    @property
+    def pairs(self) -> Borders:
+        """Messages that leave together in it."""
+        return self._point.pairs
+
     def _try(self, point: _Point) -> bool:
         """Walk the step, and keep the point if the step does not get longer."""
         self._left -= 1
         self._stale += 1
-        found = choose(self._plan, self.wholes, point.urgency, point.patience)
+        found = choose(self._plan, self.wholes, point.urgency, point.patience, point.pairs)
         if found is None or (self.best is not None and found.step_us > self.best.step_us):
             return False
         if found.step_us < self._mark_us * (1.0 - GAIN):
@@ -177,7 +221,7 @@ class _Search:
         return True
 
     def _enough(self) -> bool:
-        if self._left <= 0 or self._stale >= STALE:
+        if self._left <= 0 or self._stale >= self._enough_stale:
             return True
         return self.best is not None and self.best.step_us <= CLOSE * self._bound_us
 
@@ -217,20 +261,30 @@ class _Search:
                 for rank, whole in enumerate(self.wholes)
             ),
             patience,
+            self._point.pairs,
         )
 
     # --- step 3 -------------------------------------------------------------------------------------
 
+    def go_on(self, rounds: int) -> None:
+        """So many rounds more, at most."""
+        self._left, self._stale, self._enough_stale = rounds, 0, 2 * STALE
+        self.rounds()
+
     def rounds(self) -> None:
         if self.best is None or not self._groups:
             return
-        draw = random.Random(0)
+        draw = self._draw
         each_us = self._bound_us / self._plan.job.microbatches
         while not self._enough():
             urgency = [list(of) for of in self._point.urgency]
             patience = list(self._point.patience)
+            pairs = list(self._point.pairs)
             kind = draw.random()
-            if kind < 0.5:
+            if pairs and draw.random() < PAIRING:
+                at = draw.randrange(len(pairs))
+                pairs[at] = pairs[at].moved(draw)
+            elif kind < 0.5:
                 for _ in range(draw.choice((1, 1, 2, 3))):
                     rank, group = draw.choice(self._groups)
                     change_us = draw.gauss(0.0, 0.4) * each_us
@@ -246,4 +300,4 @@ class _Search:
                             urgency[rank][index] += change_us
             else:
                 patience[draw.randrange(len(patience))] = draw.choice((0.0, 0.25, 0.5, 0.75, 1.0, 1.5))
-            self._try(_Point(tuple(map(tuple, urgency)), tuple(patience)))
+            self._try(_Point(tuple(map(tuple, urgency)), tuple(patience), tuple(pairs)))

@@ -24,14 +24,27 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One rank's only window. leads: its starts by part, in their order; calls: by node; lazy: by node,
-    whether it stands directly before its first user."""
+    """One rank's only window. By node:
+
+    calls: its collective. lazy: whether it stands directly before its first user. waits: whether it waits for
+    what comes over a lane or a link. named: whether it stands for itself: neither lazy nor a wait. needs:
+    what it needs that does not stand for itself, in an order in which it can stand, itself last.
+    count, after: of waits and of what stands for itself, how many of them it needs, directly or through what
+    is lazy, and which of them need it.
+
+    leads: its starts by part, in their order.
+    """
 
     graph: WindowGraph
     microbatches: tuple[int, ...]
     calls: tuple[Call | None, ...]
     leads: tuple[tuple[Lead, ...], ...]
     lazy: tuple[bool, ...]
+    waits: tuple[bool, ...]
+    named: tuple[bool, ...]
+    needs: tuple[tuple[int, ...], ...]
+    count: tuple[int, ...]
+    after: tuple[tuple[int, ...], ...]
 
 
 def make_whole(plan: Plan, graph: WindowGraph, microbatches: tuple[int, ...], little: float) -> Whole:
@@ -47,8 +60,35 @@ def make_whole(plan: Plan, graph: WindowGraph, microbatches: tuple[int, ...], li
         if node.role is Role.START:
             leads[node.item.part].append(_lead(graph, index))
     calls = make_ready(plan, graph.window.name).calls
+    lazy = _lazy(graph, microbatches, little)
+    waits = tuple(node.role in (Role.FINISH, Role.RECEIVE) for node in graph.nodes)
+    named = tuple(not one and not other for one, other in zip(lazy, waits, strict=True))
+    needs: list[dict[int, None]] = []
+    events: list[dict[int, None]] = []
+    after: list[list[int]] = [[] for _ in graph.nodes]
+    for index, before in enumerate(graph.before):  # nodes stand behind what they use
+        mine: dict[int, None] = {}
+        met: dict[int, None] = {}
+        for needed in before:
+            mine.update({} if named[needed] else needs[needed])
+            met.update({needed: None} if named[needed] or waits[needed] else events[needed])
+        mine[index] = None
+        needs.append(mine)
+        events.append(met)
+        if named[index] or waits[index]:
+            for event in met:
+                after[event].append(index)
     return Whole(
-        graph, microbatches, calls, tuple(map(tuple, leads.values())), _lazy(graph, microbatches, little)
+        graph,
+        microbatches,
+        calls,
+        tuple(map(tuple, leads.values())),
+        lazy,
+        waits,
+        named,
+        tuple(map(tuple, needs)),
+        tuple(map(len, events)),
+        tuple(map(tuple, after)),
     )
 
 
