@@ -10,9 +10,9 @@ that is the gradient of an earlier microbatch. So:
        leaves before both can (`together.choose`). `ahead` is what 1F1B has in flight there, and a few more.
     3. A search (`together.search`) pairs single messages otherwise, or not at all.
 
-The idea of an order in which what travels both ways meets is that of 1F1B's steady state; that it pays to
-wait for it was measured here: on the tensor race of hidden 2048 over pp=2 steps are 4 % shorter. May touch
-`stretto.ir`.
+That what travels both ways meets is what 1F1B's steady state does where stages take equally long; that it
+pays to wait for it was measured here: on the tensor race of hidden 2048 over pp=2 the search comes to 1.104
+of the bound, and to 1.137 without pairs. May touch `stretto.ir` and the simulation's clock.
 """
 
 from __future__ import annotations
