@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 
 from stretto.capture.trace import Traced
-from stretto.together import search
+from stretto.together import justify, search
 from tests.forks import end_server
 from tests.remembered import remembering
 
@@ -31,13 +31,17 @@ settings.load_profile("repeatable" if os.environ.get("CI") else "desk")
 @pytest.fixture(autouse=True, scope="module")
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """The search for orders of all ranks together walks a tenth of the steps; not where it is tested."""
-    if request.module.__name__ == "tests.test_together":
+    if request.module.__name__ in ("tests.test_together", "tests.test_pairs"):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "MOST", search.MOST // 10)
         patch.setattr(search, "WORK", search.WORK // 10)
         patch.setattr(search, "FEWEST", search.FEWEST // 10)
+        patch.setattr(search, "MORE", search.MORE[2:3])
+        patch.setattr(search, "FINALISTS", 1)
+        patch.setattr(justify, "MOST", justify.MOST // 10)
+        patch.setattr(justify, "WORK", justify.WORK // 10)
         yield
 
 

@@ -27,7 +27,7 @@ def sent_us(made: search._Search, found: Chosen) -> dict[tuple[int, int], float]
 
 def walked(pairs: Borders) -> tuple[search._Search, Chosen | None]:
     plan = whole_plan(*job_of())
-    made = search._Search(plan, 1000.0, 1, 0.0005, pairs)
+    made = search._Search(plan, 1000.0, 1, search._ready(plan, [0.0005])[0], pairs)
     point = made._sloped((0.3, 0.3), (0.0, 0.0))
     return made, choose(plan, made.wholes, point.urgency, point.patience, point.pairs)
 

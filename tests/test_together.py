@@ -76,11 +76,11 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
 def poor_step() -> tuple[Plan, list[Whole], Chosen]:
     """A step with long collectives whose microbatches all go on at once."""
     plan = whole_plan(*job_of(collective_us=300.0))
-    made = search._Search(plan, 1.0, 1, 0.0005)
+    made = search._Search(plan, 1.0, 1, search._ready(plan, [0.0005])[0])
     point = made._sloped((0.0, 0.0), (0.0, 0.0))
     poor = choose(plan, made.wholes, point.urgency, point.patience)
     assert poor is not None
-    return plan, made.wholes, poor
+    return plan, list(made.wholes), poor
 
 
 def step_us(plan: Plan) -> float:
@@ -414,7 +414,7 @@ def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
     # An op that leads to the next collective takes less than a collective of another microbatch would.
     costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
     plan = whole_plan(job, costs)
-    made = search._Search(plan, 1.0, 1, 0.0005)
+    made = search._Search(plan, 1.0, 1, search._ready(plan, [0.0005])[0])
     impatient = made._sloped((0.3, 0.3), (0.0, 0.0))
     orders = [choose(plan, made.wholes, impatient.urgency, patience) for patience in ((0.0, 0.0), (5.0, 5.0))]
     assert orders[0] is not None
@@ -424,6 +424,8 @@ def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
 
 def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     job, costs = job_of()
+    monkeypatch.setattr(search, "MOST", 100)
+    monkeypatch.setattr(justifying, "MOST", 60)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert all(window.shares for window in plan.windows.values())
     verify(plan)

@@ -51,10 +51,10 @@ def job_of(layers: int, hidden: int, sequence_parallel: bool = False) -> Job:
 def plan_of(layers: int, hidden: int, bytes_per_us: float, sequence_parallel: bool = False) -> Plan:
     job = job_of(layers, hidden, sequence_parallel)
     cluster = stretto.Cluster(link_bytes_per_us=bytes_per_us, latency_us=50.0)
-    costs = stretto.plan(job, cluster).costs
+    costs = stretto.plan(job, cluster, overlap="off").costs
     curve = Curve(((0.0, 50.0), (1e6, 50.0 + 1e6 / bytes_per_us)))
     kinds = {("tp", kind): CollectiveCost(curve) for kind in ("all_reduce", "reduce_scatter", "all_gather")}
-    return make_plan(job, replace(costs, collectives=kinds))
+    return make_plan(job, replace(costs, collectives=kinds), overlap="local")
 
 
 def ops_of(*plans: Plan) -> Calibration:
