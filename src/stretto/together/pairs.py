@@ -46,10 +46,10 @@ class Border:
     def moved(self, draw: random.Random) -> Border:
         """Step 3: one gradient with the next value, or the one before, or alone."""
         at = draw.randrange(len(self.values))
-        now = self.values[at]
-        near = [other for other in self.values[:at] if other is not None]
-        now = now if now is not None else (near[-1] + at - self.values.index(near[-1]) if near else at)
-        new = draw.choice((None, now - 1, now, now + 1))
+        # One that leaves alone is as far behind as the last that does not.
+        known = reversed(list(enumerate(self.values[: at + 1])))
+        near = at + next((value - k for k, value in known if value is not None), 0)
+        new = draw.choice((None, near - 1, near, near + 1))
         if new is not None and not at < new < len(self.values):
             new = None
         values = [None if other == new else other for other in self.values]
