@@ -185,6 +185,29 @@ def test_under_a_quota_processor_time_counts_and_not_the_clock(
     assert loss.slower_us == pytest.approx(2 * 20 * 250, rel=0.08)
 
 
+def test_under_a_quota_the_transports_threads_are_lost_whatever_the_machine_does_meanwhile(
+    machine: Callable[[float, int], Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = machine(1.0, 20)
+    monkeypatch.setattr(contention, "has_quota", lambda: True)
+
+    def start() -> Any:
+        work = made.start()
+        made.others += 400 * NS
+        made.gained = 100 * NS  # the machine happens to be faster just now: more than the threads take
+        return work
+
+    loss = compute_loss(start, 60_000.0, lambda: None, torch.device("cpu"))
+    assert loss.processor_us == pytest.approx(400.0, rel=0.01)
+    assert loss.slower_us == 0.0
+
+
+def test_slow_transfers_are_measured_more_often(machine: Callable[[float, int], Machine]) -> None:
+    made = machine(1.5, 20)
+    compute_loss(made.start, contention.SLOW_US, lambda: None, torch.device("cpu"))
+    assert made.started == contention.SLOW_REPEATS * 4, "0.3 s of collectives of 80 ms"
+
+
 def test_what_each_byte_takes_is_measured_at_a_size_that_tells_it() -> None:
     mb = 2**20
     fast = [(4, 300.0), (2 * mb, 60e3), (4 * mb, 120e3), (8 * mb, 240e3)]

@@ -4,9 +4,10 @@
                  flight: the ops of the step, if they are known (`cost.endless`), else small products. A
                  collective takes longer meanwhile, too, by its pace.
                  1. Under a quota, and on a core that hosts share, what counts is processor time: the
-                    process' in flight less what as much work takes alone. It holds the transport's threads
-                    and what its packets and copies make ops slower by. A clock would count in whole periods
-                    of the quota, or turns of the others, which are as long as what is lost.
+                    process' in flight less what as much work takes alone. It holds the transport's threads,
+                    and is no less than they took, and what its packets and copies make ops slower by. A
+                    clock would count in whole periods of the quota, or turns of the others, which are as
+                    long as what is lost.
                  2. Elsewhere the time by the clock counts, less what as much work takes alone, and no less
                     than what the process' other threads took, where the computing thread stood for them.
                     Where other cores are free, nothing stands.
@@ -51,6 +52,14 @@ MOST_COLLECTIVES = 64
 REPEATS = 5
 """The median of as many measurements is taken."""
 
+SLOW_US = 80_000.0
+"""Of a transfer that takes so long alone, `SLOW_REPEATS` measurements are taken. It loses a few hundredths of
+its time; with four hosts of half a core at 76 Mbit/s ranks' speeds were unsteady by 12 %, and the median of 5
+said in one run of two that all-reduces of 2 MB, which take 6 ms for each megabyte, take nothing."""
+
+SLOW_REPEATS = 15
+"""Assumed: three times as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -93,7 +102,7 @@ def compute_loss(
             found = []
             before = _alone(compute, meet)
             limited = has_quota() or before.part < 1.0
-            for _ in range(REPEATS):
+            for _ in range(REPEATS if alone_us < SLOW_US else SLOW_REPEATS):
                 flight = _flight(start, count, compute, meet)
                 after = _alone(compute, meet)
                 found.append(_lost(flight, before.mean(after), limited))
@@ -164,12 +173,13 @@ def _lost(flight: _Flight, alone: _Alone, limited: bool) -> tuple[float, float, 
     stretch = alone.clock_us / alone.thread_us
     calls_us = flight.calls_us / flight.collectives * stretch
     longer_us = (flight.thread_us - flight.calls_us - flight.work * alone.thread_us) * stretch
+    helpers_us = flight.work * (alone.process_us - alone.thread_us)
+    others_us = flight.process_us - flight.thread_us - helpers_us
     if limited:
-        taken_us = flight.process_us - flight.work * alone.process_us
+        taken_us = max(others_us + flight.calls_us, flight.process_us - flight.work * alone.process_us)
         lost_us = taken_us * alone.clock_us / alone.process_us / flight.collectives - calls_us
     else:
-        helpers_us = flight.work * (alone.process_us - alone.thread_us)
-        others_us = (flight.process_us - flight.thread_us - helpers_us) * stretch
+        others_us *= stretch
         stood_us = flight.took_us - flight.thread_us * stretch
         lost_us = (flight.took_us - flight.work * alone.clock_us) / flight.collectives - calls_us
         if stood_us > others_us / 2.0 and lost_us < others_us / flight.collectives:
