@@ -52,6 +52,19 @@ MALFORMED = [
         changed("costs", "op_us", "0", "h0", to=10**400),
         r"costs\.op_us\[\"0\"\]\.h0: expected a number within",
     ),
+    (
+        changed("costs", "op_us", "0", "h0", to=-1.0),
+        r"costs\.op_us\[\"0\"\]\.h0: expected a number from 0, found -1",
+    ),
+    (changed("costs", "skew", to="nan"), r"costs\.skew: expected a number from 0, found nan"),
+    (
+        changed("costs", "links", 0, "latency_us", to=-5),
+        r"links\[0\]\.latency_us: expected a number from 0, found -5",
+    ),
+    (
+        changed("costs", "links", 0, "bytes_per_us", to=0),
+        r"links\[0\]\.bytes_per_us: expected a rate above 0, found 0",
+    ),
     (changed("costs", "op_us", "x", to={}), r"costs\.op_us\.x: the key is not a stage's number"),
     (
         changed("costs", "links", 1, to=DOCUMENT["costs"]["links"][0]),

@@ -31,7 +31,6 @@ from stretto.cost.op_cache import (
     decode_ops,
     encode_machine,
     encode_ops,
-    positive,
     write_whole,
 )
 from stretto.errors import UsageError
@@ -154,7 +153,7 @@ def load_calibration(path: Path) -> Calibration:
         decode_machine(fields["machine"]),
         path.name,
         decode_ops(fields["ops"]),
-        {key: positive(us) for key, us in fields["traced"].members().items()},
+        {key: us.amount() for key, us in fields["traced"].members().items()},
         [_group_of(entry, path.name) for entry in fields["collectives"].elements()],
         [_link_of(entry, path.name) for entry in fields["links"].elements()],
         _ranks_of(fields["ranks"]),
@@ -201,16 +200,16 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
         curve = Curve.of(point.sequence(Cursor.number) for point in parts["curve"].elements())
     except ValueError as error:
         raise parts["curve"].error(str(error)) from None
-    pace = positive(parts["pace"])
+    pace = parts["pace"].amount()
     if not 0.0 < pace <= 1.0:
         raise parts["pace"].error(f"expected a share above 0 and at most 1, not {pace}")
     cost = CollectiveCost(
         curve,
-        positive(parts["processor_us_per_mb"]),
-        positive(parts["slowdown"]),
+        parts["processor_us_per_mb"].amount(),
+        parts["slowdown"].amount(),
         f"measured: {name}",
         pace,
-        positive(parts["processor_us"]),
+        parts["processor_us"].amount(),
         decode_part(parts["slower"]),
     )
     return GroupTiming(
@@ -220,12 +219,12 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
         _count(parts["hosts"], 1),
         cost,
         Calls(
-            positive(parts["start_us"]),
-            positive(parts["start_us_per_mb"]),
-            positive(parts["finish_us_per_mb"]),
-            positive(parts["finish_us"]),
+            parts["start_us"].amount(),
+            parts["start_us_per_mb"].amount(),
+            parts["finish_us_per_mb"].amount(),
+            parts["finish_us"].amount(),
         ),
-        positive(parts["spread"]),
+        parts["spread"].amount(),
     )
 
 
@@ -257,23 +256,23 @@ def _link_of(entry: Cursor, name: str) -> LinkTiming:
         _count(parts["stride"], 1),
         _count(parts["hosts"], 1),
         _way_of(parts, name),
-        positive(parts["both_ways"]),
+        parts["both_ways"].amount(),
         None if back.value is None else _way_of(back.fields(WAY_KEYS), name),
-        positive(parts["spread"]),
+        parts["spread"].amount(),
     )
 
 
 def _way_of(parts: Mapping[str, Cursor], name: str) -> Link:
-    rate = positive(parts["bytes_per_us"])
+    rate = parts["bytes_per_us"].amount()
     if not rate:
         raise parts["bytes_per_us"].error("expected a rate above 0")
     return Link(
-        positive(parts["latency_us"]),
+        parts["latency_us"].amount(),
         rate,
-        positive(parts["processor_us_per_mb"]),
+        parts["processor_us_per_mb"].amount(),
         f"measured: {name}",
         decode_part(parts["slower"]),
-        positive(parts["buffered_bytes"]),
+        parts["buffered_bytes"].amount(),
     )
 
 
@@ -291,8 +290,8 @@ def _ranks_of(entry: Cursor) -> RankTiming | None:
         return None
     parts = entry.fields(("skew", "cold", "quota", "unsteady"))
     return RankTiming(
-        positive(parts["skew"]),
-        positive(parts["cold"]),
+        parts["skew"].amount(),
+        parts["cold"].amount(),
         decode_quota(parts["quota"]),
         decode_unsteady(parts["unsteady"]),
     )

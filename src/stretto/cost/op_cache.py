@@ -167,14 +167,6 @@ def decode_ops(cursor: Cursor) -> dict[str, Timing]:
     found: dict[str, Timing] = {}
     for key, entry in cursor.members().items():
         parts = entry.fields(("us", "spread", "flops", "bytes"))
-        us, spread = (positive(parts[name]) for name in ("us", "spread"))
+        us, spread = (parts[name].amount() for name in ("us", "spread"))
         found[key] = Timing(us, spread, parts["flops"].integer(), parts["bytes"].integer())
     return found
-
-
-def positive(cursor: Cursor) -> float:
-    """A finite number that is not negative. Raises UsageError."""
-    value = cursor.number()
-    if not 0 <= value < float("inf"):
-        raise cursor.error(f"expected a number from 0, found {value}")
-    return value

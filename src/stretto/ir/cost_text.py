@@ -99,16 +99,16 @@ def decode_costs(cursor: Cursor) -> Costs:
             )
         links[pair] = _decode_link(parts)
     return Costs(
-        op_us=_decode_ops(fields["op_us"], Cursor.number),
+        op_us=_decode_ops(fields["op_us"], Cursor.amount),
         links=links,
         default_link=_decode_link(fields["default_link"].fields(LINK_KEYS)),
-        action_us=fields["action_us"].number(),
+        action_us=fields["action_us"].amount(),
         source=fields["source"].text(),
         collectives=_decode_collectives(fields["collectives"]),
         shared=fields["shared"].sequence(Cursor.text),
-        skew=fields["skew"].number(),
+        skew=fields["skew"].amount(),
         quota=decode_quota(fields["quota"]),
-        cold=fields["cold"].number(),
+        cold=fields["cold"].amount(),
         unsteady=decode_unsteady(fields["unsteady"]),
         op_how=_decode_ops(fields["op_how"], Cursor.text),
     )
@@ -166,11 +166,11 @@ def _decode_collectives(cursor: Cursor) -> dict[tuple[str, str], CollectiveCost]
             raise parts["pace"].error(f"expected a share above 0 and at most 1, not {pace}")
         found[key] = CollectiveCost(
             curve=_decode_curve(parts["curve"]),
-            processor_us_per_mb=parts["processor_us_per_mb"].number(),
-            slowdown=parts["slowdown"].number(),
+            processor_us_per_mb=parts["processor_us_per_mb"].amount(),
+            slowdown=decode_part(parts["slowdown"]),
             source=parts["source"].text(),
             pace=pace,
-            processor_us=parts["processor_us"].number(),
+            processor_us=parts["processor_us"].amount(),
             slower=decode_part(parts["slower"]),
         )
     return found
@@ -202,13 +202,21 @@ def _encode_link(link: Link) -> dict[str, Any]:
 
 def _decode_link(fields: Mapping[str, Cursor]) -> Link:
     return Link(
-        latency_us=fields["latency_us"].number(),
-        bytes_per_us=fields["bytes_per_us"].number(),
-        processor_us_per_mb=fields["processor_us_per_mb"].number(),
+        latency_us=fields["latency_us"].amount(),
+        bytes_per_us=_decode_rate(fields["bytes_per_us"]),
+        processor_us_per_mb=fields["processor_us_per_mb"].amount(),
         source=fields["source"].text(),
         slower=decode_part(fields["slower"]),
-        buffered_bytes=fields["buffered_bytes"].number(),
+        buffered_bytes=fields["buffered_bytes"].amount(),
     )
+
+
+def _decode_rate(cursor: Cursor) -> float:
+    """Above 0; a link that takes no time has an infinite one."""
+    value = cursor.number()
+    if not value > 0.0:
+        raise cursor.error(f"expected a rate above 0, found {value}")
+    return value
 
 
 def decode_part(cursor: Cursor) -> float:

@@ -91,6 +91,13 @@ class Cursor:
                 raise self._wrong("a number within the range of a float") from None
         raise self._wrong('a number, or "inf", "-inf" or "nan"')
 
+    def amount(self) -> float:
+        """A finite number that is not negative."""
+        value = self.number()
+        if not 0.0 <= value < float("inf"):
+            raise self.error(f"expected a number from 0, found {value}")
+        return value
+
     def parsed(self, parse: Callable[[str], T]) -> T:
         """Text read by `parse`, whose ValueError becomes the message."""
         text = self.text()
