@@ -170,19 +170,6 @@ def test_pinned_hosts_take_turns_at_the_cores() -> None:
     assert seen == [str(cores[host % len(cores)]) for host in range(3)]
 
 
-def test_neighbours_share_a_core() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    with Lab(hosts=4, pin=True, neighbours=2) as lab:
-        seen = [ask(lab, host, "import os; print(*os.sched_getaffinity(0))") for host in range(4)]
-    assert seen == [str(cores[host // 2 % len(cores)]) for host in range(4)]
-
-
-@pytest.mark.parametrize(("neighbours", "pin"), [(0, True), (2, False)])
-def test_neighbours_need_a_core(neighbours: int, pin: bool) -> None:
-    with pytest.raises(UsageError, match=f"--neighbours {neighbours}: give 1 host or more for each core"):
-        Lab(pin=pin, neighbours=neighbours)
-
-
 def test_two_labs_do_not_disturb_each_other() -> None:
     with Lab(hosts=2, rate="100mbit") as one, Lab(hosts=2, rate="20mbit") as other:
         assert one.address(0) == other.address(0)

@@ -23,23 +23,17 @@ CORES = 2
 """Cores that the hosts of a bench share, whatever the machine has, so that figures of machines compare."""
 
 
-def lab_of(world: int, rate: str, peers: int = 1) -> Lab:
-    """The lab of a bench with a rank on each host. peers: ranks, one after the other, that wait for each
-    other all the time, as those of a tensor-parallel group do.
+def lab_of(world: int, rate: str) -> Lab:
+    """The lab of a bench with a rank on each host.
 
-    As many hosts as cores have a core each; more have equal parts of them, by quota. All stay on their core:
-    measured with four hosts of half a core, a small collective cost 1 ms instead of 2, where hosts that moved
-    about waited for each other. Without quotas neighbours on a core take turns of 4 ms, for which whatever
-    crosses the network waits: of 14 cells of `bench.predict` so measured, three were 10 to 12 % from their
+    As many hosts as cores have a core each; more have equal parts of them, by quota. All stay on their core
+    (the tensor-parallel peers of a place on different ones, so that both meet the same neighbours): measured
+    with four hosts of half a core, a small collective cost 1 ms instead of 2, where hosts that moved about
+    waited for each other. Without quotas neighbours on a core take turns of 4 ms, for which whatever crosses
+    the network waits: of 14 cells of `bench.predict` so measured, three were 10 to 12 % from their
     predictions.
-
-    Peers share cores. On a machine that others use, one core is slower than another for seconds, and of peers
-    on two the slower one counts: with four hosts of half a core an op of 55 ms with a small all-reduce behind
-    it took 1.14 to 1.20 times the op's time, and 1.06 to 1.09 with both peers on one core (two groups at
-    once, 8 runs, in turn). Hosts on a network have processors of their own, which are equally fast.
     """
-    neighbours = world // CORES if world > CORES and peers > 1 else 1
-    return Lab(world, rate, CORES / world if world > CORES else None, pin=True, neighbours=neighbours)
+    return Lab(world, rate, CORES / world if world > CORES else None, pin=True)
 
 
 def run_worker(lab: Lab, module: str, arguments: Sequence[str], threads_per_rank: int, what: str) -> None:

@@ -86,9 +86,5 @@ def balanced_rate(places: Sequence[dict[str, float]]) -> str:
 def _in_lab(setup: Setup, *words: str) -> Any:
     """Step 1: what rank 0 wrote."""
     return result_of(
-        lab_of(setup.world, setup.rate, setup.tp),
-        "stretto.bench.tensor",
-        asdict(setup),
-        *words,
-        what=str(setup),
+        lab_of(setup.world, setup.rate), "stretto.bench.tensor", asdict(setup), *words, what=str(setup)
     )

@@ -35,10 +35,7 @@ def run(
     delay: Annotated[
         float, typer.Option(help="One-way delay between hosts, in milliseconds; needs the kernel's netem.")
     ] = 0.0,
-    pin: Annotated[bool, typer.Option("--pin", help="Keep each host on a core of its own, in turn.")] = False,
-    neighbours: Annotated[
-        int, typer.Option(help="With --pin: hosts, one after the other, on one core before the next.")
-    ] = 1,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep host i on core i modulo the cores.")] = False,
     output: Annotated[
         Path | None, typer.Option(help="Write host i's output to OUTPUT/host-<i>.log, not to the terminal.")
     ] = None,
@@ -62,15 +59,7 @@ def run(
         raise UsageError(f"--grace {grace:g}: give seconds, 0 or more")
     if output is not None and quiet_others:
         raise UsageError("--output and --quiet-others: with --output nothing is printed; leave one out")
-    emulated = Lab(
-        hosts,
-        rate,
-        cpus,
-        delay_ms=delay,
-        pin=pin,
-        neighbours=neighbours,
-        ranks_per_host=ranks_per_host,
-    )
+    emulated = Lab(hosts, rate, cpus, delay_ms=delay, pin=pin, ranks_per_host=ranks_per_host)
     cores = len(emulated.cores)
     if cpus is not None and hosts * cpus > cores:
         print(

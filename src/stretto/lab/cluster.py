@@ -37,11 +37,9 @@ class Lab:
 
     hosts: number of hosts, 1 to 254. rate: rate of each link in each direction, as `tc` writes it
     (`100mbit`), or `unlimited`. cpus: processors of each host, None for no limit. delay_ms: one-way delay
-    between any two hosts, which needs the kernel's netem. pin: keep each host on a core of its own, in turn.
-    neighbours: so many hosts, one after the other, are kept on one core before the turn of the next; those
-    that wait for each other often are then slowed by the same. ranks_per_host: how often each host runs a
-    command; ranks of a host share its link, its processors and its core, and reach one another without the
-    link.
+    between any two hosts, which needs the kernel's netem. pin: keep host i on core i modulo the
+    number of cores. ranks_per_host: how often each host runs a command; ranks of a host share its link, its
+    processors and its core, and reach one another without the link.
 
     Raises UsageError for a wrong setting when made, StrettoError when entered on a machine that cannot do it.
     """
@@ -54,7 +52,6 @@ class Lab:
         *,
         delay_ms: float = 0.0,
         pin: bool = False,
-        neighbours: int = 1,
         ranks_per_host: int = 1,
     ) -> None:
         cores = _usable_cores()
@@ -69,18 +66,12 @@ class Lab:
             raise UsageError(f"--delay {delay_ms:g}: give milliseconds, 0 to 10000")
         if ranks_per_host < 1:
             raise UsageError(f"--ranks-per-host {ranks_per_host}: a host has 1 rank or more")
-        if neighbours < 1 or (neighbours > 1 and not pin):
-            raise UsageError(
-                f"--neighbours {neighbours}: give 1 host or more for each core, "
-                "and more than 1 only with --pin"
-            )
         self.hosts = hosts
         self.ranks_per_host = ranks_per_host
         self.rate = rate
         self.cpus = cpus
         self.delay_ms = delay_ms
         self.pin = pin
-        self.neighbours = neighbours
         self.cores = cores
         self._rate_bits_per_s = rates.parse_rate(rate)
         self._owner: Owner | None = None
@@ -179,7 +170,6 @@ class Lab:
             "cpus": self.cpus,
             "delay_ms": self.delay_ms,
             "pin": self.pin,
-            "neighbours": self.neighbours,
         }
 
     def set_rate(self, rate: str) -> None:
@@ -241,7 +231,7 @@ class Lab:
             raise UsageError("no command given: say what each host is to run, after `--`")
         if cwd is None and shutil.which(command[0], path=environment.get("PATH")) is None:
             raise UsageError(f"command {command[0]!r} is not on PATH, or is not executable")
-        core = str(self.cores[host // self.neighbours % len(self.cores)]) if self.pin else ""
+        core = str(self.cores[host % len(self.cores)]) if self.pin else ""
         group = str(self._groups[host]) if self._groups else ""
         with blocked():
             process = subprocess.Popen(
