@@ -19,7 +19,7 @@ from stretto.config import load_settings
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
-STEPS, EVERY = 150, 30
+STEPS, EVERY = 90, 18
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
 
