@@ -55,7 +55,7 @@ REPEATS = 5
 SLOW_US = 80_000.0
 """Of a transfer that takes so long alone, `SLOW_REPEATS` measurements are taken. It loses a few hundredths of
 its time; with four hosts of half a core at 76 Mbit/s ranks' speeds were unsteady by 12 %, and the median of 5
-said in one run of two that all-reduces of 2 MB, which take 6 ms for each megabyte, take nothing."""
+said in one run of four that all-reduces of 2 MB, which take 6 ms for each megabyte, take nothing."""
 
 SLOW_REPEATS = 15
 """Assumed: three times as many."""
