@@ -34,7 +34,14 @@ from stretto.cost.op_cache import (
     write_whole,
 )
 from stretto.errors import UsageError
-from stretto.ir.cost_text import decode_part, decode_quota, decode_unsteady, encode_quota, encode_unsteady
+from stretto.ir.cost_text import (
+    decode_pace,
+    decode_part,
+    decode_quota,
+    decode_unsteady,
+    encode_quota,
+    encode_unsteady,
+)
 from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.reading import Cursor, read_json
@@ -200,15 +207,12 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
         curve = Curve.of(point.sequence(Cursor.number) for point in parts["curve"].elements())
     except ValueError as error:
         raise parts["curve"].error(str(error)) from None
-    pace = parts["pace"].amount()
-    if not 0.0 < pace <= 1.0:
-        raise parts["pace"].error(f"expected a share above 0 and at most 1, not {pace}")
     cost = CollectiveCost(
         curve,
         parts["processor_us_per_mb"].amount(),
-        parts["slowdown"].amount(),
+        decode_part(parts["slowdown"]),
         f"measured: {name}",
-        pace,
+        decode_pace(parts["pace"]),
         parts["processor_us"].amount(),
         decode_part(parts["slower"]),
     )

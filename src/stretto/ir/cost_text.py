@@ -161,15 +161,12 @@ def _decode_collectives(cursor: Cursor) -> dict[tuple[str, str], CollectiveCost]
         key = (parts["communicator"].text(), parts["kind"].text())
         if key in found:
             raise entry.error(f"the cost of {key[1]} on {key[0]} is there twice; keep one of them")
-        pace = float(parts["pace"].number())
-        if not 0.0 < pace <= 1.0:
-            raise parts["pace"].error(f"expected a share above 0 and at most 1, not {pace}")
         found[key] = CollectiveCost(
             curve=_decode_curve(parts["curve"]),
             processor_us_per_mb=parts["processor_us_per_mb"].amount(),
             slowdown=decode_part(parts["slowdown"]),
             source=parts["source"].text(),
-            pace=pace,
+            pace=decode_pace(parts["pace"]),
             processor_us=parts["processor_us"].amount(),
             slower=decode_part(parts["slower"]),
         )
@@ -216,6 +213,14 @@ def _decode_rate(cursor: Cursor) -> float:
     value = cursor.number()
     if not value > 0.0:
         raise cursor.error(f"expected a rate above 0, found {value}")
+    return value
+
+
+def decode_pace(cursor: Cursor) -> float:
+    """A share above 0 and at most 1. Raises UsageError for any other number."""
+    value = decode_part(cursor)
+    if not value:
+        raise cursor.error("expected a share above 0")
     return value
 
 
