@@ -65,6 +65,14 @@ MALFORMED = [
         changed("costs", "links", 0, "bytes_per_us", to=0),
         r"links\[0\]\.bytes_per_us: expected a rate above 0, found 0",
     ),
+    (
+        changed("costs", "collectives", 0, "pace", to=0),
+        r"collectives\[0\]\.pace: expected a share above 0",
+    ),
+    (
+        changed("costs", "collectives", 0, "slowdown", to=1.5),
+        r"collectives\[0\]\.slowdown: expected a share from 0 to 1",
+    ),
     (changed("costs", "op_us", "x", to={}), r"costs\.op_us\.x: the key is not a stage's number"),
     (
         changed("costs", "links", 1, to=DOCUMENT["costs"]["links"][0]),
