@@ -53,10 +53,10 @@ REPEATS = 5
 """The median of as many measurements is taken."""
 
 SLOW_US = 80_000.0
-"""Of a transfer that takes so long alone, `SLOW_REPEATS` measurements are taken; the limit is assumed. Compute
-loses a few hundredths of such a time. With four hosts of half a core at 76 Mbit/s, whose speeds were unsteady
-by 12 %, the median of 5 said in one run of four that all-reduces of 2 MB take nothing, instead of 6 ms for
-each megabyte."""
+"""Of a transfer that takes so long alone, `SLOW_REPEATS` measurements are taken; the limit is assumed.
+Compute loses a few hundredths of such a time. With four hosts of half a core at 76 Mbit/s, whose speeds were
+unsteady by 12 %, the median of 5 said in one run of four that all-reduces of 2 MB take nothing, instead of
+6 ms for each megabyte."""
 
 SLOW_REPEATS = 15
 """Assumed: three times as many."""
