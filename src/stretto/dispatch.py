@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stretto.errors import RunError
 from stretto.ir.program import VIEWS
 
 INSTEAD = dict.fromkeys(VIEWS, "aten.reshape.default")
@@ -17,10 +18,25 @@ PyTorch 2.13), so what was a view in the capture may be none when it runs. Measu
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function that computes an op of a name such as `aten.mm.default`."""
-    namespace, name, overload = INSTEAD.get(target, target).split(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return found
+    """The function that computes an op of a name such as `aten.mm.default`.
+
+    Raises RunError for a name that is none of this PyTorch's operators: a plan file may name anything.
+    """
+    found: Any = torch.ops
+    parts = INSTEAD.get(target, target).split(".")
+    try:
+        for part in parts:
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError, ImportError):
+        found = None
+    # An overload says which operator it is one of; nothing else that can be reached from `torch.ops` does.
+    if len(parts) != 3 or getattr(found, "overloadpacket", None) is None or not callable(found):
+        raise RunError(
+            f"PyTorch {torch.__version__} has no operator {target!r}: load what defines it before the plan, or "
+            "capture and plan again with this PyTorch"
+        )
+    function: Callable[..., Any] = found
+    return function
 
 
 def op_key(name: str) -> int:

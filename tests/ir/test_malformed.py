@@ -54,12 +54,12 @@ MALFORMED = [
     ),
     (
         changed("costs", "op_us", "0", "h0", to=-1.0),
-        r"costs\.op_us\[\"0\"\]\.h0: expected a number from 0, found -1",
+        r"costs\.op_us\[\"0\"\]\.h0: expected a number from 0 to 1e\+15, found -1",
     ),
-    (changed("costs", "skew", to="nan"), r"costs\.skew: expected a number from 0, found nan"),
+    (changed("costs", "skew", to="nan"), r"costs\.skew: expected a number from 0 to 1e\+15, found nan"),
     (
         changed("costs", "links", 0, "latency_us", to=-5),
-        r"links\[0\]\.latency_us: expected a number from 0, found -5",
+        r"links\[0\]\.latency_us: expected a number from 0 to 1e\+15, found -5",
     ),
     (
         changed("costs", "links", 0, "bytes_per_us", to=0),
@@ -72,6 +72,33 @@ MALFORMED = [
     (
         changed("costs", "collectives", 0, "slowdown", to=1.5),
         r"collectives\[0\]\.slowdown: expected a share from 0 to 1",
+    ),
+    (
+        changed("costs", "op_us", "0", "h0", to=1e308),
+        r"costs\.op_us\[\"0\"\]\.h0: expected a number from 0 to 1e\+15, found 1e\+308",
+    ),
+    (
+        changed("costs", "links", 0, "bytes_per_us", to=1e-300),
+        r"links\[0\]\.bytes_per_us: expected a rate of at least 1e-06",
+    ),
+    (
+        changed("costs", "collectives", 0, "curve", 0, 1, to=-2.0),
+        r"curve\[0\]\[1\]: expected a number from 0",
+    ),
+    # What becomes the source of a function.
+    (
+        changed(*OPS, 0, 3, to={"**[print(1)][1], dtype": 1}),
+        r"ops\.F\[0\]\[3\].*is no name of a keyword argument",
+    ),
+    (changed(*OPS, 0, 3, to={"import": 1}), r"ops\.F\[0\]\[3\]\.import: 'import' is no name of a keyword"),
+    (changed(*OPS, 0, to=["g", "getitem", [], {}, "float32[1]"]), r"ops\.F\[0\]\[2\]: a getitem takes"),
+    (
+        changed(*OPS, 0, to=["g", "getitem", ["%x", -1], {}, "float32[1]"]),
+        r"ops\.F\[0\]\[2\]: a getitem takes",
+    ),
+    (
+        changed(*OPS, 0, to=["h0", "aten.mm.default", [], {}, "float32[1]", {"flops": -1}]),
+        r"ops\.F\[0\]\[5\]\.flops: expected a count from 0",
     ),
     (changed("costs", "op_us", "x", to={}), r"costs\.op_us\.x: the key is not a stage's number"),
     (

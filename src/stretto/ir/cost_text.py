@@ -45,6 +45,9 @@ UNSTEADY_KEYS = ("spread", "spell_us", "common")
 QUOTA_KEYS = ("period_us", "share", "speed", "skew")
 LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower", "buffered_bytes", "source")
 
+LEAST_RATE = 1e-6
+"""Bytes a microsecond. A link that is slower is none, and what it takes is no finite time."""
+
 
 def encode_costs(costs: Costs) -> dict[str, Any]:
     return {
@@ -176,7 +179,7 @@ def _decode_collectives(cursor: Cursor) -> dict[tuple[str, str], CollectiveCost]
 def _decode_curve(cursor: Cursor) -> Curve:
     points = []
     for entry in cursor.elements():
-        pair = entry.sequence(Cursor.number)
+        pair = entry.sequence(Cursor.amount)
         if len(pair) != 2:
             raise entry.error(f"a point of a curve is [bytes, us]; this has {len(pair)} numbers")
         points.append((float(pair[0]), float(pair[1])))
@@ -209,10 +212,12 @@ def _decode_link(fields: Mapping[str, Cursor]) -> Link:
 
 
 def _decode_rate(cursor: Cursor) -> float:
-    """Above 0; a link that takes no time has an infinite one."""
+    """In bytes a microsecond, from a byte in a second; a link that takes no time has an infinite one."""
     value = cursor.number()
     if not value > 0.0:
         raise cursor.error(f"expected a rate above 0, found {value}")
+    if value < LEAST_RATE:
+        raise cursor.error(f"expected a rate of at least {LEAST_RATE} bytes a microsecond, found {value}")
     return value
 
 

@@ -14,12 +14,16 @@ The text is plain data; nothing in it is ever evaluated. Touches `stretto.ir` on
 from __future__ import annotations
 
 import json
+import keyword
 import math
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.ir.program import Arg, Const, Op, Ref, TensorSpec
+from stretto.ir.program import GETITEM, Arg, Const, Op, Ref, TensorSpec
 from stretto.ir.reading import SPECIAL_FLOATS, Cursor
+
+MOST_FLOPS = 10**30
+"""More than any op has: a year of a million devices of 10**16 flops a second is less."""
 
 EXTRAS = ("alias", "random", "flops", "module", "repeats")
 
@@ -105,18 +109,43 @@ def decode_op(cursor: Cursor) -> Op:
         )
     name, target, args, kwargs, outputs = parts[:5]
     extras = parts[5].fields((), EXTRAS) if len(parts) == 6 else {}
-    return Op(
+    op = Op(
         name=name.text(),
         target=target.text(),
         args=args.sequence(decode_arg),
-        kwargs=tuple((key, decode_arg(value)) for key, value in kwargs.members().items()),
+        kwargs=tuple((_keyword(key, value), decode_arg(value)) for key, value in kwargs.members().items()),
         outputs=_decode_outputs(outputs),
         alias=extras["alias"].text() if "alias" in extras else None,
         random=extras["random"].flag() if "random" in extras else False,
-        flops=extras["flops"].integer() if "flops" in extras else 0,
+        flops=_flops(extras["flops"]) if "flops" in extras else 0,
         module=extras["module"].text() if "module" in extras else "",
         repeats=extras["repeats"].text() if "repeats" in extras else "",
     )
+    if op.target == GETITEM and not _takes_a_part(op):
+        raise args.error(f'a {GETITEM} takes a value and which of its parts, from 0: ["%name", 0]')
+    return op
+
+
+def _flops(cursor: Cursor) -> int:
+    found = cursor.integer()
+    if not 0 <= found <= MOST_FLOPS:
+        raise cursor.error(f"expected a count from 0 to {MOST_FLOPS:.0e}, found {found:.3g}")
+    return found
+
+
+def _keyword(name: str, cursor: Cursor) -> str:
+    """A keyword argument's name. It stands in the source of the functions that a plan's windows become, so
+    nothing but a name may be one."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise cursor.error(f"{name!r} is no name of a keyword argument")
+    return name
+
+
+def _takes_a_part(op: Op) -> bool:
+    match op.args:
+        case (Ref(), int(index)) if not isinstance(index, bool):
+            return index >= 0 and not op.kwargs
+    return False
 
 
 def decode_spec(cursor: Cursor) -> TensorSpec:

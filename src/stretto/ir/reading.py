@@ -15,6 +15,9 @@ from stretto.errors import UsageError
 
 T = TypeVar("T")
 
+MOST = 1e15
+"""No time in microseconds (31 years) and no size in bytes of a step is longer; sums of them stay finite."""
+
 SPECIAL_FLOATS = ("inf", "-inf", "nan")
 """JSON has no word for these numbers; where a number stands they are written as text."""
 
@@ -92,10 +95,10 @@ class Cursor:
         raise self._wrong('a number, or "inf", "-inf" or "nan"')
 
     def amount(self) -> float:
-        """A finite number that is not negative."""
+        """A time, a size or a share: from 0 to `MOST`."""
         value = self.number()
-        if not 0.0 <= value < float("inf"):
-            raise self.error(f"expected a number from 0, found {value}")
+        if not 0.0 <= value <= MOST:
+            raise self.error(f"expected a number from 0 to {MOST:.0e}, found {value}")
         return value
 
     def parsed(self, parse: Callable[[str], T]) -> T:

@@ -281,6 +281,7 @@ class Writer:
             return
         function = self.bind("f", op.target, resolve(op.target))
         arguments = [self._text(part, a) for a in op.args]
+        assert all(key.isidentifier() for key, _ in op.kwargs), "no other text may become source"
         arguments += [f"{key}={self._text(part, value)}" for key, value in op.kwargs]
         self.line(f"{result} = {function}({', '.join(arguments)})")
         if op.random:
