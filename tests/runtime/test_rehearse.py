@@ -6,7 +6,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,12 @@ from stretto.capture import capture
 from stretto.cli.main import app
 from stretto.config import Parallel
 from stretto.errors import RunError, UsageError
+from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
+from stretto.ir.program import Op
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning import make_plan
@@ -238,6 +240,29 @@ def test_what_cannot_be_rehearsed_is_refused() -> None:
         rehearse(replace(plan, communicators=()), 0)
 
 
+@pytest.mark.parametrize(
+    ("edited", "message"),
+    [
+        (lambda op: replace(op, target="aten.mm.other"), "has no operator 'aten.mm.other'"),
+        (lambda op: replace(op, target="aten.mm"), "has no operator 'aten.mm'"),
+        (lambda op: replace(op, target="aten.__class__.mro"), "has no operator 'aten.__class__.mro'"),
+        (lambda op: replace(op, args=(op.args[0],)), "rank 0 cannot compute what the plan says: .*missing"),
+        (lambda op: replace(op, args=(*op.args[:1], 1.5)), "rank 0 cannot compute what the plan says: "),
+    ],
+)
+def test_ops_that_cannot_be_computed_are_said_in_one_line(edited: Callable[[Op], Op], message: str) -> None:
+    plan = plan_of(pp=2)
+    stage = plan.job.stages[0]
+    at = next(k for k, op in enumerate(stage.ops[Phase.F]) if op.target == "aten.mm.default")
+    ops = list(stage.ops[Phase.F])
+    ops[at] = edited(ops[at])
+    changed = replace(stage, ops={**stage.ops, Phase.F: tuple(ops)})
+    broken = replace(plan, job=replace(plan.job, stages=(changed, *plan.job.stages[1:])))
+    with pytest.raises(RunError, match=message) as caught:
+        rehearse(broken, 0, steps=1)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_command(tmp_path: Path) -> None:
     path, trace = tmp_path / "plan.json", tmp_path / "rank.perfetto-trace"
     plan_of(tp=2).save(path)
@@ -255,7 +280,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["rehearse", str(tmp_path / "none.json"), "--rank", "0"], "none.json"),
         ([*call[:3], "5"], "there is no rank 5"),
         ([*call, "--device", "cuda"], "captured for cpu"),
-        ([*call, "--trace", str(tmp_path / "no" / "where")], "cannot write"),
+        ([*call, "--trace", str(tmp_path / "no" / "where")], "does not exist"),
     ):
         refused = CliRunner().invoke(app, arguments)
         assert message in str(refused.exception), refused.output

@@ -18,6 +18,7 @@ from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
 from stretto.report.jsonfile import load_timeline
 from stretto.simulate import predict, simulate
+from stretto.verify import verify
 
 FILES = {
     "settings.json": "the settings",
@@ -48,7 +49,7 @@ def load_run(path: str | Path) -> Run:
     """Read a run directory or a plan file.
 
     Raises UsageError when `path` is neither, or a file in it cannot be read (the message names it and, for
-    metrics.jsonl, the line); PlanError when its plan cannot be simulated.
+    metrics.jsonl, the line); PlanError when its plan is refused.
     """
     path = Path(path)
     if path.is_file():
@@ -58,6 +59,7 @@ def load_run(path: str | Path) -> Run:
     else:
         raise UsageError(f"cannot report on {path}: there is no such run directory or plan file")
     if run.plan is not None:
+        verify(run.plan)
         if run.simulated is None:
             run.simulated = simulate(run.plan)
             if path.is_dir():
@@ -103,7 +105,15 @@ def _load_object(path: Path) -> dict[str, Any]:
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(
+            f"cannot read {path}, line {line}: is not UTF-8 text; mend or remove the file to see the rest"
+        ) from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -12,14 +12,15 @@ what it should, whether a rank's memory suffices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from stretto.errors import UsageError
+from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.runtime.emulated_cuda import CudaTransport
@@ -119,18 +120,19 @@ def rehearse(
     else:
         transport = EmulatedTransport(plan, rank, load=load)
     try:
-        # 1. What is computed with.
-        if model is not None:
-            state, held = _of_model(plan, model, transport, seed)
-        else:
-            state, held = _made_up(plan, transport, device, seed)
-        if batch is not None:
-            leaves = fit_batch(plan.job, batch, device)
-        else:
-            leaves = made_up_batch(plan.job, device, seed)
-        # 2. The steps.
-        peak_bytes = _warm_up(state, transport, leaves, held)
-        measured = [_step(state, transport, leaves, peak_bytes) for _ in range(steps)]
+        with _telling_what_op_failed(rank):
+            # 1. What is computed with.
+            if model is not None:
+                state, held = _of_model(plan, model, transport, seed)
+            else:
+                state, held = _made_up(plan, transport, device, seed)
+            if batch is not None:
+                leaves = fit_batch(plan.job, batch, device)
+            else:
+                leaves = made_up_batch(plan.job, device, seed)
+            # 2. The steps.
+            peak_bytes = _warm_up(state, transport, leaves, held)
+            measured = [_step(state, transport, leaves, peak_bytes) for _ in range(steps)]
     finally:
         transport.close()
     # 3. The one in the middle.
@@ -148,6 +150,20 @@ def rehearse(
         emulation_us,
         middle,
     )
+
+
+@contextmanager
+def _telling_what_op_failed(rank: int) -> Iterator[None]:
+    """What PyTorch raises for ops whose arguments do not fit each other, as in a plan that was edited: proofs
+    of a plan do not know the rules of every operator."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+        raise RunError(
+            f"rank {rank} cannot compute what the plan says: {said}. Plan again from the model; an op of this "
+            "plan does not fit its arguments, or needs more memory than there is"
+        ) from error
 
 
 def _device(plan: Plan) -> torch.device:
