@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
@@ -120,16 +121,19 @@ def _run(world: int, asked: str, timeout_s: float) -> Any:
         port = probe.getsockname()[1]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "GROUP_"))}
     common = {**inherited, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    theirs, mine = os.pipe()  # nothing is written: that this process is there keeps it open
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "stretto.cost.local_processes", asked],
             env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdin=theirs,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(world)
     ]
+    os.close(theirs)
     try:
         outputs = [process.communicate(timeout=timeout_s) for process in processes]
     except subprocess.TimeoutExpired:
@@ -141,6 +145,7 @@ def _run(world: int, asked: str, timeout_s: float) -> Any:
         for process in processes:
             process.kill()
             process.wait()
+        os.close(mine)
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
     if failed:
         lines = [line for rank in failed for line in outputs[rank][1].strip().splitlines()[-1:]]
@@ -190,5 +195,17 @@ def _probe(asked: Any) -> None:
     dist.destroy_process_group()
 
 
+def _end_with_the_asker() -> None:
+    """End this process when the one that started it is gone, however that ended: then its end of the pipe is
+    closed. A signal's default action runs no `finally`."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="asker", daemon=True).start()
+
+
 if __name__ == "__main__":
+    _end_with_the_asker()
     _probe(json.loads(sys.argv[1]))
