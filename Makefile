@@ -18,9 +18,10 @@ $(STAMP): requirements.lock pyproject.toml
 train: venv
 	$(BIN)/stretto train examples/gpt_text.toml
 
-# Tests run side by side, a file on one worker: what a file makes once stays made. Those that measure time
-# run after the others, alone. Every worker and every rank has one thread.
-WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile
+# Tests run side by side, a file on one worker: what a file makes once stays made. Files go to workers in the
+# order that tests/conftest.py gives them. Those that measure time run after the others, alone. Every worker
+# and every rank has one thread.
+WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test test-slow: export OMP_NUM_THREADS = 1
 
 test: venv

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,23 @@ from stretto.capture.trace import Traced
 from stretto.together import justify, search
 from tests.forks import end_server
 from tests.remembered import remembering
+
+LONG = (
+    "train/test_kill.py",
+    "train/test_agreement.py",
+    "schedule/order/test_order_equality.py",
+    "capture/test_mesh_reshards.py",
+    "passes/test_passes.py",
+    "runtime/test_buffers.py",
+    "schedule/order/test_windows_plans.py",
+    "runtime/test_memory.py",
+    "runtime/test_compile.py",
+    "passes/test_recompute_overlap.py",
+    "test_together.py",
+    "test_public_face.py",
+)
+"""Files that take longest, 15 to 60 s each. They come first: a worker that begins one last would leave the
+others with nothing to do."""
 
 settings.register_profile("desk", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -63,10 +82,16 @@ def equal_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the lab are quiet: they measure links, and look for what others have left of theirs."""
+    """Tests of the lab are quiet: they measure links, and look for what others have left of theirs.
+
+    Files in `LONG` come first, then those with most tests.
+    """
     for item in items:
         if item.get_closest_marker("lab"):
             item.add_marker("quiet")
+    tests = Counter(item.path for item in items)
+    first = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: (first.get(item.path, len(LONG)), -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:
