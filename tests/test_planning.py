@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import stretto
+from stretto import planning
+from stretto.candidates import Candidate
 from stretto.capture.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, Plan
@@ -26,6 +28,8 @@ from tests.runtime.equality import (
     run,
     traced,
 )
+from tests.synthetic_comm import make_comm_costs
+from tests.verify.comm_plans import comm_job
 
 
 def job_for(microbatches: int, stages: int = 2) -> Job:
@@ -103,6 +107,39 @@ def test_what_is_wished_for() -> None:
         plan_of(job, "zz")
     with pytest.raises(stretto.UsageError, match=r"unknown cluster .here.: .*known devices are a100"):
         stretto.plan(job, cluster="here")
+
+
+def test_memory_that_overlap_exceeds_is_kept_by_waiting_at_once() -> None:
+    """Without collectives too, where messages alone could overlap."""
+    job = job_for(8)
+    costs = made_up_costs(job, bytes_per_us=1.0)
+    off, local = (make_plan(job, costs, schedule="eager-1f1b", overlap=mode) for mode in ("off", "local"))
+    assert off.prediction is not None
+    assert local.prediction is not None
+    most = max(off.prediction.peak_bytes)
+    assert most < max(local.prediction.peak_bytes)
+    made = make_plan(job, costs, schedule="eager-1f1b", overlap="local", max_bytes=most)
+    assert made == replace(off, overlap_why=made.overlap_why)
+    assert made.overlap_why.startswith("local is refused: rank ")
+    with pytest.raises(stretto.PlanError, match="fault"):
+        make_plan(job, costs, schedule="eager-1f1b", overlap="local", max_bytes=most - 1)
+
+
+def test_a_slower_plan_is_taken_where_waiting_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = comm_job(1, 4, (("tp", 2),), blocks=2)
+    costs = make_comm_costs(job, collective_us=100.0)
+    want = make_plan(job, costs, overlap="local", order="list")
+    assert want.overlap == "local"
+
+    def finished(candidate: Candidate, max_bytes: int | None) -> Plan:
+        if candidate.overlap == "off":
+            raise stretto.PlanError("refused", ["rank 0 holds too much"])
+        return real(candidate, max_bytes)
+
+    real = planning._finished
+    monkeypatch.setattr(planning, "_finished", finished)
+    monkeypatch.setattr(planning, "_slower", lambda made, candidate, off: True)
+    assert make_plan(job, costs, overlap="local", order="list") == want
 
 
 def test_a_plan_carries_its_prediction_and_its_bound() -> None:

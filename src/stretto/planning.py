@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,23 +135,56 @@ def _planned(
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
     job, costs = messages_in_parts(job, costs, chosen.stage_ranks)
-    job, costs, max_bytes = recomputed(
-        job, costs, chosen, max_bytes, lambda made, priced: _peaks(made, priced, chosen, asked)
-    )
+    job, costs, max_bytes, less = _recomputed(job, costs, chosen, asked, max_bytes)
     found, missing = candidates(job, costs, chosen, asked, order)
+
+    def tried() -> Iterator[Candidate]:
+        yield from found
+        if all(candidate.overlap != "off" for candidate in found):  # and all of them are refused
+            yield from candidates(job, costs, chosen, "off", order)[0]
+
     refused: PlanError | None = None
-    for candidate in found:
+    slow: Plan | None = None
+    for candidate in tried():
         try:
             made = _finished(candidate, max_bytes)
         except PlanError as error:
             refused = error if refused is None or candidate.overlap == "off" else refused
             missing.append(f"{candidate.overlap} is refused: {error.faults[0]}")
             continue
+        if candidate.overlap == "off" and less:
+            why = less
+        else:
+            why = why_less(asked, candidate, found, missing) if candidate in found else missing[-1]
+        made = replace(made, overlap_why=why)
         off = next((other for other in found if other.overlap == "off" and other is not candidate), None)
         if off is None or not _slower(made, candidate, off):
-            return replace(made, overlap_why=why_less(asked, candidate, found, missing))
+            return made
+        slow = made if slow is None else slow
+    if slow is not None:
+        return slow  # waiting at once is faster, but refused
     assert refused is not None
     raise refused
+
+
+def _recomputed(
+    job: Job, costs: Costs, schedule: Schedule, asked: OverlapMode, max_bytes: int | None
+) -> tuple[Job, Costs, int | None, str]:
+    """The job with what its backward computes again, its costs, the most bytes of a rank, and why it is
+    planned without overlap: where only waiting at once keeps `job.recompute`, else ""."""
+
+    def kept_by(mode: OverlapMode) -> tuple[Job, Costs, int | None]:
+        return recomputed(
+            job, costs, schedule, max_bytes, lambda made, priced: _peaks(made, priced, schedule, mode)
+        )
+
+    try:
+        return *kept_by(asked), ""
+    except PlanError:
+        if asked == "off":
+            raise
+        # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
+        return *kept_by("off"), f"overlap holds more than recompute = {job.recompute:,} bytes a rank"
 
 
 def _slower(made: Plan, candidate: Candidate, off: Candidate) -> bool:

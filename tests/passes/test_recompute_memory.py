@@ -18,11 +18,12 @@ from stretto.config import Parallel
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import ItemKind, Plan
-from stretto.ir.program import Job
+from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.recompute import forget
 from stretto.planning import make_plan
 from tests.runtime.equality import made_up_costs
+from tests.schedule.order.test_order_equality import costs_of
 from tests.train.tiny import write_settings
 
 CONFIG = GPTConfig(vocab_size=64, layers=6, hidden=128, heads=4, context=64)
@@ -83,6 +84,36 @@ def test_a_limit_that_cannot_be_kept_says_what_can(job: Job) -> None:
     ]
     made = plan_of(job, max(least) + 2 * 2**18)
     assert max(peaks(made)) <= max(least) + 2 * 2**18
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) -> None:
+    """Overlap is an upper limit: what `off` can hold, every mode can."""
+    model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, context=16), seed=0)
+    batch = torch.zeros(4, 17, dtype=torch.int64)
+    job = capture(model, batch, next_token_loss, Parallel(pp=2, tp=tp, microbatches=4))
+    costs = costs_of(job)
+
+    def within(limit: int, mode: OverlapMode) -> Plan:
+        made = replace(job, recompute=limit)
+        return make_plan(made, costs, schedule="eager-1f1b", overlap=mode, order="captured")
+
+    def least(mode: OverlapMode) -> int:
+        with pytest.raises(PlanError, match=r"cannot keep recompute = 1,000 bytes a rank") as caught:
+            within(1000, mode)
+        told = re.findall(r"holds at least ([\d,]+) bytes", str(caught.value))
+        return max(int(text.replace(",", "")) for text in told)
+
+    limit = least("off")
+    assert limit == least("window"), "the least is what a plan can hold"
+    off = within(limit, "off")
+    assert off.overlap_why == ""
+    for mode in OVERLAP_MODES[1:]:
+        made = within(limit, mode)
+        assert max(peaks(made)) <= limit
+        assert made == replace(off, overlap_why=f"overlap holds more than recompute = {limit:,} bytes a rank")
+        assert f"overlap          off: {made.overlap_why}" in str(made)
+    assert "holds more than" not in within(2 * limit, "local").overlap_why, "there is room for it"
 
 
 def test_weight_gradients_stand_among_input_gradients_where_memory_is_asked_for(job: Job) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from tests.schedule.order.best import shortest_us
+from tests.synthetic_comm import make_comm_costs
+from tests.verify.comm_plans import comm_job
 
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, TooLargeError, UsageError
 from stretto.ir.action import Phase
-from stretto.ir.plan import Item, ItemKind, Window
+from stretto.ir.plan import Item, ItemKind, Plan, Window
+from stretto.planning import make_plan
 from stretto.schedule.order import (
     POLICIES,
     Node,
@@ -22,9 +30,12 @@ from stretto.schedule.order import (
     improve_order,
     legal_order,
     list_order,
+    policy_of,
     register,
     replay,
 )
+from stretto.schedule.order.policies import Policy
+from stretto.verify import verify
 
 C = 400.0
 """Microseconds of a collective of the made-up case."""
@@ -222,17 +233,82 @@ def test_a_memory_limit_holds_ops_back() -> None:
     assert replay(graph, tight).peak_bytes == 30
 
 
-def test_a_policy_of_ones_own() -> None:
-    def backward_first(graph: WindowGraph) -> list[int]:
-        return sorted(range(len(graph.nodes)), key=lambda n: -graph.nodes[n].item.part)
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """What a test registers is unknown to the next."""
+    known = dict(POLICIES)
+    yield
+    POLICIES.clear()
+    POLICIES.update(known)
 
-    register("backward-first", backward_first)
-    try:
-        graph = chains(FORWARD, BACKWARD)
-        order = legal_order("backward-first", graph)
-        assert [graph.nodes[n].item.part for n in order] == [1] * 7 + [0] * 8
-    finally:
-        del POLICIES["backward-first"]
+
+def example() -> str:
+    """The text of docs/overlap.md that registers a policy and plans with it."""
+    text = (Path(__file__).parents[3] / "docs" / "overlap.md").read_text()
+    [found] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "register(" in block]
+    return str(found)
+
+
+def run_example(family: str, stages: int, microbatches: int) -> tuple[Plan, set[str]]:
+    """What the documented lines plan, and the kinds of windows that were ordered."""
+    job = comm_job(stages, microbatches, (("tp", 2),), blocks=2)
+    costs = make_comm_costs(job, collective_us=100.0)
+
+    def plan(job: object, order: str) -> Plan:
+        shown = policy_of(order)
+
+        def seen(graph: WindowGraph) -> Sequence[int]:
+            windows.add(graph.window.name)
+            return shown(graph)
+
+        register(order, seen)
+        return make_plan(job, costs, schedule=family, overlap="window", order=order)  # type: ignore[arg-type]
+
+    windows: set[str] = set()
+    names = {"stretto": SimpleNamespace(plan=plan), "job": job}
+    exec(example(), names)
+    made = names["plan"]
+    assert isinstance(made, Plan)
+    return made, windows
+
+
+@pytest.mark.parametrize(
+    ("family", "stages", "microbatches", "window"),
+    [
+        ("1f1b", 2, 4, "0B+0B+0B"),
+        ("eager-1f1b", 2, 3, "1F+1B"),
+        ("gpipe", 2, 4, "0B"),
+        ("zb-h1", 2, 4, "1F+1I+1W"),
+        ("zb-h2", 2, 6, "1F+1I+1W"),
+        ("1f1b", 1, 4, "0F+0B+0F+0B"),
+    ],
+)
+def test_the_documented_policy_is_legal_in_all_windows(
+    family: str, stages: int, microbatches: int, window: str
+) -> None:
+    made, windows = run_example(family, stages, microbatches)
+    verify(made)
+    assert window in windows
+
+
+def test_the_documented_policy_runs_the_backward_first() -> None:
+    run_example("1f1b", 2, 4)
+    graph = chains(FORWARD, BACKWARD)
+    order = legal_order("backward-first", graph)
+    assert [graph.nodes[n].item.part for n in order] == [1] * 7 + [0] * 8
+
+
+def test_a_refused_order_names_the_part_of_each_node() -> None:
+    """In two backwards of one stage all ops have the same names."""
+    register("last-first", lambda graph: list(reversed(range(len(graph.nodes)))))
+    graph = chains((10,), (10,))
+    names = [replace(node, item=replace(node.item, ref="mm")) for node in graph.nodes]
+    window = replace(graph.window, parts=((0, Phase.B), (0, Phase.B)))
+    graph = replace(graph, window=window, nodes=tuple(names), before=((), (0,)), after=((1,), ()))
+    with pytest.raises(
+        UsageError, match=r"mm of part 1 \(0B\) stands before mm of part 0 \(0B\), which it n"
+    ):
+        legal_order("last-first", graph)
 
 
 @pytest.mark.parametrize(
@@ -242,15 +318,79 @@ def test_a_policy_of_ones_own() -> None:
         ([0, 1, 1, 2, 3], "n1 is there twice"),
         ([0, 2, 1, 3], "n2 stands before n1, which it needs"),
         ([0, 1, 2, 9], "9 is no node"),
+        ([0, 1, 2, -1], "-1 is no node"),
+        ([False, True, 2, 3], "False is no node"),
+        ([0.0, 1.0, 2.0, 3.0], r"0\.0 is no node"),
+        ([[0], [1], [2], [3]], r"\[0\] is no node; nodes are numbered from 0 to 3 \(integers"),
+        (torch.zeros(4, dtype=torch.int64, device="meta"), "tensor.* is no node"),
+        ("abcd", "'a' is no node"),
+        (None, "it gives None; give the indexes of `graph.nodes`"),
+        (3, "it gives 3; give the indexes of `graph.nodes`"),
+        (np.array(3), "the policy fails with TypeError: iteration over a 0-d array"),
     ],
 )
-def test_illegal_orders_are_refused(order: list[int], message: str) -> None:
+def test_illegal_orders_are_refused(order: Sequence[int], message: str) -> None:
     register("odd", lambda graph: order)
-    try:
-        with pytest.raises(UsageError, match=f"policy 'odd', window by hand: {message}"):
-            legal_order("odd", chains((10, "C", 10)))
-    finally:
-        del POLICIES["odd"]
+    with pytest.raises(UsageError, match=f"policy 'odd', window by hand: {message}"):
+        legal_order("odd", chains((10, "C", 10)))
+
+
+@pytest.mark.parametrize("order", [range(4), np.arange(4), torch.arange(4), [np.int32(k) for k in range(4)]])
+def test_indexes_may_be_integers_of_any_kind(order: Sequence[int]) -> None:
+    register("any", lambda graph: order)
+    found = legal_order("any", chains((10, "C", 10)))
+    assert found == (0, 1, 2, 3)
+    assert {type(index) for index in found} == {int}
+
+
+def test_an_order_without_an_end_is_refused() -> None:
+    def endless(graph: WindowGraph) -> Iterator[int]:
+        while True:
+            yield from range(len(graph.nodes))
+
+    register("endless", endless)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="n0 is there twice"):
+        legal_order("endless", chains((10, "C", 10)))
+
+
+def test_a_policy_that_fails_is_named_with_its_window() -> None:
+    cause = ZeroDivisionError("no lanes")
+
+    def at_once(graph: WindowGraph) -> list[int]:
+        raise cause
+
+    def later(graph: WindowGraph) -> Iterator[int]:
+        yield 0
+        raise cause
+
+    for policy in (at_once, later):
+        register("broken", policy)  # type: ignore[arg-type]
+        message = (
+            "policy 'broken', window by hand: the policy fails with ZeroDivisionError: no lanes; correct it"
+        )
+        with pytest.raises(UsageError, match=message) as caught:
+            legal_order("broken", chains((10, "C", 10)))
+        assert caught.value.__cause__ is cause
+
+
+@pytest.mark.parametrize("error", [TooLargeError("too many ops"), StrettoError("not today")])
+def test_what_a_policy_says_itself_is_told_as_it_is(error: StrettoError) -> None:
+    def refuses(graph: WindowGraph) -> list[int]:
+        raise error
+
+    register("refuses", refuses)
+    with pytest.raises(StrettoError) as caught:
+        legal_order("refuses", chains((10, "C", 10)))
+    assert caught.value is error
+
+
+def test_a_defect_of_a_policy_of_strettos_own_stays_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(graph: WindowGraph) -> list[int]:
+        raise KeyError("defect")
+
+    monkeypatch.setitem(POLICIES, "list", defect)
+    with pytest.raises(KeyError, match="defect"):
+        legal_order("list", chains((10, "C", 10)))
 
 
 def test_names_are_checked() -> None:
@@ -258,3 +398,20 @@ def test_names_are_checked() -> None:
         legal_order("fast", chains((10,)))
     with pytest.raises(UsageError, match="has an ordering policy 'list'"):
         register("list", list_order)
+
+
+@pytest.mark.parametrize("name", [5, None, "", ["list"]])
+def test_a_name_is_a_text(name: str) -> None:
+    with pytest.raises(UsageError, match="an ordering policy's name is a text, not"):
+        register(name, list_order)
+    with pytest.raises(UsageError, match=r"unknown ordering policy .*; choose one of: captured, list"):
+        legal_order(name, chains((10,)))
+
+
+@pytest.mark.parametrize("policy", [7, None, [0, 1]])
+def test_a_policy_can_be_called(policy: Policy) -> None:
+    with pytest.raises(
+        UsageError, match=r"ordering policy 'seven' is .*, which cannot be called: give a function"
+    ):
+        register("seven", policy)
+    assert "seven" not in POLICIES
