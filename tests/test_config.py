@@ -45,6 +45,11 @@ def test_a_files_name_becomes_a_runs_name(tmp_path: Path) -> None:
         assert load_settings(tmp_path / file).name == name
 
 
+def test_a_model_without_a_kind_is_of_the_documented_one(load: Load) -> None:
+    assert load("[model]\nlayers = 3").model == GPTSettings(layers=3)
+    assert load("[model]\nkind = 'gpt'\nlayers = 3", "model.kind=").model == GPTSettings(layers=3)
+
+
 def test_a_name_may_look_like_a_date(load: Load) -> None:
     assert load("", "name=2026-01-31").name == "2026-01-31"
 
@@ -140,7 +145,17 @@ def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
         ("name = 'a/b'", "name = 'a/b': string should match pattern"),
         ("model = 3", "model = 3: expected a table, [model]"),
         ("optimizer = 3", "optimizer = 3: expected a table, [optimizer]"),
-        ("[model]\nlayers = 3", "model.kind is missing: expected 'gpt' or 'huggingface'"),
+        (
+            "[model]\nkind = 'huggingface'\narchitecture = 'X'\nlayers = 3",
+            "model.layers = 3: is no setting of kind 'huggingface', but of 'gpt'; drop it",
+        ),
+        (
+            "[model]\narchitecture = 'X'",
+            "model.architecture = 'X': is no setting of kind 'gpt', but of 'huggingface'; drop it",
+        ),
+        ("[model]\nmlp_ratio = 0.001", "makes an MLP of width 0; give 0.00391 or more"),
+        ("[optimizer]\nbetas = 0.9", "optimizer.betas = 0.9: input should be a valid list"),
+        ("[parallel]\nskip_passes = 'no_ops'", "skip_passes = 'no_ops': input should be a valid list"),
         ("[model]\nkind = 'gtp'", "model.kind = 'gtp': expected 'gpt' or 'huggingface'"),
         (
             "[model]\nkind = 'huggingface'",

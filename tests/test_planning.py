@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,9 @@ def test_a_plan_carries_its_prediction_and_its_bound() -> None:
     text = str(plan)
     for word in ("predicted step", "exposed by rank", "bubble by rank", "lower bound", "gap"):
         assert word in text
+
+
+def test_what_is_no_schedule_is_said() -> None:
+    wrong: Any = 3
+    with pytest.raises(stretto.UsageError, match=r"a schedule is a name, .* not int"):
+        stretto.plan(job_for(2), schedule=wrong)

@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from stretto.errors import UsageError
 from stretto.settings_file import read_settings, refusal
@@ -42,7 +50,7 @@ class GPTSettings(Settings):
     context: int = Field(default=256, ge=1)
     """The longest sequence in tokens; `data.sequence_length` is not above it."""
     mlp_ratio: float = Field(default=4.0, gt=0)
-    """Width of the MLP over `hidden`."""
+    """Width of the MLP over `hidden`; the width is 1 or more."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an activation while training."""
     tie_embeddings: bool = False
@@ -58,6 +66,15 @@ class GPTSettings(Settings):
             raise ValueError(
                 f"hidden / heads = {self.hidden // self.heads} must be even for positions = 'rotary'; "
                 "change heads, or use positions = 'learned'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mlp_fits(self) -> GPTSettings:
+        if round(self.hidden * self.mlp_ratio) < 1:
+            raise ValueError(
+                f"mlp_ratio = {self.mlp_ratio} of hidden = {self.hidden} makes an MLP of width 0; "
+                f"give {1 / self.hidden:.3g} or more"
             )
         return self
 
@@ -92,6 +109,13 @@ class DataSettings(Settings):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the order in which sequences are visited."""
 
+
+def _with_kind(given: Any) -> Any:
+    """A model without a kind is of the default one."""
+    return {"kind": GPTSettings.model_fields["kind"].default, **given} if isinstance(given, dict) else given
+
+
+Model = Annotated[GPTSettings | HuggingFaceSettings, Field(discriminator="kind"), BeforeValidator(_with_kind)]
 
 RECOMPUTE = ("none", "selective", "full", "gathers")
 """Words for what the backward computes again; a number is a limit of memory."""
@@ -286,7 +310,7 @@ class TrainSettings(Settings):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's name; in a file that gives none, the file's own."""
-    model: Annotated[GPTSettings | HuggingFaceSettings, Field(discriminator="kind")] = GPTSettings()
+    model: Model = GPTSettings()
     """What is trained."""
     data: DataSettings = DataSettings()
     """What it is trained on."""

@@ -32,8 +32,8 @@ def resolve(target: str) -> Callable[..., Any]:
     # An overload says which operator it is one of; nothing else that can be reached from `torch.ops` does.
     if len(parts) != 3 or getattr(found, "overloadpacket", None) is None or not callable(found):
         raise RunError(
-            f"PyTorch {torch.__version__} has no operator {target!r}: load what defines it before the plan, or "
-            "capture and plan again with this PyTorch"
+            f"PyTorch {torch.__version__} has no operator {target!r}: load what defines it before the plan, "
+            "or capture and plan again with this PyTorch"
         )
     function: Callable[..., Any] = found
     return function

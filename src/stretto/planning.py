@@ -68,6 +68,10 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
             )
         else:
             return make_schedule(wish, len(job.stages), job.microbatches, max_live=job.max_live)
+    if not isinstance(wish, Schedule):
+        raise UsageError(
+            f"a schedule is a name, as '1f1b', a .csv file or a stretto Schedule, not {type(wish).__name__}"
+        )
     for what, has, wants in (
         ("stages", wish.stages, len(job.stages)),
         ("microbatches", wish.microbatches, job.microbatches),

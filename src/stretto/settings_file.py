@@ -7,6 +7,7 @@ that it is given.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
@@ -114,7 +115,7 @@ def refusal(what: str, known: Sequence[str], error: ValidationError) -> UsageErr
             hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
             told.append(f"unknown argument {key}{hint}")
         else:
-            said = fault["msg"].removeprefix("Value error, ")
+            said = _message(fault).removeprefix("Value error, ")
             told.append(f"{key} = {fault['input']!r}: {said}" if key else said)
     return UsageError(f"{what}: {'; '.join(told)}")
 
@@ -172,6 +173,11 @@ def _explain(
     what, value = fault["type"], fault["input"]
     context = fault.get("ctx", {})
     if what == "extra_forbidden":
+        kinds = _other_kinds(root, holder, key)
+        if kinds:
+            own = " or ".join(repr(tag) for tag in _tags(holder))
+            others = " or ".join(kinds)
+            return f"{key} = {value!r}", f"is no setting of kind {own}, but of {others}; drop it"
         return f"{key} = {value!r}", f"there is no such setting; {_nearest(root, holder, key)}"
     if what == "missing":
         return key, f"is missing; {_meaning(holder, key)}"
@@ -183,8 +189,13 @@ def _explain(
         return f"{key} = {value!r}", f"expected a table, [{key}]"
     if what == "value_error":
         return key, str(context["error"])
-    message = fault["msg"]
+    message = _message(fault)
     return f"{key} = {value!r}", message[0].lower() + message[1:]
+
+
+def _message(fault: ErrorDetails) -> str:
+    """Pydantic's words; but a list is what TOML calls a tuple, and what code may give as well."""
+    return re.sub(r"\b([Tt])uple\b", lambda found: "List" if found[1] == "T" else "list", fault["msg"])
 
 
 def _join(start: str, rests: list[str]) -> str:
@@ -199,6 +210,15 @@ def _members(root: type[BaseModel], key: str) -> list[type[BaseModel]]:
     for part in key.split("."):
         trees = [one for tree in trees for one in _trees(_annotation(tree, part))]
     return trees
+
+
+def _other_kinds(root: type[BaseModel], holder: type[BaseModel], key: str) -> list[str]:
+    """The kinds of the same table that know the key, where the one that was chosen does not."""
+    table, _, leaf = key.rpartition(".")
+    members = _members(root, table) if table and "kind" in holder.model_fields else []
+    return [
+        repr(tag) for one in members if one is not holder and leaf in one.model_fields for tag in _tags(one)
+    ]
 
 
 def _meaning(holder: type[BaseModel], key: str) -> str:

@@ -149,6 +149,26 @@ def test_batches_that_do_not_fit(batch: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": 3}, "capture takes a model, a torch.nn.Module, not int"),
+        ({"loss": 3}, "loss is a function loss(model, microbatch), not int"),
+        ({"parallel": {"pp": 2}}, "parallel is a dict: give stretto.Parallel(...)"),
+        ({"parallel": None}, "parallel is a NoneType: give stretto.Parallel(...)"),
+        ({"device": "tpu"}, "unknown device 'tpu': give 'cpu' or 'cuda'"),
+        ({"device": 3}, "unknown device 3: give 'cpu' or 'cuda'"),
+        ({"stages": 0}, "stages = 0: give a whole number from 1 on"),
+        ({"stages": 1.5}, "stages = 1.5: give a whole number from 1 on"),
+    ],
+)
+def test_arguments_of_another_kind(wrong: dict[str, Any], message: str) -> None:
+    given = {"model": Chain(), "batch": rows(), "loss": mean_square, "parallel": stretto.Parallel(), **wrong}
+    with pytest.raises(stretto.UsageError) as caught:
+        stretto.capture(**given)
+    assert message in str(caught.value)
+
+
 def test_nothing_of_the_exporters_is_printed(tmp_path: Path) -> None:
     """A program that catches the error has clean output; PyTorch's log would go to stderr otherwise."""
     program = tmp_path / "program.py"

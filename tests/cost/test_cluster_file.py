@@ -134,3 +134,19 @@ def test_unknown_names_list_the_known_ones(name: str) -> None:
         UsageError, match=r"unknown cluster .* known devices are a100-80gb, a100-40gb, v100, h100"
     ):
         find_cluster(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h100x0", "its count is '0', and must be a whole number, 1 or more"),
+        ("h100x1.5", "its count is '1.5', and must be"),
+        ("h100", "its count is missing"),
+        ("h100x", "its count is missing"),
+        ("h900x8", "no device is called 'h900'"),
+        ("x8", "no device is called 'x8'"),
+    ],
+)
+def test_what_a_name_lacks_is_said(name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        find_cluster(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,9 @@ def test_devices_at_hand_set_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
     assert describe("local") is None
+    wrong: Any = 3
+    with pytest.raises(stretto.UsageError, match=r"a cluster is \"local\", .* not int"):
+        describe(wrong)
     assert isinstance(describe("h100x64"), Hardware)
     (tmp_path / "flat.toml").write_text("link_bytes_per_us = 12.5\n")
     flat = describe(str(tmp_path / "flat.toml"))

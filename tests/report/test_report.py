@@ -113,6 +113,12 @@ def test_a_broken_metrics_line_is_named(run_dir: Path) -> None:
         load_run(run_dir)
 
 
+def test_a_metrics_file_that_is_no_text_is_named(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": "\xff"}\n{"step": 2}\n')
+    with pytest.raises(UsageError, match=r"metrics\.jsonl, line 2: it is not UTF-8 text; mend the line"):
+        load_run(run_dir)
+
+
 def test_half_a_last_line_of_a_killed_run_is_no_error(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
     assert load_run(run_dir).metrics == [{"step": 0, "loss": 1.0}]

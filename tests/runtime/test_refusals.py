@@ -113,6 +113,16 @@ def test_another_batch(batch: Any, message: str) -> None:
     assert message in refused(plan_for(model), model, batch)
 
 
+def test_floating_point_numbers_of_another_dtype_are_converted() -> None:
+    plan = plan_for(Chain())
+    exact = rows().float().double()
+    found = [
+        stretto.run_threads(plan, lambda _: Chain(), lambda runner, given=given: runner.step(given))
+        for given in (exact, exact.float())
+    ]
+    assert found[0] == found[1]
+
+
 def test_the_order_of_leaves_does_not_matter() -> None:
     model = Chain()
 

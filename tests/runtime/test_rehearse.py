@@ -233,6 +233,15 @@ def test_what_cannot_be_rehearsed_is_refused() -> None:
         rehearse(plan, 2)
     with pytest.raises(UsageError, match="0 steps"):
         rehearse(plan, 0, steps=0)
+    wrong: Any
+    for wrong in ("0", 1.0, None):
+        with pytest.raises(UsageError, match=f"rank = {wrong!r}: give a whole number"):
+            rehearse(plan, wrong)
+    wrong = 1.5
+    with pytest.raises(UsageError, match=r"steps = 1\.5: give a whole number"):
+        rehearse(plan, 0, steps=wrong)
+    with pytest.raises(UsageError, match=r"seed = .* has more than 64 bits"):
+        rehearse(plan, 0, seed=2**70)
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="captured for cuda, and this machine has no such device"):
             rehearse(replace(plan, job=replace(plan.job, device="cuda")), 0)
@@ -280,6 +289,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["rehearse", str(tmp_path / "none.json"), "--rank", "0"], "none.json"),
         ([*call[:3], "5"], "there is no rank 5"),
         ([*call, "--device", "cuda"], "captured for cpu"),
+        ([*call, "--device", "tpu"], "--device tpu: give cpu or cuda"),
         ([*call, "--trace", str(tmp_path / "no" / "where")], "does not exist"),
     ):
         refused = CliRunner().invoke(app, arguments)

@@ -96,7 +96,7 @@ def test_families_are_listed():
         (["--family", "1f1b", "--stages", "0", "--microbatches", "1"], "stages is 0"),
         ([*NAMED, "--max-live", "0"], "its minimum is 1"),
         ([*NAMED, "--times", "F=1"], "I, W missing"),
-        ([*NAMED, "-o", "/no/such/folder/x.csv"], "cannot write /no/such/folder/x.csv"),
+        ([*NAMED, "-o", "/no/such/folder/x.csv"], "the folder /no/such/folder does not exist; create it"),
         (["--list", "--stages", "2"], "--list stands alone"),
     ],
 )

@@ -20,6 +20,9 @@ from stretto.ir.program import Job
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 
+DEVICES = ("cpu", "cuda")
+"""Kinds of devices that a step can be captured for."""
+
 DTYPES = {"float32": None, "bf16": torch.bfloat16}
 """Precision setting -> dtype of the parameters in the computation; None keeps their own. float16 is not
 offered: it needs loss scaling, which nothing here does."""
@@ -64,6 +67,7 @@ def capture(
     """
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
+    _check_arguments(model, loss, parallel, device, stages)
     meshes = on_meshes(model, parallel, tp_plan)
     tensor = tensor_of(model, parallel, tp_plan) if meshes is None else meshes.tensor_parallel(model)
     traced = trace(
@@ -79,7 +83,7 @@ def capture(
         meshes=meshes,
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
-    count = stages or named or parallel.pp
+    count = stages if stages is not None else named or parallel.pp
     if meshes is not None and count != len(meshes.meshes):
         raise UsageError(
             f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
@@ -99,6 +103,26 @@ def capture(
         split_ops=parallel.split_ops,
         message_parts=MESSAGES_IN_PARTS not in parallel.skip_passes,
     )
+
+
+def _check_arguments(model: object, loss: object, parallel: object, device: object, stages: object) -> None:
+    """Raises UsageError for an argument that is something else than `capture` takes."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"capture takes a model, a torch.nn.Module, not {type(model).__name__}")
+    if not callable(loss):
+        raise UsageError(f"loss is a function loss(model, microbatch), not {type(loss).__name__}")
+    if not isinstance(parallel, ParallelSettings):
+        raise UsageError(
+            f"parallel is a {type(parallel).__name__}: give stretto.Parallel(...), as stretto.Parallel(pp=2)"
+        )
+    if device is not None:
+        kind = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
+        if kind not in DEVICES:
+            raise UsageError(f"unknown device {device!r}: give {' or '.join(map(repr, DEVICES))}")
+    if stages is not None and (not isinstance(stages, int) or stages < 1):
+        raise UsageError(
+            f"stages = {stages!r}: give a whole number from 1 on, or leave it out for one a rank"
+        )
 
 
 def tensor_of(

@@ -14,7 +14,7 @@ from rich.table import Table
 from stretto.cli.bench_compute import compute
 from stretto.cli.bench_reshard import reshard
 from stretto.cli.figures import JsonOut, KeepOut, check_json, make_folder, write_json
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import OVERLAP_MODES
 
 NOISY = 1.15
@@ -138,11 +138,16 @@ def predict(
         cell for cell in grid(SHAPES, chosen, overlap) if cell.pp in layouts[0] and cell.tp in layouts[1]
     ]
     progress = Console(stderr=True)
+
+    def keep(so_far: dict[str, Any]) -> None:
+        try:
+            write_json(so_far, json_out)
+        except StrettoError as error:  # the table at the end needs no disk
+            progress.print(f"{error}; the run goes on", highlight=False, soft_wrap=True)
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_folder(keep_out) if keep_out is not None else Path(temporary)
-        result = run_grid(
-            cells, rounds, folder.resolve(), progress.print, lambda so_far: write_json(so_far, json_out)
-        )
+        result = run_grid(cells, rounds, folder.resolve(), progress.print, keep)
     table = Table()
     for name in (
         "cell",

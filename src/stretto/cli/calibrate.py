@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stretto.cli.calibration_tables import print_communication
+from stretto.cli.outputs import check_output
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 
@@ -66,8 +67,7 @@ def run(
         raise UsageError(f"--device {device}: give cpu or cuda")
     if cluster_out.suffix != ".json":
         raise UsageError(f"--cluster-out {cluster_out}: a calibration is a .json file")
-    if not cluster_out.resolve().parent.is_dir():
-        raise UsageError(f"--cluster-out {cluster_out}: its folder does not exist; create it")
+    check_output("--cluster-out", cluster_out)
     jobs = [job_of(path) for path in inputs or []]
     _calibrate(jobs, cluster_out, from_profile or [], ops_only, fresh, threads, device)
 

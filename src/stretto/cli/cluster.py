@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.cli.calibration_tables import print_communication
+from stretto.cli.outputs import check_output
 from stretto.cost.cluster_file import Hardware, find_cluster, save_cluster
 from stretto.cost.devices import GB_PER_S, Device, Figure, devices
 from stretto.errors import UsageError
@@ -64,6 +65,7 @@ def show(
     save: Annotated[Path | None, typer.Option(help="Write it as a cluster file to start from.")] = None,
 ) -> None:
     """Show what can be planned for: nodes, devices, links, and where every figure is from."""
+    check_output("--save", save)
     console = Console(width=WIDTH)
     found = _found(name)
     if not isinstance(found, Hardware):

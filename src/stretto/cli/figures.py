@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from stretto.cli.outputs import check_output, saving
 from stretto.errors import UsageError
+from stretto.whole_file import write_file
 
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 """The option, which every bench command has."""
@@ -25,8 +27,7 @@ KeepOut = Annotated[
 
 def check_json(out: Path | None) -> None:
     """Raises UsageError when figures could not be written there in the end."""
-    if out is not None and not out.parent.is_dir():
-        raise UsageError(f"--json {out}: the folder {out.parent} does not exist")
+    check_output("--json", out)
 
 
 def make_folder(out: Path) -> Path:
@@ -39,7 +40,8 @@ def make_folder(out: Path) -> Path:
 
 
 def write_json(result: Any, out: Path | None) -> None:
-    """Write the figures, if they are wanted."""
+    """Write the figures, if they are wanted. Raises StrettoError when that fails."""
     if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        with saving(out):
+            write_file(out, json.dumps(result, indent=1) + "\n")
         Console(stderr=True).print(f"wrote {out}")

@@ -6,9 +6,12 @@ library. Errors that a user can mend end with one message and status 1 or 2, nev
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module, metadata
-from typing import Any
+from typing import Any, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
@@ -82,12 +85,71 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Run the command line; the process ends with status 0, 1 (failed or refused) or 2 (wrong usage)."""
+    status: Any = 0
+    stdout = sys.stdout
+    if stdout is not None:  # it is None where the process began with it closed
+        sys.stdout = cast(TextIO, Told(stdout))
     try:
-        # standalone: typer itself shows wrong usage and ends with 2
-        typer.main.get_command(app)(prog_name="stretto")
+        try:
+            # standalone: typer itself shows wrong usage and ends with 2
+            typer.main.get_command(app)(prog_name="stretto")
+        except SystemExit as end:
+            status = end.code
+        # Here and not at the interpreter's end, where a failure could only be told as a traceback.
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+        status = error.exit_status
+    except BrokenPipeError:  # a reader that has seen enough, as `head`, is no failure to tell
+        status = status or 1
+    finally:
+        sys.stdout = stdout
+        _drop(stdout)
+    sys.exit(status)
+
+
+class Told:
+    """A stream whose failed writes are errors that `main` tells in one line. Whoever writes to a stream by
+    itself, as tables do, says not which one has failed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _told():
+            return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        with _told():
+            self._stream.writelines(lines)
+
+    def flush(self) -> None:
+        with _told():
+            self._stream.flush()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StrettoError(f"cannot write to standard output: {error.strerror}") from None
+
+
+def _drop(stream: TextIO | None) -> None:
+    """Let go what a stream's buffer still holds and cannot write, else the interpreter's end tells it."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from typing import Annotated
 import typer
 
 import stretto
+from stretto.cli.outputs import check_output
 from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
 from stretto.cost.calibration import Calibration
 from stretto.cost.cluster import Description, describe
 from stretto.cost.cluster_file import Hardware
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import UsageError
 
 plan = typer.Typer(add_completion=False)
 
@@ -50,16 +51,17 @@ def run(
     ] = "improve",
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it."""
+    check_output("--output", output)
     wishes = list(changes or [])
     if overlap is not None:
         wishes.append(f"parallel.overlap={overlap}")
     made = make(load_settings(config, wishes), read_cluster(cluster), order)
-    if output is not None:
-        try:
+    # First the summary, then the file: whichever of the two cannot be written, the other is not lost.
+    try:
+        typer.echo(str(made))
+    finally:
+        if output is not None:
             made.save(output)
-        except OSError as error:
-            raise StrettoError(f"cannot write {output}: {error.strerror}") from None
-    typer.echo(str(made))
     if output is not None:
         typer.echo(f"wrote {output}")
 

@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
-from stretto.errors import StrettoError, UsageError
+from stretto.cli.outputs import check_output, saving
+from stretto.errors import UsageError
 from stretto.ir.serialize import load_plan
 from stretto.report.perfetto import ops_left_out, save_perfetto
+
+DEVICES = ("cpu", "cuda")
+"""What a plan can be captured for."""
 
 rehearse = typer.Typer(add_completion=False)
 
@@ -33,6 +37,9 @@ def run(
     ] = False,
 ) -> None:
     """Run one rank of a plan alone: real compute, communication that takes the predicted time."""
+    check_output("--trace", trace)
+    if device not in (None, *DEVICES):
+        raise UsageError(f"--device {device}: give {' or '.join(DEVICES)}")
     loaded = load_plan(plan)
     if device is not None and device != loaded.job.device:
         raise UsageError(
@@ -40,15 +47,14 @@ def run(
             f"capture with device={device!r} and plan again"
         )
 
-    from stretto.runtime.rehearse import (
-        rehearse as walk,
-    )  # loads PyTorch: not for a wrong plan
+    from stretto.runtime.rehearse import rehearse as walk  # loads PyTorch: not for a wrong plan
 
     found = walk(loaded, rank, steps=steps, load=load)
-    typer.echo(str(found))
+    try:
+        typer.echo(str(found))
+    finally:  # a table that nobody can read is no reason to lose the trace
+        if trace is not None:
+            with saving(trace):
+                save_perfetto(found.timeline, trace, loaded)
     if trace is not None:
-        try:
-            save_perfetto(found.timeline, trace, loaded)
-        except OSError as error:
-            raise StrettoError(f"cannot write {trace}: {error.strerror}") from None
         typer.echo(f"wrote {trace}{ops_left_out(found.timeline, loaded)}")

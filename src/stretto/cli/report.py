@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.errors import StrettoError, UsageError
+from stretto.cli.outputs import check_output, saving
+from stretto.errors import UsageError
 from stretto.ir.timeline import Timeline
 from stretto.report.dearest import dearest_ops
 from stretto.report.findings import findings
@@ -19,6 +20,7 @@ from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
 from stretto.report.tables import comparison_grid, dearest_grid, ranks_grid, summary_grid, traffic_grid
 from stretto.report.text import timeline_text
+from stretto.whole_file import write_file
 
 WIDTH = 100
 """Columns of the terminal that are used at most, so that a report can be pasted anywhere."""
@@ -49,13 +51,12 @@ def run(
     }
     if output is not None and output.suffix not in writers:
         raise UsageError(f"--output {output}: its suffix says the kind: give one of {', '.join(writers)}")
+    check_output("--output", output)
     found = load_run(path)
     left_out = ""
     if output is not None:
-        try:
+        with saving(output):
             left_out = writers[output.suffix](found, output)
-        except OSError as error:
-            raise StrettoError(f"cannot write {output}: {error.strerror}") from None
     _print(found)
     if output is not None:
         Console().print(f"wrote {output}{left_out}", highlight=False, soft_wrap=True)
@@ -88,7 +89,7 @@ def _print(found: Run) -> None:
 
 
 def _write_page(found: Run, path: Path) -> str:
-    path.write_text(render(found), encoding="utf-8")
+    write_file(path, render(found))
     return ""
 
 
@@ -99,7 +100,7 @@ def _write_trace(found: Run, path: Path) -> str:
 
 
 def _write_picture(found: Run, path: Path) -> str:
-    path.write_text(draw(_timelines(found)), encoding="utf-8")
+    write_file(path, draw(_timelines(found)))
     return ""
 
 

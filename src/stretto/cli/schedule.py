@@ -10,12 +10,14 @@ from typing import Annotated
 
 import typer
 
+from stretto.cli.outputs import check_output, saving
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.schedule.csv import read_csv, to_csv
 from stretto.schedule.draw import describe_timing, to_ascii, to_json, to_svg
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import UNIT_TIMES, parse_times, time_schedule
+from stretto.whole_file import write_file
 
 schedule = typer.Typer(add_completion=False)
 
@@ -64,6 +66,7 @@ def run(
             raise UsageError("--list stands alone: drop the other options")
         _list_families()
         return
+    check_output("--output", output)
     chosen = _choose(family, csv, stages, microbatches, max_live)
     form = form or _form_of(output)
     # CSV needs no clock: a schedule that cannot be timed can still be rewritten.
@@ -85,10 +88,8 @@ def run(
         text += f"\n{summary}" if summary else ""
 
     if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {output}: {error.strerror}") from None
+        with saving(output):
+            write_file(output, text)
         typer.echo(summary, nl=False)
     else:
         typer.echo(text, nl=False)

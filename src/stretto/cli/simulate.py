@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.errors import StrettoError
+from stretto.cli.outputs import check_output, saving
 from stretto.ir.serialize import load_plan
 from stretto.report import save_json, save_perfetto, save_svg
 from stretto.report.perfetto import ops_left_out
 from stretto.report.tables import ranks_grid, summary_grid
 from stretto.simulate import predict
 from stretto.simulate import simulate as expected_step
+from stretto.verify import verify
 
 simulate = typer.Typer(add_completion=False)
 
@@ -32,7 +33,10 @@ def run(
     json: Annotated[Path | None, typer.Option(help="Write the timeline as JSON.")] = None,
 ) -> None:
     """Walk a plan with no device and say how long it takes, what stays exposed, and how far from the best."""
+    for option, path in (("--trace", trace), ("--svg", svg), ("--json", json)):
+        check_output(option, path)
     loaded = load_plan(plan)
+    verify(loaded)  # what is not proved may be a plan of nothing
     timeline = expected_step(loaded)
     prediction = predict(loaded, timeline)
     console = Console()
@@ -42,9 +46,7 @@ def run(
     for path, save in ((trace, partial(save_perfetto, plan=loaded)), (svg, save_svg), (json, save_json)):
         if path is None:
             continue
-        try:
+        with saving(path):
             save(timeline, path)
-        except OSError as error:
-            raise StrettoError(f"cannot write {path}: {error.strerror}") from None
         left_out = ops_left_out(timeline, loaded) if path is trace else ""
         console.print(f"wrote {path}{left_out}", highlight=False, soft_wrap=True)

@@ -87,8 +87,13 @@ def describe(cluster: str | Description) -> Description | None:
 
     Raises UsageError that says what was expected.
     """
-    if not isinstance(cluster, str):
+    if cluster is None or isinstance(cluster, Description):
         return cluster
+    if not isinstance(cluster, str):
+        raise UsageError(
+            f'a cluster is "local", a name such as h100x64, a file\'s path as text, or '
+            f"stretto.Cluster(...), not {type(cluster).__name__}"
+        )
     if cluster == "local":
         return None
     path = Path(cluster)

@@ -37,6 +37,7 @@ from stretto.errors import UsageError
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.settings_file import read_settings
+from stretto.whole_file import write_file
 
 _NAME = re.compile(r"^(?P<device>.+)x(?P<count>[1-9]\d*)$")
 
@@ -179,13 +180,23 @@ def named_cluster(name: str) -> Hardware:
     """A cluster by name, `h100x1024`. Raises UsageError that lists the known devices."""
     match = _NAME.match(name)
     if match is None or match["device"] not in devices():
-        wanted = match["device"] if match else name
         known = ", ".join(devices())
         raise UsageError(
-            f"unknown cluster {name!r}: no device is called {wanted!r}. A name is <device>x<count>, for "
+            f"unknown cluster {name!r}: {_unknown(name)}. A name is <device>x<count>, for "
             f"example h100x1024; known devices are {known}. For another, write a cluster file"
         )
     return _resolve(name, ClusterFile(device=match["device"], count=int(match["count"])), Path())
+
+
+def _unknown(name: str) -> str:
+    """What a name that is no cluster's lacks."""
+    device, _, count = name.rpartition("x")
+    if name in devices() or (device in devices() and not count):
+        return "its count is missing"
+    if device in devices():
+        return f"its count is {count!r}, and must be a whole number, 1 or more"
+    match = _NAME.match(name)
+    return f"no device is called {(match['device'] if match else name)!r}"
 
 
 def load_cluster(path: str | Path) -> Hardware:
@@ -216,7 +227,7 @@ def save_cluster(hardware: Hardware, path: str | Path) -> None:
         names = ", ".join(f'"{name}"' for name in text.measured.nccl_tests)
         lines += ["", "[measured]", f"nccl_tests = [{names}]"]
     try:
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_file(path, "\n".join(lines) + "\n")
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
 

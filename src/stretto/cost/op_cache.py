@@ -19,6 +19,7 @@ from pathlib import Path
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Arg, Const, Op, Ref, TensorSpec
 from stretto.ir.reading import Cursor, read_json
+from stretto.whole_file import write_file
 
 VERSION = 2
 
@@ -108,12 +109,9 @@ class OpCache:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old one or the new one. Raises StrettoError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_file(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StrettoError(f"cannot write {path}: {error.strerror}") from None
 
 

@@ -20,6 +20,7 @@ from stretto.ir.op_text import one_line
 from stretto.ir.plan import VERSION, Bucket, Communicator, Instruction, Item, Plan, Window
 from stretto.ir.reading import Cursor, read_json
 from stretto.ir.references import broken_references
+from stretto.whole_file import write_file
 
 FORMAT = "stretto-plan"
 
@@ -99,30 +100,18 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan file whole or not at all (a temporary file beside it is renamed onto it).
+    """Write the plan file whole or not at all.
 
     Raises StrettoError if it cannot be written, for example because the disk is full; UsageError if its
     folder does not exist.
     """
     text = plan_to_text(plan)
     shown = os.fspath(path)
-    target = Path(os.path.realpath(path))  # write through a symbolic link instead of replacing it
-    if not target.parent.is_dir():
-        raise UsageError(f"cannot write plan {shown}: the folder {target.parent} does not exist; create it")
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.is_dir():
+        raise UsageError(f"cannot write plan {shown}: the folder {folder} does not exist; create it")
     try:
-        if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")  # a pipe or a terminal: nothing to rename onto
-            return
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        write_file(path, text)
     except OSError as error:
         raise StrettoError(
             f"cannot write plan {shown}: {error.strerror}. Free space or choose another place with -o"

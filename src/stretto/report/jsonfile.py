@@ -12,6 +12,7 @@ from typing import Any
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.timeline import Span, SpanKind, Timeline
+from stretto.whole_file import write_file
 
 FORMAT = "stretto timeline"
 VERSION = 1
@@ -33,7 +34,7 @@ COLUMNS = (
 
 def save_json(timeline: Timeline, path: Path) -> None:
     """Write a timeline to `path`; equal timelines give equal files."""
-    path.write_text(to_json(timeline), encoding="utf-8")
+    write_file(path, to_json(timeline))
 
 
 def to_json(timeline: Timeline) -> str:

@@ -25,6 +25,7 @@ from stretto.ir.program import TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import measured_op_us, shapes_in, shapes_out, span_category, specs_of
 from stretto.report.flows import OpSlice, count_ops, flows_of, nested_ops
+from stretto.whole_file import write_file
 
 NS_PER_US = 1000
 SEQUENCE = 1
@@ -37,7 +38,7 @@ MOST_OPS = 100_000
 def save_perfetto(timeline: Timeline | Sequence[Timeline], path: Path, plan: Plan | None = None) -> None:
     """Write a timeline, or several, as a Perfetto trace to `path`; ops are inside when there is a plan, and
     when they are not too many (`ops_left_out`)."""
-    path.write_bytes(to_perfetto(timeline, plan))
+    write_file(path, to_perfetto(timeline, plan))
 
 
 def ops_left_out(timeline: Timeline | Sequence[Timeline], plan: Plan | None) -> str:

@@ -106,24 +106,22 @@ def _load_object(path: Path) -> dict[str, Any]:
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise UsageError(
-            f"cannot read {path}, line {line}: is not UTF-8 text; mend or remove the file to see the rest"
-        ) from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            data = json.loads(line)
+            data = json.loads(line.decode())
         except ValueError as error:
             # A run that was killed may have left half a line at the end.
             if number == len(lines):
                 break
-            raise UsageError(f"cannot read {path}, line {number}: {error}") from None
+            why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+            raise UsageError(
+                f"cannot read {path}, line {number}: {why}; mend the line, or remove it"
+            ) from None
         if not isinstance(data, dict):
             raise UsageError(f"cannot read {path}, line {number}: expected a JSON object")
         found.append(data)

@@ -16,6 +16,7 @@ from pathlib import Path
 from stretto.ir.action import Phase
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.words import format_bytes, format_share, format_us
+from stretto.whole_file import write_file
 
 WIDTH_PX = 1200
 LEFT_PX = 84
@@ -83,7 +84,7 @@ text { font: 11px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue"
 
 def save_svg(timeline: Timeline, path: Path) -> None:
     """Draw one timeline into the file `path`."""
-    path.write_text(draw([timeline]), encoding="utf-8")
+    write_file(path, draw([timeline]))
 
 
 def draw(timelines: Sequence[Timeline], titles: Sequence[str] = ()) -> str:

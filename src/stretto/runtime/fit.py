@@ -18,8 +18,10 @@ from stretto.runtime.transport import Transport
 def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Tensor]:
     """The batch's leaves on `device`, in the captured dtype and layout, in the plan's order.
 
-    Raises UsageError for leaves that are missing, too many, of another shape or dtype, and for constants
-    of the captured batch (numbers, strings) that have changed: they are part of the plan.
+    Floating-point leaves may have another floating-point dtype than was captured, and are converted: the
+    capture itself does so (`precision="bf16"`). Raises UsageError for leaves that are missing, too many, of
+    another shape, or of another kind of dtype; and for constants of the captured batch (numbers, strings)
+    that have changed: they are part of the plan.
     """
     given = tree.flatten(batch)
     expected = dict(job.batch)

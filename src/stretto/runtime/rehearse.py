@@ -12,6 +12,7 @@ what it should, whether a rank's memory suffices.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,11 +109,14 @@ def rehearse(
     Raises UsageError when the plan has no such rank, when this machine lacks the plan's kind of device, or
     when model or batch do not fit; PlanError for a plan that is refused.
     """
+    rank, steps, seed = _whole("rank", rank), _whole("steps", steps), _whole("seed", seed)
     device = _device(plan)
     if not 0 <= rank < plan.world:
         raise UsageError(f"there is no rank {rank}: the plan's ranks are 0 to {plan.world - 1}")
     if steps < 1:
         raise UsageError(f"{steps} steps cannot be rehearsed: give 1 or more")
+    if not -(2**63) <= seed < 2**63:
+        raise UsageError(f"seed = {seed} has more than 64 bits: give one from 0 to 2**63 - 1")
     verify(plan)
     transport: EmulatedTransport | CudaTransport
     if device.type == "cuda":
@@ -161,9 +165,16 @@ def _telling_what_op_failed(rank: int) -> Iterator[None]:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         said = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
         raise RunError(
-            f"rank {rank} cannot compute what the plan says: {said}. Plan again from the model; an op of this "
-            "plan does not fit its arguments, or needs more memory than there is"
+            f"rank {rank} cannot compute what the plan says: {said}. An op does not fit its arguments, or "
+            "needs more memory than there is: plan again from the model"
         ) from error
+
+
+def _whole(what: str, given: object) -> int:
+    try:
+        return operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{what} = {given!r}: give a whole number") from None
 
 
 def _device(plan: Plan) -> torch.device:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from stretto.errors import UsageError
 from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
+from stretto.whole_file import write_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def to_csv(schedule: Schedule) -> str:
 def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write the schedule to a file. Raises UsageError if the file cannot be written."""
     try:
-        Path(path).write_text(to_csv(schedule), encoding="utf-8")
+        write_file(path, to_csv(schedule))
     except OSError as error:
         raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 

@@ -18,6 +18,7 @@ from stretto.ir.timeline import Timeline
 from stretto.report.html import render
 from stretto.report.rundir import load_run
 from stretto.simulate import simulate
+from stretto.whole_file import write_file
 
 TRACE = "trace.perfetto-trace"
 REPORT = "report.html"
@@ -28,7 +29,7 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
 
     def write() -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "settings.json").write_text(settings.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_file(run_dir / "settings.json", settings.model_dump_json(indent=1) + "\n")
         plan.save(run_dir / "plan.json")
         simulate(plan).save(run_dir / "simulated.json")
         # Those of an earlier run would be taken for this one's.
@@ -45,8 +46,8 @@ def end_run(run_dir: Path, measured: Timeline | None, summary: dict[str, Any]) -
         if measured is not None:
             measured.save(run_dir / "measured.json")
             measured.save(run_dir / TRACE)
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        (run_dir / REPORT).write_text(render(load_run(run_dir)), encoding="utf-8")
+        write_file(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_file(run_dir / REPORT, render(load_run(run_dir)))
 
     _guarded(run_dir, write)
 

@@ -1,0 +1,57 @@
+"""Files that commands write: looked at before the work begins, and told of in one line when they fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stretto.errors import StrettoError, UsageError
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Raises UsageError where no file could be written in the end. Does nothing without a path.
+
+    Call it before any work, so that none is lost.
+    """
+    if path is None:
+        return
+    try:
+        trouble = _trouble(path)
+    except OSError as error:
+        trouble = f"cannot be looked at: {error.strerror}"
+    except ValueError as error:  # a null byte
+        trouble = f"is no path: {error}"
+    if trouble:
+        raise UsageError(f"{option} {path}: {trouble}; nothing was begun")
+
+
+def _trouble(path: Path) -> str | None:
+    """Why nothing can be written there."""
+    if path.is_dir():
+        return "is a folder; name a file in it"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "may not be written; name another file"
+    if path.exists() and not path.is_file():
+        return None  # a pipe or a terminal is written as it is
+    # A file is renamed onto its place, which takes the permission of the folder that it is in.
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.exists():
+        return f"the folder {folder} does not exist; create it"
+    if not folder.is_dir():
+        return f"{folder} is no folder; name another place"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"the folder {folder} may not be written; name another place"
+    return None
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Around what writes `path`: turns OSError into StrettoError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise StrettoError(
+            f"cannot write {path}: {error.strerror}. Free space or choose another place"
+        ) from None

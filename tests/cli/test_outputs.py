@@ -1,0 +1,192 @@
+"""What commands write: wrong places are refused before any work, and what fails is told in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli import plan as plan_command
+from stretto.cli.figures import check_json, write_json
+from stretto.cli.main import app
+from stretto.cli.outputs import check_output
+from stretto.errors import StrettoError, UsageError
+from stretto.ir.plan import Plan
+from stretto.ir.serialize import load_plan, save_plan
+from stretto.simulate import predict
+from tests.simulate.test_engine import ONE_F_ONE_B
+from tests.synthetic import make_plan
+from tests.test_whole_file import full_disk
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
+
+
+def a_plan() -> Plan:
+    plan = make_plan(ONE_F_ONE_B)
+    return replace(plan, prediction=predict(plan))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    save_plan(a_plan(), path)
+    return path
+
+
+def refusal(*command: str) -> str:
+    """How the command refuses; it must print nothing before that."""
+    done = CliRunner().invoke(app, list(command))
+    assert isinstance(done.exception, StrettoError), done.output
+    return str(done.exception)
+
+
+def begin(*command: str) -> list[str]:
+    return [sys.executable, "-m", "stretto.cli.main", *command]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "nothing.toml", "-o"),
+        ("simulate", "nothing.json", "--trace"),
+        ("simulate", "nothing.json", "--svg"),
+        ("simulate", "nothing.json", "--json"),
+        ("rehearse", "nothing.json", "--rank", "0", "--trace"),
+        ("schedule", "--family", "no-such", "-o"),
+        ("bench", "published", "--json"),
+        ("cluster", "show", "no-such", "--save"),
+    ],
+)
+def test_a_wrong_place_is_refused_before_anything_is_read(command: tuple[str, ...], tmp_path: Path) -> None:
+    assert "does not exist; create it; nothing was begun" in refusal(*command, str(tmp_path / "no" / "x"))
+    assert "is a folder; name a file in it; nothing was begun" in refusal(*command, str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", [".html", ".svg", ".perfetto-trace"])
+def test_a_report_looks_at_its_place_first(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"folder{suffix}").mkdir()
+    for place, said in ((f"no/x{suffix}", "does not exist"), (f"folder{suffix}", "is a folder")):
+        assert said in refusal("report", "nothing", "-o", str(tmp_path / place))
+
+
+def test_places_that_can_be_written(tmp_path: Path) -> None:
+    check_output("-o", None)
+    check_output("-o", tmp_path / "new")
+    (tmp_path / "old").write_text("")
+    check_output("-o", tmp_path / "old")
+    check_output("-o", Path("/dev/null"))
+    with pytest.raises(UsageError, match=r"-o .*old/x: .*old is no folder"):
+        check_output("-o", tmp_path / "old" / "x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_places_that_may_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("")
+    (tmp_path / "old").chmod(0o400)
+    with pytest.raises(UsageError, match="may not be written; name another file"):
+        check_output("-o", tmp_path / "old")
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="may not be written; name another place"):
+        check_output("-o", tmp_path / "new")
+    tmp_path.chmod(0o700)
+
+
+def test_a_plan_whose_file_fails_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("")
+    monkeypatch.setattr(plan_command, "make", lambda *_: a_plan())
+    monkeypatch.setattr(os, "fsync", full_disk)
+    done = CliRunner().invoke(app, ["plan", str(config), "-o", str(tmp_path / "p.json")])
+    assert "predicted step" in done.output
+    assert isinstance(done.exception, StrettoError)
+    assert "No space left on device" in str(done.exception)
+
+
+def test_a_plan_that_cannot_be_printed_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, output = tmp_path / "c.toml", tmp_path / "p.json"
+    config.write_text("")
+    monkeypatch.setattr(plan_command, "make", lambda *_: a_plan())
+
+    def full(_text: str) -> None:
+        raise StrettoError("cannot write to standard output: No space left on device")
+
+    monkeypatch.setattr(plan_command.typer, "echo", full)
+    assert "standard output" in refusal("plan", str(config), "-o", str(output))
+    assert load_plan(output) == a_plan()
+
+
+@pytest.mark.parametrize(
+    ("command", "suffix"),
+    [
+        (("report", "-o"), ".html"),
+        (("report", "-o"), ".svg"),
+        (("report", "-o"), ".perfetto-trace"),
+        (("simulate", "--trace"), ".perfetto-trace"),
+        (("simulate", "--svg"), ".svg"),
+        (("simulate", "--json"), ".json"),
+    ],
+)
+def test_a_full_disk_leaves_the_old_file(
+    command: tuple[str, str], suffix: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / f"old{suffix}"
+    old.write_text("old")
+    monkeypatch.setattr(os, "fsync", full_disk)
+    said = refusal(command[0], str(saved), command[1], str(old))
+    assert said == f"cannot write {old}: No space left on device. Free space or choose another place"
+    assert old.read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == sorted([old.name, saved.name])
+
+
+def test_figures_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "figures.json"
+    check_json(out)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(StrettoError, match=r"cannot write .*figures\.json: No space left"):
+        write_json({}, out)
+    assert os.listdir(tmp_path) == []
+
+
+@needs_full
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [("schedule", "--list"), ("simulate", "PLAN"), ("--help",)])
+def test_standard_output_on_a_full_disk(command: tuple[str, ...], unbuffered: str, saved: Path) -> None:
+    words = [str(saved) if word == "PLAN" else word for word in command]
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            begin(*words),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.stderr == "stretto: cannot write to standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [("schedule", "--list"), ("cluster", "list")])
+def test_a_reader_that_leaves_is_no_failure_to_tell(command: tuple[str, ...], unbuffered: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        begin(*command),
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writes)
+    assert (done.stderr, done.returncode) == ("", 1)
+
+
+def test_a_refusal_keeps_its_own_status(tmp_path: Path) -> None:
+    done = subprocess.run(begin("simulate", str(tmp_path / "no")), capture_output=True, text=True)
+    assert done.stderr.startswith("stretto: cannot read plan")
+    assert (done.stdout, done.returncode) == ("", 2)
