@@ -200,7 +200,7 @@ def _end_with_the_asker() -> None:
     closed. A signal's default action runs no `finally`."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        os.read(0, 1)  # not by `sys.stdin`, whose lock the interpreter wants when this process ends by itself
         os._exit(1)
 
     threading.Thread(target=watch, name="asker", daemon=True).start()
