@@ -6,7 +6,7 @@ Knows one node at a time, and nothing of what the step is for. Touches PyTorch b
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from stretto.capture import torch_adapter
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
+from stretto.parallelize.alone import Matched
 from stretto.parallelize.ops import NAMESPACE
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
@@ -34,9 +35,9 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def convert(
-    joint: torch_adapter.JointGraph, names: dict[torch.fx.Node, str]
+    joint: torch_adapter.JointGraph, names: dict[torch.fx.Node, str], matched: Sequence[Matched] = ()
 ) -> tuple[list[TracedOp], list[Constant]]:
-    """All nodes in order; puts the ops' names into `names`.
+    """All nodes in order; puts the ops' names into `names`. matched: the calls of a spread model.
 
     Everything after the first op that depends on the tangent belongs to the backward. Raises CaptureError
     that names the module of what cannot be written down.
@@ -45,6 +46,7 @@ def convert(
     constants: list[Constant] = []
     roots: dict[str, str] = {}
     backward = False
+    made_by: dict[int, list[int]] = {}
     tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
     for node in joint.module.graph.nodes:
         segment = torch_adapter.segment_of(node)
@@ -62,8 +64,28 @@ def convert(
             raise CaptureError(f"cannot capture {module or 'the model'}: {error}") from None
         backward = backward or any(source in tainted for source in node.all_input_nodes)
         roots[op.name] = op.alias if op.alias is not None else op.name
-        ops.append(TracedOp(replace(op, module=module), segment, backward))
+        if matched and not backward:
+            call = torch_adapter.call_of(node)
+            if call is not None and call < len(matched):
+                made_by.setdefault(call, []).append(len(ops))
+        own = torch_adapter.is_own(node)
+        ops.append(TracedOp(replace(op, module=module), segment, backward, own=own))
+    for call, places in made_by.items():
+        _tell_whole(ops, places, matched[call])
     return ops, constants
+
+
+def _tell_whole(ops: list[TracedOp], places: list[int], call: Matched) -> None:
+    """The shapes that a call's results have in the model alone, to the ops that make them: the last of it."""
+    left = list(zip(call.local, call.whole, strict=True))
+    for place in reversed(places):
+        item = ops[place]
+        if call.scaled:
+            item = replace(item, scaled=True)
+        made = item.op.outputs[0] if len(item.op.outputs) == 1 else None
+        if left and made is not None and made.shape == left[-1][0]:
+            item = replace(item, whole=left.pop()[1])
+        ops[place] = item
 
 
 def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str]) -> Op:

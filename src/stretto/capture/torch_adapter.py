@@ -26,9 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
+from stretto.parallelize.alone import Calls
+from stretto.parallelize.unseen import OWN
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
+
+CALL = "stretto_call"
+"""Likewise, for the call that made a node (`stretto.parallelize.alone` numbers them)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,14 @@ class _Segments:
         fx_traceback.current_meta["custom"] = {SEGMENT: len(self.names) - 1}
 
 
+def mark_call(number: int | None) -> None:
+    """Nodes that are made from now on belong to this call; None: to no call."""
+    custom = fx_traceback.current_meta.get("custom")
+    if custom is not None:
+        kept = {key: value for key, value in custom.items() if key != CALL}
+        fx_traceback.current_meta["custom"] = kept if number is None else {**kept, CALL: number}
+
+
 class _Step(nn.Module):
     """Model and loss as one module whose inputs are the microbatch's tensors."""
 
@@ -175,10 +188,12 @@ class _Step(nn.Module):
         segments: _Segments,
         layers: Layers | None,
         program: MeshProgram | None,
+        calls: Calls | None,
     ) -> None:
         super().__init__()
         self.model = model
         self._program = program
+        self._calls = calls
         self._layers = layers
         self._loss = loss
         self._rebuild = rebuild
@@ -188,7 +203,11 @@ class _Step(nn.Module):
         if self._layers is not None:
             self._layers.begin(self._segments)
         program = self._program
-        with nullcontext() if program is None else program.state(self.model), self._segments.forward():
+        with (
+            nullcontext() if program is None else program.state(self.model),
+            self._segments.forward(),
+            nullcontext() if self._calls is None else self._calls.forward(),
+        ):
             loss = self._loss(self.model, self._rebuild(leaves))
             loss = loss if program is None else program.loss(loss)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -215,15 +234,17 @@ def export_joint(
     mode: FakeTensorMode,
     layers: Layers | None = None,
     meshes: OnMeshes | None = None,
+    calls: Calls | None = None,
 ) -> JointGraph:
     """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake.
 
     layers: the equal layers that are not all traced; `stretto.capture.expand` then gives the whole graph.
     meshes: where a program on several meshes lies.
+    calls: compares the calls of a spread model with those of the model alone.
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
-    step = _Step(model, loss, rebuild, segments, layers, program)
+    step = _Step(model, loss, rebuild, segments, layers, program, calls)
     with (
         ExitStack() as stack,
         torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
@@ -231,6 +252,7 @@ def export_joint(
         tracing_state(),
         fx_traceback.preserve_node_meta(),
         segments.hooks(model),
+        nullcontext() if calls is None else calls.installed(),
         nullcontext() if layers is None else layers.installed(),
         nullcontext() if program is None else program.installed(),
     ):
@@ -282,6 +304,17 @@ def _output(desc: Any) -> tuple[str, str]:
             raise ValueError(f"the model writes into its {kind} {name!r} in the forward; use a buffer")
         return "update", str(name)
     raise ValueError(f"the graph has an output of a kind that is not supported: {desc}")
+
+
+def call_of(node: torch.fx.Node) -> int | None:
+    """The number of the call that made the node, if one did."""
+    custom = node.meta.get("custom")
+    return custom.get(CALL) if custom else None
+
+
+def is_own(node: torch.fx.Node) -> bool:
+    """Whether the node belongs to the library's own code (`stretto.parallelize.unseen.own_code`)."""
+    return bool((node.meta.get("custom") or {}).get(OWN))
 
 
 def segment_of(node: torch.fx.Node) -> int | None:

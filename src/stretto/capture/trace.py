@@ -11,7 +11,7 @@ The result knows no stages: `stretto.capture.split` chooses them, `stretto.captu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,9 +28,11 @@ from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explain
 from stretto.capture.mesh_program import OnMeshes
+from stretto.capture.proof import prove
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Shard, TensorSpec
+from stretto.parallelize.alone import Calls, Found, Key, leaves_of, with_logits_of_one
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
@@ -142,6 +144,10 @@ def _trace(
     ties = _ties(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
+    calls = None
+    if tensor is not None and meshes is None:
+        alone = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor)
+        calls = Calls(model, leaves_of(tensor), tensor.size, alone, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
         nullcontext() if tensor is None else spread(model, tensor),
@@ -156,7 +162,7 @@ def _trace(
         try:
             with CudaChoices() if absent else nullcontext():
                 joint = torch_adapter.export_joint(
-                    model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes
+                    model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, calls
                 )
         except NotRepeatedError:
             raise
@@ -175,7 +181,7 @@ def _trace(
         elif kind == "buffer":
             buffers[name] = (state[name], None)
 
-    ops, constants = convert(joint, names)
+    ops, constants = convert(joint, names, () if calls is None else calls.matched)
     if absent:
         made = with_cuda_results(traced.op for traced in ops)
         ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
@@ -189,8 +195,15 @@ def _trace(
     step = Step(tuple(ops), gradients, kept)
     step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
     ops, gradients, kept = list(step.ops), dict(step.grads), dict(step.kept)
-    roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
+    shards = {} if tensor is None else dict(tensor.shards)
+    parts: dict[str, tuple[str, ...]] = {}
+    if tensor is not None and meshes is None:
+        proved = prove(ops, given, shards, gradients, kept, tensor.size)
+        ops, parts = list(proved.ops), dict(proved.partial)
+        gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
+        kept = {what: proved.renamed[value] for what, value in kept.items()}
+    roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
     ops, renamed = _passed(ops, roots, given, skip_passes)
     for key, value in gradients.items():
         now = value if value is None else renamed.get(value, value)
@@ -199,8 +212,8 @@ def _trace(
     for key in buffers:
         buffers[key] = (buffers[key][0], kept.get(f"buffer/{key}"))
     loss_value = kept["loss"]
-    shards = {} if tensor is None else dict(tensor.shards)
-    parts = partial_axes(ops, parameters, buffers, shards, loss_value) if tensor is not None else {}
+    if tensor is not None and meshes is not None:
+        parts = partial_axes(ops, parameters, buffers, shards, loss_value)
     used = {name for traced in ops for name in traced.op.uses}
     return Traced(
         name=type(model).__name__,
@@ -219,6 +232,33 @@ def _trace(
         partial=parts,
         borders=joint.borders,
     )
+
+
+def _alone(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    rebuild: Callable[[Sequence[torch.Tensor]], Any],
+    fakes: Sequence[torch.Tensor],
+    mode: Any,
+    at: torch.device,
+    param_dtype: torch.dtype | None,
+    tensor: TensorParallel,
+) -> Mapping[Key, Found]:
+    """The calls of the model alone."""
+    calls = Calls(model, leaves_of(tensor), tensor.size)
+    with (
+        torch_adapter.fake_state(model, mode, at, param_dtype),
+        with_logits_of_one(model, tensor),
+        mode,
+        torch.enable_grad(),
+        calls.installed(),
+        calls.forward(),
+    ):
+        try:
+            loss(model, rebuild(fakes))
+        except Exception as error:
+            raise explain(model, error) from error
+    return calls.found
 
 
 def _parts(model: nn.Module, tensor: TensorParallel | None) -> dict[int, tuple[int, ...]]:

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.parallelize.unseen import unseen
+
 NAMESPACE = "stretto"
 
 OneToOne = Callable[[Tensor], Tensor]
@@ -78,18 +80,21 @@ for _name, _shapes in (
 _calls = getattr(torch.ops, NAMESPACE)
 
 
+@unseen
 def index(like: Tensor, axis: str, size: int) -> Tensor:
     """This rank's coordinate on the axis: a 0-d int64 tensor on the device of `like`."""
     made: Tensor = _calls.axis_index(like, axis, size)
     return made
 
 
+@unseen
 def all_reduce(x: Tensor, axis: str, size: int, op: str = "sum") -> Tensor:
     """The sum (or "max") over the axis, start and wait; no gradient."""
     made: Tensor = _calls.wait(_calls.all_reduce(x.contiguous(), op, axis, size))
     return made
 
 
+@unseen
 def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` put together, in the order of ranks; no gradient.
 
@@ -106,6 +111,7 @@ def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     return made.view(size, *x.shape).movedim(0, dim).reshape(whole)
 
 
+@unseen
 def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """The sum over the axis, of which each rank keeps its slice along `dim`; no gradient."""
     dim %= x.dim()
@@ -119,6 +125,7 @@ def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     return made
 
 
+@unseen
 def own_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """This rank's slice along `dim`; no gradient."""
     dim %= x.dim()
@@ -149,6 +156,7 @@ class _Pair(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
+@unseen
 def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
     made: Tensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
     return made

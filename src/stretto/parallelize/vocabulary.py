@@ -26,8 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.parallelize import ops
+from stretto.parallelize.unseen import own_code, unseen
 
 
+@unseen
 def embed(
     module: nn.Embedding, own: Callable[[Tensor], Tensor], tokens: Tensor, axis: str, size: int
 ) -> Tensor:
@@ -57,7 +59,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits_NP: Tensor, target_N: Tensor, ignore_index: int, axis: str, size: int
     ) -> Tensor:
         part = logits_NP.shape[1]
-        highest_N = logits_NP.amax(dim=1)
+        with own_code():
+            highest_N = logits_NP.amax(dim=1)
         # A rank whose part is all -inf (a padded vocabulary) adds nothing, and not NaN.
         base_N = highest_N.masked_fill(highest_N == -math.inf, 0.0)
         exp_NP = (logits_NP - base_N.unsqueeze(1)).exp()
@@ -87,6 +90,7 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_NP.scatter_add(1, local_N.unsqueeze(1), -hit_N.unsqueeze(1)), None, None, None, None
 
 
+@unseen
 def cross_entropy(
     logits_NP: Tensor, target_N: Tensor, ignore_index: int, reduction: str, axis: str, size: int
 ) -> Tensor:
@@ -113,7 +117,14 @@ class SplitLogits:
 
     def full(self) -> Tensor:
         """The whole logits, equal on all ranks."""
+        if self._size == 1:
+            return self._part
         return ops.collect(self._part, -1, self._axis, self._size)
+
+    @property
+    def held(self) -> Tensor:
+        """What this rank has of them."""
+        return self._part
 
     @property
     def shape(self) -> torch.Size:

@@ -1,0 +1,646 @@
+"""Which part of a value a rank holds: what follows for an op's result from what it reads.
+
+Ranks along an axis walk one program. Of the value that the program stands for, each rank has along the axis:
+
+    equal      all of it
+    part       an equal slice along a dim, or of each of `blocks` equal blocks along it
+    sum        an addend: the value is the sum over ranks
+    stacked    all of it, but as it was gathered: the slices one behind another along dim 0
+    local      something of its own. Only what reads the rank's coordinate makes such: the lookups in a spread
+               vocabulary, and the cross-entropy over one, whose collectives make values of it again
+
+An op computes on what its rank holds, and its result must be held so that it stands for what the op would
+have made of the values themselves. Where it is not (a nonlinear function of addends, a sum of an addend and a
+whole, a slice beside another slice) the op is refused. Collectives change how a value is held, never the
+value. So a program of which every op is placed computes what it would compute without the axis.
+
+A slice is known by its place in the order of a tensor's elements, which views keep. Where dims of one element
+make it several dims' at once, all are remembered until an op, or the model's own shape, decides.
+
+Gathered values are put in order by a view, a permutation and a copy. `Placer(exact=False)` does not follow
+these: passes move and drop such copies (`passes.sequence_first`), and what they make is checked for what is
+equal, spread or added, not for the order of rows. Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from stretto.ir.dims import Dims, dims_of, operands
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
+
+Kind = Literal["equal", "part", "sum", "stacked", "local"]
+
+Factor = tuple[int, int]
+"""(number, size): a piece of a dim that moves as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How ranks hold one value.
+
+    at: of a part, (dim, blocks); several where they are the same slice of the elements.
+    uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
+    zero: nothing but zeros, which are as well an addend, a slice or a whole.
+    home, now: of what is stacked, its factors in the order of the value, and those of each dim as it is.
+    """
+
+    kind: Kind
+    at: tuple[tuple[int, int], ...] = ()
+    uniform: frozenset[int] = frozenset()
+    zero: bool = False
+    home: tuple[Factor, ...] = ()
+    now: tuple[tuple[Factor, ...], ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind != "part":
+            return {"sum": "an addend of a sum", "equal": "whole", "local": "a rank's own"}.get(
+                self.kind, self.kind
+            )
+        dim, blocks = self.at[0]
+        return f"spread along dim {dim}" + (f" in {blocks} blocks" if blocks > 1 else "")
+
+
+EQUAL = Placement("equal")
+SUM = Placement("sum")
+LOCAL = Placement("local")
+
+
+def part(dim: int, blocks: int = 1) -> Placement:
+    return Placement("part", ((dim, blocks),))
+
+
+class RefusedError(Exception):
+    """The op's result stands for nothing. The message says what is wrong; `names`: the values it is about."""
+
+    def __init__(self, what: str, names: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.names = tuple(names)
+
+
+class NeedsEqualError(Exception):
+    """The op would be right if these addends were summed before."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = tuple(dict.fromkeys(names))
+
+
+class EqualReducedError(Exception):
+    """A sum over ranks of what all of them hold whole: the value itself."""
+
+
+VIEW_OPS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("view.default", "_unsafe_view.default", "reshape.default", "_reshape_alias.default"),
+        *("unsqueeze.default", "squeeze.dim", "squeeze.dims", "squeeze.default", "flatten.using_ints"),
+        "view_as.default",
+    )
+)
+"""The same elements in the same order in another shape."""
+
+FILLS = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        *("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like"),
+        *("empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided"),
+        "new_empty_strided",
+    )
+)
+"""One number everywhere."""
+
+KEEP_ORDER = frozenset(("aten.clone.default", "aten._to_copy.default", "aten.contiguous.default"))
+SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
+
+
+def where_cut(shape: Sequence[int], dim: int, blocks: int) -> int:
+    """The number of elements behind which, within a rank's slice, the next rank's elements come."""
+    return shape[dim] // blocks * math.prod(shape[dim + 1 :])
+
+
+def cuts_at(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
+    """All (dim, blocks) that are the cut behind `inner` elements, the fewest blocks first."""
+    found = []
+    behind = 1
+    for dim in reversed(range(len(shape))):
+        if inner % behind == 0 and inner and shape[dim] % (inner // behind) == 0:
+            found.append((shape[dim] // (inner // behind), dim))
+        behind *= shape[dim]
+    return ((dim, blocks) for blocks, dim in sorted(found))
+
+
+def _is_zero(op: Op) -> bool:
+    name = op.target.split(".")[1]
+    if "zeros" in name:
+        return True
+    at = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}.get(name)
+    return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
+
+
+class Placer:
+    """Places the ops of a program one by one, along one axis.
+
+    axis, size: of the ranks. given: value -> placement, of values that no op makes (others are equal).
+    exact: whether the order of gathered slices is followed (see the module).
+    """
+
+    def __init__(self, axis: str, size: int, given: Mapping[str, Placement], *, exact: bool) -> None:
+        self._axis, self._size, self._exact = axis, size, exact
+        self.values: dict[str, Placement] = dict(given)
+        self._tuples: dict[str, tuple[Placement, ...]] = {}
+        self._made: dict[str, Op] = {}
+        self._known: dict[Any, tuple[Placement, ...]] = {}
+
+    def of(self, name: str) -> Placement:
+        return self.values.get(name, EQUAL)
+
+    def place(
+        self,
+        op: Op,
+        specs: Mapping[str, TensorSpec],
+        *,
+        own: bool = False,
+        scaled: bool = False,
+    ) -> None:
+        """Find the placement of what an op makes.
+
+        specs: of the values that it reads. own: the op belongs to code that looks at a rank's own part on
+        purpose. scaled: the op's numbers count a rank's part. Raises RefusedError, NeedsEqualError,
+        EqualReducedError.
+        """
+        self._made[op.name] = op
+        found = self._placed(op, specs, own, scaled)
+        if len(found) > 1:
+            self._tuples[op.name] = found
+        self.values[op.name] = found[0]
+
+    def _placed(
+        self, op: Op, specs: Mapping[str, TensorSpec], own: bool, scaled: bool
+    ) -> tuple[Placement, ...]:
+        if op.target in STARTS:
+            return (self._started(op, specs),)
+        if op.target == WAIT:
+            return (self.of(op.args[0].name),)
+        if op.target == INDEX:
+            return (LOCAL if op.args[-2] == self._axis else EQUAL,)
+        if op.target == CHUNK:
+            return (self._chunk(op),)
+        if op.target == GETITEM:
+            source = op.args[0].name
+            several = self._tuples.get(source)
+            return (self.of(source) if several is None else several[int(op.args[1])],)
+        if op.target in FILLS:
+            return (self._filled(op),)
+        names = operands(op)
+        given = tuple(self.of(name) for name in names)
+        if all(p is EQUAL for p in given) and op.target not in ("aten.expand.default",):
+            return (EQUAL,) * max(len(op.outputs), 1)
+        key = _key(op, names, given, specs, own, scaled)
+        found = self._known.get(key)
+        if found is None:
+            found = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
+            self._known[key] = found
+        return found
+
+    # --- communication ------------------------------------------------------------------------------------
+
+    def _started(self, op: Op, specs: Mapping[str, TensorSpec]) -> Placement:
+        source = op.args[0].name
+        held = self.of(source)
+        if op.args[-2] != self._axis:
+            return held
+        if op.target == "comm.all_gather":
+            return self._gathered(source, held, specs[source])
+        if held.zero:
+            return EQUAL
+        if op.target == "comm.all_reduce" and op.args[1] == "max" and held.kind in ("equal", "local"):
+            return EQUAL
+        if held.kind == "equal":
+            raise EqualReducedError(source)
+        if held.kind not in ("sum", "local"):
+            raise RefusedError(f"{source} is {held} and is summed over ranks", (source,))
+        if op.target == "comm.all_reduce":
+            return EQUAL
+        return self.scattered(op, specs[source])
+
+    def _gathered(self, source: str, held: Placement, spec: TensorSpec) -> Placement:
+        if held.kind == "local" or held.zero:
+            return EQUAL
+        if held.kind != "part":
+            raise RefusedError(f"{source} is {held} and is gathered from all ranks", (source,))
+        dim, blocks = held.at[0]
+        inner = where_cut(spec.shape, dim, blocks)
+        if not self._exact or inner == math.prod(spec.shape):
+            return EQUAL
+        home: list[Factor] = []
+        now: list[tuple[Factor, ...]] = []
+        ranks = (0, self._size)
+        for d, n in enumerate(spec.shape):
+            pieces: tuple[Factor, ...] = ((3 * d + 1, n),)
+            if d == dim:
+                pieces = ((3 * d + 1, blocks), (3 * d + 2, n // blocks))
+                home += [pieces[0], ranks, pieces[1]]
+            else:
+                home += pieces
+            now.append(pieces)
+        now[0] = (ranks, *now[0])
+        return Placement("stacked", home=tuple(home), now=tuple(now))
+
+    def scattered(self, op: Op, spec: TensorSpec) -> Placement:
+        """The slice that a rank gets of what is summed and scattered along dim 0."""
+        made = op.outputs[0]
+        assert made is not None
+        if not self._exact:
+            return Placement("part", tuple((d, 1) for d in range(len(made.shape))))
+        moved = self._moved(op.args[0].name)
+        if moved is not None:
+            return part(moved)
+        return Placement("part", tuple(cuts_at(made.shape, made.numel)))
+
+    def _moved(self, name: str) -> int | None:
+        """The dim of which a factor was brought to the front to be scattered there, if it was."""
+        op = self._made.get(name)
+        while op is not None and (op.target in KEEP_ORDER or op.target in VIEW_OPS):
+            op = self._made.get(op.args[0].name)
+        if op is None or op.target != "aten.permute.default" or op.outputs[0] is None:
+            return None
+        order = tuple(int(d) % len(op.args[1]) for d in op.args[1])
+        first = order[0]
+        if order != (first, *(d for d in range(len(order)) if d != first)) or first == 0:
+            return None
+        split = self._made.get(op.args[0].name)
+        if split is None or split.target not in VIEW_OPS or op.outputs[0].shape[0] != self._size:
+            return None
+        return first
+
+    def _chunk(self, op: Op) -> Placement:
+        source = op.args[0].name
+        held = self.of(source)
+        if op.args[-2] != self._axis:
+            return held
+        if held.zero or held.kind == "local":
+            return held
+        if held.kind == "sum":
+            raise NeedsEqualError((source,))
+        if held.kind != "equal":
+            raise RefusedError(f"{source} is {held}, and every rank takes a slice of it", (source,))
+        return part(int(op.args[1]))
+
+    def _filled(self, op: Op) -> Placement:
+        made = op.outputs[0]
+        dims = frozenset(range(0 if made is None else len(made.shape)))
+        return Placement("equal", uniform=dims, zero=_is_zero(op))
+
+    # --- everything else ----------------------------------------------------------------------------------
+
+    def _ruled(
+        self,
+        op: Op,
+        names: Sequence[str],
+        given: Sequence[Placement],
+        specs: Sequence[TensorSpec],
+        own: bool,
+        scaled: bool,
+    ) -> tuple[Placement, ...]:
+        if any(p.kind == "stacked" for p in given):
+            return (self._ordered(op, given[0], specs[0]),)
+        if op.target in VIEW_OPS:
+            return (self._view(op, given[0], specs[0]),)
+        if scaled and op.target in ("aten.slice.Tensor", "aten.select.int") and given[0].kind != "part":
+            raise RefusedError(
+                f"{names[0]} is {given[0]}, and is cut at a number that counts a rank's part", names[:1]
+            )
+        if op.target in SPLITS and given[0].kind == "part":
+            return self._split(op, given[0], specs[0])
+        if op.target == "aten.cat.default":
+            return (self._cat(op, names, given, specs),)
+        rule = dims_of(op, specs)
+        if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
+            return (given[0],) * len(op.outputs)
+        if rule is None:
+            if all(p.kind == "equal" for p in given):
+                return (EQUAL,) * max(len(op.outputs), 1)
+            if any(p.kind == "local" for p in given) or own:
+                return (LOCAL,) * max(len(op.outputs), 1)
+            if all(p.kind in ("equal", "sum") for p in given):
+                raise NeedsEqualError([n for n, p in zip(names, given, strict=True) if p.kind == "sum"])
+            at = next(k for k, p in enumerate(given) if p.kind != "equal")
+            raise RefusedError(
+                f"{op.target} has no rule for a value that is {given[at]} ({names[at]})", (names[at],)
+            )
+        if any(p.kind == "local" for p in given):
+            return self._with_local(rule, given, op)
+        if any(p.kind == "part" for p in given):
+            try:
+                return self._with_parts(op, rule, names, given, specs)
+            except RefusedError:
+                if own:
+                    return (LOCAL,) * len(op.outputs)
+                raise
+        addends = {at for at, p in enumerate(given) if p.kind == "sum"}
+        if addends:
+            for together in rule.linear:
+                rest = together - addends
+                if addends <= together and all(given[at].zero for at in rest):
+                    return (SUM,) * len(op.outputs)
+            raise NeedsEqualError([names[at] for at in sorted(addends)])
+        return self._equal(op, rule, given, specs)
+
+    def _ordered(self, op: Op, held: Placement, spec: TensorSpec) -> Placement:
+        """What was gathered is put in order."""
+        made = op.outputs[0]
+        now: list[tuple[Factor, ...]] | None = None
+        home = list(held.home)
+        if held.kind == "stacked" and made is not None and len(operands(op)) == 1:
+            if op.target in VIEW_OPS:
+                now = _regrouped([f for dim in held.now for f in dim], made.shape, home)
+            elif op.target in ("aten.permute.default", "aten.transpose.int"):
+                rule = dims_of(op, [spec])
+                assert rule is not None
+                now = [held.now[label] for label in rule.outputs[0] if label is not None]
+            elif op.target in KEEP_ORDER:
+                now = list(held.now)
+        if now is None:
+            raise RefusedError("a gathered value is used before its slices are in order", operands(op))
+        if [f for dim in now for f in dim if f[1] != 1] == [f for f in home if f[1] != 1]:
+            return EQUAL
+        return Placement("stacked", home=tuple(home), now=tuple(now))
+
+    def _view(self, op: Op, held: Placement, spec: TensorSpec) -> Placement:
+        made = op.outputs[0]
+        assert made is not None
+        if held.kind == "part":
+            inner = where_cut(spec.shape, *held.at[0])
+            found = tuple(cuts_at(made.shape, inner))
+            if not self._exact:
+                inners = dict.fromkeys(where_cut(spec.shape, *at) for at in held.at)
+                found = tuple(dict.fromkeys(at for i in inners for at in cuts_at(made.shape, i)))
+            if not found:
+                raise RefusedError(
+                    f"{op.args[0].name} is {held} of {spec}, and gets the shape {list(made.shape)}, in which "
+                    "that is no slice along one dim",
+                    (op.args[0].name,),
+                )
+            return Placement("part", found)
+        if held.kind == "equal" and held.uniform:
+            return replace(held, uniform=_uniform_view(spec.shape, made.shape, held.uniform))
+        return held
+
+    def _split(self, op: Op, held: Placement, spec: TensorSpec) -> tuple[Placement, ...]:
+        dim = (op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 0)) % len(spec.shape)
+        found: list[tuple[tuple[int, int], ...]] = []
+        for made in op.outputs:
+            assert made is not None
+            at = []
+            for d, blocks in held.at:
+                block = spec.shape[dim] // blocks if d == dim else 0
+                if d != dim:
+                    at.append((d, blocks))
+                elif made.shape[dim] and made.shape[dim] % block == 0:
+                    at.append((dim, made.shape[dim] // block))
+            found.append(tuple(at))
+        if not all(found):
+            raise RefusedError(
+                f"{op.args[0].name} is {held}, and is split along that dim in pieces that are not whole "
+                "blocks of it",
+                operands(op),
+            )
+        return tuple(Placement("part", at) for at in found)
+
+    def _cat(
+        self, op: Op, names: Sequence[str], given: Sequence[Placement], specs: Sequence[TensorSpec]
+    ) -> Placement:
+        used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
+        given, specs = [given[k] for k in used], [specs[k] for k in used]
+        names = [names[k] for k in used]
+        count = len(specs[0].shape)
+        dim = (op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % count
+        if any(p.kind == "local" for p in given):
+            return LOCAL
+        labels = tuple(range(count))
+        if any(p.kind == "part" for p in given):
+            along = [{at for at in p.at if at[0] == dim} for p in given if p.kind == "part"]
+            if len(along) == len(given) and all(along):
+                lengths = [
+                    {spec.shape[dim] // blocks: blocks for _, blocks in ats}
+                    for spec, ats in zip(specs, along, strict=True)
+                ]
+                for length in lengths[0]:
+                    if all(length in of for of in lengths):
+                        return part(dim, sum(of[length] for of in lengths))
+        rule = Dims(
+            (labels,) * len(given),
+            (labels,),
+            whole=frozenset((dim,)),
+            linear=(frozenset(range(len(given))),),
+        )
+        if any(p.kind == "part" for p in given):
+            return self._with_parts(op, rule, names, given, specs)[0]
+        addends = {k for k, p in enumerate(given) if p.kind == "sum"}
+        if addends:
+            if all(given[k].zero for k in range(len(given)) if k not in addends):
+                return SUM
+            raise NeedsEqualError([names[k] for k in sorted(addends)])
+        return self._equal(op, rule, given, specs)[0]
+
+    def _with_local(self, rule: Dims, given: Sequence[Placement], op: Op) -> tuple[Placement, ...]:
+        """A rank's own numbers beside a part make a part, in place; anything else is the rank's own."""
+        into = op.target.startswith(("aten.scatter", "aten.index_put"))
+        for position, held in enumerate(given):
+            if held.kind != "part" or (into and position):
+                continue
+            for dim, blocks in held.at:
+                label = rule.inputs[position][dim]
+                stays = label is not None and (label not in rule.whole or into)
+                if stays and all(label in out for out in rule.outputs):
+                    return tuple(part(out.index(label), blocks) for out in rule.outputs)
+        return (LOCAL,) * len(op.outputs)
+
+    def _with_parts(
+        self,
+        op: Op,
+        rule: Dims,
+        names: Sequence[str],
+        given: Sequence[Placement],
+        specs: Sequence[TensorSpec],
+    ) -> tuple[Placement, ...]:
+        parts = [at for at, p in enumerate(given) if p.kind == "part"]
+        reasons: list[str] = []
+        found: list[tuple[Placement, ...]] = []
+        needed: list[str] = []
+        for dim, blocks in given[parts[0]].at:
+            label = rule.inputs[parts[0]][dim] if dim < len(rule.inputs[parts[0]]) else None
+            if label is None:
+                reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
+                continue
+            other = self._beside(rule, names, given, specs, label, blocks)
+            if other is not None:
+                reasons.append(other)
+                continue
+            if label in rule.whole:
+                reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, and the op needs that dim whole")
+                continue
+            sums = [names[at] for at, p in enumerate(given) if p.kind == "sum"]
+            if sums:
+                needed += sums
+                continue
+            if label in rule.summed and any(not given[at].zero for at in rule.added):
+                reasons.append(f"{names[0]} would be added once by every rank")
+                continue
+            made = []
+            for out in rule.outputs:
+                if label in out:
+                    made.append(part(out.index(label), blocks))
+                elif label in rule.summed:
+                    made.append(SUM)
+                else:
+                    break
+            if len(made) == len(rule.outputs):
+                found.append(tuple(made))
+        if needed and not found:
+            raise NeedsEqualError(needed)
+        if not found:
+            raise RefusedError(
+                reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}",
+                [names[at] for at in parts],
+            )
+        first = found[0]
+        alike = [f for f in found if [p.kind for p in f] == [p.kind for p in first]]
+        return tuple(
+            p
+            if p.kind != "part"
+            else Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)))
+            for k, p in enumerate(first)
+        )
+
+    def _beside(
+        self,
+        rule: Dims,
+        names: Sequence[str],
+        given: Sequence[Placement],
+        specs: Sequence[TensorSpec],
+        label: int,
+        blocks: int,
+    ) -> str | None:
+        """What does not fit beside a part along a label; None where all does."""
+        for at, held in enumerate(given):
+            dims = [d for d, of in enumerate(rule.inputs[at]) if of == label]
+            if held.kind == "part":
+                if not any(d in dims and b == blocks for d, b in held.at):
+                    return f"{names[at]} is {held}, beside values that are spread otherwise"
+            elif held.zero or (held.kind == "equal" and all(d in held.uniform for d in dims)):
+                continue
+            elif dims and any(specs[at].shape[d] != 1 for d in dims):
+                return f"{names[at]} is {held} on every rank, beside values that are spread"
+            elif dims and held.kind == "sum":
+                return f"{names[at]} is {held}, beside values that are spread"
+        return None
+
+    def _equal(
+        self, op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec]
+    ) -> tuple[Placement, ...]:
+        """All is whole: along which dims results are uniform."""
+        if op.random or not self._exact and op.target not in ("aten.expand.default",) and not any(
+            p.uniform for p in given
+        ):  # fmt: skip
+            return (EQUAL,) * len(op.outputs)
+        made = []
+        for out in rule.outputs:
+            uniform = set()
+            for d, label in enumerate(out):
+                if label is None or label in rule.whole:
+                    continue
+                if all(
+                    k in held.uniform
+                    for held, labels in zip(given, rule.inputs, strict=True)
+                    for k, of in enumerate(labels)
+                    if of == label
+                ):
+                    uniform.add(d)
+            zero = bool(rule.linear) and any(all(given[k].zero for k in group) for group in rule.linear)
+            made.append(
+                Placement("equal", uniform=frozenset(uniform), zero=zero) if uniform or zero else EQUAL
+            )
+        return tuple(made)
+
+
+def _uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:
+    """The uniform dims in another shape: those made of uniform dims alone."""
+    found: set[int] = set()
+    i = j = 0
+    while i < len(before) or j < len(after):
+        left, right, a, b = [], [], 1, 1
+        while True:
+            if a <= b and i < len(before):
+                left.append(i)
+                a *= before[i]
+                i += 1
+            elif j < len(after):
+                right.append(j)
+                b *= after[j]
+                j += 1
+            else:
+                left += range(i, len(before))
+                i = len(before)
+                break
+            if a == b and left and right:
+                break
+        if all(d in uniform or before[d] == 1 for d in left):
+            found.update(right)
+    return frozenset(found)
+
+
+def _regrouped(
+    factors: list[Factor], shape: Sequence[int], home: list[Factor]
+) -> list[tuple[Factor, ...]] | None:
+    """The factors, in their order, as dims of another shape; cut where they must be, in `home` as well."""
+    left = [f for f in factors if f[1] != 1]
+    fresh = 1000 + len(home)
+    dims: list[tuple[Factor, ...]] = []
+    for n in shape:
+        taken: list[Factor] = []
+        while n > 1:
+            if not left:
+                return None
+            number, size = left.pop(0)
+            if n % size == 0:
+                taken.append((number, size))
+                n //= size
+                continue
+            if size % n:
+                return None
+            first, second = (fresh, n), (fresh + 1, size // n)
+            fresh += 2
+            at = home.index((number, size))
+            home[at : at + 1] = [first, second]
+            taken.append(first)
+            left.insert(0, second)
+            n = 1
+        dims.append(tuple(taken))
+    return dims if not left else None
+
+
+def _key(
+    op: Op,
+    names: Sequence[str],
+    given: tuple[Placement, ...],
+    specs: Mapping[str, TensorSpec],
+    own: bool,
+    scaled: bool,
+) -> Any:
+    """What decides an op's result beside the names of values."""
+
+    def plain(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return "%"
+        if isinstance(arg, tuple):
+            return tuple(plain(item) for item in arg)
+        return type(arg), arg
+
+    shapes = tuple(specs[name].shape for name in names)
+    outs = tuple(None if s is None else (s.shape, s.dtype) for s in op.outputs)
+    return op.target, plain(op.args), plain(op.kwargs), outs, shapes, given, own, scaled, op.random

@@ -1,0 +1,283 @@
+"""The model alone beside the spread one: its calls must be the same, on tensors of the shapes that it would have.
+
+A spread model runs the user's code on a rank's parts. That code may look at shapes, and make numbers of them:
+divide by `x.shape[-1]`, view as so many heads, branch. No rule for ops can see that such a number counts a
+part, where the model alone counts the whole. So the model alone is run first, on tensors without storage:
+
+    1. Of each call of a PyTorch function in it: which, with what numbers, giving what shapes.
+    2. The spread model must make the same calls, in each module and visit of it. Numbers may differ where they
+       are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
+    3. each result's shape in the model alone goes to the op that makes it (`Found.whole`). The proof of
+       placements (`stretto.capture.proof`) must come to it from the rank's shape and what is spread.
+
+Modules that are spread by a style are one call each: what is in them is the library's own. The model alone has
+its logits behind `SplitLogits`, too, of a single part, so that both run the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from stretto.parallelize.styles import COLWISE, ROWWISE
+from stretto.parallelize.tensor import AXIS, TensorParallel
+from stretto.parallelize.unseen import hidden, is_unseen
+from stretto.parallelize.vocabulary import SplitLogits
+
+Shape = tuple[int, ...]
+
+SIZES = frozenset(
+    (
+        *("view", "reshape", "_unsafe_view", "expand", "unflatten", "split", "split_with_sizes", "chunk"),
+        *("tensor_split", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
+        *("broadcast_to", "narrow_copy", "layer_norm_shape"),
+    )
+)
+"""Functions whose integers are sizes of what they make: they may be those of a part."""
+
+
+CONVERSIONS = frozenset(
+    "float double half bfloat16 int long char byte bool cpu cuda type type_as to".split()
+)
+"""Functions that change the type of elements alone. While a graph is exported, some call another of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One call: the function, its numbers, the shapes of its tensors."""
+
+    function: str
+    numbers: tuple[Any, ...]
+    shapes: tuple[Shape, ...]
+
+
+Key = tuple[str, int, int]
+"""(module, how often it was called before, number of the call in it)"""
+
+
+@dataclass(slots=True)
+class Matched:
+    """A call of the spread model. local, whole: shapes of its results on a rank, and in the model alone.
+    scaled: its bounds count a rank's part."""
+
+    local: tuple[Shape, ...]
+    whole: tuple[Shape, ...]
+    scaled: bool = False
+
+
+@dataclass(slots=True)
+class _Frame:
+    name: str
+    visit: int
+    calls: int = 0
+
+
+class Calls(TorchFunctionMode):
+    """Records the calls of a model that runs, or compares them with those that `alone` recorded.
+
+    leaves: names of modules that are one call each. mark: told the number of the call that runs, then None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Collection[str],
+        size: int,
+        alone: Mapping[Key, Found] | None = None,
+        mark: Callable[[int | None], None] = lambda _: None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[Key, Found] = {}
+        self.matched: list[Matched] = []
+        self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self._model = model
+        self._leaves = {id(m) for n, m in model.named_modules(remove_duplicate=False) if n in leaves}
+        self._size = size
+        self._alone = alone
+        self._mark = mark
+        self._frames: list[_Frame] = []
+        self._visits: dict[str, int] = {}
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """One run of the model and its loss (the exporter makes two; the last counts)."""
+        self.found.clear()
+        self.matched.clear()
+        self._visits.clear()
+        self._frames = [_Frame("", -1)]
+        with self:
+            yield
+        if self._alone is not None and len(self.matched) == 0 and self._alone:
+            raise ValueError("the model makes no call of what it makes alone")
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While the context lasts, modules tell when they are entered and left."""
+        handles = []
+        open_leaves: list[Any] = []
+
+        def enter(module: nn.Module, _args: Any) -> None:
+            if is_unseen() or not self._frames:
+                return
+            name = self._names[id(module)]
+            if id(module) in self._leaves:
+                context = hidden()
+                context.__enter__()
+                self._mark(len(self.matched))
+                open_leaves.append((id(module), context))
+                return
+            visit = self._visits.get(name, 0)
+            self._visits[name] = visit + 1
+            self._frames.append(_Frame(name, visit))
+
+        def leave(module: nn.Module, _args: Any, output: Any) -> None:
+            if open_leaves and open_leaves[-1][0] == id(module):
+                open_leaves.pop()[1].__exit__(None, None, None)
+                self._mark(None)
+                self._note(f"module {self._names[id(module)]}", (), output)
+            elif not is_unseen() and len(self._frames) > 1:
+                self._frames.pop()
+
+        for module in self._model.modules():
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for _, context in reversed(open_leaves):
+                context.__exit__(None, None, None)
+            self._frames = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        if is_unseen() or operator or not self._frames:
+            return func(*args, **given)
+        self._mark(len(self.matched))
+        try:
+            output = func(*args, **given)
+        finally:
+            self._mark(None)
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        numbers: list[Any] = []
+        if name in CONVERSIONS:
+            self._note("to", (), output)
+            return output
+        _numbers(args, numbers)
+        _numbers(list(given.values()), numbers)
+        self._note(name, tuple(numbers), output)
+        return output
+
+    def _note(self, function: str, numbers: tuple[Any, ...], output: Any) -> None:
+        shapes = _shapes(output)
+        if not shapes and function != "__setitem__":
+            return  # a number, which is compared where it is used
+        frame = self._frames[-1]
+        key = (frame.name, frame.visit, frame.calls)
+        frame.calls += 1
+        if self._alone is None:
+            self.found[key] = Found(function, numbers, shapes)
+            self.matched.append(Matched(shapes, shapes))
+            return
+        whole = self._alone.get(key)
+        where = f"in {frame.name!r}" if frame.name else "in the model or the loss"
+        if whole is None or whole.function != function or len(whole.shapes) != len(shapes):
+            alone = "nothing more" if whole is None else f"{whole.function!r}"
+            raise ValueError(
+                f"tp: the code calls {function!r} {where} on a rank's part, where it calls {alone} on the "
+                "whole: it looks at the shape of what is spread. Leave the modules that it works on out of "
+                "tp_plan"
+            )
+        scaled = self._compare(function, numbers, whole.numbers, where)
+        self.matched.append(Matched(shapes, whole.shapes, scaled))
+
+    def _compare(self, function: str, here: tuple[Any, ...], alone: tuple[Any, ...], where: str) -> bool:
+        """Whether bounds differ as parts do. Raises ValueError for numbers that may not differ."""
+        if _same(here, alone):
+            return False
+        if function in SIZES:
+            return False
+        if function in ("__getitem__", "narrow", "select") and len(here) == len(alone):
+            parts = [(a, b) for a, b in zip(here, alone, strict=True) if not _same((a,), (b,))]
+            if all(type(a) is int and type(b) is int and a * self._size == b for a, b in parts):
+                return True
+        raise ValueError(
+            f"tp: {function!r} {where} is called with {_first(here, alone)}, where the model alone calls it "
+            f"with {_first(alone, here)}: the number comes from the shape of what is spread. Give the module a number of its own, or leave the "
+            "modules around it out of tp_plan"
+        )
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+
+
+def _first(here: tuple[Any, ...], other: tuple[Any, ...]) -> Any:
+    """The first number that is another one there."""
+    return next((a for a, b in zip(here, other, strict=False) if not _same((a,), (b,))), here)
+
+
+def _numbers(value: Any, found: list[Any]) -> None:
+    """The numbers among arguments, in order."""
+    if isinstance(value, (bool, int, float, complex)):
+        found.append(value)
+    elif isinstance(value, slice):
+        _numbers((value.start, value.stop, value.step), found)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _numbers(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _numbers(item, found)
+
+
+def _shapes(output: Any) -> tuple[Shape, ...]:
+    """Shapes of the tensors in a result, as the rank has them."""
+    items = output if isinstance(output, (tuple, list)) else (output,)
+    held = (item.held if isinstance(item, SplitLogits) else item for item in items)
+    return tuple(tuple(int(n) for n in item.shape) for item in held if isinstance(item, Tensor))
+
+
+@contextmanager
+def with_logits_of_one(model: nn.Module, how: TensorParallel) -> Iterator[None]:
+    """While the context lasts, output heads give `SplitLogits` of one part, the whole."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    undo: list[Callable[[], None]] = []
+    for name, style in how.modules.items():
+        module = modules[name]
+        if style.kind == "vocabulary" and not isinstance(module, nn.Embedding):
+            own, kept = module.forward, module.__dict__.get("forward")
+
+            def forward(*args: Any, own: Callable[..., Any] = own, **kwargs: Any) -> SplitLogits:
+                return SplitLogits(own(*args, **kwargs), AXIS, 1)
+
+            def put_back(module: nn.Module = module, kept: Any = kept) -> None:
+                module.__dict__.pop("forward")
+                if kept is not None:
+                    module.__dict__["forward"] = kept
+
+            module.__dict__["forward"] = forward
+            undo.append(put_back)
+    try:
+        yield
+    finally:
+        for put_back in reversed(undo):
+            put_back()
+
+
+def leaves_of(how: TensorParallel) -> frozenset[str]:
+    """Names of the modules that are one call each."""
+    kinds = (*COLWISE, *ROWWISE, "vocabulary")
+    return frozenset(name for name, style in how.modules.items() if style.kind in kinds)
