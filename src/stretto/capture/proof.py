@@ -25,11 +25,13 @@ from dataclasses import dataclass, field, replace
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.placements import (
+    SUM,
     EqualReducedError,
     NeedsEqualError,
     Placement,
     Placer,
     RefusedError,
+    is_thin,
     part,
 )
 from stretto.ir.program import CHUNK, STARTS, WAIT, Const, Op, Ref, Shard, TensorSpec
@@ -129,7 +131,7 @@ class _Proof:
         while True:
             try:
                 for _, placer in self.placers:
-                    placer.place(op, self.specs, own=item.own, scaled=item.scaled)
+                    placer.place(op, self.specs, own=item.own, scaled=item.scaled, backward=item.backward)
                 break
             except NeedsEqualError as need:
                 merged = self._merged(item)
@@ -250,9 +252,14 @@ class _Proof:
             last = number == len(self.placers) - 1
             if held.kind == "part":
                 fits = [
-                    (d, b) for d, b in held.at
-                    if left[d] % max(spec.shape[d] * size, 1) == 0 and (not last or left[d] == spec.shape[d] * size)
-                ]  # fmt: skip
+                    (d, b)
+                    for d, b in held.at
+                    if left[d] % max(spec.shape[d] * size, 1) == 0
+                    and (not last or left[d] == spec.shape[d] * size)
+                ]
+                if not fits and held.free and tuple(left) == spec.shape:
+                    placer.values[op.name] = SUM  # it was summed over, where a rank has one element
+                    continue
                 if not fits:
                     raise self._shape_refusal(item)
                 left[fits[0][0]] //= size
@@ -299,7 +306,9 @@ class _Proof:
                 wanted[1] = None
             kinds = set()
             for have, want in zip(held, wanted, strict=True):
-                if want is None and have.kind in ("equal", "sum"):
+                if want is None and is_thin(have, self.specs[now].shape):
+                    kinds.add("sum")
+                elif want is None and have.kind in ("equal", "sum"):
                     if not have.zero:
                         kinds.add(have.kind)
                 elif want is None or not (

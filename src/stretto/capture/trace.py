@@ -30,6 +30,7 @@ from stretto.capture.explain import explain
 from stretto.capture.mesh_program import OnMeshes
 from stretto.capture.proof import prove
 from stretto.capture.repeat import NotRepeatedError, layers_of
+from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Shard, TensorSpec
 from stretto.parallelize.alone import Calls, Found, Key, leaves_of, with_logits_of_one
@@ -250,6 +251,7 @@ def _alone(
         torch_adapter.fake_state(model, mode, at, param_dtype),
         with_logits_of_one(model, tensor),
         mode,
+        tracing_state(),
         torch.enable_grad(),
         calls.installed(),
         calls.forward(),

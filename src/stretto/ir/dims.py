@@ -248,9 +248,9 @@ def _reduced(op: Op, count: int) -> frozenset[int]:
     if op.target == "aten.norm.Scalar":
         return frozenset(range(count))
     given = op.args[at] if len(op.args) > at else dict(op.kwargs).get("dim")
-    if given is None or given == () or op.target.endswith(".default") and op.target.split(".")[1] in (
+    if given is None or given == () or (op.target.endswith(".default") and op.target.split(".")[1] in (
         "sum", "mean", "max", "min", "prod", "any", "all", "nansum"
-    ) and not isinstance(given, (int, tuple)):  # fmt: skip
+    ) and not isinstance(given, (int, tuple))):  # fmt: skip
         return frozenset(range(count))
     dims = given if isinstance(given, tuple) else (given,)
     return frozenset(_dim(d, count) for d in dims)

@@ -45,6 +45,8 @@ class Placement:
     at: of a part, (dim, blocks); several where they are the same slice of the elements.
     uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
     zero: nothing but zeros, which are as well an addend, a slice or a whole.
+    free: of a part of one element, or of one of each block: a view or a permutation within one of PyTorch's own
+        functions (`einsum` drops dims of one element) may have brought that element to any place.
     home, now: of what is stacked, its factors in the order of the value, and those of each dim as it is.
     """
 
@@ -52,6 +54,7 @@ class Placement:
     at: tuple[tuple[int, int], ...] = ()
     uniform: frozenset[int] = frozenset()
     zero: bool = False
+    free: bool = False
     home: tuple[Factor, ...] = ()
     now: tuple[tuple[Factor, ...], ...] = ()
 
@@ -133,6 +136,30 @@ def cuts_at(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
     return ((dim, blocks) for blocks, dim in sorted(found))
 
 
+def _blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> int | None:
+    """Blocks of slices of one length, put behind one another along the dim in which they are cut."""
+    lengths = [
+        {spec.shape[dim] // blocks: blocks for d, blocks in held.at if d == dim and held.kind == "part"}
+        for held, spec in zip(given, specs, strict=True)
+    ]
+    for length in lengths[0]:
+        if all(length in of for of in lengths):
+            return sum(of[length] for of in lengths)
+    return None
+
+
+def _places(held: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """All (dim, blocks) that a part may be."""
+    yield from held.at
+    if held.free and is_thin(held, shape):
+        yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in held.at)
+
+
+def is_thin(held: Placement, shape: Sequence[int]) -> bool:
+    """Whether a part is one element, or one of each block: it may be an addend as well."""
+    return held.kind == "part" and any(shape[dim] == blocks for dim, blocks in held.at)
+
+
 def _is_zero(op: Op) -> bool:
     name = op.target.split(".")[1]
     if "zeros" in name:
@@ -165,18 +192,35 @@ class Placer:
         *,
         own: bool = False,
         scaled: bool = False,
+        backward: bool = False,
     ) -> None:
         """Find the placement of what an op makes.
 
         specs: of the values that it reads. own: the op belongs to code that looks at a rank's own part on
-        purpose. scaled: the op's numbers count a rank's part. Raises RefusedError, NeedsEqualError,
-        EqualReducedError.
+        purpose. scaled: the op's numbers count a rank's part. backward: the op belongs to the backward of ops
+        that were all placed. Raises RefusedError, NeedsEqualError, EqualReducedError.
         """
         self._made[op.name] = op
-        found = self._placed(op, specs, own, scaled)
+        try:
+            found = self._placed(op, specs, own, scaled)
+        except RefusedError:
+            # A whole of one element was used beside parts of one element: where the model alone repeats it, and
+            # sums its gradient over the repetitions, a rank does neither. That gradient is an addend.
+            thin = {name: self.of(name) for name in operands(op) if self._is_thin(name, specs)}
+            if not backward or not thin:
+                raise
+            self.values.update(dict.fromkeys(thin, SUM))
+            try:
+                found = self._placed(op, specs, own, scaled)
+            except RefusedError:
+                self.values.update(thin)
+                raise
         if len(found) > 1:
             self._tuples[op.name] = found
         self.values[op.name] = found[0]
+
+    def _is_thin(self, name: str, specs: Mapping[str, TensorSpec]) -> bool:
+        return is_thin(self.of(name), specs[name].shape)
 
     def _placed(
         self, op: Op, specs: Mapping[str, TensorSpec], own: bool, scaled: bool
@@ -374,18 +418,15 @@ class Placer:
         made = op.outputs[0]
         assert made is not None
         if held.kind == "part":
-            inner = where_cut(spec.shape, *held.at[0])
-            found = tuple(cuts_at(made.shape, inner))
-            if not self._exact:
-                inners = dict.fromkeys(where_cut(spec.shape, *at) for at in held.at)
-                found = tuple(dict.fromkeys(at for i in inners for at in cuts_at(made.shape, i)))
+            inners = dict.fromkeys(where_cut(spec.shape, *at) for at in held.at)
+            found = tuple(dict.fromkeys(at for i in inners for at in cuts_at(made.shape, i)))
             if not found:
                 raise RefusedError(
                     f"{op.args[0].name} is {held} of {spec}, and gets the shape {list(made.shape)}, in which "
                     "that is no slice along one dim",
                     (op.args[0].name,),
                 )
-            return Placement("part", found)
+            return Placement("part", found, free=is_thin(held, spec.shape))
         if held.kind == "equal" and held.uniform:
             return replace(held, uniform=_uniform_view(spec.shape, made.shape, held.uniform))
         return held
@@ -422,16 +463,6 @@ class Placer:
         if any(p.kind == "local" for p in given):
             return LOCAL
         labels = tuple(range(count))
-        if any(p.kind == "part" for p in given):
-            along = [{at for at in p.at if at[0] == dim} for p in given if p.kind == "part"]
-            if len(along) == len(given) and all(along):
-                lengths = [
-                    {spec.shape[dim] // blocks: blocks for _, blocks in ats}
-                    for spec, ats in zip(specs, along, strict=True)
-                ]
-                for length in lengths[0]:
-                    if all(length in of for of in lengths):
-                        return part(dim, sum(of[length] for of in lengths))
         rule = Dims(
             (labels,) * len(given),
             (labels,),
@@ -439,7 +470,13 @@ class Placer:
             linear=(frozenset(range(len(given))),),
         )
         if any(p.kind == "part" for p in given):
-            return self._with_parts(op, rule, names, given, specs)[0]
+            try:
+                return self._with_parts(op, rule, names, given, specs)[0]
+            except RefusedError:
+                blocks = _blocks_along(dim, given, specs)
+                if blocks is None:
+                    raise
+                return part(dim, blocks)
         addends = {k for k, p in enumerate(given) if p.kind == "sum"}
         if addends:
             if all(given[k].zero for k in range(len(given)) if k not in addends):
@@ -472,7 +509,7 @@ class Placer:
         reasons: list[str] = []
         found: list[tuple[Placement, ...]] = []
         needed: list[str] = []
-        for dim, blocks in given[parts[0]].at:
+        for dim, blocks in _places(given[parts[0]], specs[parts[0]].shape):
             label = rule.inputs[parts[0]][dim] if dim < len(rule.inputs[parts[0]]) else None
             if label is None:
                 reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
@@ -508,12 +545,15 @@ class Placer:
                 reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}",
                 [names[at] for at in parts],
             )
-        first = found[0]
+        # A part may be taken for an addend later, where it must be (`is_thin`); not the other way.
+        first = min(found, key=lambda made: sum(p.kind == "sum" for p in made))
         alike = [f for f in found if [p.kind for p in f] == [p.kind for p in first]]
+        moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
+        free = moved or any(given[at].free for at in parts)
         return tuple(
-            p
-            if p.kind != "part"
-            else Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)))
+            Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)), free=free)
+            if p.kind == "part"
+            else p
             for k, p in enumerate(first)
         )
 
@@ -530,11 +570,12 @@ class Placer:
         for at, held in enumerate(given):
             dims = [d for d, of in enumerate(rule.inputs[at]) if of == label]
             if held.kind == "part":
-                if not any(d in dims and b == blocks for d, b in held.at):
+                if not any(d in dims and b == blocks for d, b in _places(held, specs[at].shape)):
                     return f"{names[at]} is {held}, beside values that are spread otherwise"
             elif held.zero or (held.kind == "equal" and all(d in held.uniform for d in dims)):
                 continue
-            elif dims and any(specs[at].shape[d] != 1 for d in dims):
+            elif dims and any(specs[at].shape[d] != blocks for d in dims):
+                # Where a slice is one element of each block, the whole is repeated beside it.
                 return f"{names[at]} is {held} on every rank, beside values that are spread"
             elif dims and held.kind == "sum":
                 return f"{names[at]} is {held}, beside values that are spread"
@@ -544,9 +585,9 @@ class Placer:
         self, op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec]
     ) -> tuple[Placement, ...]:
         """All is whole: along which dims results are uniform."""
-        if op.random or not self._exact and op.target not in ("aten.expand.default",) and not any(
+        if op.random or (not self._exact and op.target not in ("aten.expand.default",) and not any(
             p.uniform for p in given
-        ):  # fmt: skip
+        )):  # fmt: skip
             return (EQUAL,) * len(op.outputs)
         made = []
         for out in rule.outputs:

@@ -43,7 +43,22 @@ SIZES = frozenset(
 
 
 CONVERSIONS = frozenset(
-    "float double half bfloat16 int long char byte bool cpu cuda type type_as to".split()
+    [
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "int",
+        "long",
+        "char",
+        "byte",
+        "bool",
+        "cpu",
+        "cuda",
+        "type",
+        "type_as",
+        "to",
+    ]
 )
 """Functions that change the type of elements alone. While a graph is exported, some call another of them."""
 
