@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from stretto.errors import UsageError
 from stretto.parallelize import ops
 from stretto.parallelize.sequence import whole_inside
+from stretto.parallelize.split_logits import SplitLogits, functions_see_the_whole
 from stretto.parallelize.styles import COLWISE, ROWWISE
 from stretto.parallelize.tensor import AXIS, TensorParallel
-from stretto.parallelize.vocabulary import SplitLogits, embed
+from stretto.parallelize.vocabulary import embed
 
 SEQUENCE_DIM = 1
 """The dim of the sequence in activations (batch, sequence, hidden)."""
@@ -97,7 +98,8 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
             replace(modules[how.first], _enter(modules[how.first], how, state))
         for name in how.tails:
             replace(modules[name], _leave(modules[name], how, state))
-        yield
+        with functions_see_the_whole():
+            yield
     finally:
         for action in reversed(undo):
             action()
