@@ -307,6 +307,8 @@ class Drawing:
                 k = self.draw.choice((0, 1))
                 gate = self.value(f"{both.name}.chunk(2, -1)[{k}]", True)
         up = self.season(up)
+        if self.draw.random() < 0.25:
+            up = self.per_token(x, up) or up
         if gate is not None:
             up = self.value(f"{self.season(gate).name} * {up.name}", True) or up
         if self.draw.random() < 0.15:
@@ -317,12 +319,27 @@ class Drawing:
             up = self.value(f"{up.name} * {scale}", True) or up
         return self.called(self.linear(self.shape(up)[-1], HIDDEN, "rowwise"), up)
 
+    def per_token(self, x: Value, beside: Value) -> Value | None:
+        """One number a token (of a gate, a router), made from whole values, beside spread ones."""
+        n = self.draw.choice((4, 8))
+        style = self.draw.choice(("colwise_gather_output", "rowwise_split_input", "vocabulary", None, "replicated"))
+        y = self.called(self.linear(self.shape(x)[-1], n, style), x)
+        if y is None:
+            return None
+        one = self.draw.choice(("{y}[..., :1]", "{y}.mean(-1, keepdim=True)", "{y}.softmax(-1)[..., 1:2]", "{y}.norm(dim=-1, keepdim=True)"))
+        return self.value(f"{beside.name} {self.draw.choice('*+')} {one.format(y=y.name)}", True)
+
     def attention(self, x: Value) -> Value | None:
         heads = self.draw.choice(self.heads)
         width = self.draw.choice((2, 4))
         inner, features = heads * width, self.shape(x)[-1]
         if self.draw.random() < 0.5:
-            parts = [self.called(self.linear(features, inner, "colwise"), x, True) for _ in range(3)]
+            kinds = [(inner, "colwise")] * 3
+            if self.draw.random() < 0.25 and not self.inside:
+                # One head of keys and values, which all heads of queries read.
+                style = self.draw.choice((None, "replicated", "colwise_gather_output"))
+                kinds[1] = kinds[2] = (width, style)
+            parts = [self.called(self.linear(features, n, kind), x, n == inner) for n, kind in kinds]
         else:
             packed = self.called(self.linear(features, 3 * inner, "packed_colwise:3"), x, True)
             if packed is None:
@@ -543,6 +560,8 @@ def _attempt(draw: Random, seed: int) -> Network | None:
 def _bent(draw: Random, model: nn.Module, plan: dict[str, str]) -> None:
     """Give one module another style than fits."""
     names = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    if not names:
+        return
     name = draw.choice(names)
     if isinstance(model.get_submodule(name), nn.Embedding):
         style = None if name in plan else "vocabulary"
