@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from stretto.parallelize.split_logits import SplitLogits, functions_see_the_whole
 from stretto.parallelize.styles import COLWISE, ROWWISE
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.parallelize.unseen import hidden, is_unseen
-from stretto.parallelize.vocabulary import SplitLogits
 
 Shape = tuple[int, ...]
 
@@ -286,7 +286,8 @@ def with_logits_of_one(model: nn.Module, how: TensorParallel) -> Iterator[None]:
             module.__dict__["forward"] = forward
             undo.append(put_back)
     try:
-        yield
+        with functions_see_the_whole():
+            yield
     finally:
         for put_back in reversed(undo):
             put_back()

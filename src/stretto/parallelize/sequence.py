@@ -1,6 +1,7 @@
 """The part of a model between whose modules sequence parallelism keeps slices of the sequence.
 
-    1. The blocks are the one list of modules that holds the rowwise modules.
+    1. The blocks are the one list of modules that holds the rowwise modules (of nested ones the outermost).
+       Each is a module that is called.
     2. Modules of a block in which colwise modules stand (attention, MLP) gather their input; what is in them
        sees whole sequences.
     3. Every other module of a block with parameters must have a style, or be a norm, which works on every
@@ -30,6 +31,7 @@ def sequence_region(
         for name, module in modules.items()
         if isinstance(module, nn.ModuleList) and any(r.startswith(f"{name}.") for r in rowwise)
     }
+    lists = {name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
     if len(lists) != 1:
         raise UsageError(
             f"sequence_parallel needs one list of blocks with rowwise modules in it; {type(model).__name__} "
@@ -37,6 +39,7 @@ def sequence_region(
             "tp_plan, in one nn.ModuleList, or leave sequence_parallel out"
         )
     ((name, blocks),) = lists.items()
+    _check_blocks(name, blocks)
     inside = whole_inside(name, styles)
     for part, module in blocks.named_modules(prefix=name, remove_duplicate=False):
         own = list(module.parameters(recurse=False))
@@ -68,6 +71,17 @@ def sequence_region(
         )
     styles.update(dict.fromkeys(after, Style("sequence")))
     return f"{name}.0", after
+
+
+def _check_blocks(name: str, blocks: nn.ModuleList) -> None:
+    """Raises UsageError for blocks that nobody can call: the sequence is cut where they are called."""
+    for at, block in blocks.named_children():
+        if getattr(type(block), "forward", None) is nn.Module.forward and "forward" not in vars(block):
+            raise UsageError(
+                f"sequence_parallel: the block {name}.{at} is a {type(block).__name__}, which has no forward, "
+                "and the sequence is cut where a block is called: give the blocks a forward of their own, or "
+                "leave sequence_parallel out"
+            )
 
 
 def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:

@@ -7,7 +7,7 @@
     3. All of it is undone afterwards; the model stays as it was.
 
 With sequence parallelism, residuals are slices of the sequence (dim 1) from the first block to the norm
-after the last: the input of the first block is cut, the norm's output is collected.
+after the last (`slices`).
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from torch import Tensor, nn
 from stretto.errors import UsageError
 from stretto.parallelize import ops
 from stretto.parallelize.sequence import whole_inside
+from stretto.parallelize.slices import SEQUENCE_DIM, Slices
+from stretto.parallelize.split_logits import SplitLogits, functions_see_the_whole
 from stretto.parallelize.styles import COLWISE, ROWWISE
 from stretto.parallelize.tensor import AXIS, TensorParallel
-from stretto.parallelize.vocabulary import SplitLogits, embed
-
-SEQUENCE_DIM = 1
-"""The dim of the sequence in activations (batch, sequence, hidden)."""
+from stretto.parallelize.vocabulary import embed
 
 
 @dataclass(slots=True)
 class _Forward:
-    """What modules share during one forward: inputs that were let in already, by identity; whether residuals
-    are slices of the sequence now."""
+    """What modules share during one forward: inputs that were let in already, by identity; where it is in
+    slices of the sequence."""
 
+    slices: Slices
     entered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    sliced: bool = False
 
 
 @contextmanager
 def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
     """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    state = _Forward()
+    state = _Forward(Slices(how))
     replaced: set[tuple[int, str]] = set()
     undo: list[Callable[[], None]] = []
 
@@ -60,15 +59,10 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
 
     def begin(_module: nn.Module, _args: Any) -> None:
         state.entered.clear()
-        state.sliced = False
+        state.slices.begin()
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if state.sliced:
-            raise ValueError(
-                f"sequence_parallel: the sequence was cut at {how.first}, and none of {', '.join(how.tails)} "
-                "put it together again after the last block: call one of them there, or leave "
-                "sequence_parallel out"
-            )
+        state.slices.end()
 
     try:
         undo.append(model.register_forward_pre_hook(begin, prepend=True).remove)
@@ -85,19 +79,16 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
                     _divide_attributes(name, module, ("nf",), how.size, undo)
                 replace(module, _colwise(module, name, how, state, style.kind == "colwise_gather_output"))
             elif style.kind in ROWWISE:
-                replace(module, _rowwise(module, name, how, style.kind == "rowwise_split_input"))
+                replace(module, _rowwise(module, name, how, state, style.kind == "rowwise_split_input"))
             elif style.kind == "vocabulary":
                 if isinstance(module, nn.Embedding):
                     replace(module, _embedding(module, how))
                 else:
                     replace(module, _head(module, how, state))
-        for name in _gathering(how):
-            replace(modules[name], _whole_input(modules[name], name, how, state))
-        if how.first is not None:
-            replace(modules[how.first], _enter(modules[how.first], how, state))
-        for name in how.tails:
-            replace(modules[name], _leave(modules[name], how, state))
-        yield
+        for name, forward in _sequence(modules, how, state):
+            replace(modules[name], forward)
+        with functions_see_the_whole():
+            yield
     finally:
         for action in reversed(undo):
             action()
@@ -137,31 +128,26 @@ def _gathering(how: TensorParallel) -> list[str]:
     return [] if how.first is None else whole_inside(how.first.rpartition(".")[0], how.modules)
 
 
-def _whole_input(module: nn.Module, name: str, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
-    own = _own(module)
+def _sequence(
+    modules: dict[str, nn.Module], how: TensorParallel, state: _Forward
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The modules at which sequences are cut, gathered and put together, with their forwards, from within."""
+    if how.first is None:
+        return
 
     def gather(x: Tensor) -> Tensor:
         return _let_in(x, how, state, True)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return own(*_first_changed(args, kwargs, gather, name), **kwargs)
-
-    return forward
-
-
-def _first_changed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], name: str
-) -> tuple[Any, ...]:
-    """The arguments with the activation changed: the first, or the keyword `hidden_states` (in place)."""
-    if args:
-        return (change(args[0]), *args[1:])
-    if "hidden_states" not in kwargs:
-        raise ValueError(
-            f"sequence_parallel: {name} is called without a first argument and without hidden_states: give "
-            "the hidden states as one of these"
-        )
-    kwargs["hidden_states"] = change(kwargs["hidden_states"])
-    return ()
+    blocks, slices = how.first.rpartition(".")[0], state.slices
+    for name, style in how.modules.items():
+        if style.kind == "sequence" and name.startswith(f"{blocks}."):
+            yield name, slices.norm_inside(name, modules[name])
+    for name in _gathering(how):
+        yield name, slices.whole_inside(name, modules[name], gather)
+    for name, block in modules[blocks].named_children():
+        yield f"{blocks}.{name}", slices.block(f"{blocks}.{name}", block)
+    for name in how.tails:
+        yield name, slices.norm_after(modules[name])
 
 
 def _colwise(
@@ -170,17 +156,23 @@ def _colwise(
     own, gathered = _own(module), any(name.startswith(f"{parent}.") for parent in _gathering(how))
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if gathered:
+            state.slices.check_inside(name)
         y = own(x if gathered else _let_in(x, how, state, False), *args, **kwargs)
         return ops.collect(y, -1, AXIS, how.size) if gathers else y
 
     return forward
 
 
-def _rowwise(module: nn.Module, name: str, how: TensorParallel, splits: bool) -> Callable[..., Any]:
+def _rowwise(
+    module: nn.Module, name: str, how: TensorParallel, state: _Forward, splits: bool
+) -> Callable[..., Any]:
     own = _own(module)
     scatters = how.first is not None and name.startswith(f"{how.first.rpartition('.')[0]}.")
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if scatters:
+            state.slices.check_whole(name, x)
         if splits:
             x = ops.chunk(x, -1, AXIS, how.size)
         bias = module._parameters.get("bias")
@@ -219,40 +211,5 @@ def _head(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[.
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> SplitLogits:
         return SplitLogits(own(_let_in(x, how, state, False), *args, **kwargs), AXIS, how.size)
-
-    return forward
-
-
-def _enter(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
-    """The first block: its input, whole until here (positions and masks were made from it), is cut."""
-    own = _own(module)
-
-    def cut(x: Tensor) -> Tensor:
-        if x.dim() < 3:
-            raise ValueError(
-                f"sequence_parallel: {how.first} is given a tensor of shape {list(x.shape)}; (batch, "
-                "sequence, hidden) is expected"
-            )
-        state.sliced = True
-        return ops.chunk(x, SEQUENCE_DIM, AXIS, how.size)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if state.sliced:
-            return own(*args, **kwargs)  # the first block once more
-        return own(*_first_changed(args, kwargs, cut, str(how.first)), **kwargs)
-
-    return forward
-
-
-def _leave(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
-    """A norm beside the blocks: the first that is called after them puts the sequence together again."""
-    own = _own(module)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        found = own(*args, **kwargs)
-        if not state.sliced:
-            return found
-        state.sliced = False
-        return ops.collect(found, SEQUENCE_DIM, AXIS, how.size)
 
     return forward

@@ -3,9 +3,7 @@
 Each rank holds an equal, consecutive part of the vocabulary's rows (Megatron-LM, arXiv 1909.08053).
 
     1. Embedding: a rank looks up the tokens of its part, gives zeros for the rest; the sum is the embedding.
-    2. Logits: a rank has the columns of its part. `SplitLogits` stands for the whole in the model's code:
-       what keeps the vocabulary's dim whole (dtype, views of the other dims, scaling) is done on the part;
-       anything else gathers the logits first, so that code which wants them whole gets them whole.
+    2. Logits: a rank has the columns of its part; `split_logits` stands for the whole in the model's code.
     3. Cross-entropy of split logits needs three numbers for a token from each rank: the highest logit of its
        part, the sum of exponentials below that, and the target's logit. One collective carries them; sums
        below different maxima are put together as in Milakov and Gimelshein, "Online normalizer calculation
@@ -17,12 +15,10 @@ Dims as suffixes: N tokens, P this rank's part of the vocabulary, R ranks.
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.parallelize import ops
@@ -101,181 +97,3 @@ def cross_entropy(
     if reduction == "sum":
         return loss_N.sum()
     return loss_N.sum() / (target_N != ignore_index).sum()
-
-
-class SplitLogits:
-    """Step 2: logits of which this rank has `part`, the columns (last dim) of its part of the vocabulary.
-
-    Looks like the whole tensor to the code that gets it; it is none, so that nothing takes the part for it.
-    """
-
-    def __init__(self, part: Tensor, axis: str, size: int) -> None:
-        self._part, self._axis, self._size = part, axis, size
-
-    def _like(self, part: Tensor) -> SplitLogits:
-        return SplitLogits(part, self._axis, self._size)
-
-    def full(self) -> Tensor:
-        """The whole logits, equal on all ranks."""
-        if self._size == 1:
-            return self._part
-        return ops.collect(self._part, -1, self._axis, self._size)
-
-    @property
-    def held(self) -> Tensor:
-        """What this rank has of them."""
-        return self._part
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self._part.shape[:-1], self._part.shape[-1] * self._size))
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self._part.dim()
-
-    ndim = property(dim)
-    dtype = property(lambda self: self._part.dtype)
-    device = property(lambda self: self._part.device)
-    requires_grad = property(lambda self: self._part.requires_grad)
-
-    # What keeps the vocabulary whole is done on the part.
-
-    def to(self, *args: Any, **kwargs: Any) -> SplitLogits:
-        return self._like(self._part.to(*args, **kwargs))
-
-    def float(self) -> SplitLogits:
-        return self._like(self._part.float())
-
-    def double(self) -> SplitLogits:
-        return self._like(self._part.double())
-
-    def contiguous(self) -> SplitLogits:
-        return self._like(self._part.contiguous())
-
-    def view(self, *shape: Any) -> Any:
-        return self._shaped(shape, Tensor.view)
-
-    def reshape(self, *shape: Any) -> Any:
-        return self._shaped(shape, Tensor.reshape)
-
-    def _shaped(self, shape: tuple[Any, ...], call: Callable[[Tensor, Sequence[int]], Tensor]) -> Any:
-        if len(shape) == 1 and not isinstance(shape[0], numbers.Integral):
-            shape = tuple(shape[0]) if isinstance(shape[0], Sequence) else shape
-        numbers_only = all(isinstance(n, numbers.Integral) for n in shape)
-        rows = self._part.numel() // self._part.shape[-1]
-        whole = self.shape[-1]
-        if numbers_only and shape and shape[-1] == whole:
-            return self._like(call(self._part, (*shape[:-1], self._part.shape[-1])))
-        known = [n for n in shape[:-1] if n != -1] if numbers_only else []
-        if numbers_only and shape and shape[-1] == -1 and len(known) == len(shape) - 1:
-            count = 1
-            for n in known:
-                count *= n
-            if count == rows:
-                return self._like(call(self._part, (*shape[:-1], self._part.shape[-1])))
-        return call(self.full(), shape)
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        dims = self.dim()
-        if end_dim % dims < dims - 1:
-            return self._like(self._part.flatten(start_dim, end_dim))
-        return self.full().flatten(start_dim, end_dim)
-
-    def __getitem__(self, at: Any) -> Any:
-        places = at if isinstance(at, tuple) else (at,)
-        simple = all(isinstance(p, (int, slice)) or p is Ellipsis for p in places)
-        named = [p for p in places if p is not Ellipsis]
-        if simple and len(named) < self.dim():
-            reaches_last = Ellipsis in places and places[-1] is not Ellipsis
-            if not reaches_last:
-                return self._like(self._part[at])
-            if places[-1] == slice(None):
-                return self._like(self._part[at])
-        elif simple and places[-1] == slice(None):
-            return self._like(self._part[at])
-        return self.full()[at]
-
-    def __mul__(self, factor: Any) -> Any:
-        return self._like(self._part * factor) if _is_number(factor) else self.full() * factor
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> SplitLogits:
-        return self._like(-self._part)
-
-    def __len__(self) -> int:
-        return self._part.shape[0]
-
-    def __truediv__(self, divisor: Any) -> Any:
-        return self._like(self._part / divisor) if _is_number(divisor) else self.full() / divisor
-
-    def tanh(self) -> SplitLogits:
-        return self._like(self._part.tanh())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.full(), name)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if function is F.cross_entropy:
-            found = _cross_entropy(*args, **kwargs)
-            if found is not None:
-                return found
-        if function is torch.tanh and len(args) == 1:
-            return args[0].tanh()
-        whole = [a.full() if isinstance(a, SplitLogits) else a for a in args]
-        named = {k: v.full() if isinstance(v, SplitLogits) else v for k, v in kwargs.items()}
-        return function(*whole, **named)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number) or (isinstance(value, nn.Parameter) and value.dim() == 0)
-
-
-def _on_the_whole(name: str) -> Callable[..., Any]:
-    def operator(self: SplitLogits, *args: Any) -> Any:
-        whole = [a.full() if isinstance(a, SplitLogits) else a for a in args]
-        return getattr(self.full(), name)(*whole)
-
-    return operator
-
-
-for _name in (
-    *("add", "radd", "sub", "rsub", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "floordiv", "mod"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "abs"),
-):
-    setattr(SplitLogits, f"__{_name}__", _on_the_whole(f"__{_name}__"))
-SplitLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
-    """`F.cross_entropy` as far as parts allow; None for what needs the whole logits."""
-    if (
-        not isinstance(input, SplitLogits)
-        or weight is not None
-        or size_average is not None
-        or reduce is not None
-    ):
-        return None
-    if label_smoothing or input.dim() != 2 or not isinstance(target, Tensor) or target.dim() != 1:
-        return None
-    if target.is_floating_point() or reduction not in ("mean", "sum", "none"):
-        return None
-    return cross_entropy(input._part, target, ignore_index, reduction, input._axis, input._size)

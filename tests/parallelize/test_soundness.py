@@ -1,0 +1,153 @@
+"""Whatever network is spread, and however: capture refuses it, or its step has the plain model's numbers.
+
+Random networks with random styles (`random_networks`) are captured, planned and run on ranks that are threads.
+Loss and all gradients equal the plain model's in float64, or a StrettoError was raised before anything ran. A
+good share is accepted, so that nothing is right by refusing all.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stretto
+from stretto.ir.plan import Plan
+from stretto.runtime.shards import join
+from tests.parallelize.random_networks import Network, draw_network
+
+LEAN, MANY = range(60), range(60, 660)
+TOLERANCE = 1e-9
+ACCEPTED = 0.35
+"""The least share of networks that are captured."""
+
+
+def outcome(seed: int) -> str:
+    """"right" or "refused"; else what is wrong, with a description of the network."""
+    network = draw_network(seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = planned(network)
+    except stretto.StrettoError:
+        return "refused"
+    except Exception as error:
+        return told(network, f"crash: {type(error).__name__}: {str(error)[:300]}")
+    try:
+        faults = differences(plan, network)
+    except Exception as error:
+        return told(network, f"step: {type(error).__name__}: {str(error)[:300]}")
+    return told(network, "wrong: " + "; ".join(faults)) if faults else "right"
+
+
+def told(network: Network, fault: str) -> str:
+    return f"{fault}\n{network.text}"
+
+
+def planned(network: Network) -> Plan:
+    job = stretto.capture(
+        network.model,
+        network.batch,
+        loss=network.loss_of,
+        parallel=stretto.Parallel(**network.parallel),
+        tp_plan=network.plan,
+    )
+    return stretto.plan(job, cluster=stretto.Cluster(), order="list")
+
+
+def plain(network: Network) -> tuple[float, dict[str, Tensor | None]]:
+    """The mean over the step's microbatches, by PyTorch alone."""
+    own = copy.deepcopy(network.model)
+    count = network.parallel["microbatches"] * network.parallel["dp"]
+    total = 0.0
+    for m in range(count):
+        value = network.loss_of(own, {k: x.chunk(count)[m] for k, x in network.batch.items()}) / count
+        value.backward()
+        total += float(value.detach())
+    return total, {name: p.grad for name, p in own.named_parameters()}
+
+
+def differences(plan: Plan, network: Network) -> list[str]:
+    """What of a step differs from the plain model's, or between ranks."""
+
+    def work(runner: Any) -> tuple[dict[str, int], float, dict[str, Tensor]]:
+        loss = float(runner.step(network.batch))
+        return runner.coordinates, loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+
+    results = stretto.run_threads(plan, lambda _: copy.deepcopy(network.model), work)
+    parameters = {p.name: p for p in plan.job.parameters}
+    found: dict[str, Tensor] = {}
+    parts: dict[tuple[str, int, int], list[Tensor]] = {}
+    wrong: list[str] = []
+    for at, _, grads in results:
+        for name, grad in grads.items():
+            parts.setdefault((name, at["pp"], at.get("dp", 0)), []).append(grad)
+    for (name, _, _), held in parts.items():
+        whole = join(held, parameters[name])
+        if not parameters[name].shards and any(not torch.equal(grad, held[0]) for grad in held):
+            wrong.append(f"{name} differs between ranks")
+        if not torch.equal(found.setdefault(parameters[name].tied_to, whole), whole):
+            wrong.append(f"{name} differs between copies")
+    loss, expected = plain(network)
+    if any(value != results[0][1] for _, value, _ in results):
+        wrong.append("ranks are told different losses")
+    if not abs(results[0][1] - loss) <= TOLERANCE * max(abs(loss), 1e-6):
+        wrong.append(f"loss {results[0][1]:.12g}, plain {loss:.12g}")
+    largest = max(float(grad.norm()) for grad in expected.values() if grad is not None)
+    for name, want in expected.items():
+        got = found.get(parameters[name].tied_to if name in parameters else name)
+        if want is None or got is None:
+            left = got if want is None else want
+            if left is not None and float(left.norm()) > 0:
+                wrong.append(f"{name}: only {'the step' if want is None else 'the plain model'} has a gradient")
+        elif got.shape != want.shape:
+            wrong.append(f"{name}: shape {list(got.shape)}, plain {list(want.shape)}")
+        elif not float((got - want).norm()) <= TOLERANCE * max(float(want.norm()), 1e-6 * largest):
+            wrong.append(f"{name}: {float((got - want).norm()) / max(float(want.norm()), 1e-300):.1e} off")
+    return wrong
+
+
+def outcomes(seeds: range) -> tuple[Counter[str], list[str]]:
+    """How many are right and refused, and all that are neither."""
+    counts: Counter[str] = Counter()
+    faults = []
+    for seed in seeds:
+        found = outcome(seed)
+        counts[found if found in ("right", "refused") else "fault"] += 1
+        if found not in ("right", "refused"):
+            faults.append(found)
+    return counts, faults
+
+
+def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off what proves that values along tp are what their uses need."""
+    from stretto.capture import axes
+
+    monkeypatch.setattr(axes, "_refuse_mixed", lambda *_: None)
+
+
+def check(seeds: range) -> None:
+    counts, faults = outcomes(seeds)
+    assert not faults, f"{len(faults)} of {len(seeds)} are neither refused nor right:\n\n" + "\n\n".join(faults)
+    assert counts["right"] >= ACCEPTED * len(seeds), counts
+
+
+def test_random_networks_are_refused_or_right() -> None:
+    check(LEAN)
+
+
+@pytest.mark.slow
+def test_many_random_networks_are_refused_or_right() -> None:
+    check(MANY)
+
+
+@pytest.mark.slow
+def test_without_the_proof_some_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_proof(monkeypatch)
+    _, faults = outcomes(LEAN)
+    assert any(fault.startswith("wrong") for fault in faults)
