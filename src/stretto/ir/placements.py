@@ -138,13 +138,20 @@ def cuts_at(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
 
 def _blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> int | None:
     """Blocks of slices of one length, put behind one another along the dim in which they are cut."""
-    lengths = [
-        {spec.shape[dim] // blocks: blocks for d, blocks in held.at if d == dim and held.kind == "part"}
-        for held, spec in zip(given, specs, strict=True)
-    ]
-    for length in lengths[0]:
-        if all(length in of for of in lengths):
-            return sum(of[length] for of in lengths)
+    lengths: dict[int, None] = {}
+    for held, spec in zip(given, specs, strict=True):
+        lengths.update((spec.shape[dim] // blocks, None) for d, blocks in held.at if d == dim)
+    for length in lengths:
+        total = 0
+        for held, spec in zip(given, specs, strict=True):
+            n = spec.shape[dim]
+            # What is the same all along it is as well so many slices.
+            fits = (dim, n // length) in held.at or held.zero or dim in held.uniform
+            if n % length or not fits:
+                break
+            total += n // length
+        else:
+            return total
     return None
 
 
@@ -470,13 +477,15 @@ class Placer:
             linear=(frozenset(range(len(given))),),
         )
         if any(p.kind == "part" for p in given):
+            blocks = _blocks_along(dim, given, specs)
+            along = () if blocks is None else ((dim, blocks),)
             try:
-                return self._with_parts(op, rule, names, given, specs)[0]
+                made = self._with_parts(op, rule, names, given, specs)[0]
             except RefusedError:
-                blocks = _blocks_along(dim, given, specs)
-                if blocks is None:
+                if not along:
                     raise
-                return part(dim, blocks)
+                return Placement("part", along)
+            return replace(made, at=(*made.at, *(at for at in along if at not in made.at)))
         addends = {k for k, p in enumerate(given) if p.kind == "sum"}
         if addends:
             if all(given[k].zero for k in range(len(given)) if k not in addends):
