@@ -133,6 +133,10 @@ def step_of(plan: Plan, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str,
         whole = join(parts, parameters[name])
         for part in parts:
             assert parameters[name].shards or torch.equal(part, whole), f"{name} differs between tp ranks"
+        for shard in parameters[name].shards:
+            for rank, part in enumerate(parts):
+                first = parts[rank - rank % shard.copies]
+                assert torch.equal(part, first), f"{name} differs between ranks that share it"
         assert name not in found or torch.equal(found[name], whole), f"{name} differs between copies"
         found[name] = whole
     return results[0][1], found
