@@ -38,6 +38,9 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "gemma2": lambda heads: hf("Gemma2ForCausalLM", heads, head_dim=8, attn_implementation="eager"),
 }
 
+ROUNDED = {"gemma2": 1e-6, "llama, eager attention": 1e-6}
+"""Tolerances where norms, or the softmax, compute in float32, so that sums in another order tell."""
+
 LEAN = (
     ("llama", 1, {"tp": 2}),
     ("llama", 2, {"tp": 4, "sequence_parallel": True}),
@@ -73,8 +76,7 @@ def test_shared_heads_equal_the_plain_model(kind: str, heads: int, layout: dict[
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "heads", "layout"), GRID, ids=str)
 def test_all_of_them(kind: str, heads: int, layout: dict[str, Any]) -> None:
-    # Gemma's norms compute in float32.
-    equals_plain(KINDS[kind](heads), layout, 1e-6 if kind == "gemma2" else 1e-10)
+    equals_plain(KINDS[kind](heads), layout, ROUNDED.get(kind, 1e-10))
 
 
 @pytest.mark.slow

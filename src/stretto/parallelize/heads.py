@@ -9,10 +9,10 @@ module makes is found so:
        under usual names, of the attention module or of a config, fit both widths.
     3. Or the attention module says how wide a head is.
 
-Of several heads of keys that a plan holds whole beside queries that it spreads, a rank's queries would read the
-wrong ones. One head that it holds whole is one that all ranks share. While the model is captured, the attention module's own counts are those of
-a rank: its heads of queries, one head of keys, and how often keys are repeated. Looks at modules, and changes
-none.
+Of several heads of keys that a plan holds whole beside queries that it spreads, a rank's queries would read
+the wrong ones. One head that it holds whole is one that all ranks share. While the model is captured, the
+attention module's own counts are those of a rank: its heads of queries, one head of keys, and how often keys
+are repeated. Looks at modules, and changes none.
 """
 
 from __future__ import annotations
@@ -87,16 +87,18 @@ CONFIGS = ("config", "cfg", "args", "params")
 
 ATTENTION = re.compile("att(n|ention)|mqa|gqa", re.IGNORECASE)
 KEYS = re.compile(r"(^|_)w?(k|v|kv|keys?|values?|key_value)(_|$)", re.IGNORECASE)
-"""Names of attention modules, and of what makes keys or values in one."""
+NORM = re.compile(r"norm|(^|_)ln(_|$)", re.IGNORECASE)
+"""Names of attention modules, of what makes keys or values in one, and of norms."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedHeads:
-    """copies: module -> ranks that hold the same of its output features, more than one; of these modules, some
-    have no style, or 'replicated', and are to be 'colwise'. counts: its attention
-    module -> integer attribute -> the value on a rank."""
+    """copies: module -> ranks that hold the same of its output features, more than one; some of these modules
+    have no style, or 'replicated', and are to be 'colwise'. norms: the same of norms of keys. counts: their
+    attention module -> integer attribute -> the value on a rank."""
 
     copies: Mapping[str, int] = field(default_factory=dict)
+    norms: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
@@ -130,6 +132,12 @@ class _Attention:
             return width // head, queries or wide // head
         return 0, 0
 
+    def norms(self) -> Iterator[str]:
+        """Names of the norms of keys and values."""
+        for leaf, _ in self.module.named_children():
+            if KEYS.search(leaf) and NORM.search(leaf):
+                yield f"{self.name}.{leaf}" if self.name else leaf
+
     def counts(self, heads: int, queries: int, size: int) -> dict[str, int]:
         """Its own integers that count heads, as they are on a rank with one head of keys."""
         local = queries // size
@@ -152,6 +160,7 @@ def shared_heads(
     """What ranks share. Raises UsageError where heads of keys cannot be spread, with what can be done."""
     copies: dict[str, int] = {}
     counts: dict[str, dict[str, int]] = {}
+    norms: dict[str, int] = {}
     unknown: list[_Attention] = []
     for attention in _attentions(model, modules, styles):
         known = False
@@ -170,12 +179,13 @@ def shared_heads(
                 continue
             _check(name, heads, queries, size, spread)
             copies[name] = size // heads
+            norms |= dict.fromkeys(attention.norms(), size // heads)
             counts.setdefault(attention.name, {}).update(attention.counts(heads, queries, size))
         if not known:
             unknown.append(attention)
     for attention in unknown:
         _refuse_unknown(attention, size)
-    return SharedHeads(copies, counts)
+    return SharedHeads(copies, norms, counts)
 
 
 def _attentions(

@@ -14,6 +14,7 @@ hold: *equal* values, and *parts* (a slice, or an addend of a sum).
     scatter           reduce-scatter along dim   all-gather along dim         addends      slices
     chunk             own slice along dim        all-gather along dim         equal        slices
     collect           all-gather along dim       own slice along dim          slices       equal
+    share             -                          mean over copies             copies       used in parts
 """
 
 from __future__ import annotations
@@ -190,3 +191,17 @@ def chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 def collect(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` become the whole, equal on all ranks, and used equally."""
     return _pair(x, lambda t: all_gather(t, dim, axis, size), lambda grad: own_chunk(grad, dim, axis, size))
+
+
+def share(x: Tensor, dim: int, axis: str, size: int, copies: int) -> Tensor:
+    """Slices of 1 along `dim` that `copies` ranks in a row hold alike, from here on used in parts. Each of them
+    gets the same addend of the gradient: its mean over them. (As slices of a tensor in which each stands
+    `copies` times: gathered, averaged, and the own one taken.)"""
+
+    def mean(grad: Tensor) -> Tensor:
+        whole = all_gather(grad, dim, axis, size)
+        apart = whole.unflatten(dim, (size // copies, copies))
+        alike = (apart.sum(dim + 1, keepdim=True) / copies).expand_as(apart).flatten(dim, dim + 1)
+        return own_chunk(alike, dim, axis, size)
+
+    return _pair(x, lambda t: t.view_as(t), mean)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stretto.errors import UsageError
@@ -96,6 +97,8 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
         for name, counts in how.counts.items():
             for attribute, value in counts.items():
                 _set(modules[name], attribute, value, undo)
+        for name, copies in how.norms.items():
+            replace(modules[name], _key_norm(modules[name], how, copies))
         for name in _gathering(how):
             replace(modules[name], _whole_input(modules[name], name, how, state))
         if how.first is not None:
@@ -190,6 +193,20 @@ def _colwise(
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         y = own(x if gathered else _let_in(x, how, state, False), *args, **kwargs)
         return ops.collect(y, -1, AXIS, how.size) if gathers else y
+
+    return forward
+
+
+def _key_norm(module: nn.Module, how: TensorParallel, copies: int) -> Callable[..., Any]:
+    """A norm of keys that ranks share. Norms compute in float32, to which they round gradients. In float64 that
+    is coarse, and addends are added up before; else that waits for the gradients of weights."""
+    own = _own(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        made = own(*args, **kwargs)
+        fine = isinstance(made, Tensor) and made.dtype is torch.float64 and made.dim() == 4
+        heads = next((dim for dim in (2, 1) if fine and made.shape[dim] == 1), None)
+        return made if heads is None else ops.share(made, heads, AXIS, how.size, copies)
 
     return forward
 

@@ -31,7 +31,8 @@ AXIS = "tp"
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """What is spread. shards: parameter name -> how; modules: name -> style. counts: module name -> its
-    integers that count heads -> their value on a rank, where ranks share heads of keys.
+    integers that count heads -> their value on a rank, where ranks share heads of keys; norms: of
+    such keys -> the ranks that share one.
 
     first: the first block's name, tails: norms of which one follows the last block; with sequence parallelism
     only.
@@ -43,6 +44,7 @@ class TensorParallel:
     first: str | None = None
     tails: tuple[str, ...] = ()
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    norms: Mapping[str, int] = field(default_factory=dict)
 
 
 def tensor_parallel(
@@ -62,7 +64,7 @@ def tensor_parallel(
             shards[f"{name}.{key}" if name else key] = shard
     _check_ties(model, shards)
     _check_worth(model, shards, size)
-    return TensorParallel(size, styles, shards, first, tails, heads.counts)
+    return TensorParallel(size, styles, shards, first, tails, heads.counts, heads.norms)
 
 
 def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
