@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import stretto
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job, Shard
 from stretto.models.build import huggingface_loss
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
-from tests.parallelize.test_tensor_equality import SMALL, assert_plain, assert_plan_is_plain, batch_of
+from tests.parallelize.test_tensor_equality import SMALL, assert_plain, batch_of
 from tests.runtime.equality import from_transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
@@ -314,27 +311,3 @@ def test_heads_that_nobody_is_known_to_make() -> None:
         "blocks.0.attention has 3 heads of keys",
         "'blocks.0.attention.k': 'colwise:3'",
     )
-
-
-# What else reads a plan.
-
-
-def small_job(**layout: Any) -> tuple[nn.Module, Job]:
-    model = KINDS["qwen3"](2)
-    return model, capture(model, batch_of(), huggingface_loss, Parallel(microbatches=2, **layout))
-
-
-def test_plans_are_proved_kept_simulated_and_rehearsed(tmp_path: Path) -> None:
-    model, job = small_job(tp=4, pp=2)
-    plan = stretto.plan(job, stretto.Cluster(), order="list")
-    stretto.verify(plan)
-    plan.save(tmp_path / "plan.json")
-    again = stretto.load_plan(tmp_path / "plan.json")
-    assert again.job.parameters == plan.job.parameters
-    assert re.search(
-        r'"shards": \[\["tp", 0, 1, 2\]\], "partial": \["tp"\]', (tmp_path / "plan.json").read_text()
-    )
-    assert_plan_is_plain(again, model, huggingface_loss, batch_of())
-    timeline = stretto.simulate(plan)
-    told = stretto.rehearse(plan, 1, model=model, batch=batch_of(), steps=1)
-    assert told.peak_bytes == timeline.peak_bytes[0]

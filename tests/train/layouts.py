@@ -32,7 +32,7 @@ def check_copies(trainer: Trainer) -> int:
     known = {p.name: p for p in runner.plan.job.parameters}
     mine = {}
     for name, parameter in runner.named_parameters():
-        spread = tuple(runner.coordinates[shard.axis] for shard in known[name].shards)
+        spread = tuple(s.part(runner.coordinates[s.axis]) for s in known[name].shards)
         state = trainer.optimizer.state[parameter]
         mine[known[name].tied_to, spread] = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
     compared = 0

@@ -194,9 +194,11 @@ def collect(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 
 
 def share(x: Tensor, dim: int, axis: str, size: int, copies: int) -> Tensor:
-    """Slices of 1 along `dim` that `copies` ranks in a row hold alike, from here on used in parts. Each of them
-    gets the same addend of the gradient: its mean over them. (As slices of a tensor in which each stands
-    `copies` times: gathered, averaged, and the own one taken.)"""
+    """Slices of 1 along `dim` that `copies` ranks in a row hold alike, from here on used in parts.
+
+    Each of these ranks gets the same addend of the gradient: its mean over them. (As slices of a tensor in
+    which each stands `copies` times: gathered, averaged, and the own one taken.)
+    """
 
     def mean(grad: Tensor) -> Tensor:
         whole = all_gather(grad, dim, axis, size)

@@ -198,8 +198,8 @@ def _colwise(
 
 
 def _key_norm(module: nn.Module, how: TensorParallel, copies: int) -> Callable[..., Any]:
-    """A norm of keys that ranks share. Norms compute in float32, to which they round gradients. In float64 that
-    is coarse, and addends are added up before; else that waits for the gradients of weights."""
+    """A norm of keys that ranks share. Norms compute in float32, to which they round gradients. In float64
+    that is coarse, and addends are added up before; else that waits for the gradients of weights."""
     own = _own(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
