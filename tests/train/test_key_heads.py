@@ -1,5 +1,4 @@
-"""A run whose ranks share heads of keys: its checkpoints and exports hold each head once, and any layout reads
-them."""
+"""A run whose ranks share heads of keys: checkpoints and exports hold each head once, any layout reads it."""
 
 from __future__ import annotations
 
@@ -8,15 +7,18 @@ from pathlib import Path
 
 import pytest
 from tests.runtime.launch import launch
+from tests.train.layouts import described
 from tests.train.test_layouts import HALF, STEPS, TOLERANCE, alone, check_export, losses, resume, write
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from stretto.train import trainer
 
 QWEN = """
 kind = "huggingface"
 architecture = "Qwen2ForCausalLM"
-vocab_size = 302
 
 [model.config]
+vocab_size = 302
 hidden_size = 32
 intermediate_size = 64
 num_hidden_layers = 2
@@ -26,7 +28,7 @@ tie_word_embeddings = true
 
 """
 
-LLAMA_KEYS = "model.model.layers.0.self_attn.k_proj"
+KEYS = "model.model.layers.0.self_attn.k_proj"
 
 
 def write_qwen(folder: Path, run: str, *, heads: int, layout: str = "", steps: int = STEPS) -> None:
@@ -35,6 +37,12 @@ def write_qwen(folder: Path, run: str, *, heads: int, layout: str = "", steps: i
     text = path.read_text()
     begin, end = text.index("kind ="), text.index("[data]")
     path.write_text(text[:begin] + QWEN.format(heads=heads).lstrip() + text[end:])
+
+
+@pytest.fixture(autouse=True)
+def described_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the processes that are launched, nobody measures this machine."""
+    monkeypatch.setattr(trainer, "make_plan", described)
 
 
 def stored(checkpoint: Path, name: str) -> list[tuple[int, ...]]:
@@ -53,7 +61,7 @@ def test_two_processes_share_a_head(tmp_path: Path) -> None:
     for key in ("loss", "grad_norm"):
         assert losses(tmp_path, "tp", key) == pytest.approx(losses(tmp_path, "one", key), rel=TOLERANCE)
     checkpoint = tmp_path / "tp" / "checkpoints" / f"step-{HALF:06d}"
-    for part in (f"{LLAMA_KEYS}.weight", f"optimizer.{LLAMA_KEYS[6:]}.weight.exp_avg"):
+    for part in (f"{KEYS}.weight", f"optimizer.{KEYS[6:]}.weight.exp_avg"):
         assert stored(checkpoint, part) == [(0, 0)]
     check_export(tmp_path, "one", "tp")
 
@@ -89,7 +97,7 @@ def test_any_layout_goes_on_from_a_run_with_shared_heads(tmp_path: Path) -> None
     for run in ("pp-tp", "two", "one-of-four", "four-of-two"):
         assert losses(tmp_path, run) == pytest.approx(rest, rel=TOLERANCE)
     checkpoint = tmp_path / "four" / "checkpoints" / f"step-{HALF:06d}"
-    assert stored(checkpoint, f"{LLAMA_KEYS}.weight") == [(0, 0), (8, 0)]
+    assert stored(checkpoint, f"{KEYS}.weight") == [(0, 0), (8, 0)]
     check_export(tmp_path, "one", "four")
     held = [
         json.loads((tmp_path / run / "summary.json").read_text())["held_out_loss"] for run in ("one", "four")
