@@ -20,6 +20,8 @@ from stretto.ir.transfers import bucket_bytes, summed_bytes
 from stretto.models.build import huggingface_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
+from stretto.train.checkpoint import owned_parts
+from stretto.train.checkpoint_parts import Part
 from stretto.train.clip import GradientClip
 from tests.parallelize.test_key_heads import hf
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain, batch_of
@@ -97,6 +99,29 @@ def test_ranks_that_share_a_head_must_start_alike() -> None:
         UsageError, match=r"self_attn.k_proj.weight' has other values on rank 1 than on rank 0"
     ):
         stretto.run_threads(lowered(job, "1f1b"), lambda rank: models[rank], lambda runner: None)
+
+
+def test_each_head_is_written_once() -> None:
+    model, job = small_job(tp=4, pp=2)
+
+    def work(runner: Runner) -> dict[str, Part]:
+        optimizer = torch.optim.AdamW(runner.parameters())
+        runner.step(batch_of())
+        optimizer.step()
+        return owned_parts(runner, optimizer)
+
+    written: dict[str, Tensor] = {}
+    for owned in stretto.run_threads(lowered(job, "1f1b"), lambda _: copy.deepcopy(model), work):
+        for name, part in owned.items():
+            count = written.setdefault(name, torch.zeros(part.whole))
+            for offsets, view in part.boxes:
+                count[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] += 1
+    keys = "model.layers.1.self_attn.k_proj.weight"
+    assert written[f"model.{keys}"].shape == written[f"optimizer.{keys}.exp_avg"].shape == (16, 32)
+    assert {f"model.{name}" for name, _ in model.named_parameters()} <= written.keys()
+    for name, count in written.items():
+        # Numbers that are everywhere equal are named by all.
+        assert (count == 1).all() or not count.shape, name
 
 
 def test_check_takes_every_copy() -> None:

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from stretto.train import trainer
 
-QWEN = """
+LLAMA = """
 kind = "huggingface"
-architecture = "Qwen2ForCausalLM"
+architecture = "LlamaForCausalLM"
 
 [model.config]
 vocab_size = 302
@@ -28,15 +28,18 @@ tie_word_embeddings = true
 
 """
 
+pytestmark = pytest.mark.slow
+"""Runs of several processes; what each rank writes and holds is tested on threads (`tests/parallelize`)."""
+
 KEYS = "model.model.layers.0.self_attn.k_proj"
 
 
-def write_qwen(folder: Path, run: str, *, heads: int, layout: str = "", steps: int = STEPS) -> None:
+def write_llama(folder: Path, run: str, *, heads: int, layout: str = "", steps: int = STEPS) -> None:
     write(folder, run, layout=layout, steps=steps)
     path = folder / f"{run}.toml"
     text = path.read_text()
     begin, end = text.index("kind ="), text.index("[data]")
-    path.write_text(text[:begin] + QWEN.format(heads=heads).lstrip() + text[end:])
+    path.write_text(text[:begin] + LLAMA.format(heads=heads).lstrip() + text[end:])
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +55,8 @@ def stored(checkpoint: Path, name: str) -> list[tuple[int, ...]]:
 
 
 def test_two_processes_share_a_head(tmp_path: Path) -> None:
-    write_qwen(tmp_path, "one", heads=1, steps=HALF)
-    write_qwen(tmp_path, "tp", heads=1, steps=HALF, layout="tp = 2\nmicrobatches = 2")
+    write_llama(tmp_path, "one", heads=1, steps=HALF)
+    write_llama(tmp_path, "tp", heads=1, steps=HALF, layout="tp = 2\nmicrobatches = 2")
     alone(tmp_path, "one")
     (told, _) = launch(2, "tests.train.layouts", str(tmp_path), "tp")
     assert "tp copies" in told  # what ranks share had the same bits, with its optimizer state
@@ -66,7 +69,6 @@ def test_two_processes_share_a_head(tmp_path: Path) -> None:
     check_export(tmp_path, "one", "tp")
 
 
-@pytest.mark.slow
 def test_any_layout_goes_on_from_a_run_with_shared_heads(tmp_path: Path) -> None:
     layouts = {
         "four": "tp = 4\nmicrobatches = 2",
@@ -74,18 +76,18 @@ def test_any_layout_goes_on_from_a_run_with_shared_heads(tmp_path: Path) -> None
         "pp-tp": "pp = 2\ntp = 2\nmicrobatches = 2",
         "two": "tp = 2\nmicrobatches = 2",
     }
-    write_qwen(tmp_path, "one", heads=2)
+    write_llama(tmp_path, "one", heads=2)
     alone(tmp_path, "one")
     for run, layout in layouts.items():
-        write_qwen(tmp_path, run, heads=2, layout=layout)
+        write_llama(tmp_path, run, heads=2, layout=layout)
     resume(tmp_path, "pp-tp", "four")
     resume(tmp_path, "two", "four")
     launch(4, "tests.train.layouts", str(tmp_path), "four", "four-sequence", "pp-tp")
     launch(2, "tests.train.layouts", str(tmp_path), "two")
-    write_qwen(tmp_path, "one-of-four", heads=2)
+    write_llama(tmp_path, "one-of-four", heads=2)
     resume(tmp_path, "one-of-four", "four")
     alone(tmp_path, "one-of-four")
-    write_qwen(tmp_path, "four-of-two", heads=2, layout=layouts["four"])
+    write_llama(tmp_path, "four-of-two", heads=2, layout=layouts["four"])
     resume(tmp_path, "four-of-two", "one")
     launch(4, "tests.train.layouts", str(tmp_path), "four-of-two")
     expected = losses(tmp_path, "one")
