@@ -4,41 +4,54 @@ two members add up."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.ir.program import Job
 from stretto.ir.serialize import load_plan
+from stretto.models.build import huggingface_loss
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
+from tests.parallelize.test_key_heads import hf
 from tests.parallelize.test_tensor_equality import assert_plain, batch_of, gpt, step
-from tests.runtime.equality import lowered
+from tests.runtime.equality import Loss, lowered
 from tests.runtime.launch import launch
 
-LAYOUTS = {
+KINDS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "gpt": (lambda: gpt().double(), next_token_loss),
+    "llama, one head of keys": (lambda: hf("LlamaForCausalLM", 1), huggingface_loss),
+    "qwen2, two heads of keys": (lambda: hf("Qwen2ForCausalLM", 2), huggingface_loss),
+}
+
+LAYOUTS: dict[int, tuple[tuple[str, dict[str, int]], ...]] = {
     2: (
-        {"tp": 2, "microbatches": 2},
-        {"tp": 2, "sequence_parallel": True, "microbatches": 2},
-        {"dp": 2, "microbatches": 2},
+        ("gpt", {"tp": 2, "microbatches": 2}),
+        ("gpt", {"tp": 2, "sequence_parallel": True, "microbatches": 2}),
+        ("gpt", {"dp": 2, "microbatches": 2}),
+        ("llama, one head of keys", {"tp": 2, "microbatches": 2}),
     ),
     4: (
-        {"tp": 2, "pp": 2, "sequence_parallel": True, "microbatches": 2},
-        {"tp": 4, "sequence_parallel": True, "microbatches": 1},
-        {"dp": 2, "tp": 2, "microbatches": 2},
+        ("gpt", {"tp": 2, "pp": 2, "sequence_parallel": True, "microbatches": 2}),
+        ("gpt", {"tp": 4, "sequence_parallel": True, "microbatches": 1}),
+        ("gpt", {"dp": 2, "tp": 2, "microbatches": 2}),
+        ("qwen2, two heads of keys", {"tp": 4, "sequence_parallel": True, "microbatches": 2}),
     ),
 }
 
 
 def jobs(ranks: int) -> list[Job]:
-    model = gpt().double()
-    return [capture(model, batch_of(), next_token_loss, Parallel(**layout)) for layout in LAYOUTS[ranks]]
+    return [
+        capture(KINDS[kind][0](), batch_of(), KINDS[kind][1], Parallel(**layout))
+        for kind, layout in LAYOUTS[ranks]
+    ]
 
 
 def launched(folder: Path) -> None:
@@ -46,8 +59,8 @@ def launched(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = []
-    for at in range(len(LAYOUTS[dist.get_world_size()])):
-        runner = Runner(load_plan(folder / f"plan{at}.json"), gpt().double())
+    for at, (kind, _) in enumerate(LAYOUTS[dist.get_world_size()]):
+        runner = Runner(load_plan(folder / f"plan{at}.json"), KINDS[kind][0]())
         loss = runner.step(batch_of())
         found.append((runner.coordinates, loss, {n: p.grad for n, p in runner.named_parameters()}))
         runner.close()
@@ -68,9 +81,9 @@ def test_processes_equal_the_plain_model_and_threads(ranks: int, tmp_path: Path)
         lowered(job, "1f1b").save(tmp_path / f"plan{at}.json")
     launch(ranks, "tests.test_equality_tensor_processes", str(tmp_path))
     told = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-    model = gpt().double()
-    for number, job in enumerate(made):
-        assert_plain(job, model, next_token_loss, batch_of())
+    for number, (job, (kind, _)) in enumerate(zip(made, LAYOUTS[ranks], strict=True)):
+        model, of_kind = KINDS[kind][0](), KINDS[kind][1]
+        assert_plain(job, model, of_kind, batch_of())
         loss, whole = step(job, model, batch_of())
         parameters = {p.name: p for p in job.parameters}
         for rank in range(ranks):

@@ -244,7 +244,10 @@ def _differences(
             else:
                 wholes.setdefault(parameters[name].tied_to, []).append(grad)
     for (name, _, _), parts in spread.items():
-        wholes.setdefault(parameters[name].tied_to, []).append(join(parts, parameters[name]))
+        copies = parameters[name].shards[0].copies
+        wholes.setdefault(parameters[name].tied_to, []).extend(
+            join(parts[copy:] + parts[:copy], parameters[name]) for copy in range(copies)
+        )
     norms = [float(grad.norm()) for grad in expected.values() if grad is not None]
     least = NEGLIGIBLE * sum(norm**2 for norm in norms) ** 0.5 or 1.0
     found = []

@@ -23,7 +23,7 @@ from stretto.errors import CaptureError, StrettoError, UsageError
 from stretto.models.gpt import next_token_loss
 from stretto.parallelize.styles import Style, parse_style, plan_of
 from stretto.parallelize.tensor import tensor_parallel
-from tests.parallelize.test_tensor_equality import assert_plain, batch_of, from_transformers, gpt
+from tests.parallelize.test_tensor_equality import assert_plain, batch_of, gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 
@@ -129,13 +129,6 @@ def test_features_that_cannot_be_spread_equally() -> None:
 
 def test_heads_that_cannot_be_spread() -> None:
     refused(lambda: tensor_parallel(gpt(heads=2), 4, sequence=False), "the model has heads = 2")
-    llama = from_transformers(
-        "LlamaForCausalLM", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, pad_token_id=None, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    refused(
-        lambda: tensor_parallel(llama, 4, sequence=False), "num_key_value_heads = 2, which is not a multiple"
-    )
 
 
 def test_ties_that_are_spread_differently() -> None:

@@ -32,7 +32,7 @@ def check_copies(trainer: Trainer) -> int:
     known = {p.name: p for p in runner.plan.job.parameters}
     mine = {}
     for name, parameter in runner.named_parameters():
-        spread = tuple(runner.coordinates[shard.axis] for shard in known[name].shards)
+        spread = tuple(s.part(runner.coordinates[s.axis]) for s in known[name].shards)
         state = trainer.optimizer.state[parameter]
         mine[known[name].tied_to, spread] = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
     compared = 0
@@ -47,6 +47,7 @@ def main(folder: Path, runs: list[str]) -> None:
     """Every rank trains every run."""
     torch.set_num_threads(1)
     trainer_room.make_plan = described  # type: ignore[assignment]
+    trainer_room.leave = lambda _: None  # the processes stay together for the next run
     world = join(environment())
     for run in runs:
         trainer = Trainer(load_settings(folder / f"{run}.toml"), world)

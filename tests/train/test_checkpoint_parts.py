@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
-from stretto.runtime.shards import part_of, pieces_of
+from stretto.parallelize.parts import local_shape
+from stretto.runtime.shards import join, part_of, pieces_of, whole_spec
 from stretto.train.checkpoint import read_tensors
 from stretto.train.checkpoint_parts import Part, PartsReader, PartsWriter
 
@@ -27,6 +28,11 @@ SHARDS = {
     "packed rows": Shard("tp", 0, 3),
     "packed columns": Shard("tp", 1, 3),
 }
+SHARED = {
+    "rows that two hold": Shard("tp", 0, 1, 2),
+    "packed rows that two hold": Shard("tp", 0, 3, 2),
+    "rows that all hold": Shard("tp", 0, 1, 4),
+}
 
 
 def value() -> torch.Tensor:
@@ -38,8 +44,9 @@ def job_of(size: int) -> Job:
 
 
 def parameter_of(how: str, size: int) -> Parameter:
-    shape = tuple(n // size if dim == SHARDS[how].dim else n for dim, n in enumerate(WHOLE))
-    return Parameter(how, TensorSpec(shape, "float32"), (0,), (), how, shards=(SHARDS[how],))
+    shard = {**SHARDS, **SHARED}[how]
+    shape = local_shape(torch.Size(WHOLE), shard, size)
+    return Parameter(how, TensorSpec(shape, "float32"), (0,), (), how, shards=(shard,))
 
 
 def part(how: str, size: int, at: int, tensor: torch.Tensor) -> Part:
@@ -61,6 +68,22 @@ def test_the_boxes_of_all_ranks_lie_where_the_whole_has_them(how: str, size: int
             assert (whole[place] == -1).all(), "two ranks hold the same"
             whole[place] = view
     assert torch.equal(whole, value())
+
+
+@pytest.mark.parametrize("how", SHARED)
+def test_the_boxes_of_ranks_that_share_a_part_lie_in_one_place(how: str) -> None:
+    parameter, size = parameter_of(how, 4), 4
+    assert whole_spec(job_of(size), parameter).shape == WHOLE
+    parts = [held(how, size, at) for at in range(size)]
+    assert torch.equal(join(parts, parameter), value())
+    for at in range(size):
+        first = at - at % SHARED[how].copies
+        assert torch.equal(parts[at], parts[first])
+        found, there = (part(how, size, rank, parts[rank]).boxes for rank in (at, first))
+        assert [offsets for offsets, _ in found] == [offsets for offsets, _ in there]
+        for offsets, view in found:
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
+            assert torch.equal(value()[place], view)
 
 
 @pytest.mark.parametrize("how", SHARDS)

@@ -52,6 +52,18 @@ REFUSED: list[tuple[Edit, str]] = [
         "parameter w0.1: is spread over tp, so gradients along it belong to different rows",
     ),
     (
+        parameter("w0.1", shards=(Shard("tp", 0, 1, 3),), partial=("tp",)),
+        "parameter w0.1: has parts that 3 ranks of tp hold each, but it has 2 ranks. Name a number",
+    ),
+    (
+        parameter("w0.1", shards=(Shard("tp", 0, 1, 0),)),
+        "parameter w0.1: has parts that 0 ranks of tp hold each",
+    ),
+    (
+        parameter("w0.1", shards=(Shard("tp", 0, 1, 2),)),
+        "parameter w0.1: has parts that 2 ranks of tp hold each, whose gradients are not summed. Name tp in",
+    ),
+    (
         parameter("w1.0", shards=(Shard("tp", 0),)),
         "parameter w1.0: is one tensor with w0.0, but is spread or shaped differently (float32[512,256], "
         "tp along dim 0; float32[512,256], tp along dim 1). Spread tied parameters alike",

@@ -45,7 +45,7 @@ def partial_axes(
             )
     found: dict[str, tuple[str, ...]] = {}
     for name, (_, _, value) in parameters.items():
-        if value is None or name in shards or value not in differs:
+        if value is None or value not in differs or (name in shards and shards[name].copies == 1):
             continue
         whole = [leaf for leaf in _addends(value, by_name) if leaf not in differs]
         if whole:

@@ -84,19 +84,21 @@ class _Proof:
 
     def __post_init__(self) -> None:
         self.specs = dict(self.given)
-        copies = {copies_of(shard) for shard in self.shards.values()}
+        copies = {shard.copies for shard in self.shards.values()}
         several = sorted(copies - {1})
         if len(several) > 1:
             raise CaptureError(
                 f"heads are shared by {several[0]} ranks in one module, by {several[1]} in another"
             )
-        sizes = [self.size] if not several else [self.size // several[0], several[0]]
+        sizes = [self.size // several[0], several[0]] if several else [self.size]
         self.placers = []
         for number, size in enumerate(sizes):
+            if size == 1:
+                continue  # one part, which all ranks hold
             held = {
                 f"param/{name}": part(shard.dim, shard.blocks)
                 for name, shard in self.shards.items()
-                if number == 0 or copies_of(shard) == 1
+                if number == 0 or shard.copies == 1
             }
             self.placers.append((size, Placer(AXIS, self.size, held, exact=True)))
         self.uses = Counter(name for item in self.ops for name in item.op.uses)
@@ -302,8 +304,8 @@ class _Proof:
             held = [placer.of(now) for _, placer in self.placers]
             shard = self.shards.get(name)
             wanted = [part(shard.dim, shard.blocks) if shard is not None else None for _ in held]
-            if shard is not None and copies_of(shard) > 1:
-                wanted[1] = None
+            if shard is not None and shard.copies > 1:
+                wanted[-1] = None
             kinds = set()
             for have, want in zip(held, wanted, strict=True):
                 if want is None and is_thin(have, self.specs[now].shape):
@@ -322,7 +324,7 @@ class _Proof:
                     )
             if kinds == {"sum"}:
                 yield name, (AXIS,)
-            elif len(kinds) > 1 or (shard is not None and copies_of(shard) > 1 and kinds == {"equal"}):
+            elif len(kinds) > 1 or (shard is not None and shard.copies > 1 and kinds == {"equal"}):
                 raise CaptureError(
                     f"the gradient of parameter {name!r} is a sum over some {AXIS} ranks and not over others: "
                     "leave its module out of tp_plan"
@@ -355,10 +357,6 @@ class _Proof:
             f"({op.name}, {op.target}): the code counts what is spread otherwise than tp_plan spreads it. Divide "
             "the count by the style 'attributes:NAME', write -1 for it, or leave the module out of tp_plan"
         )
-
-
-def copies_of(shard: Shard) -> int:
-    return getattr(shard, "copies", 1)
 
 
 def _made_in(item: TracedOp | None) -> str:

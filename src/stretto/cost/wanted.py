@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stretto.ir.program import DTYPE_BYTES, Job
+from stretto.ir.transfers import summed_bytes
 
 SMALL_BYTES = 4096
 """A size that shows the latency. Assumed: a page."""
@@ -54,11 +55,11 @@ def wanted_collectives(job: Job) -> tuple[Wanted, ...]:
                 and (axis == "dp" or axis in parameter.partial)
             ]
             if summed:
-                each = [parameter.grad_nbytes for parameter in summed]
+                each = [summed_bytes(job, parameter, axis) for parameter in summed]
                 sizes[axis, "all_reduce"].update((min(each), max(each), sum(each)))
-                for parameter in summed:
+                for parameter, nbytes in zip(summed, each, strict=True):
                     dtype = parameter.own_dtype or parameter.spec.dtype
-                    dtypes[axis, "all_reduce"][dtype] += parameter.grad_nbytes
+                    dtypes[axis, "all_reduce"][dtype] += nbytes
     return tuple(
         Wanted(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
         for axis, kind in sorted(sizes)

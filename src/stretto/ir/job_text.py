@@ -74,7 +74,7 @@ def encode_job(job: Job) -> dict[str, Any]:
                     "grads": [list(made) for made in p.grads],
                     "tied_to": p.tied_to,
                     "own_dtype": p.own_dtype,
-                    "shards": [[s.axis, s.dim, s.blocks] for s in p.shards],
+                    "shards": [_encode_shard(s) for s in p.shards],
                     "partial": list(p.partial),
                 }
             )
@@ -231,8 +231,16 @@ def _decode_axis(cursor: Cursor) -> tuple[str, int]:
     return axis.text(), size.integer()
 
 
+def _encode_shard(shard: Shard) -> list[str | int]:
+    fields: list[str | int] = [shard.axis, shard.dim, shard.blocks]
+    return fields if shard.copies == 1 else [*fields, shard.copies]
+
+
 def _decode_shard(cursor: Cursor) -> Shard:
-    axis, dim, blocks = _exactly(cursor, 3, "[axis, dim, blocks]")
+    if isinstance(cursor.value, list) and len(cursor.value) == 4:
+        axis, dim, blocks, copies = _exactly(cursor, 4, "[axis, dim, blocks, copies]")
+        return Shard(axis.text(), dim.integer(), blocks.integer(), copies.integer())
+    axis, dim, blocks = _exactly(cursor, 3, "[axis, dim, blocks] or [axis, dim, blocks, copies]")
     return Shard(axis.text(), dim.integer(), blocks.integer())
 
 

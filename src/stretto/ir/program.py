@@ -231,11 +231,24 @@ class Edge:
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A parameter's rows or columns are spread over an axis. Along `dim` the whole tensor is `blocks` equal
-    blocks (the query, key and value of a fused matrix); a rank holds its equal part of each, in order."""
+    blocks (the query, key and value of a fused matrix); a rank holds its equal part of each, in order.
+
+    copies: consecutive ranks that hold the same part (a head of keys that they share). Each has an addend of
+    the part's gradient, and the axis is in `Parameter.partial`.
+    """
 
     axis: str
     dim: int
     blocks: int = 1
+    copies: int = 1
+
+    def parts(self, size: int) -> int:
+        """Different parts over an axis of `size` ranks."""
+        return size // self.copies
+
+    def part(self, coordinate: int) -> int:
+        """Which of them the rank at a coordinate of the axis holds."""
+        return coordinate // self.copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +261,9 @@ class Parameter:
     tied_to: the first name of a group of names for one tensor (its own name when it has only one).
     own_dtype: the dtype of the model's parameter where ops read a copy of `spec`'s dtype, else None.
     shards: how it is spread over axes; a rank along any other axis holds the same values.
-    partial: axes along which every rank's gradient is a part of the sum (a norm that sees a slice of the
-        sequence); the parts are summed once a step.
+    partial: axes along which every rank's gradient is an addend of the sum (a norm that sees a slice of the
+        sequence); the addends are summed once a step. Along an axis over which the parameter is spread, those
+        of the ranks that hold the same part.
     """
 
     name: str
@@ -270,6 +284,11 @@ class Parameter:
     def grad_nbytes(self) -> int:
         """Bytes of the accumulated gradient, which has the parameter's own dtype."""
         return TensorSpec(self.spec.shape, self.own_dtype or self.spec.dtype).nbytes
+
+    def slots(self, axis: str, size: int) -> int:
+        """Gradients that lie side by side while this one is summed over an axis of `size` ranks: 1, or where
+        only copies add up, as many as there are different parts, so that one sum serves all of them."""
+        return next((s.parts(size) for s in self.shards if s.axis == axis and s.copies > 1), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from stretto.errors import PlanError
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost, Costs, Link
-from stretto.ir.plan import Communicator
-from stretto.ir.program import GETITEM, WAIT, Job, Op
+from stretto.ir.plan import Bucket, Communicator
+from stretto.ir.program import GETITEM, WAIT, Job, Op, Parameter
 
 ALL_REDUCE = "all_reduce"
 """The kind of every sum of gradients, and of the loss where data-parallel ranks share it."""
@@ -167,9 +167,22 @@ def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...
     return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
 
-def grad_bytes(job: Job) -> Mapping[str, int]:
-    """Tied group -> bytes of one copy of its gradient."""
-    return {parameter.tied_to: parameter.grad_nbytes for parameter in job.parameters}
+def bucket_bytes(job: Job, buckets: Iterable[Bucket]) -> Mapping[str, int]:
+    """Bucket -> bytes of the tensor that its communicator sums."""
+    parameters = {parameter.tied_to: parameter for parameter in job.parameters}
+    return {
+        bucket.name: sum(
+            summed_bytes(job, parameters[group], bucket.communicator)
+            for group in bucket.parameters
+            if group in parameters
+        )
+        for bucket in buckets
+    }
+
+
+def summed_bytes(job: Job, parameter: Parameter, axis: str) -> int:
+    """Bytes that a gradient takes in a sum over an axis, or over a communicator of ties."""
+    return parameter.grad_nbytes * parameter.slots(axis, job.size(axis))
 
 
 def is_free(op: Op) -> bool:

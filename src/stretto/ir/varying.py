@@ -28,7 +28,10 @@ def varying(ops: Iterable[Op], given: Collection[str], axis: str) -> set[str]:
 
 def varying_in_job(job: Job, axis: str) -> set[str]:
     """Names of values that differ along `axis` in a job's programs. Names mean the same in every stage."""
-    found = {f"param/{p.name}" for p in job.parameters if any(s.axis == axis for s in p.shards)}
+    size = job.size(axis)
+    found = {
+        f"param/{p.name}" for p in job.parameters if any(s.axis == axis and s.copies < size for s in p.shards)
+    }
     programs = [stage.ops[phase] for phase in PHASES for stage in job.stages]
     while True:  # values may flow between stages either way
         before = len(found)

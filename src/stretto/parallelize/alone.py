@@ -36,7 +36,7 @@ SIZES = frozenset(
     (
         *("view", "reshape", "_unsafe_view", "expand", "unflatten", "split", "split_with_sizes", "chunk"),
         *("tensor_split", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
-        *("broadcast_to", "narrow_copy", "layer_norm_shape"),
+        *("broadcast_to", "repeat", "repeat_interleave"),
     )
 )
 """Functions whose integers are sizes of what they make: they may be those of a part."""

@@ -13,18 +13,19 @@ from stretto.ir.program import Shard
 
 def local_shape(shape: torch.Size, shard: Shard, size: int) -> tuple[int, ...]:
     """The shape of one rank's part."""
-    return tuple(n // size if dim == shard.dim else n for dim, n in enumerate(shape))
+    return tuple(n // shard.parts(size) if dim == shard.dim else n for dim, n in enumerate(shape))
 
 
 def local_part(whole: Tensor, shard: Shard, size: int, index: int) -> Tensor:
     """The part of rank `index`: its slice of every block along the shard's dim (a view for one block)."""
     blocks = whole.chunk(shard.blocks, dim=shard.dim)
-    parts = [block.chunk(size, dim=shard.dim)[index] for block in blocks]
+    parts = [block.chunk(shard.parts(size), dim=shard.dim)[shard.part(index)] for block in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim)
 
 
 def whole_of(parts: list[Tensor], shard: Shard) -> Tensor:
-    """The inverse of `local_part`, from the parts of all ranks in order."""
+    """The inverse of `local_part`, from the parts of all ranks in order; of copies, the first."""
+    parts = parts[:: shard.copies]
     if shard.blocks == 1:
         return torch.cat(parts, dim=shard.dim)
     pieces = [part.chunk(shard.blocks, dim=shard.dim) for part in parts]

@@ -3,7 +3,8 @@
     1. Modules get another forward for the time of the capture: it lets communication in where the style
        says (`ops`), and then is the module's own. An input that several colwise modules read is copied or
        gathered once.
-    2. Attributes that count what is spread are divided.
+    2. Attributes that count what is spread are divided; those that count heads of which ranks share some get
+       the value that they have on a rank.
     3. All of it is undone afterwards; the model stays as it was.
 
 With sequence parallelism, residuals are slices of the sequence (dim 1) from the first block to the norm
@@ -73,10 +74,11 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
                 continue  # one module under two names
             replaced.add((id(module), style.kind))
             if style.kind == "attributes":
-                _divide_attributes(name, module, style.attributes, how.size, undo)
+                _divide_attributes(name, module, style.attributes, how, undo)
             elif style.kind in COLWISE:
                 if type(module).__name__ == "Conv1D":
-                    _divide_attributes(name, module, ("nf",), how.size, undo)
+                    parts = how.shards[f"{name}.weight" if name else "weight"].parts(how.size)
+                    _set(module, "nf", module.nf // parts, undo)
                 replace(module, _colwise(module, name, how, state, style.kind == "colwise_gather_output"))
             elif style.kind in ROWWISE:
                 replace(module, _rowwise(module, name, how, state, style.kind == "rowwise_split_input"))
@@ -85,6 +87,9 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
                     replace(module, _embedding(module, how))
                 else:
                     replace(module, _head(module, how, state))
+        for name, counts in how.counts.items():
+            for attribute, value in counts.items():
+                _set(modules[name], attribute, value, undo)
         for name, forward in _sequence(modules, how, state):
             replace(modules[name], forward)
         with functions_see_the_whole():
@@ -96,16 +101,29 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
 
 
 def _divide_attributes(
-    name: str, module: nn.Module, attributes: tuple[str, ...], size: int, undo: list[Callable[[], None]]
+    name: str,
+    module: nn.Module,
+    attributes: tuple[str, ...],
+    how: TensorParallel,
+    undo: list[Callable[[], None]],
 ) -> None:
     for attribute in attributes:
-        value = getattr(module, attribute, None)
-        if not isinstance(value, int) or value % size:
+        if attribute in how.counts.get(name, {}):
+            continue  # known better than by division
+        value, size = getattr(module, attribute, None), how.size
+        # Of heads that several ranks share, each has one.
+        shared = name in how.counts and isinstance(value, int) and 0 < value < size and size % value == 0
+        if not isinstance(value, int) or (value % size and not shared):
             raise UsageError(
                 f"{name}.{attribute} is {value!r}; to be divided it must be a multiple of {AXIS} = {size}"
             )
-        setattr(module, attribute, value // size)
-        undo.append(lambda a=attribute, v=value: setattr(module, a, v))  # type: ignore[misc]
+        _set(module, attribute, 1 if shared else value // size, undo)
+
+
+def _set(module: nn.Module, attribute: str, value: int, undo: list[Callable[[], None]]) -> None:
+    kept = getattr(module, attribute)
+    setattr(module, attribute, value)
+    undo.append(lambda: setattr(module, attribute, kept))
 
 
 def _own(module: nn.Module) -> Callable[..., Any]:

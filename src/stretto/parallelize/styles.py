@@ -1,7 +1,9 @@
 """Styles: the words that say how a module is spread over tensor-parallel ranks, and plans made of them.
 
     colwise                 output features are spread; the input is equal on all ranks
-    colwise_gather_output   the same, and the output is put together again
+    colwise:K               the same, where the output features are K heads of keys or values: where ranks are
+                            more, those that share a head hold the same (`heads` finds K by the usual names)
+    colwise_gather_output   as colwise, and the output is put together again
     packed_colwise:K        colwise, for a matrix that is K equal ones side by side (query, key, value)
     rowwise                 input features are spread, as a colwise module before it left them; the output is
                             the sum over ranks
@@ -81,11 +83,13 @@ BUILT_IN = {"gpt2": GPT2_PLAN}
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One style. blocks: K of packed_colwise; attributes: names of `attributes`."""
+    """One style. blocks: K of packed_colwise; attributes: names of `attributes`; heads: K of colwise, 0 where
+    it is not said."""
 
     kind: str
     blocks: int = 1
     attributes: tuple[str, ...] = ()
+    heads: int = 0
 
 
 def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Style:
@@ -129,6 +133,12 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
         if rest and not (rest.isdigit() and int(rest) > 0):
             raise UsageError(f"{where}: {given!r} must name how many matrices are packed: packed_colwise:3")
         return Style(kind, blocks=int(rest or 2))
+    if kind == "colwise" and rest:
+        if not (rest.isdigit() and int(rest) > 0):
+            raise UsageError(
+                f"{where}: {given!r} must name how many heads the output features are: colwise:2"
+            )
+        return Style(kind, heads=int(rest))
     if kind == "attributes":
         names = tuple(name for name in rest.split(",") if name)
         if not names:

@@ -2,7 +2,8 @@
 
     1. The plan says which modules are spread (`styles`). What it leaves out for sequence parallelism is
        found (`sequence`): the blocks, and the norms in and after them.
-    2. Parameters of spread modules become shards: rows, columns, or parts of packed columns (`parts`).
+    2. Parameters of spread modules become shards: rows, columns, or parts of packed columns (`parts`). Where
+       ranks share a head of keys, they hold the same rows (`heads`).
     3. What does not fit is refused: sizes, ties that would be spread in two ways, a plan that leaves most of
        the model whole.
 
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from stretto.errors import UsageError
 from stretto.ir.program import Shard
+from stretto.parallelize.heads import shared_heads
 from stretto.parallelize.sequence import sequence_region
 from stretto.parallelize.styles import ROWWISE, Style, plan_of
 
@@ -28,7 +30,8 @@ AXIS = "tp"
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """What is spread. shards: parameter name -> how; modules: name -> style.
+    """What is spread. shards: parameter name -> how; modules: name -> style. counts: module name -> its
+    integers that count heads -> their value on a rank, where ranks share heads of keys.
 
     first: the first block's name, tails: norms of which one follows the last block; with sequence parallelism
     only.
@@ -39,6 +42,7 @@ class TensorParallel:
     shards: Mapping[str, Shard]
     first: str | None = None
     tails: tuple[str, ...] = ()
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def tensor_parallel(
@@ -48,14 +52,17 @@ def tensor_parallel(
     modules = dict(model.named_modules(remove_duplicate=False))
     styles = _vocabulary_fits(model, plan_of(model, plan), modules, size)
     _check_heads(model, size)
+    heads = shared_heads(model, modules, styles, size)
+    whole = (name for name in heads.copies if styles.get(name, Style("replicated")).kind == "replicated")
+    styles |= dict.fromkeys(whole, Style("colwise"))
     first, tails = sequence_region(model, modules, styles) if sequence else (None, ())
     shards: dict[str, Shard] = {}
     for name, style in styles.items():
-        for key, shard in _shards(name, modules[name], style, size).items():
+        for key, shard in _shards(name, modules[name], style, size, heads.copies.get(name, 1)).items():
             shards[f"{name}.{key}" if name else key] = shard
     _check_ties(model, shards)
     _check_worth(model, shards, size)
-    return TensorParallel(size, styles, shards, first, tails)
+    return TensorParallel(size, styles, shards, first, tails, heads.counts)
 
 
 def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
@@ -114,7 +121,7 @@ def _vocabulary_fits(
 
 def _check_heads(model: nn.Module, size: int) -> None:
     config = getattr(model, "config", None)
-    for key in ("num_attention_heads", "num_key_value_heads", "n_head", "heads"):
+    for key in ("num_attention_heads", "n_head", "heads"):
         count = getattr(config, key, None)
         if isinstance(count, int) and count % size:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -124,8 +131,8 @@ def _check_heads(model: nn.Module, size: int) -> None:
             )
 
 
-def _shards(name: str, module: nn.Module, style: Style, size: int) -> dict[str, Shard]:
-    """Own parameter -> how it is spread."""
+def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) -> dict[str, Shard]:
+    """Own parameter -> how it is spread. copies: ranks that hold the same output features."""
     kind = style.kind
     if kind in ("replicated", "sequence", "attributes"):
         return {}
@@ -139,10 +146,10 @@ def _shards(name: str, module: nn.Module, style: Style, size: int) -> dict[str, 
     if kind in ROWWISE:
         _divides(name, weight.shape[in_dim], size, 1)
         return {"weight": Shard(AXIS, in_dim)}
-    _divides(name, weight.shape[out_dim], size, style.blocks)
-    shards = {"weight": Shard(AXIS, out_dim, style.blocks)}
+    _divides(name, weight.shape[out_dim], size // copies, style.blocks)
+    shards = {"weight": Shard(AXIS, out_dim, style.blocks, copies)}
     if getattr(module, "bias", None) is not None:
-        shards["bias"] = Shard(AXIS, 0, style.blocks)
+        shards["bias"] = Shard(AXIS, 0, style.blocks, copies)
     return shards
 
 

@@ -73,9 +73,9 @@ def _copies(
     for k, held in sorted(parameters.items()):
         parameter = job.parameters[k]
         name = parameter.tied_to
-        spread = () if name in wholes else tuple(shard.axis for shard in parameter.shards)
-        if _is_elsewhere(plan, stages[name], spread):
-            part = tuple(coordinates[axis] for axis in spread)
+        shards = () if name in wholes else parameter.shards
+        if _is_elsewhere(plan, stages[name], [s.axis for s in shards if s.copies == 1]):
+            part = tuple(s.part(coordinates[s.axis]) for s in shards)
             found.setdefault((f"parameter {name!r}", part), wholes.get(name, held))
     # An evaluation reads what a training wrote.
     for k, held in sorted(buffers.items()) if job.trains else ():

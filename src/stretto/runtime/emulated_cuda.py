@@ -28,7 +28,7 @@ from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.ir.transfers import bucket_time, grad_bytes, loss_time, message_us
+from stretto.ir.transfers import bucket_bytes, bucket_time, loss_time, message_us
 from stretto.runtime.lone import LoneEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
 from stretto.simulate import one_step
@@ -192,7 +192,7 @@ class CudaTransport(LoneEnd["Queued"]):
         if work == LOSS:
             return "pp loss", loss_time(plan.costs, plan.job, plan.communicator(LOSS).ranks).us
         bucket = plan.bucket(work)
-        nbytes = sum(grad_bytes(plan.job).get(group, 0) for group in bucket.parameters)
+        nbytes = bucket_bytes(plan.job, (bucket,))[work]
         return work, bucket_time(plan.costs, plan.communicator(bucket.communicator), nbytes).us
 
     def _message_us(self, edge: int) -> float:

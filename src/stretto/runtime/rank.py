@@ -17,6 +17,7 @@ from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.record import Marks, now
+from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
 
 _DRAWING = threading.Lock()
@@ -134,7 +135,7 @@ class RankState:
         self._leaving: dict[tuple[int, int], tuple[Handle, torch.Tensor]] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._told: tuple[Handle, torch.Tensor] | None = None
-        self._summing: dict[str, tuple[Handle, torch.Tensor, list[torch.Tensor]]] = {}
+        self._summing: dict[str, tuple[Handle, torch.Tensor, list[torch.Tensor], list[Slot]]] = {}
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Walk all instructions once. batch: leaves of the whole batch. Returns the mean loss.
@@ -240,9 +241,15 @@ class RankState:
     def _reduce(self, instruction: Instruction) -> None:
         bucket = self._buckets[str(instruction.ref)]
         grads = [self._grad_of(name) for name in bucket.parameters]
-        total = grads[0] if len(grads) == 1 else torch.cat([grad.reshape(-1) for grad in grads])
+        slots = [self._slot(name, bucket.communicator) for name in bucket.parameters]
+        total = together(grads, slots)
         self.marks.starts.append((self._label(bucket), total.nbytes, now()))
-        self._summing[bucket.name] = (self.transport.all_reduce(bucket.communicator, total), total, grads)
+        handle = self.transport.all_reduce(bucket.communicator, total)
+        self._summing[bucket.name] = (handle, total, grads, slots)
+
+    def _slot(self, name: str, axis: str) -> Slot:
+        parameter = self.plan.job.parameters[self._members[name][0]]
+        return slot_of(self.plan.job, parameter, axis, self.coordinates)
 
     def _label(self, bucket: Bucket) -> str:
         return f"pp {bucket.communicator}" if bucket.communicator.startswith("tied ") else bucket.name
@@ -264,14 +271,12 @@ class RankState:
 
     def _reduced(self, instruction: Instruction) -> None:
         name = str(instruction.ref)
-        handle, total, grads = self._summing.pop(name)
+        handle, total, grads, slots = self._summing.pop(name)
         start = now()
         handle.wait()
         bucket = self._buckets[name]
         self.marks.finishes.append((self._label(bucket), bucket.communicator, start, now()))
-        if len(grads) > 1:
-            for grad, part in zip(grads, torch.split(total, [grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+        apart(total, grads, slots)
 
     def _mean_loss(self) -> torch.Tensor:
         return torch.stack([self._losses[m] for m in sorted(self._losses)]).mean()

@@ -245,7 +245,8 @@ class Runner:
         that hold the same.
 
         A tied parameter lives on several ranks, and data-parallel copies hold all; a norm counts it once, and
-        one copy is saved. Of a parameter that is spread, each rank owns its part.
+        one copy is saved. Of a parameter that is spread, each rank owns its part, of ranks with the same part
+        the first.
         """
         return name in self._owned
 
@@ -257,8 +258,8 @@ class Runner:
                 first[parameter.tied_to] = min(first.get(parameter.tied_to, place), place)
         owned = set()
         for parameter in self.plan.job.parameters:
-            spread = {shard.axis for shard in parameter.shards}
-            copy = any(at for axis, at in self.coordinates.items() if axis != "pp" and axis not in spread)
+            copies = {shard.axis: shard.copies for shard in parameter.shards}
+            copy = any(at % copies.get(axis, at + 1) for axis, at in self.coordinates.items() if axis != "pp")
             if first.get(parameter.tied_to) == self.coordinates["pp"] and not copy:
                 owned.add(parameter.name)
         return frozenset(owned)

@@ -21,7 +21,7 @@ def whole_spec(job: Job, parameter: Parameter) -> TensorSpec:
     """The spec of the model's own tensor, of which a rank holds `parameter.spec`."""
     shape = list(parameter.spec.shape)
     for shard in parameter.shards:
-        shape[shard.dim] *= job.size(shard.axis)
+        shape[shard.dim] *= shard.parts(job.size(shard.axis))
     return TensorSpec(tuple(shape), parameter.spec.dtype)
 
 
@@ -44,19 +44,19 @@ def pieces_of(
     """
     found = [((0,) * part.dim(), part)]
     for shard in parameter.shards:
-        size, at = job.size(shard.axis), coordinates[shard.axis]
+        parts, at = shard.parts(job.size(shard.axis)), shard.part(coordinates[shard.axis])
         boxes: list[tuple[tuple[int, ...], torch.Tensor]] = []
         for offsets, held in found:
             for block, piece in enumerate(held.chunk(shard.blocks, dim=shard.dim)):
-                first = (block * size + at) * piece.shape[shard.dim]
+                first = (block * parts + at) * piece.shape[shard.dim]
                 boxes.append(((*offsets[: shard.dim], first, *offsets[shard.dim + 1 :]), piece))
         found = boxes
     return found
 
 
 def join(parts: Sequence[torch.Tensor], parameter: Parameter) -> torch.Tensor:
-    """The whole from the parts along the parameter's one axis, in the order of ranks. A parameter that is
-    not spread is the first part."""
+    """The whole from the parts along the parameter's one axis, in the order of ranks; of copies, the
+    first. A parameter that is not spread is the first part."""
     if not parameter.shards:
         return parts[0]
     (shard,) = parameter.shards

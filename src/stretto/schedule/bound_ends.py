@@ -15,7 +15,7 @@ from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Bucket, Communicator
 from stretto.ir.program import Job
-from stretto.ir.transfers import CollectiveTime, bucket_time, grad_bytes, loss_time
+from stretto.ir.transfers import CollectiveTime, bucket_bytes, bucket_time, loss_time
 from stretto.schedule.sums import communicators_of, make_sums, tells_loss
 
 
@@ -50,7 +50,7 @@ def ends_of(
     where = Schedule("", len(stage_ranks), job.microbatches, tuple(stage_ranks), empty)
     sums = make_sums(job, where)
     communicators = {found.name: found for found in communicators_of(job, where)}
-    sizes = grad_bytes(job)
+    sizes = bucket_bytes(job, sums.buckets)
     chains: list[dict[str, tuple[SumTime, ...]]] = []
     for place in range(where.ranks):
         here = {*sums.early[place], *(name for names in sums.late[place] for name in names)}
@@ -91,5 +91,4 @@ def _sum_time(
     costs: Costs, communicators: Mapping[str, Communicator], sizes: Mapping[str, int], bucket: Bucket
 ) -> SumTime:
     communicator = communicators[bucket.communicator]
-    nbytes = sum(sizes[group] for group in bucket.parameters)
-    return SumTime(bucket.name, communicator.axes[0], bucket_time(costs, communicator, nbytes))
+    return SumTime(bucket.name, communicator.axes[0], bucket_time(costs, communicator, sizes[bucket.name]))

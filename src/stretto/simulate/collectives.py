@@ -23,7 +23,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import Span, SpanKind
-from stretto.ir.transfers import CollectiveTime, bucket_time, grad_bytes, loss_time
+from stretto.ir.transfers import CollectiveTime, bucket_bytes, bucket_time, loss_time
 from stretto.simulate.cards import Cards, Transfer, nothing
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.members import Behind
@@ -84,7 +84,7 @@ class Collectives:
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._communicators = {found.name: found for found in plan.communicators}
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
-        self._grad_bytes = grad_bytes(plan.job)
+        self._bucket_bytes = bucket_bytes(plan.job, plan.buckets)
         self._once: dict[tuple[str, int], Collective] = {}
 
     # --- step 1 -------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Collectives:
         key = (name, 0 if joins else place)
         if key not in self._once:
             places = communicator.ranks if joins else (place,)
-            nbytes = sum(self._grad_bytes.get(group, 0) for group in bucket.parameters)
+            nbytes = self._bucket_bytes[name]
             time = bucket_time(self._plan.costs, communicator, nbytes)
             label = f"pp {communicator.name}" if joins else name
             lane = self._lane(communicator.name, key[1])

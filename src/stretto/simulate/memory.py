@@ -12,8 +12,8 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
    contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
    added while it is multiplied has no bytes but those of a gradient that it begins
    (`stretto.ir.gradients`).
-5. Gradients that are summed together are put into one tensor from `reduce` to `reduced`; those of tied
-   parameters become one before.
+5. Gradients that are summed together are put into one tensor from `reduce` to `reduced`, and so are those
+   that only some ranks of an axis share (`Parameter.slots`); those of tied parameters become one before.
 
 What one window does to memory depends only on which of the values that outlive a window end in it, so
 each such case is worked out once, segment by segment, relative to the window's start.
@@ -30,6 +30,7 @@ from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import Bucket, Plan
 from stretto.ir.program import WAIT, Op
 from stretto.ir.storage import makes, owner, reads
+from stretto.ir.transfers import bucket_bytes
 from stretto.simulate.windows import ReadyWindow
 
 Program = tuple[int, Phase]
@@ -98,6 +99,7 @@ class RankMemory:
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
         held: dict[str, int] = {}
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
+        self._summed = bucket_bytes(plan.job, plan.buckets)
         # By group of tied parameters: the names that the rank holds, bytes of one gradient.
         self._tied: dict[str, tuple[list[str], int]] = {}
         for parameter in plan.job.parameters:
@@ -206,9 +208,9 @@ class RankMemory:
         self.bytes_held -= self._together(self._buckets[name])
 
     def _together(self, bucket: Bucket) -> int:
-        if len(bucket.parameters) == 1:
-            return 0
-        return sum(self._tied[group][1] for group in bucket.parameters)
+        own = sum(self._tied[group][1] for group in bucket.parameters)
+        summed = self._summed[bucket.name]
+        return 0 if len(bucket.parameters) == 1 and summed == own else summed
 
     def run(self, ready: ReadyWindow, microbatches: tuple[int, ...]) -> tuple[Change | None, ...]:
         """What the run's segments do to the bytes held, in order (None: nothing); the caller applies each

@@ -71,8 +71,8 @@ def _places(job: Job, coordinates: Mapping[str, int]) -> tuple[dict[str, int], i
         if parameter.grads and parameter.tied_to not in found:
             part, parts = 0, 1
             for shard in parameter.shards:
-                size = job.size(shard.axis)
-                part, parts = part * size + coordinates[shard.axis], parts * size
+                count = shard.parts(job.size(shard.axis))
+                part, parts = part * count + shard.part(coordinates[shard.axis]), parts * count
             found[parameter.tied_to] = places + part
             places += parts
     return found, places

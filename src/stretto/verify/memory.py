@@ -9,7 +9,8 @@ instruction that starts them to the one that says that they are done. Counted, i
 3. a received value from the post of its receive; a sent value at least to its `sent`;
 4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
    added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins;
-5. what gradients that are summed together are put into, from `reduce` to `reduced`.
+5. what gradients that are summed together, or among some ranks of an axis only, are put into, from `reduce`
+   to `reduced`.
 
 Not counted: batch, constants, optimizer state, workspaces and the allocator's waste. `stretto.simulate`
 counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
@@ -80,10 +81,13 @@ class _RankWalk:
         # By group of tied parameters: the names that the rank holds, bytes of one gradient.
         self.tied: dict[str, list[str]] = defaultdict(list)
         self.tied_bytes: dict[str, int] = {}
+        self.slots: dict[tuple[str, str], int] = {}
         for parameter in plan.job.parameters:
             if self.stages.intersection(parameter.stages):
                 self.tied[parameter.tied_to].append(parameter.name)
                 self.tied_bytes[parameter.tied_to] = parameter.grad_nbytes
+                for axis, size in plan.job.axes:
+                    self.slots[parameter.tied_to, axis] = parameter.slots(axis, size)
         self.flat: dict[str, int] = {}
         self.made: dict[Storage, int] = {
             (stage, name): nbytes
@@ -199,8 +203,11 @@ class _RankWalk:
                 self.level -= len(begun) * self.tied_bytes[name]
                 self.begun -= begun
                 self.begun.add(self.tied[name][0])
-        if len(bucket.parameters) > 1:
-            self.flat[bucket.name] = sum(self.tied_bytes[name] for name in bucket.parameters)
+        slots = [self.slots.get((name, bucket.communicator), 1) for name in bucket.parameters]
+        if len(slots) > 1 or slots != [1]:
+            self.flat[bucket.name] = sum(
+                self.tied_bytes[name] * count for name, count in zip(bucket.parameters, slots, strict=True)
+            )
             self.level += self.flat[bucket.name]
 
     def shape(self, window: Window, pattern: tuple[int, ...]) -> _Shape:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from stretto.ir.mesh import AXES
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job, Parameter
+from stretto.ir.program import Job, Parameter, Shard
 from stretto.ir.varying import varying_in_job
 from stretto.verify.fault import Fault
 
@@ -90,15 +90,35 @@ def _parameter(job: Job, parameter: Parameter) -> Iterator[Fault]:
                 f"has gradients that are parts along {axis!r}, which is no axis that splits a sample",
                 "Name axes of the job; the sum over dp is taken of every gradient",
             )
-        elif axis in spread:
+        elif axis in spread and not any(s.axis == axis and s.copies > 1 for s in parameter.shards):
             yield Fault(
                 None,
                 where,
                 f"is spread over {axis}, so gradients along it belong to different rows",
                 f"Take {axis} out of `partial`, or out of `shards`",
             )
+    for shard in parameter.shards:
+        yield from _copies(where, parameter, shard, axes.get(shard.axis, 1))
     if len(set(parameter.partial)) < len(parameter.partial):
         yield Fault(None, where, f"names an axis of `partial` twice: {list(parameter.partial)}", "Keep one")
+
+
+def _copies(where: str, parameter: Parameter, shard: Shard, size: int) -> Iterator[Fault]:
+    """Ranks that hold the same part are as many for each part, and add up their gradients."""
+    if shard.copies < 1 or size % shard.copies:
+        yield Fault(
+            None,
+            where,
+            f"has parts that {shard.copies} ranks of {shard.axis} hold each, but it has {size} ranks",
+            f"Name a number that divides {size}",
+        )
+    elif shard.copies > 1 and parameter.grads and shard.axis not in parameter.partial:
+        yield Fault(
+            None,
+            where,
+            f"has parts that {shard.copies} ranks of {shard.axis} hold each, whose gradients are not summed",
+            f"Name {shard.axis} in `partial`",
+        )
 
 
 def _tie(first: Parameter, parameter: Parameter) -> Iterator[Fault]:
