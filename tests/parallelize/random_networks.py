@@ -66,7 +66,9 @@ class Coded(nn.Module):
                 for at, block in enumerate(module):
                     if isinstance(block, Coded):
                         own += [f"{indent}self.{name}[{at}]:", block.text(indent + "    ")]
-        return "\n".join([*own, f"{indent}forward({self.arguments}):", *(f"{indent}    {x}" for x in self.lines)])
+        return "\n".join(
+            [*own, f"{indent}forward({self.arguments}):", *(f"{indent}    {x}" for x in self.lines)]
+        )
 
 
 @dataclass
@@ -96,10 +98,20 @@ class Network:
 POINTWISE = (
     *("{a}.relu()", "{a}.sigmoid()", "torch.tanh({a})", "F.gelu({a})", "F.silu({a})", "-{a}", "{a} * 0.5"),
     *("{a}.clone()", "{a}.contiguous()", "{a}.double()", "F.dropout({a}, 0.0)", "{a}.detach() * {a}"),
-    *("torch.where({a} > 0, {a}, 0.1 * {a})", "{a}.clamp(-1.5, 1.5)", "({a}.abs() + 1).log()", "{a}.square()"),
+    *(
+        "torch.where({a} > 0, {a}, 0.1 * {a})",
+        "{a}.clamp(-1.5, 1.5)",
+        "({a}.abs() + 1).log()",
+        "{a}.square()",
+    ),
     *("{a} * torch.full_like({a}, 0.7)", "{a} + torch.zeros({a}.shape, dtype={a}.dtype)", "{a} + 0.25"),
     *("{a} * torch.ones({a}.shape[-1], dtype={a}.dtype)", "{a}.masked_fill({a} < -1, 0.5)", "{a} ** 3"),
-    *("{a}.float().double()", "torch.zeros_like({a}) + {a}", "{a} * {a}.sigmoid()", "F.relu({a} * 1, inplace=True)"),
+    *(
+        "{a}.float().double()",
+        "torch.zeros_like({a}) + {a}",
+        "{a} * {a}.sigmoid()",
+        "F.relu({a} * 1, inplace=True)",
+    ),
 )
 """Right on any part."""
 
@@ -111,7 +123,10 @@ ALONG = (
     *("torch.cat(({a}, -{a}), {d}).narrow({d}, 1, {a}.shape[{d}])", "{a} / {a}.shape[{d}]"),
     *("{a} * {a}.shape[{d}] ** -0.5", "sum({a}.unbind({d})).unsqueeze({d}) + {a}", "{a}.logcumsumexp({d})"),
     *("torch.cat({a}.chunk(2, {d})[::-1], {d})", "torch.cat({a}.split({a}.shape[{d}] // 2, {d}), {d}) * 2"),
-    *("{a}.index_select({d}, torch.arange({a}.shape[{d}] - 1, -1, -1))", "{a} * {a}.argmax({d}, keepdim=True)"),
+    *(
+        "{a}.index_select({d}, torch.arange({a}.shape[{d}] - 1, -1, -1))",
+        "{a} * {a}.argmax({d}, keepdim=True)",
+    ),
     *("{a} + {a}.narrow({d}, 0, 1)", "{a}.gather({d}, torch.zeros_like({a}, dtype=torch.long))"),
     *("torch.movedim({a}, {d}, -1).contiguous().movedim(-1, {d})", "{a} * {a}.numel() ** -0.5"),
 )
@@ -120,12 +135,33 @@ ALONG = (
 LAST = (
     *("{a} * torch.arange({a}.shape[-1], dtype={a}.dtype).cos()", "F.layer_norm({a}, {a}.shape[-1:])"),
     *("{a} + torch.linspace(0, 1, {a}.shape[-1], dtype={a}.dtype)", "F.rms_norm({a}, {a}.shape[-1:])"),
-    *("{a} * torch.eye({a}.shape[-1], dtype={a}.dtype)[0]", "{a}.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)"),
-    *("{a}.unflatten(-1, (2, -1)).flip(-2).flatten(-2)", "{a}.view(*{a}.shape[:-1], -1, 2).sum(-1, keepdim=True).expand(*{a}.shape[:-1], -1, 2).flatten(-2)"),
-    *("{a}.unflatten(-1, (-1, 4)).softmax(-1).flatten(-2)", "{a}.view(*{a}.shape[:-1], 2, -1).mean(-2).repeat_interleave(2, -1)"),
-    *("F.pad({a}[..., 1:], (0, 1))", "{a}.unflatten(-1, (-1, 2)).cumsum(-1).flatten(-2)", "F.pad({a}[..., :-1], (1, 0))"),
-    *("{a} * F.one_hot({a}.argmax(-1), {a}.shape[-1])", "{a}.reshape({a}.shape[0], -1).cumsum(-1).view({a}.shape)"),
-    *("{a} * {a}.mean()", "{a} - {a}.max()", "{a} / (1 + {a}.norm())", "{a}.flatten().softmax(0).view({a}.shape)"),
+    *(
+        "{a} * torch.eye({a}.shape[-1], dtype={a}.dtype)[0]",
+        "{a}.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)",
+    ),
+    *(
+        "{a}.unflatten(-1, (2, -1)).flip(-2).flatten(-2)",
+        "{a}.view(*{a}.shape[:-1], -1, 2).sum(-1, keepdim=True).expand(*{a}.shape[:-1], -1, 2).flatten(-2)",
+    ),
+    *(
+        "{a}.unflatten(-1, (-1, 4)).softmax(-1).flatten(-2)",
+        "{a}.view(*{a}.shape[:-1], 2, -1).mean(-2).repeat_interleave(2, -1)",
+    ),
+    *(
+        "F.pad({a}[..., 1:], (0, 1))",
+        "{a}.unflatten(-1, (-1, 2)).cumsum(-1).flatten(-2)",
+        "F.pad({a}[..., :-1], (1, 0))",
+    ),
+    *(
+        "{a} * F.one_hot({a}.argmax(-1), {a}.shape[-1])",
+        "{a}.reshape({a}.shape[0], -1).cumsum(-1).view({a}.shape)",
+    ),
+    *(
+        "{a} * {a}.mean()",
+        "{a} - {a}.max()",
+        "{a} / (1 + {a}.norm())",
+        "{a}.flatten().softmax(0).view({a}.shape)",
+    ),
     *("{a}.view(-1, {h}).mean(0) + {a}", "{a}[..., :1] * {a}", "{a}[..., ::2].repeat_interleave(2, -1)"),
     *("torch.nn.functional.glu({a}, -1).repeat(1, 1, 2)", "{a} + torch.zeros({h}, dtype={a}.dtype)"),
     *("torch.einsum('bsd,btd->bst', {a}, {a}).softmax(-1) @ {a}", "{a} @ ({a}.transpose(-1, -2) @ {a})"),
@@ -142,16 +178,45 @@ BINARY = (
 """Right where both are alike."""
 
 MIXED = (
-    *("torch.cat(({a}, {b}), -1)", "{a} * {b}[..., :1]", "{a} + {b}.mean(-1, keepdim=True)", "{a} * {b}.mean()"),
-    *("{a} @ {b}.transpose(-1, -2) @ {b}", "torch.einsum('bsd,bte->bsd', {a}, {b})", "torch.outer({a}.flatten(), {b}.flatten())[:4, :4].sum() * {a}"),
-    *("torch.cat(({a}[..., :2], {b}[..., 2:]), -1)", "{a} + {b}.flip(1)", "{a} + {b}[:, :1]", "{a}.mul({b}.sum(-1, keepdim=True))"),
+    *(
+        "torch.cat(({a}, {b}), -1)",
+        "{a} * {b}[..., :1]",
+        "{a} + {b}.mean(-1, keepdim=True)",
+        "{a} * {b}.mean()",
+    ),
+    *(
+        "{a} @ {b}.transpose(-1, -2) @ {b}",
+        "torch.einsum('bsd,bte->bsd', {a}, {b})",
+        "torch.outer({a}.flatten(), {b}.flatten())[:4, :4].sum() * {a}",
+    ),
+    *(
+        "torch.cat(({a}[..., :2], {b}[..., 2:]), -1)",
+        "{a} + {b}.flip(1)",
+        "{a} + {b}[:, :1]",
+        "{a}.mul({b}.sum(-1, keepdim=True))",
+    ),
 )
 
 WRITES = (
     *("{a}.mul_(0.5)", "{a} += 1", "{a}[:, 1:] *= 2", "{a}[:, 0] = 0.5", "{a}[:, 0].add_(0.5)", "{a} *= {b}"),
-    *("{a}.add_({b}, alpha=0.3)", "{a}.masked_fill_({a} > 1, 0.1)", "{a}.relu_()", "{a}.transpose(1, 2).neg_()"),
-    *("{a}[..., 0] = 0.5", "{a}[..., 1:].mul_(2)", "{a}.copy_({b})", "{a}.index_fill_(1, torch.tensor([0]) if False else torch.zeros(1, dtype=torch.long), 0.5)"),
-    *("{a}[..., -1].fill_(0.3)", "{a}.view(-1).add_(0.1)", "{a}[:, :, 2:] = {b}[:, :, 2:]", "{a}.clamp_(-1, 1)"),
+    *(
+        "{a}.add_({b}, alpha=0.3)",
+        "{a}.masked_fill_({a} > 1, 0.1)",
+        "{a}.relu_()",
+        "{a}.transpose(1, 2).neg_()",
+    ),
+    *(
+        "{a}[..., 0] = 0.5",
+        "{a}[..., 1:].mul_(2)",
+        "{a}.copy_({b})",
+        "{a}.index_fill_(1, torch.tensor([0]) if False else torch.zeros(1, dtype=torch.long), 0.5)",
+    ),
+    *(
+        "{a}[..., -1].fill_(0.3)",
+        "{a}.view(-1).add_(0.1)",
+        "{a}[:, :, 2:] = {b}[:, :, 2:]",
+        "{a}.clamp_(-1, 1)",
+    ),
 )
 
 
@@ -233,7 +298,9 @@ class Drawing:
                     if self.draw.random() < 0.5:
                         return f"self.{name}"
                     mine = self.add(f"nn.Linear({features}, {out}, bias={bias})", style)
-                    setattr(self.env["self"].get_submodule(mine[5:]), "weight", getattr(self.module, name).weight)
+                    setattr(
+                        self.env["self"].get_submodule(mine[5:]), "weight", getattr(self.module, name).weight
+                    )
                     self.module.made[mine[5:]] += f"; {mine}.weight = self.{name}.weight"
                     return mine
         return self.add(f"nn.Linear({features}, {out}, bias={bias})", style)
@@ -322,11 +389,20 @@ class Drawing:
     def per_token(self, x: Value, beside: Value) -> Value | None:
         """One number a token (of a gate, a router), made from whole values, beside spread ones."""
         n = self.draw.choice((4, 8))
-        style = self.draw.choice(("colwise_gather_output", "rowwise_split_input", "vocabulary", None, "replicated"))
+        style = self.draw.choice(
+            ("colwise_gather_output", "rowwise_split_input", "vocabulary", None, "replicated")
+        )
         y = self.called(self.linear(self.shape(x)[-1], n, style), x)
         if y is None:
             return None
-        one = self.draw.choice(("{y}[..., :1]", "{y}.mean(-1, keepdim=True)", "{y}.softmax(-1)[..., 1:2]", "{y}.norm(dim=-1, keepdim=True)"))
+        one = self.draw.choice(
+            (
+                "{y}[..., :1]",
+                "{y}.mean(-1, keepdim=True)",
+                "{y}.softmax(-1)[..., 1:2]",
+                "{y}.norm(dim=-1, keepdim=True)",
+            )
+        )
         return self.value(f"{beside.name} {self.draw.choice('*+')} {one.format(y=y.name)}", True)
 
     def attention(self, x: Value) -> Value | None:
@@ -345,7 +421,11 @@ class Drawing:
             if packed is None:
                 return None
             k = self.draw.random()
-            split = f"{packed.name}.chunk(3, -1)" if k < 0.6 else f"{packed.name}.unflatten(-1, (3, -1)).unbind(-2)"
+            split = (
+                f"{packed.name}.chunk(3, -1)"
+                if k < 0.6
+                else f"{packed.name}.unflatten(-1, (3, -1)).unbind(-2)"
+            )
             parts = [self.value(f"({split})[{k}]", True) for k in range(3)]
         by_hand = self.crazy()
         count = str(heads) if by_hand else "-1"
@@ -369,30 +449,50 @@ class Drawing:
         if self.draw.random() < 0.25:
             q = self.value(f"F.layer_norm({q.name}, ({width},))", True) or q
         if self.draw.random() < 0.3:
-            y = self.value(f"F.scaled_dot_product_attention({q.name}, {k.name}, {v.name}, is_causal=True)", True)
+            y = self.value(
+                f"F.scaled_dot_product_attention({q.name}, {k.name}, {v.name}, is_causal=True)", True
+            )
         else:
             scale = self.draw.choice(
-                (f"/ {width} ** 0.5", f"* {q.name}.shape[-1] ** -0.5", f"/ math.sqrt({q.name}.size(-1))", "* 0.7")
+                (
+                    f"/ {width} ** 0.5",
+                    f"* {q.name}.shape[-1] ** -0.5",
+                    f"/ math.sqrt({q.name}.size(-1))",
+                    "* 0.7",
+                )
             )
             product = self.draw.choice(
-                (f"{q.name} @ {k.name}.transpose(-1, -2)", f"torch.einsum('bhsd,bhtd->bhst', {q.name}, {k.name})")
+                (
+                    f"{q.name} @ {k.name}.transpose(-1, -2)",
+                    f"torch.einsum('bhsd,bhtd->bhst', {q.name}, {k.name})",
+                )
             )
             s = self.value(f"({product}) {scale}", True)
             if s is None:
                 return None
             if self.draw.random() < 0.2 + 0.4 * self.wild:
                 per_head = self.crazy() or self.crazy()
-                gain = self.add(f"nn.Parameter(torch.linspace(0.5, 1, {heads if per_head else 1}).double().view(-1, 1, 1))", None)
+                gain = self.add(
+                    f"nn.Parameter(torch.linspace(0.5, 1, {heads if per_head else 1}).double().view(-1, 1, 1))",
+                    None,
+                )
                 s = self.value(f"{s.name} {self.draw.choice('+*')} {gain}", True) or s
             if self.draw.random() < 0.6:
                 mask = f"torch.ones({s.name}.shape[-2:], dtype=torch.bool).tril()"
                 s = self.value(f"{s.name}.masked_fill(~{mask}, -math.inf)", True) or s
             if self.crazy():
-                s = self.value(self.draw.choice(ALONG).format(a=s.name, d=self.draw.choice((0, 1, 2, 3))), True) or s
+                s = (
+                    self.value(
+                        self.draw.choice(ALONG).format(a=s.name, d=self.draw.choice((0, 1, 2, 3))), True
+                    )
+                    or s
+                )
             p = self.value(f"{s.name}.softmax(-1)", True)
             if p is None:
                 return None
-            join = self.draw.choice((f"{p.name} @ {v.name}", f"torch.einsum('bhst,bhtd->bhsd', {p.name}, {v.name})"))
+            join = self.draw.choice(
+                (f"{p.name} @ {v.name}", f"torch.einsum('bhst,bhtd->bhsd', {p.name}, {v.name})")
+            )
             y = self.value(join, True)
         if y is None:
             return None
@@ -414,7 +514,9 @@ class Drawing:
         y = self.called(self.linear(self.shape(x)[-1], inner, style), x)
         if y is None:
             return None
-        style = self.draw.choice(("rowwise_split_input", "rowwise_split_input", "colwise_gather_output", None))
+        style = self.draw.choice(
+            ("rowwise_split_input", "rowwise_split_input", "colwise_gather_output", None)
+        )
         return self.called(self.linear(inner, HIDDEN, style), self.season(y))
 
     def norm(self, x: Value) -> Value | None:
@@ -572,7 +674,9 @@ def _bent(draw: Random, model: nn.Module, plan: dict[str, str]) -> None:
         plan[name] = style
 
 
-def _drawing(draw: Random, wild: float, module: Coded, plan: dict[str, str], prefix: str, heads: Any, x: Tensor) -> Drawing:
+def _drawing(
+    draw: Random, wild: float, module: Coded, plan: dict[str, str], prefix: str, heads: Any, x: Tensor
+) -> Drawing:
     made = Drawing(draw, wild, module, plan, prefix, heads, {**NAMES, "self": module, "x": x})
     made.values.append(Value("x"))
     made.slips = draw.choice((0, 0, 0, 1))

@@ -263,7 +263,9 @@ def test_writes_by_numbers_need_no_gathered_logits() -> None:
 
     batch = {"tokens": tokens_of(1), "targets": tokens_of(2)}
     job = capture(Head(), batch, loss, Parallel(tp=2), tp_plan=PLAN)
-    gathered = [op.collective for ops in job.stages[0].ops.values() for op in ops if op.collective is not None]
+    gathered = [
+        op.collective for ops in job.stages[0].ops.values() for op in ops if op.collective is not None
+    ]
     assert all(c.nbytes < 2 * 5 * VOCAB * 4 for c in gathered if c.kind == "all_gather")
 
 

@@ -26,6 +26,7 @@ from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.placements import (
     SUM,
+    VIEW_OPS,
     EqualReducedError,
     NeedsEqualError,
     Placement,
@@ -276,8 +277,19 @@ class _Proof:
                         left[d] //= size
                         placer.values[op.name] = part(d)
                         break
-        if tuple(left) != spec.shape:
+        if tuple(left) != spec.shape or not self._in_order(op):
             raise self._shape_refusal(item)
+
+    def _in_order(self, op: Op) -> bool:
+        """Where a dim is spread along both axes of an axis with copies, the shards are the outer ones: what
+        became one dim had them before the copies."""
+        if len(self.placers) < 2 or op.target not in VIEW_OPS:
+            return True
+        outer, inner = (placer.of(op.args[0].name) for _, placer in self.placers)
+        now = [placer.of(op.name) for _, placer in self.placers]
+        if any(held.kind != "part" for held in (outer, inner, *now)) or now[0].at[0][0] != now[1].at[0][0]:
+            return True
+        return outer.at[0][0] <= inner.at[0][0]
 
     # --- step 4 -------------------------------------------------------------------------------------------
 

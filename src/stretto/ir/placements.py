@@ -106,6 +106,9 @@ VIEW_OPS = frozenset(
 )
 """The same elements in the same order in another shape."""
 
+EXPAND = "aten.expand.default"
+"""Repeats dims of one element: where a rank has as many as it needs, the model alone may have more."""
+
 FILLS = frozenset(
     f"aten.{name}.default"
     for name in (
@@ -248,7 +251,7 @@ class Placer:
             return (self._filled(op),)
         names = operands(op)
         given = tuple(self.of(name) for name in names)
-        if all(p is EQUAL for p in given) and op.target not in ("aten.expand.default",):
+        if all(p is EQUAL for p in given) and op.target != EXPAND:
             return (EQUAL,) * max(len(op.outputs), 1)
         key = _key(op, names, given, specs, own, scaled)
         found = self._known.get(key)
@@ -594,7 +597,7 @@ class Placer:
         self, op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec]
     ) -> tuple[Placement, ...]:
         """All is whole: along which dims results are uniform."""
-        if op.random or (not self._exact and op.target not in ("aten.expand.default",) and not any(
+        if op.random or (not self._exact and op.target != EXPAND and not any(
             p.uniform for p in given
         )):  # fmt: skip
             return (EQUAL,) * len(op.outputs)
@@ -605,8 +608,8 @@ class Placer:
                 if label is None or label in rule.whole:
                     continue
                 if all(
-                    k in held.uniform
-                    for held, labels in zip(given, rule.inputs, strict=True)
+                    k in held.uniform or (op.target == EXPAND and spec.shape[k] == 1)
+                    for held, labels, spec in zip(given, rule.inputs, specs, strict=True)
                     for k, of in enumerate(labels)
                     if of == label
                 ):
@@ -619,29 +622,27 @@ class Placer:
 
 
 def _uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:
-    """The uniform dims in another shape: those made of uniform dims alone."""
+    """The uniform dims in another shape: those made of uniform dims alone, and of one element where one was."""
     found: set[int] = set()
-    i = j = 0
-    while i < len(before) or j < len(after):
-        left, right, a, b = [], [], 1, 1
-        while True:
-            if a <= b and i < len(before):
-                left.append(i)
-                a *= before[i]
-                i += 1
-            elif j < len(after):
-                right.append(j)
-                b *= after[j]
-                j += 1
-            else:
-                left += range(i, len(before))
-                i = len(before)
-                break
-            if a == b and left and right:
-                break
-        if all(d in uniform or before[d] == 1 for d in left):
-            found.update(right)
+    spans = list(_spans(before))
+    for dim, (first, last) in enumerate(_spans(after)):
+        if first == last:
+            here = [d for d, span in enumerate(spans) if span == (first, last)]
+            fits = any(d in uniform for d in here)
+        else:
+            here = [d for d, (a, b) in enumerate(spans) if a < last and b > first and a != b]
+            fits = all(d in uniform for d in here)
+        if fits:
+            found.add(dim)
     return frozenset(found)
+
+
+def _spans(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """For each dim, how many rows there are of it and all before, without it and with it."""
+    rows = 1
+    for n in shape:
+        yield rows, rows * n
+        rows *= n
 
 
 def _regrouped(

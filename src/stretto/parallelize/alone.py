@@ -201,12 +201,19 @@ class Calls(TorchFunctionMode):
             return  # a number, which is compared where it is used
         frame = self._frames[-1]
         key = (frame.name, frame.visit, frame.calls)
-        frame.calls += 1
         if self._alone is None:
+            frame.calls += 1
             self.found[key] = Found(function, numbers, shapes)
             self.matched.append(Matched(shapes, shapes))
             return
         whole = self._alone.get(key)
+        while whole is not None and whole.function != function:
+            left_out = self._repeats_left_out((frame.name, frame.visit, frame.calls))
+            if not left_out:
+                break
+            frame.calls += left_out
+            whole = self._alone.get((frame.name, frame.visit, frame.calls))
+        frame.calls += 1
         where = f"in {frame.name!r}" if frame.name else "in the model or the loss"
         if whole is None or whole.function != function or len(whole.shapes) != len(shapes):
             alone = "nothing more" if whole is None else f"{whole.function!r}"
@@ -217,6 +224,27 @@ class Calls(TorchFunctionMode):
             )
         scaled = self._compare(function, numbers, whole.numbers, where)
         self.matched.append(Matched(shapes, whole.shapes, scaled))
+
+    def _repeats_left_out(self, key: Key) -> int:
+        """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys as
+        of queries leaves out: an unsqueeze behind the heads, `expand`, and a view that puts both dims together,
+        or `repeat_interleave`."""
+        assert self._alone is not None
+        name, visit, at = key
+        calls = [self._alone.get((name, visit, at + k)) for k in range(3)]
+        if calls[0] is not None and calls[0].function == "repeat_interleave":
+            return 1
+        shapes = [call.shapes[0] for call in calls if call is not None and len(call.shapes) == 1]
+        functions = [call.function for call in calls if call is not None]
+        if len(shapes) < 3 or functions[0] not in ("__getitem__", "unsqueeze") or functions[1] != "expand":
+            return 0
+        one, repeated, put = shapes
+        changed = [d for d, (a, b) in enumerate(zip(one, repeated, strict=False)) if a != b]
+        if len(one) != len(repeated) or len(changed) != 1 or one[changed[0]] != 1 or changed[0] == 0:
+            return 0
+        dim = changed[0]
+        merged = (*repeated[: dim - 1], repeated[dim - 1] * repeated[dim], *repeated[dim + 1 :])
+        return 3 if put == merged else 0
 
     def _compare(self, function: str, here: tuple[Any, ...], alone: tuple[Any, ...], where: str) -> bool:
         """Whether bounds differ as parts do. Raises ValueError for numbers that may not differ."""

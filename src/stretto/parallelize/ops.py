@@ -198,4 +198,3 @@ def chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 def collect(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` become the whole, equal on all ranks, and used equally."""
     return _pair(x, lambda t: all_gather(t, dim, axis, size), lambda grad: own_chunk(grad, dim, axis, size))
-
