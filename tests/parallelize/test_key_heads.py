@@ -19,7 +19,10 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from tests.parallelize.test_tensor_equality import SMALL, assert_plain, batch_of
 from tests.runtime.equality import from_transformers
 
-pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is not spread over tp:UserWarning"),
+]
 
 
 def hf(name: str, heads: int, queries: int = 4, **changes: Any) -> nn.Module:

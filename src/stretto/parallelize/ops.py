@@ -202,8 +202,8 @@ def share(x: Tensor, dim: int, axis: str, size: int, copies: int) -> Tensor:
 
     def mean(grad: Tensor) -> Tensor:
         whole = all_gather(grad, dim, axis, size)
-        apart = whole.unflatten(dim, (size // copies, copies))
-        alike = (apart.sum(dim + 1, keepdim=True) / copies).expand_as(apart).flatten(dim, dim + 1)
-        return own_chunk(alike, dim, axis, size)
+        apart = whole.reshape(*x.shape[:dim], size // copies, copies, *x.shape[dim + 1 :])
+        alike = (apart.sum(dim + 1, keepdim=True) / copies).expand_as(apart)
+        return own_chunk(alike.reshape(whole.shape), dim, axis, size)
 
     return _pair(x, lambda t: t.view_as(t), mean)
