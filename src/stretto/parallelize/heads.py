@@ -94,8 +94,8 @@ NORM = re.compile(r"norm|(^|_)ln(_|$)", re.IGNORECASE)
 @dataclass(frozen=True, slots=True)
 class SharedHeads:
     """copies: module -> ranks that hold the same of its output features, more than one; some of these modules
-    have no style, or 'replicated', and are to be 'colwise'. norms: the same of norms of keys. counts: their
-    attention module -> integer attribute -> the value on a rank."""
+    have no style, or one that makes their output whole, and are to be 'colwise'. norms: the same of norms of
+    keys. counts: their attention module -> integer attribute -> the value on a rank."""
 
     copies: Mapping[str, int] = field(default_factory=dict)
     norms: Mapping[str, int] = field(default_factory=dict)
