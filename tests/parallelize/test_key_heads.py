@@ -19,7 +19,10 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from tests.parallelize.test_tensor_equality import SMALL, assert_plain, batch_of
 from tests.runtime.equality import from_transformers
 
-pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is not spread over tp:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -251,12 +254,21 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("attribute", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_one_head_of_keys_that_a_plan_holds_whole_is_exact(attribute: bool) -> None:
-    more = {"model.layers.*.self_attn": "attributes:num_key_value_groups"} if attribute else {}
+KEYS_OF_ALL = "model.layers.*.self_attn"
+MORE = {
+    "and counts": {KEYS_OF_ALL: "attributes:num_key_value_groups"},
+    "alone": {},
+    "put together": {f"{KEYS_OF_ALL}.{name}_proj": "colwise_gather_output" for name in ("k", "v")},
+}
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param("and counts", marks=pytest.mark.slow), "alone", "put together"]
+)
+def test_one_head_of_keys_that_a_plan_holds_whole_is_exact(more: str) -> None:
     model = KINDS["llama"](1)
     parallel = Parallel(tp=2, microbatches=2)
-    job = capture(model, batch_of(), huggingface_loss, parallel, tp_plan={**WHOLE, **more})
+    job = capture(model, batch_of(), huggingface_loss, parallel, tp_plan={**WHOLE, **MORE[more]})
     assert_plain(job, model, huggingface_loss, batch_of())
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stretto.errors import UsageError
 from stretto.ir.program import Shard
-from stretto.parallelize.heads import shared_heads
+from stretto.parallelize.heads import SPREAD, shared_heads
 from stretto.parallelize.sequence import sequence_region
 from stretto.parallelize.styles import ROWWISE, Style, plan_of
 
@@ -53,7 +53,7 @@ def tensor_parallel(
     styles = _vocabulary_fits(model, plan_of(model, plan), modules, size)
     _check_heads(model, size)
     heads = shared_heads(model, modules, styles, size)
-    whole = (name for name in heads.copies if styles.get(name, Style("replicated")).kind == "replicated")
+    whole = (name for name in heads.copies if name not in styles or styles[name].kind not in SPREAD)
     styles |= dict.fromkeys(whole, Style("colwise"))
     first, tails = sequence_region(model, modules, styles) if sequence else (None, ())
     shards: dict[str, Shard] = {}
