@@ -1,8 +1,8 @@
 """Whatever network is spread, and however: capture refuses it, or its step has the plain model's numbers.
 
-Random networks with random styles (`random_networks`) are captured, planned and run on ranks that are threads.
-Loss and all gradients equal the plain model's in float64, or a StrettoError was raised before anything ran. A
-good share is accepted, so that nothing is right by refusing all.
+Random networks with random styles (`random_networks`) are captured, planned and run on ranks that are
+threads. Loss and all gradients equal the plain model's in float64, or a StrettoError was raised before
+anything ran. A good share is accepted, so that nothing is right by refusing all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACCEPTED = 0.35
 
 
 def outcome(seed: int) -> str:
-    """"right" or "refused"; else what is wrong, with a description of the network."""
+    """ "right" or "refused"; else what is wrong, with a description of the network."""
     network = draw_network(seed)
     try:
         with warnings.catch_warnings():
@@ -77,7 +77,11 @@ def differences(plan: Plan, network: Network) -> list[str]:
 
     def work(runner: Any) -> tuple[dict[str, int], float, dict[str, Tensor]]:
         loss = float(runner.step(network.batch))
-        return runner.coordinates, loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+        return (
+            runner.coordinates,
+            loss,
+            {n: p.grad for n, p in runner.named_parameters() if p.grad is not None},
+        )
 
     results = stretto.run_threads(plan, lambda _: copy.deepcopy(network.model), work)
     parameters = {p.name: p for p in plan.job.parameters}
@@ -104,7 +108,9 @@ def differences(plan: Plan, network: Network) -> list[str]:
         if want is None or got is None:
             left = got if want is None else want
             if left is not None and float(left.norm()) > 0:
-                wrong.append(f"{name}: only {'the step' if want is None else 'the plain model'} has a gradient")
+                wrong.append(
+                    f"{name}: only {'the step' if want is None else 'the plain model'} has a gradient"
+                )
         elif got.shape != want.shape:
             wrong.append(f"{name}: shape {list(got.shape)}, plain {list(want.shape)}")
         elif not float((got - want).norm()) <= TOLERANCE * max(float(want.norm()), 1e-6 * largest):
@@ -133,7 +139,9 @@ def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(seeds: range) -> None:
     counts, faults = outcomes(seeds)
-    assert not faults, f"{len(faults)} of {len(seeds)} are neither refused nor right:\n\n" + "\n\n".join(faults)
+    assert not faults, f"{len(faults)} of {len(seeds)} are neither refused nor right:\n\n" + "\n\n".join(
+        faults
+    )
     assert counts["right"] >= ACCEPTED * len(seeds), counts
 
 

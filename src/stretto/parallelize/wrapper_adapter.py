@@ -1,7 +1,7 @@
-"""The room of parallelize that knows a private corner of PyTorch (2.11 to 2.13): tensors that are made of others.
+"""The room of parallelize that knows a private corner of PyTorch (2.11 to 2.13).
 
-What it uses, with a test: torch.Tensor._make_wrapper_subclass, a tensor of a class of one's own, with a shape and
-no elements.
+What it uses, with a test: torch.Tensor._make_wrapper_subclass, a tensor of a class of one's own, with a shape
+and no elements.
 """
 
 from __future__ import annotations
