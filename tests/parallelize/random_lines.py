@@ -179,7 +179,7 @@ HEADED = _rows("""
     return F.cross_entropy({x}.flatten(0, 1), batch['targets'].flatten(), label_smoothing=0.1)
     t = batch['targets'][:, 1:]; return F.cross_entropy({x}[:, :-1].reshape(-1, {v}), t.reshape(-1)) * 2
     return -{x}.log_softmax(-1).gather(-1, batch['targets'].unsqueeze(-1)).mean()
-    z = {x}.logsumexp(-1).mean(); return F.cross_entropy(({x} / 2).flatten(0, 1), batch['targets'].flatten()) + z
+    z = {x}.norm(); return z + F.cross_entropy(({x} / 2).view(-1, {v}), batch['targets'].view(-1))
     {x} /= 2; return F.cross_entropy({x}.transpose(1, 2), batch['targets'])
     {x}[..., 14:] = -3.0; return F.cross_entropy({x}.view(-1, {v}), batch['targets'].view(-1))
     return torch.cat([{x}, 2 * {x}], 1).square().mean() + {x}.softmax(-1)[..., 1].mean()

@@ -53,7 +53,7 @@ class Network:
 
 
 def draw_network(seed: int) -> Network:
-    """The network of a seed: the first of its drawings whose plain step runs, with gradients of a fair size."""
+    """The network of a seed: the first of its drawings whose plain step runs with fair gradients."""
     for attempt in range(50):
         found = _attempt(Random(f"network {seed} {attempt}"), seed)
         if found is not None and _fair(found):

@@ -79,9 +79,9 @@ def _check_blocks(name: str, blocks: nn.ModuleList) -> None:
     for at, block in blocks.named_children():
         if getattr(type(block), "forward", None) is nn.Module.forward and "forward" not in vars(block):
             raise UsageError(
-                f"sequence_parallel: the block {name}.{at} is a {type(block).__name__}, which has no forward"
-                ", and the sequence is cut where a block is called: give the blocks a forward of their own, or "
-                "leave sequence_parallel out"
+                f"sequence_parallel: the block {name}.{at} is a {type(block).__name__}, which has no "
+                "forward, and the sequence is cut where a block is called: give the blocks a forward of "
+                "their own, or leave sequence_parallel out"
             )
 
 

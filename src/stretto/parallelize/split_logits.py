@@ -83,7 +83,7 @@ class SplitLogits(Tensor):
     # What the logits are.
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         if not self._in_parts():
             return self.full().shape
         return torch.Size((*self._part.shape[:-1], self._part.shape[-1] * self._storage.size))
@@ -149,41 +149,43 @@ class SplitLogits(Tensor):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if not self._in_parts():
             return self._on_the_whole("to", *args, **kwargs)
-        given = [a._part if type(a) is SplitLogits else a for a in args]
+        given: list[Any] = [a._part if type(a) is SplitLogits else a for a in args]
         made = self._part.to(*given, **kwargs)
         return self if made is self._part else self._like(made)
 
-    def float(self) -> Any:
-        return self.to(torch.float32)
+    def float(self, **kwargs: Any) -> Any:
+        return self.to(torch.float32, **kwargs)
 
-    def double(self) -> Any:
-        return self.to(torch.float64)
+    def double(self, **kwargs: Any) -> Any:
+        return self.to(torch.float64, **kwargs)
 
-    def half(self) -> Any:
-        return self.to(torch.float16)
+    def half(self, **kwargs: Any) -> Any:
+        return self.to(torch.float16, **kwargs)
 
-    def bfloat16(self) -> Any:
-        return self.to(torch.bfloat16)
+    def bfloat16(self, **kwargs: Any) -> Any:
+        return self.to(torch.bfloat16, **kwargs)
 
     def type_as(self, other: Any) -> Any:
         return self.to(other.dtype)
 
-    def contiguous(self) -> Any:
-        if not self._in_parts():
-            return self._on_the_whole("contiguous")
+    def contiguous(self, **kwargs: Any) -> Any:  # type: ignore[override]
+        if kwargs or not self._in_parts():
+            return self._on_the_whole("contiguous", **kwargs)
         return self if self._part.is_contiguous() else self._like(self._part.contiguous())
 
-    def clone(self) -> Any:
-        return self._like(self._part.clone()) if self._in_parts() else self.full().clone()
+    def clone(self, **kwargs: Any) -> Any:
+        if kwargs or not self._in_parts():
+            return self._on_the_whole("clone", **kwargs)
+        return self._like(self._part.clone())
 
     def detach(self) -> Any:
         return self._viewed(Tensor.detach) if self._in_parts() else self.full().detach()
 
-    def view(self, *shape: Any) -> Any:
-        return self._shaped(shape, Tensor.view)
+    def view(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._on_the_whole("view", **kwargs) if kwargs else self._shaped(shape, Tensor.view)
 
-    def reshape(self, *shape: Any) -> Any:
-        return self._shaped(shape, Tensor.reshape)
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._on_the_whole("reshape", **kwargs) if kwargs else self._shaped(shape, Tensor.reshape)
 
     def _shaped(self, shape: tuple[Any, ...], call: Callable[[Tensor, Sequence[int]], Tensor]) -> Any:
         if len(shape) == 1 and not isinstance(shape[0], numbers.Integral):
@@ -266,7 +268,7 @@ class SplitLogits(Tensor):
         return _called(function, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         raise ValueError(

@@ -14,5 +14,5 @@ from torch import Tensor
 
 def without_elements(kind: type[Tensor], shape: Sequence[int], like: Tensor) -> Any:
     """A tensor of class `kind` with a shape, and the dtype and device of `like`; no gradient."""
-    make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    make: Any = Tensor._make_wrapper_subclass
     return make(kind, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=False)
