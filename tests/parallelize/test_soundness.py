@@ -1,8 +1,8 @@
 """Whatever network is spread, and however: capture refuses it, or its step has the plain model's numbers.
 
-Random networks with random styles (`random_networks`) are captured, planned and run on ranks that are threads.
-Loss and all gradients equal the plain model's in float64, or a StrettoError was raised before anything ran. A
-good share is accepted, so that nothing is right by refusing all.
+Random networks with random styles (`random_networks`) are captured, planned and run on ranks that are
+threads. Loss and all gradients equal the plain model's in float64, or a StrettoError was raised before
+anything ran. A good share is accepted, so that nothing is right by refusing all.
 """
 
 from __future__ import annotations

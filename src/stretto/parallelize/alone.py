@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stretto.parallelize.split_logits import SplitLogits, functions_see_the_whole
+from stretto.parallelize.functions import functions_given
+from stretto.parallelize.split_logits import SplitLogits, whole_of
 from stretto.parallelize.styles import COLWISE, ROWWISE
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.parallelize.unseen import hidden, is_unseen
@@ -314,7 +315,7 @@ def with_logits_of_one(model: nn.Module, how: TensorParallel) -> Iterator[None]:
             module.__dict__["forward"] = forward
             undo.append(put_back)
     try:
-        with functions_see_the_whole():
+        with functions_given(whole_of):
             yield
     finally:
         for put_back in reversed(undo):

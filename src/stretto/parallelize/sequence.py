@@ -31,7 +31,8 @@ def sequence_region(
         for name, module in modules.items()
         if isinstance(module, nn.ModuleList) and any(r.startswith(f"{name}.") for r in rowwise)
     }
-    lists = {name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    inner = {name for name in lists if any(name.startswith(f"{other}.") for other in lists)}
+    lists = {name: module for name, module in lists.items() if name not in inner}
     if len(lists) != 1:
         raise UsageError(
             f"sequence_parallel needs one list of blocks with rowwise modules in it; {type(model).__name__} "
@@ -78,9 +79,9 @@ def _check_blocks(name: str, blocks: nn.ModuleList) -> None:
     for at, block in blocks.named_children():
         if getattr(type(block), "forward", None) is nn.Module.forward and "forward" not in vars(block):
             raise UsageError(
-                f"sequence_parallel: the block {name}.{at} is a {type(block).__name__}, which has no forward, "
-                "and the sequence is cut where a block is called: give the blocks a forward of their own, or "
-                "leave sequence_parallel out"
+                f"sequence_parallel: the block {name}.{at} is a {type(block).__name__}, which has no "
+                "forward, and the sequence is cut where a block is called: give the blocks a forward of "
+                "their own, or leave sequence_parallel out"
             )
 
 

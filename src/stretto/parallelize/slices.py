@@ -1,11 +1,11 @@
-"""Where a forward is in slices of the sequence, with sequence parallelism: what is cut, gathered, put together.
+"""Where a forward is in slices of the sequence, with sequence parallelism.
 
     1. A block that is given the whole sequence cuts it; residuals are slices from there on.
     2. Attention and MLPs gather their input (`sequence.whole_inside`), and scatter their output.
     3. A norm beside the blocks that is given slices puts the sequence together again.
 
-A tensor's length says whether it is a slice: that of the whole is known from the first cut. Code that runs parts
-of the blocks where this does not hold (blocks that are containers, or that are never called) is refused.
+A tensor's length says whether it is a slice: that of the whole is known from the first cut. Code that runs
+parts of the blocks where this does not hold (of blocks that are never called themselves) is refused.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ OUT = (
 
 @dataclass(slots=True)
 class Slices:
-    """One forward. length: of the whole sequence, once it was cut; sliced: whether blocks ran last, and no norm
-    put their slices together; inside: modules with a gathered input that run now."""
+    """One forward. length: of the whole sequence, once it was cut; sliced: whether blocks ran last, and no
+    norm put their slices together; inside: modules with a gathered input that run now."""
 
     how: TensorParallel
     length: int | None = None
@@ -77,8 +77,8 @@ class Slices:
                 return x
             if self.length is not None and not self._is_whole(x):
                 raise ValueError(
-                    f"sequence_parallel: {name} is given a sequence of {self._length(x)}, where blocks before "
-                    f"it had one of {self.length}: keep its length, or leave sequence_parallel out"
+                    f"sequence_parallel: {name} is given a sequence of {self._length(x)}, where blocks "
+                    f"before it had one of {self.length}: keep its length, or leave sequence_parallel out"
                 )
             self.length = self._length(x)
             return ops.chunk(x, SEQUENCE_DIM, AXIS, self.how.size)
@@ -150,8 +150,8 @@ class Slices:
 
     def _not_sliced(self, name: str) -> str:
         return (
-            f"sequence_parallel: {name} is called where the sequence is not cut; that is done at the door of a "
-            f"block, as {self.how.first}: {OUT}"
+            f"sequence_parallel: {name} is called where the sequence is not cut; that is done at the door of "
+            f"a block, as {self.how.first}: {OUT}"
         )
 
 

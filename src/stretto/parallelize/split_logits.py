@@ -9,79 +9,43 @@
        then on, for the logits and for all views of them. The version counter of the gathered tensor tells of
        writes through its views, whoever makes them (`x[..., 62:] = v`, `F.relu(x, inplace=True)`, `out=`).
 
-Views of split logits are split logits of the same storage: the operations that lead to them are kept, and done
-to the gathered tensor when it is needed.
+Views of split logits are split logits of the same storage: the operations that lead to them are kept, and
+done to the gathered tensor when it is needed.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.parallelize import ops
-from stretto.parallelize.unseen import hidden
+from stretto.parallelize.gathered import Storage
 from stretto.parallelize.vocabulary import cross_entropy
 from stretto.parallelize.wrapper_adapter import without_elements
 
 OneToOne = Callable[[Tensor], Tensor]
 
 
-@dataclass(slots=True)
-class _Storage:
-    """What logits and their views share. gathered: the whole, once something needed it; version: its count
-    of writes at that time; whole: the part is out of use."""
-
-    part: Tensor
-    axis: str
-    size: int
-    gathered: Tensor | None = None
-    version: int = 0
-    whole: bool = False
-
-    def gather(self) -> Tensor:
-        if self.gathered is None:
-            with torch.enable_grad():  # it serves later uses too
-                if self.size == 1:  # the model alone (`parallelize.alone`)
-                    with hidden():
-                        made = self.part.clone()
-                else:
-                    made = ops.collect(self.part, -1, self.axis, self.size)
-                if min(made.numel() // max(made.shape[-1], 1), self.part.shape[-1]) == 1:
-                    made = made.clone()  # a view that an autograd function returns cannot be written to
-            self.gathered, self.version = made, made._version
-        return self.gathered
-
-    def in_parts(self) -> bool:
-        """Whether the part still has the values of the logits."""
-        if self.gathered is not None and self.gathered._version != self.version:
-            self.whole = True
-        return not self.whole
-
-
 class SplitLogits(Tensor):
     """Logits of which this rank has the columns (last dim) of its part of the vocabulary.
 
-    Looks like the whole tensor to the code that gets it, and has no elements of its own, so that nothing takes
-    the part for it.
+    Looks like the whole tensor to the code that gets it, and has no elements of its own, so that nothing
+    takes the part for it.
     """
 
-    _storage: _Storage
+    _storage: Storage
     _part: Tensor
     _chain: OneToOne
     _gathered: Tensor | None
 
     @staticmethod
     def __new__(cls, part: Tensor, axis: str, size: int) -> SplitLogits:
-        return _made(_Storage(part, axis, size), part, lambda whole: whole)
+        return _made(Storage(part, axis, size), part, lambda whole: whole)
 
     def __init__(self, part: Tensor, axis: str, size: int) -> None:
         pass
@@ -124,7 +88,7 @@ class SplitLogits(Tensor):
         return self._part if self._in_parts() else self.full()
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         if not self._in_parts():
             return self.full().shape
         return torch.Size((*self._part.shape[:-1], self._part.shape[-1] * self._storage.size))
@@ -190,41 +154,43 @@ class SplitLogits(Tensor):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if not self._in_parts():
             return self._on_the_whole("to", *args, **kwargs)
-        given = [a._part if type(a) is SplitLogits else a for a in args]
+        given: list[Any] = [a._part if type(a) is SplitLogits else a for a in args]
         made = self._part.to(*given, **kwargs)
         return self if made is self._part else self._like(made)
 
-    def float(self) -> Any:
-        return self.to(torch.float32)
+    def float(self, **kwargs: Any) -> Any:
+        return self.to(torch.float32, **kwargs)
 
-    def double(self) -> Any:
-        return self.to(torch.float64)
+    def double(self, **kwargs: Any) -> Any:
+        return self.to(torch.float64, **kwargs)
 
-    def half(self) -> Any:
-        return self.to(torch.float16)
+    def half(self, **kwargs: Any) -> Any:
+        return self.to(torch.float16, **kwargs)
 
-    def bfloat16(self) -> Any:
-        return self.to(torch.bfloat16)
+    def bfloat16(self, **kwargs: Any) -> Any:
+        return self.to(torch.bfloat16, **kwargs)
 
     def type_as(self, other: Any) -> Any:
         return self.to(other.dtype)
 
-    def contiguous(self) -> Any:
-        if not self._in_parts():
-            return self._on_the_whole("contiguous")
+    def contiguous(self, **kwargs: Any) -> Any:  # type: ignore[override]
+        if kwargs or not self._in_parts():
+            return self._on_the_whole("contiguous", **kwargs)
         return self if self._part.is_contiguous() else self._like(self._part.contiguous())
 
-    def clone(self) -> Any:
-        return self._like(self._part.clone()) if self._in_parts() else self.full().clone()
+    def clone(self, **kwargs: Any) -> Any:
+        if kwargs or not self._in_parts():
+            return self._on_the_whole("clone", **kwargs)
+        return self._like(self._part.clone())
 
     def detach(self) -> Any:
         return self._viewed(Tensor.detach) if self._in_parts() else self.full().detach()
 
-    def view(self, *shape: Any) -> Any:
-        return self._shaped(shape, Tensor.view)
+    def view(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._on_the_whole("view", **kwargs) if kwargs else self._shaped(shape, Tensor.view)
 
-    def reshape(self, *shape: Any) -> Any:
-        return self._shaped(shape, Tensor.reshape)
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._on_the_whole("reshape", **kwargs) if kwargs else self._shaped(shape, Tensor.reshape)
 
     def _shaped(self, shape: tuple[Any, ...], call: Callable[[Tensor, Sequence[int]], Tensor]) -> Any:
         if len(shape) == 1 and not isinstance(shape[0], numbers.Integral):
@@ -272,12 +238,12 @@ class SplitLogits(Tensor):
             reaches_last = len(named) == self.dim() or (Ellipsis in places and places[-1] is not Ellipsis)
             if not reaches_last or places[-1] == slice(None):
                 return self._viewed(lambda t: t[at])
-        return self.full()[_whole(at)]
+        return self.full()[whole_of(at)]
 
     def _scaled(self, name: str, by: Any) -> Any:
         if _is_number(by) and self._in_parts():
             return self._like(getattr(self._part, name)(by))
-        return getattr(self.full(), name)(_whole(by))
+        return getattr(self.full(), name)(whole_of(by))
 
     def _written(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """In place: on the part by numbers, while nothing else shares its storage."""
@@ -307,12 +273,12 @@ class SplitLogits(Tensor):
         return _called(function, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         raise ValueError(
             f"{function} gets logits that are spread over tensor-parallel ranks, in a way that passes "
-            "__torch_function__ by: give it a copy, x.clone() * 1.0, or the head 'colwise_gather_output' in tp_plan"
+            "__torch_function__ by: give it x + 0.0, or the head the style 'colwise_gather_output'"
         )
 
 
@@ -326,25 +292,25 @@ _BY_PARTS: dict[Any, str] = {
 _GRADIENTS = (Tensor.register_hook, Tensor.retain_grad)
 
 
-def _made(storage: _Storage, part: Tensor, chain: OneToOne) -> SplitLogits:
+def _made(storage: Storage, part: Tensor, chain: OneToOne) -> SplitLogits:
     shape = (*part.shape[:-1], part.shape[-1] * storage.size)
     made: SplitLogits = without_elements(SplitLogits, shape, part)
     made._storage, made._part, made._chain, made._gathered = storage, part, chain, None
     return made
 
 
-def _whole(value: Any) -> Any:
+def whole_of(value: Any) -> Any:
     """The value with whole logits in the places of split ones, in whatever they are nested."""
     if type(value) is SplitLogits:
         return value.full()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_whole, value))
+        return type(value)(*map(whole_of, value))
     if type(value) in (list, tuple):
-        return type(value)(map(_whole, value))
+        return type(value)(map(whole_of, value))
     if type(value) is dict:
-        return {key: _whole(item) for key, item in value.items()}
+        return {key: whole_of(item) for key, item in value.items()}
     if type(value) is slice:
-        return slice(*map(_whole, (value.start, value.stop, value.step)))
+        return slice(*map(whole_of, (value.start, value.stop, value.step)))
     return value
 
 
@@ -363,7 +329,7 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """A function of whole logits. One that returns what it was given, as in-place ones do, returns the same
     here."""
     given = {id(x.full()): (x, x.full(), x.shape) for x in _split_in([*args, *kwargs.values()])}
-    made = function(*_whole(tuple(args)), **_whole(dict(kwargs)))
+    made = function(*whole_of(tuple(args)), **whole_of(dict(kwargs)))
     for logits, whole, shape in given.values():
         if whole.shape != shape:
             logits._from_now_on_whole()  # squeeze_ and its like write no element
@@ -427,30 +393,3 @@ def _cross_entropy(
         return None
     storage = input._storage
     return cross_entropy(input._part, target, ignore_index, reduction, storage.axis, storage.size)
-
-
-_lock = threading.Lock()
-_own: list[Any] = []
-"""What `functions_see_the_whole` put something else in the place of, once for each context that is open."""
-
-
-@contextmanager
-def functions_see_the_whole() -> Iterator[None]:
-    """While the context lasts, autograd functions of a user's own get whole logits: they ask no argument what
-    it is, and the gradient of split logits would be lost."""
-    Function: Any = torch.autograd.Function
-    with _lock:
-        own = _own[0] if _own else Function.__dict__["apply"]
-        _own.append(own)
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return own.__func__(cls, *_whole(args), **_whole(kwargs))
-
-        Function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        with _lock:
-            _own.pop()
-            if not _own:
-                Function.apply = own

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from stretto.errors import UsageError
 from stretto.parallelize import ops
+from stretto.parallelize.functions import functions_given
 from stretto.parallelize.sequence import whole_inside
 from stretto.parallelize.slices import SEQUENCE_DIM, Slices
-from stretto.parallelize.split_logits import SplitLogits, functions_see_the_whole
+from stretto.parallelize.split_logits import SplitLogits, whole_of
 from stretto.parallelize.styles import COLWISE, ROWWISE
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.parallelize.vocabulary import embed
@@ -92,7 +93,7 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
                 _set(modules[name], attribute, value, undo)
         for name, forward in _sequence(modules, how, state):
             replace(modules[name], forward)
-        with functions_see_the_whole():
+        with functions_given(whole_of):
             yield
     finally:
         for action in reversed(undo):
