@@ -299,7 +299,8 @@ def test_writes_by_numbers_need_no_gathered_logits() -> None:
 def test_split_logits_are_tensors_without_elements() -> None:
     part = torch.randn(2, 3)
     split = SplitLogits(part, "tp", 2)
-    assert isinstance(split, Tensor) and split.shape == (2, 6) and split.dtype == part.dtype
+    assert isinstance(split, Tensor)
+    assert (split.shape, split.dtype) == ((2, 6), part.dtype)
     with pytest.raises(ValueError, match="gets logits that are spread over tensor-parallel ranks"):
         _past_torch_function(split)
 
