@@ -84,7 +84,8 @@ def _whole(name: str, leaf: torch.Tensor, spec: TensorSpec, device: torch.device
             f"was made for {list(spec.shape)}"
         )
     # A whole number stands for the floating-point one, as in Python.
-    if leaf.dtype is not dtype and not (dtype.is_floating_point and (leaf.is_floating_point() or not leaf.dim())):
+    converts = leaf.is_floating_point() or (not leaf.dim() and not leaf.is_complex())
+    if leaf.dtype is not dtype and not (dtype.is_floating_point and converts):
         raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
     return leaf.to(device, dtype).contiguous()
 
