@@ -24,6 +24,7 @@ from tests.runtime.equality import lowered
 
 LABELS = torch.tensor([0, -100, 1, 1, -100, -100, 0, 1])
 CPU = torch.device("cpu")
+MODEL = Chain()
 
 
 @torch.library.custom_op("stretto_test::tally", mutates_args=())
@@ -55,14 +56,14 @@ def mean(model: nn.Module, batch: Any) -> Tensor:
 
 
 def plan_for(loss: Any, **parallel: Any) -> Plan:
-    return lowered(capture(Chain(), batch_of(), loss, Parallel(**{"microbatches": 2, **parallel})), "1f1b")
+    return lowered(capture(MODEL, batch_of(), loss, Parallel(**{"microbatches": 2, **parallel})), "1f1b")
 
 
 def steps(plan: Plan, *batches: Any) -> list[str]:
     """Steps with these batches; what is said in them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_threads(plan, lambda _: copy.deepcopy(Chain()), lambda r: [float(r.step(b)) for b in batches])
+        run_threads(plan, lambda _: copy.deepcopy(MODEL), lambda r: [float(r.step(b)) for b in batches])
     return [str(w.message) for w in caught]
 
 
@@ -92,7 +93,7 @@ def test_ranks_that_are_given_different_batches_are_refused(layout: dict[str, in
             runner.step(batch_of(LABELS if runner.rank == 0 else LABELS.roll(1).clamp(min=0)))
         return str(caught.value)
 
-    told = run_threads(plan_for(summed, **layout), lambda _: copy.deepcopy(Chain()), work)
+    told = run_threads(plan_for(summed, **layout), lambda _: copy.deepcopy(MODEL), work)
     message = "rank 1 counts 8 in the batch, rank 0 5: every rank must be given the whole batch, the same on all"
     assert all(message in text for text in told)
 
@@ -140,6 +141,6 @@ def test_a_constant_that_changes_names_the_mark() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return mean(model, batch) * batch["scale"]
 
-    job = capture(Chain(), {**batch_of(), "scale": 2}, loss, Parallel(microbatches=2))
+    job = capture(MODEL, {**batch_of(), "scale": 2}, loss, Parallel(microbatches=2))
     with pytest.raises(UsageError, match=r"'scale' is 3, but .* 2: .* Mark a number .* stretto\.whole\(x\), in"):
         fit_batch(job, {**batch_of(), "scale": 3}, CPU)
