@@ -1,5 +1,5 @@
-"""A step whose loss is a sum over a count is that of the whole batch, however it is cut: microbatches, stages,
-copies and parts may count as unequally as they like. Held against the plain model on one batch."""
+"""A step whose loss is a sum over a count is that of the whole batch, however it is cut: microbatches,
+stages, copies and parts may count as unequally as they like. Held against the plain model on one batch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def own_function(model: nn.Module) -> nn.Module:
     return own
 
 
-def assert_equals(plan: Any, model: nn.Module, batch: Any, loss: Any, expected: Any, tolerance: float) -> None:
+def assert_equals(
+    plan: Any, model: nn.Module, batch: Any, loss: Any, expected: Any, tolerance: float
+) -> None:
     want = plain(model, expected, loss)
     told, grads = step_of(plan, model, batch)
     assert abs(told - want.loss) <= tolerance * abs(want.loss)
@@ -232,10 +234,14 @@ def test_evaluation_weighs_alike() -> None:
 
 
 def test_check_compares_what_is_meant() -> None:
-    found = stretto.check(Chain(), weighted_batch(stretto.whole(torch.rand(3))), weighted, Parallel(pp=2, microbatches=4))
+    found = stretto.check(
+        Chain(), weighted_batch(stretto.whole(torch.rand(3))), weighted, Parallel(pp=2, microbatches=4)
+    )
     assert found.differences[0].relative < 1e-12
 
 
 def test_a_rehearsal_makes_up_what_is_given_whole() -> None:
-    job = capture(Chain(), weighted_batch(stretto.whole(torch.rand(3))), weighted, Parallel(pp=2, microbatches=4))
+    job = capture(
+        Chain(), weighted_batch(stretto.whole(torch.rand(3))), weighted, Parallel(pp=2, microbatches=4)
+    )
     assert rehearse(plan_of(job), 1, steps=1).step_us > 0

@@ -35,7 +35,7 @@ from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
-from stretto.loss import Loss, parts
+from stretto.loss import Loss, loss_and_count
 from stretto.planning import make_plan
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
@@ -186,7 +186,8 @@ def _doubled(batch: Any) -> Any:
     whole = tree.whole_leaves(batch)
     leaves = {name: leaf.detach().cpu() for name, leaf in tree.flatten(batch).items()}
     doubled = {n: leaf.double() if leaf.is_floating_point() else leaf for n, leaf in leaves.items()}
-    return tree.rebuilder(batch)([tree.whole(x) if n in whole else x for n, x in doubled.items()])
+    marked: list[Any] = [tree.whole(leaf) if n in whole else leaf for n, leaf in doubled.items()]
+    return tree.rebuilder(batch)(marked)
 
 
 def _draws(job: Job) -> bool:
@@ -214,7 +215,7 @@ def _plain(model: nn.Module, batch: Any, loss: Loss, pieces: int) -> tuple[float
     microbatches = [tree.rebuilder(batch)([part[piece] for part in cut]) for piece in range(pieces)]
     counted = _counted(copy.deepcopy(model), microbatches, loss)
     for microbatch in microbatches:
-        value = parts(loss(own, microbatch), loss)[0].reshape(()) / counted
+        value = loss_and_count(loss(own, microbatch), loss)[0].reshape(()) / counted
         value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
     return total, {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
@@ -225,7 +226,7 @@ def _counted(model: nn.Module, microbatches: Sequence[Any], loss: Loss) -> float
     """What the sum of the microbatches' losses is divided by."""
     total = 0.0
     for microbatch in microbatches:
-        _, count = parts(loss(model, microbatch), loss)
+        _, count = loss_and_count(loss(model, microbatch), loss)
         if count is None:
             return float(len(microbatches))
         total += float(count)

@@ -25,7 +25,7 @@ Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 MEANT = "return its mean loss, a scalar tensor, or (sum, count): the sum, and how many it is of"
 
 
-def parts(returned: Any, loss: Callable[..., Any]) -> tuple[Tensor, Tensor | float | None]:
+def loss_and_count(returned: Any, loss: Callable[..., Any]) -> tuple[Tensor, Tensor | float | None]:
     """The loss of a microbatch, with its count where it is a sum (None: it is a mean); both of one element.
 
     A count that is the same for every microbatch, a number of Python, is a float. Raises UsageError that says
@@ -55,11 +55,12 @@ def _count(value: Any, what: str) -> Tensor | float:
             )
         if value.requires_grad:
             raise UsageError(
-                f"{what} returned a count that depends on a parameter: (sum, count) are the sum of the losses "
-                "and how many they are, which the microbatch alone must tell, as (labels != -100).sum()"
+                f"{what} returned a count that depends on a parameter: (sum, count) are the sum of "
+                "the losses and how many they are, which the microbatch alone must tell, as "
+                "(labels != -100).sum()"
             )
         return value
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if isinstance(value, numbers.Real) and type(value) is not bool:
         if not 0 < float(value) < math.inf:
             raise UsageError(f"{what} returned the count {value}: (sum, count) is a mean over more than none")
         return float(value)

@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 
 from stretto.errors import UsageError
+
+NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
+"""What `whole` makes a tensor of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,10 +41,10 @@ def whole(value: Any) -> Whole:
         return value
     if isinstance(value, torch.Tensor):
         return Whole(value)
-    if isinstance(value, (numbers.Real, numpy.number, numpy.bool_, numpy.ndarray)):
+    if isinstance(value, NUMBERS):
         try:
-            # Its own float64: what a number of Python is to a model that computes in float64.
-            return Whole(torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
+            # As precise as a number of Python is to a model that computes in float64.
+            return Whole(torch.tensor(value, dtype=torch.float64 if type(value) is float else None))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise UsageError(f"stretto.whole cannot make a tensor of it: {error}") from None
     raise UsageError(f"stretto.whole marks a tensor or a number, not {type(value).__name__}")
@@ -102,10 +105,10 @@ def fixed(batch: Any) -> dict[str, str]:
     return leaves
 
 
-def rebuilder(batch: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
+def rebuilder(batch: Any) -> Callable[[Sequence[Any]], Any]:
     """A function from leaves, in the order of `flatten`, to a tree shaped like `batch`."""
 
-    def rebuild(leaves: Sequence[torch.Tensor]) -> Any:
+    def rebuild(leaves: Sequence[Any]) -> Any:
         left = iter(leaves)
 
         def walk(item: Any) -> Any:

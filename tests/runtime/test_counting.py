@@ -1,4 +1,4 @@
-"""Counts of all microbatches at once, ranks that are given different batches, marks, and the note on means."""
+"""Counts of all microbatches at once, ranks with different batches, marks, and the note on means."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def test_ranks_that_are_given_different_batches_are_refused(layout: dict[str, in
         return str(caught.value)
 
     told = run_threads(plan_for(summed, **layout), lambda _: copy.deepcopy(MODEL), work)
-    message = "rank 1 counts 8 in the batch, rank 0 5: every rank must be given the whole batch, the same on all"
+    message = (
+        "rank 1 counts 8 in the batch, rank 0 5: every rank must be given the whole batch, the same on all"
+    )
     assert all(message in text for text in told)
 
 
@@ -121,11 +123,26 @@ def test_other_losses_say_nothing(loss: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": 2.0}, "'scale' is not marked stretto.whole, but was when the plan was captured: give every"),
-        ({"scale": torch.tensor(2.0)}, "batch leaf 'scale' is not marked stretto.whole, but was when the plan"),
-        ({"x": stretto.whole(rows())}, "batch leaf 'x' is marked stretto.whole, but was not when the plan was"),
-        ({"scale": stretto.whole(torch.ones(2))}, "given whole to every microbatch, has shape [2]; the plan was"),
-        ({"scale": stretto.whole(torch.tensor(2j))}, "'scale' is torch.complex64; the plan was made for torch.fl"),
+        (
+            {"scale": 2.0},
+            "'scale' is not marked stretto.whole, but was when the plan was captured: give every",
+        ),
+        (
+            {"scale": torch.tensor(2.0)},
+            "batch leaf 'scale' is not marked stretto.whole, but was when the plan",
+        ),
+        (
+            {"x": stretto.whole(rows())},
+            "batch leaf 'x' is marked stretto.whole, but was not when the plan was",
+        ),
+        (
+            {"scale": stretto.whole(torch.ones(2))},
+            "given whole to every microbatch, has shape [2]; the plan was",
+        ),
+        (
+            {"scale": stretto.whole(torch.tensor(2j))},
+            "'scale' is torch.complex64; the plan was made for torch.fl",
+        ),
     ],
     ids=["a number", "a tensor", "marked", "shape", "dtype"],
 )
@@ -142,5 +159,7 @@ def test_a_constant_that_changes_names_the_mark() -> None:
         return mean(model, batch) * batch["scale"]
 
     job = capture(MODEL, {**batch_of(), "scale": 2}, loss, Parallel(microbatches=2))
-    with pytest.raises(UsageError, match=r"'scale' is 3, but .* 2: .* Mark a number .* stretto\.whole\(x\), in"):
+    with pytest.raises(
+        UsageError, match=r"'scale' is 3, but .* 2: .* Mark a number .* stretto\.whole\(x\), in"
+    ):
         fit_batch(job, {**batch_of(), "scale": 3}, CPU)

@@ -40,8 +40,8 @@ def count_of(
     by_name = {traced.op.name: traced.op for traced in ops}
     if count != 1.0 and _is_mean(by_name, loss):
         raise CaptureError(
-            "loss(model, microbatch) returned (mean, count), and the first of the two is to be a sum: take it "
-            'with reduction="sum", or .sum() in the place of .mean(); or return the mean alone'
+            "loss(model, microbatch) returned (mean, count), and the first of the two is to be a sum: take "
+            'it with reduction="sum", or .sum() in the place of .mean(); or return the mean alone'
         )
     if not isinstance(count, str):
         return Count(count)

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
-from stretto.loss import Loss, parts
+from stretto.loss import Loss, loss_and_count
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
@@ -39,8 +39,8 @@ class JointGraph:
     inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
     outputs: (kind, name, node or None) in order, kind in "loss", "count", "grad", "update".
     segments: the module whose code runs in each segment, by number. borders: stage of a program on several
-    meshes -> the segment in which execution first goes on there. count: how many each microbatch's loss counts,
-    where that is a number.
+    meshes -> the segment in which execution first goes on there. count: how many each microbatch's loss
+    counts, where that is a number.
     """
 
     module: torch.fx.GraphModule
@@ -193,7 +193,8 @@ class _Step(nn.Module):
             self._layers.begin(self._segments)
         program = self._program
         with nullcontext() if program is None else program.state(self.model), self._segments.forward():
-            loss, count = parts(self._loss(self.model, self._rebuild(leaves)), self._loss)
+            returned = self._loss(self.model, self._rebuild(leaves))
+            loss, count = loss_and_count(returned, self._loss)
             if program is not None:
                 loss = program.loss(loss)
                 count = program.loss(count) if isinstance(count, torch.Tensor) else count
@@ -249,9 +250,7 @@ def export_joint(
         for desc, node in zip(output.meta["desc"], output.args[0], strict=True)
         if desc is not None
     ]
-    return JointGraph(
-        module, inputs, outputs, list(segments.names), dict(segments.borders), count=step.count
-    )
+    return JointGraph(module, inputs, outputs, list(segments.names), dict(segments.borders), count=step.count)
 
 
 def _plain(name: str) -> str:

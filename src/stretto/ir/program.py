@@ -318,7 +318,7 @@ class Job:
     batch: leaf name -> spec of one microbatch's leaf.
     whole: leaves of the batch of which every microbatch is given the whole.
     loss: (stage, value) of the microbatch's loss: a mean, or with a `count` a sum.
-    count: what the step's sum of sums is divided by, summed over microbatches; None for a loss that is a mean.
+    count: what the step's sum of losses is divided by, summed over microbatches; None where it is a mean.
     mean_over: of a loss that is a mean, over how many labels, where the ops tell; for a note to the user.
     param_dtype: the dtype in which parameters are computed with, when it is not their own.
     schedule, max_live, pp, recompute: what the user asked for (a family or a CSV file; a limit of live

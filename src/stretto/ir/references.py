@@ -122,7 +122,9 @@ def _counts(job: Job) -> Iterator[BrokenReference]:
         for number, op in enumerate(count.ops):
             path = f"job.{key}.ops[{number}]"
             if op.random or op.lane != "compute" or op.target in (WAIT, INDEX, CHUNK):
-                yield BrokenReference(path, "a count is made of plain ops, which neither draw nor communicate")
+                yield BrokenReference(
+                    path, "a count is made of plain ops, which neither draw nor communicate"
+                )
             if op.name in made:
                 yield BrokenReference(path, f"op {op.name!r} is there twice")
             for name in op.uses:

@@ -47,9 +47,7 @@ class Counter:
         fixed = {}
         for constant in job.constants:
             if f"const/{constant.name}" in read:
-                made = torch.tensor(
-                    constant.data, dtype=getattr(torch, constant.spec.dtype), device=device
-                )
+                made = torch.tensor(constant.data, dtype=getattr(torch, constant.spec.dtype), device=device)
                 fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
         alone = replace(
             job,
@@ -59,9 +57,7 @@ class Counter:
             buffers=(),
             loss=(0, count.value),
         )
-        window = Window(
-            "count", ((0, Phase.F),), tuple(Item(ItemKind.OP, 0, op.name) for op in count.ops)
-        )
+        window = Window("count", ((0, Phase.F),), tuple(Item(ItemKind.OP, 0, op.name) for op in count.ops))
         self._run = generate(alone, window, Externals(fixed, device)).run
 
     @torch.no_grad()
@@ -81,7 +77,8 @@ class Counter:
                 self._batched = False
         parts = range(self._pieces)
         rows = [
-            [leaf if whole else leaf[m] for leaf, whole in zip(given, self._whole, strict=True)] for m in parts
+            [leaf if whole else leaf[m] for leaf, whole in zip(given, self._whole, strict=True)]
+            for m in parts
         ]
         return torch.stack([self._one(*row) for row in rows])
 
@@ -137,8 +134,8 @@ class Divisor:
         apart = [rank for rank, total in enumerate(found) if not math.isclose(total, found[0], rel_tol=1e-6)]
         if apart:
             raise UsageError(
-                f"rank {apart[0]} counts {found[apart[0]]:g} in the batch, rank 0 {found[0]:g}: every rank must "
-                "be given the whole batch, the same on all, of which it reads its part"
+                f"rank {apart[0]} counts {found[apart[0]]:g} in the batch, rank 0 {found[0]:g}: every rank "
+                "must be given the whole batch, the same on all, of which it reads its part"
             )
 
 
@@ -164,9 +161,9 @@ class UnequalMeans:
         self._left = 0
         shown = ", ".join(f"{count:g}" for count in counts[:8]) + (", ..." if len(counts) > 8 else "")
         warnings.warn(
-            f"loss(model, microbatch) returns a mean, and microbatches count unequally ({shown}): the step is "
-            "the mean of their means, which weighs a label more where there are few. For the mean over all, "
-            'return (sum, count), such as F.cross_entropy(..., reduction="sum"), (labels != -100).sum(). '
+            f"loss(model, microbatch) returns a mean, and microbatches count unequally ({shown}): the step "
+            "is the mean of their means, which weighs a label more where there are few. For the mean "
+            'over all, return (sum, count), such as F.cross_entropy(..., reduction="sum"), (labels != -100).sum(). '
             "This is said once",
             UserWarning,
             stacklevel=2,

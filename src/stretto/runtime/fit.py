@@ -36,8 +36,8 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
         if constants.get(path) != text:
             raise UsageError(
                 f"batch leaf {path!r} is {constants.get(path, 'missing')}, but the plan was captured with "
-                f"{text}: leaves that are no tensors are constants of the plan. Mark a number or a tensor that "
-                "changes stretto.whole(x), in the captured batch too, or capture anew"
+                f"{text}: leaves that are no tensors are constants of the plan. Mark a number or a tensor "
+                "that changes stretto.whole(x), in the captured batch too, or capture anew"
             )
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in expected.items():

@@ -147,7 +147,9 @@ class RankState:
         count, first = self.plan.job.microbatches, self._first_microbatch
         pieces = self.plan.job.pieces
         parts = {
-            name: (leaf,) * count if name in self.plan.job.whole else leaf.chunk(pieces)[first : first + count]
+            name: (leaf,) * count
+            if name in self.plan.job.whole
+            else leaf.chunk(pieces)[first : first + count]
             for name, leaf in batch.items()
         }
         self._batch = [{name: chunks[m] for name, chunks in parts.items()} for m in range(count)]

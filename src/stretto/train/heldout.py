@@ -12,7 +12,6 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from stretto.capture.evaluation import capture_evaluation
