@@ -163,8 +163,8 @@ class UnequalMeans:
         warnings.warn(
             f"loss(model, microbatch) returns a mean, and microbatches count unequally ({shown}): the step "
             "is the mean of their means, which weighs a label more where there are few. For the mean "
-            'over all, return (sum, count), such as F.cross_entropy(..., reduction="sum"), (labels != -100).sum(). '
-            "This is said once",
+            'over all, return (sum, count), such as F.cross_entropy(..., reduction="sum"), '
+            "(labels != -100).sum(). This is said once",
             UserWarning,
             stacklevel=2,
         )
