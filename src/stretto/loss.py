@@ -60,7 +60,7 @@ def _count(value: Any, what: str) -> Tensor | float:
                 "(labels != -100).sum()"
             )
         return value
-    if isinstance(value, numbers.Real) and type(value) is not bool:
+    if isinstance(value, numbers.Real):
         if not 0 < float(value) < math.inf:
             raise UsageError(f"{what} returned the count {value}: (sum, count) is a mean over more than none")
         return float(value)

@@ -41,10 +41,12 @@ def whole(value: Any) -> Whole:
         return value
     if isinstance(value, torch.Tensor):
         return Whole(value)
+    if isinstance(value, float):
+        # As precise as a number of Python is to a model that computes in float64.
+        return Whole(torch.tensor(value, dtype=torch.float64))
     if isinstance(value, NUMBERS):
         try:
-            # As precise as a number of Python is to a model that computes in float64.
-            return Whole(torch.tensor(value, dtype=torch.float64 if type(value) is float else None))
+            return Whole(torch.tensor(value))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise UsageError(f"stretto.whole cannot make a tensor of it: {error}") from None
     raise UsageError(f"stretto.whole marks a tensor or a number, not {type(value).__name__}")
