@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.simulate import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
+    from stretto.tree import whole
     from stretto.verify import verify
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ __all__ = [
     "shard",
     "simulate",
     "verify",
+    "whole",
 ]
 
 _HOMES = {
@@ -85,6 +87,7 @@ _HOMES = {
     "reshard_all": "stretto.tensor.face",
     "run_threads": "stretto.runtime",
     "shard": "stretto.tensor.face",
+    "whole": "stretto.tree",
 }
 
 _WITH_SAVERS = ("Runner", "Timeline", "rehearse", "run_threads", "simulate")

@@ -19,10 +19,11 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stretto import tree
@@ -34,13 +35,12 @@ from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
+from stretto.loss import Loss, loss_and_count
 from stretto.planning import make_plan
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import join
 from stretto.suspects import suspects
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 TOLERANCE = 1e-9
 """Largest relative difference by default. Measured: sums in another order differ by 2e-15 in small models."""
@@ -183,8 +183,11 @@ def _largest(value: float) -> float:
 
 def _doubled(batch: Any) -> Any:
     """Step 1 for the batch."""
-    leaves = [leaf.detach().cpu() for leaf in tree.flatten(batch).values()]
-    return tree.rebuilder(batch)([leaf.double() if leaf.is_floating_point() else leaf for leaf in leaves])
+    whole = tree.whole_leaves(batch)
+    leaves = {name: leaf.detach().cpu() for name, leaf in tree.flatten(batch).items()}
+    doubled = {n: leaf.double() if leaf.is_floating_point() else leaf for n, leaf in leaves.items()}
+    marked: list[Any] = [tree.whole(leaf) if n in whole else leaf for n, leaf in doubled.items()]
+    return tree.rebuilder(batch)(marked)
 
 
 def _draws(job: Job) -> bool:
@@ -204,14 +207,30 @@ def _low_precision(job: Job) -> bool:
 
 
 def _plain(model: nn.Module, batch: Any, loss: Loss, pieces: int) -> tuple[float, dict[str, Tensor | None]]:
-    """Step 2: the mean of the microbatches' losses, and each parameter's gradient (each tensor once)."""
+    """Step 2: the mean of the microbatches' losses, or their sum over what they count, and each parameter's
+    gradient (each tensor once)."""
     own, total = copy.deepcopy(model), 0.0
-    parts = [leaf.chunk(pieces) for leaf in tree.flatten(batch).values()]
-    for piece in range(pieces):
-        value = loss(own, tree.rebuilder(batch)([part[piece] for part in parts])) / pieces
+    whole = tree.whole_leaves(batch)
+    cut = [(leaf,) * pieces if n in whole else leaf.chunk(pieces) for n, leaf in tree.flatten(batch).items()]
+    microbatches = [tree.rebuilder(batch)([part[piece] for part in cut]) for piece in range(pieces)]
+    counted = _counted(copy.deepcopy(model), microbatches, loss)
+    for microbatch in microbatches:
+        value = loss_and_count(loss(own, microbatch), loss)[0].reshape(()) / counted
         value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
     return total, {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def _counted(model: nn.Module, microbatches: Sequence[Any], loss: Loss) -> float:
+    """What the sum of the microbatches' losses is divided by."""
+    total = 0.0
+    for microbatch in microbatches:
+        _, count = loss_and_count(loss(model, microbatch), loss)
+        if count is None:
+            return float(len(microbatches))
+        total += float(count)
+    return total or math.nan
 
 
 def _costs(job: Job) -> Costs:

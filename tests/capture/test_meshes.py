@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 import stretto
 from stretto.ir.action import Phase
@@ -158,11 +158,53 @@ def what_a_buffer_gives_is_made_where_it_lies() -> None:
     runner.close()
 
 
+def masked(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the elements that count, of which microbatches have unequal numbers."""
+    kept = given["y"] > 0.3
+    mesh = model.meshes[-1]
+    off = (model(given["x"]) - stretto.shard(given["y"], mesh)) * stretto.shard(kept.to(F64), mesh)
+    return off.square().sum(), kept.sum()
+
+
+def a_sum_with_its_count_is_captured() -> None:
+    meshes = one_rank_each()
+    given = batch()
+    eager = Skip(meshes)
+    total, count = masked(eager, given)
+    loss = total / float(count)
+    loss.backward()
+    expected = {n: part for n, p in eager.named_parameters() if (part := stretto.local(p.grad)) is not None}
+    model = Skip(meshes)
+    plan = stretto.plan(stretto.capture(model, given, masked, parallel()), cluster=stretto.Cluster())
+    runner = stretto.Runner(plan, model)
+    runner.step(given)
+    for name, parameter in runner.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-10)
+    runner.close()
+
+
+def test_a_count_of_what_ranks_have_parts_of_is_refused() -> None:
+    with lone_rank(0, 2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        model = nn.Linear(6, 6, dtype=F64)
+        stretto.shard(model, mesh)
+
+        def loss(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = (stretto.shard(given[key], mesh, [Shard(0)]) for key in ("x", "y"))
+            return model(x).square().sum(), y.square().sum()
+
+        with pytest.raises(
+            stretto.CaptureError, match=r"is not made from the microbatch alone: .* plain tensors"
+        ):
+            stretto.capture(model, batch(), loss, stretto.Parallel(pp=1, tp=2, microbatches=2))
+
+
 def test_a_program_on_meshes_becomes_a_plan() -> None:
     all_end_well(
         [
             (3, "tests.capture.test_meshes:eager_and_captured_agree"),
             (2, "tests.capture.test_meshes:what_a_buffer_gives_is_made_where_it_lies"),
+            (3, "tests.capture.test_meshes:a_sum_with_its_count_is_captured"),
         ]
     )
 

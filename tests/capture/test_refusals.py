@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +111,52 @@ def in_place_parameter(model: Chain, batch: Tensor) -> Tensor:
     return mean_square(model, batch)
 
 
+@dataclass
+class Out:
+    """As models of `transformers` return it."""
+
+    loss: Tensor
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (lambda model, batch: model(batch), "must return a scalar tensor (a mean), not (4, 2)"),
-        (lambda model, batch: 3.0, "must return a scalar tensor (a mean), not float"),
+        (
+            lambda model, batch: model(batch),
+            "returned a tensor of shape [4, 2]: return its mean loss, a scalar",
+        ),
+        (
+            lambda model, batch: float(model(batch).numel()),
+            "returned a float: a number has no gradient; return",
+        ),
+        (
+            lambda model, batch: None,
+            "returned None: it lacks a return; return its mean loss, a scalar tensor",
+        ),
+        (
+            lambda model, batch: {"loss": model(batch).sum()},
+            'or (sum, count): the sum, and how many it is of; here out["loss"]',
+        ),
+        (lambda model, batch: Out(model(batch).sum()), "here out.loss"),
+        (lambda model, batch: [model(batch).sum(), 1], "here out[0]"),
+        (
+            lambda model, batch: (model(batch).sum(), {"n": 1}),
+            "returned a dict as the second of two: return its",
+        ),
+        (
+            lambda model, batch: (model(batch).sum(), None),
+            "returned None as the second of two: return its mean",
+        ),
+        (
+            lambda model, batch: (model(batch).sum(), model(batch)),
+            "a tensor of shape [4, 2] as the count of (sum",
+        ),
+        (lambda model, batch: (model(batch), 4), "a tensor of shape [4, 2] as the sum of (sum, count)"),
+        (
+            lambda model, batch: (model(batch).sum(), 0),
+            "returned the count 0: (sum, count) is a mean over more",
+        ),
+        (lambda model, batch: (model(batch).sum(), math.nan), "returned the count nan"),
         (lambda model, batch: batch.sum(), "does not depend on any parameter that requires a gradient"),
         (lambda model, batch: model(batch).detach().sum(), "does not depend on any parameter"),
         (in_place_batch, "writes into the batch in place (tensor 1 of it); let it write into a copy"),
@@ -124,7 +167,8 @@ def test_losses_that_cannot_be(loss: Any, reason: str) -> None:
     with pytest.raises(stretto.CaptureError) as caught:
         trace(Chain(), rows(), loss, microbatches=2)
     assert reason in str(caught.value)
-    if "loss" in str(caught.value).partition("\n")[2]:
+    assert f"{Path('stretto', 'loss.py')}:" not in str(caught.value), "the line is the user's"
+    if "loss(" in str(caught.value) or "the loss at" in str(caught.value):
         assert f"{__file__}:{loss.__code__.co_firstlineno}" in str(caught.value)
 
 
@@ -137,10 +181,26 @@ def test_a_scripted_module_is_refused() -> None:
     ("batch", "message"),
     [
         ({"a": 3}, "the batch holds no tensor"),
-        (torch.tensor(1.0), "batch leaf 'batch' has no dims"),
+        (
+            torch.tensor(1.0),
+            "batch leaf 'batch' has no dims, so that it cannot be cut into microbatches: mark it "
+            "stretto.whole(x), and every microbatch is given it; it may be another in every step",
+        ),
         (torch.zeros(7, WIDTH), "batch leaf 'batch' has 7 rows, which do not divide into 2 microbatches"),
         (torch.zeros(0, WIDTH), "batch leaf 'batch' has no rows"),
-        ({"a": torch.zeros(4, 1), "b": torch.zeros(8, 1)}, "'a' has 4, 'b' has 8 rows"),
+        (
+            {"a": torch.zeros(4, 1), "b": torch.zeros(8, 1)},
+            "'a' has 4, 'b' has 8 rows. Bring the dim of the "
+            "batch first (x.transpose(0, 1), and back in the loss), or mark what is the same for all rows "
+            "stretto.whole(x)",
+        ),
+        (
+            {"ids": torch.zeros(4, 3), "at": torch.zeros(1, 3, 2)},
+            "'at' has 1 row, and 'ids' has 4: if it is for "
+            "all rows, mark it stretto.whole(x), and every microbatch is given it; or give each row its own, "
+            "x.expand(4, -1, -1)",
+        ),
+        ({"a": stretto.whole(torch.zeros(4))}, "every leaf of the batch is marked with stretto.whole"),
     ],
 )
 def test_batches_that_do_not_fit(batch: Any, message: str) -> None:

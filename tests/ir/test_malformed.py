@@ -13,6 +13,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from tests.ir.odd import DOCUMENT, TEXT, changed
 
+SUM = ["s", "aten.sum.default", ["%batch/x"], {}, "float32[]"]
 OPS = ("job", "stages", 0, "ops", "F")
 MALFORMED = [
     # (text, message)
@@ -24,11 +25,34 @@ MALFORMED = [
     ('{"a": 1, "a": 2}', "has the key 'a' twice"),
     ("[]", r"p\.json: expected an object, found \[\]"),
     ("{}", 'not a plan file: expected "format": "stretto-plan"'),
-    (changed("version", to=1), "version 1 cannot be read: this Stretto reads version 12"),
+    (changed("version", to=1), "version 1 cannot be read: this Stretto reads version 13"),
     (changed("version", to=...), "version None cannot be read"),
     (changed("orders", to=...), r"p\.json: the key 'orders' is missing"),
     (changed("extra", to=1), r"p\.json: unknown key 'extra'; known are: format, version, job"),
     (changed("job", "loss", to=[1]), r"job\.loss: expected \[stage, value\], found a list of 1"),
+    (changed("job", "count", to=3), r"job\.count: expected an object, found 3"),
+    (
+        changed("job", "count", to={"value": 0, "ops": []}),
+        r"job\.count\.value: expected the name of one of `ops`, or without any a number above 0",
+    ),
+    (changed("job", "count", to={"value": "n", "ops": []}), r"job\.count\.value: expected a number, or"),
+    (
+        changed("job", "mean_over", to={"value": "n", "ops": [SUM]}),
+        r"job\.mean_over\.value: no op makes one number 'n'",
+    ),
+    (
+        changed("job", "count", to={"value": "s", "ops": [SUM, SUM]}),
+        r"job\.count\.ops\[1\]: op 's' is there tw",
+    ),
+    (
+        changed("job", "count", to={"value": "s", "ops": [[*SUM[:2], ["%param/w0"], *SUM[3:]]]}),
+        r"job\.count\.ops\[0\]: no op before it makes 'param/w0'",
+    ),
+    (
+        changed("job", "count", to={"value": "s", "ops": [["s", "axis.index", ["'tp", 2], {}, "int64[]"]]}),
+        r"job\.count\.ops\[0\]: a count is made of plain ops, which neither draw nor communicate",
+    ),
+    (changed("job", "whole", to=["y"]), r"job\.whole\[0\]: the batch has no leaf 'y'"),
     (changed("job", "microbatches", to="3"), r'job\.microbatches: expected a whole number, found "3"'),
     (changed("job", "microbatches", to=True), r"job\.microbatches: expected a whole number, found true"),
     (changed(*OPS, 0, to=["a"]), r"job\.stages\[0\]\.ops\.F\[0\]: an op is \[name"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,15 @@ from torch import Tensor, nn
 
 from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import UsageError
-from stretto.models.build import END_OF_TEXT_ID, build_model, huggingface_loss, loss_function
-from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, rotate
+from stretto.models.build import (
+    END_OF_TEXT_ID,
+    build_model,
+    counted_loss_function,
+    huggingface_loss,
+    huggingface_sum,
+    loss_function,
+)
+from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, next_token_sum, rotate
 
 TINY = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16)
 LEARNED = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16, positions="learned")
@@ -274,6 +282,26 @@ def test_a_mixture_of_experts_keeps_its_balancing_loss() -> None:
     model.config.router_aux_loss_coef = 0.0
     small = huggingface_loss(model, tokens)
     assert large.item() > small.item() + 0.5
+    model.config.router_aux_loss_coef = 0.5
+    assert_sums_are_the_means(huggingface_sum, huggingface_loss, model)
+
+
+def assert_sums_are_the_means(summed: Any, mean: Any, model: nn.Module) -> None:
+    """For plain tokens, and for labels of which some do not count."""
+    tokens = some_tokens(length=17)
+    labels = tokens[:, 1:].masked_fill(tokens[:, 1:] % 3 == 0, -100)
+    some = int((labels != -100).sum())
+    assert 0 < some < labels.numel()
+    for batch, counted in ((tokens, labels.numel()), ({"input_ids": tokens[:, :-1], "labels": labels}, some)):
+        total, count = summed(model, batch)
+        assert count == counted
+        torch.testing.assert_close(total / count, mean(model, batch))
+
+
+def test_a_training_takes_sums_with_their_counts() -> None:
+    settings = GPTSettings(layers=1, hidden=24, heads=3, context=16)
+    assert counted_loss_function(settings) is next_token_sum
+    assert_sums_are_the_means(next_token_sum, next_token_loss, GPT(TINY))
 
 
 @pytest.mark.parametrize(

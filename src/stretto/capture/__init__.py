@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
+from stretto.loss import Loss
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 
@@ -31,7 +32,7 @@ offered: it needs loss scaling, which nothing here does."""
 def capture(
     model: nn.Module,
     batch: Any,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
+    loss: Loss,
     parallel: ParallelSettings,
     *,
     precision: str = "float32",
@@ -44,8 +45,10 @@ def capture(
 
     model: any `nn.Module`, on any device ("meta" too; nothing is allocated). It is not changed. One whose
         parameters lie on several meshes is cut where it reshards to the next (`stretto.capture.meshes`).
-    batch: a tensor or a tree of tensors whose first dim is the batch; only shapes and dtypes are read.
-    loss: `loss(model, microbatch)` returns the mean loss of a microbatch, a scalar.
+    batch: a tensor or a tree of tensors whose first dim is the batch; only shapes and dtypes are read. What
+        every microbatch is to be given whole is marked with `stretto.whole`.
+    loss: `loss(model, microbatch)` returns the mean loss of a microbatch, a scalar; or (sum, count): the sum
+        of its losses, and how many they are (a tensor made from the microbatch alone, or a number).
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
     precision: "float32" computes with the parameters as they are; "bf16" with bfloat16 copies of them.
     device: where the step will run; the model's own device by default, "cpu" for a model on "meta". For
@@ -57,7 +60,8 @@ def capture(
         the same; logging of `stretto.capture.trace` (DEBUG) tells why layers are not repeated.
     stages: number of stages when it is not one a rank (a schedule of one's own with virtual stages).
 
-    Returns a Job of plain data. The step's loss is the mean of the microbatches' losses.
+    Returns a Job of plain data. The step's loss is the mean of the microbatches' losses; for (sum, count) the
+    sum of all sums over the sum of all counts, of all data-parallel copies too.
 
     Raises CaptureError that names the source line for a model that cannot be captured, UsageError for a
     batch, a split or settings that do not fit.

@@ -10,7 +10,7 @@ So every rank evaluates with the parameters that it trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.forward import forward_only
 from stretto.ir.program import Job, Op
+from stretto.loss import Loss
 from stretto.parallelize.tensor import TensorParallel
 
 Reading = tuple[str, str]
@@ -33,7 +34,7 @@ Reading = tuple[str, str]
 def capture_evaluation(
     model: nn.Module,
     batch: Any,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
+    loss: Loss,
     training: Job,
     *,
     device: torch.device | str | None = None,
@@ -62,7 +63,7 @@ def capture_evaluation(
         model.train(was_training)
     stages = len(training.stages)
     job = cut(traced, place(traced, stages, _cuts(traced, training)), stages, training.microbatches)
-    return forward_only(replace(job, axes=training.axes))
+    return forward_only(replace(job, axes=training.axes, mean_over=None))
 
 
 def _cuts(traced: Traced, training: Job) -> list[int]:

@@ -14,7 +14,7 @@ from stretto.errors import CaptureError, StrettoError
 def explain(model: nn.Module, error: Exception) -> CaptureError:
     """Name the line of the user's code at which tracing failed, and say why in plain words."""
     own = Path(__file__).parent.parent
-    rooms = (str(own / room) for room in ("capture", "parallelize", "tensor"))
+    rooms = (str(own / room) for room in ("capture", "parallelize", "tensor", "loss.py"))
     ours = (str(Path(torch.__file__).parent), *rooms)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     where = ""

@@ -96,6 +96,9 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         param_dtype=traced.param_dtype,
         device=traced.device,
         fixed=traced.fixed,
+        whole=traced.whole,
+        count=traced.count,
+        mean_over=traced.mean_over,
     )
 
 

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
+from stretto.loss import Loss, loss_and_count
 from stretto.parallelize.alone import Calls
 from stretto.parallelize.unseen import OWN
 
@@ -41,9 +42,10 @@ class JointGraph:
     """The joint graph with its calling convention in plain words.
 
     inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
-    outputs: (kind, name, node or None) in order, kind in "loss", "grad", "update".
+    outputs: (kind, name, node or None) in order, kind in "loss", "count", "grad", "update".
     segments: the module whose code runs in each segment, by number. borders: stage of a program on several
-    meshes -> the segment in which execution first goes on there.
+    meshes -> the segment in which execution first goes on there. count: how many each microbatch's loss
+    counts, where that is a number.
     """
 
     module: torch.fx.GraphModule
@@ -51,6 +53,7 @@ class JointGraph:
     outputs: list[tuple[str, str, torch.fx.Node | None]]
     segments: list[str]
     borders: dict[int, int] = field(default_factory=dict)
+    count: float | None = None
 
 
 def fake_mode() -> FakeTensorMode:
@@ -183,7 +186,7 @@ class _Step(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[nn.Module, Any], torch.Tensor],
+        loss: Loss,
         rebuild: Callable[[Sequence[torch.Tensor]], Any],
         segments: _Segments,
         layers: Layers | None,
@@ -198,8 +201,9 @@ class _Step(nn.Module):
         self._loss = loss
         self._rebuild = rebuild
         self._segments = segments
+        self.count: float | None = None
 
-    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self._layers is not None:
             self._layers.begin(self._segments)
         program = self._program
@@ -208,17 +212,18 @@ class _Step(nn.Module):
             self._segments.forward(),
             nullcontext() if self._calls is None else self._calls.forward(),
         ):
-            loss = self._loss(self.model, self._rebuild(leaves))
-            loss = loss if program is None else program.loss(loss)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss(model, microbatch){self._where()} must return a scalar tensor (a mean), not {shape}"
-            )
+            returned = self._loss(self.model, self._rebuild(leaves))
+            loss, count = loss_and_count(returned, self._loss)
+            if program is not None:
+                loss = program.loss(loss)
+                count = program.loss(count) if isinstance(count, torch.Tensor) else count
         if not loss.requires_grad:
             raise ValueError(
                 f"the loss{self._where()} does not depend on any parameter that requires a gradient"
             )
+        if isinstance(count, torch.Tensor):
+            return loss.reshape(()), count.reshape(()) if count.dim() else count
+        self.count = count
         return loss.reshape(())
 
     def _where(self) -> str:
@@ -228,7 +233,7 @@ class _Step(nn.Module):
 
 def export_joint(
     model: nn.Module,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
+    loss: Loss,
     rebuild: Callable[[Sequence[torch.Tensor]], Any],
     leaves: Sequence[torch.Tensor],
     mode: FakeTensorMode,
@@ -267,7 +272,7 @@ def export_joint(
         for desc, node in zip(output.meta["desc"], output.args[0], strict=True)
         if desc is not None
     ]
-    return JointGraph(module, inputs, outputs, list(segments.names), dict(segments.borders))
+    return JointGraph(module, inputs, outputs, list(segments.names), dict(segments.borders), count=step.count)
 
 
 def _plain(name: str) -> str:
@@ -289,7 +294,7 @@ def _input(desc: Any) -> tuple[str, str | int]:
 
 def _output(desc: Any) -> tuple[str, str]:
     if isinstance(desc, described.PlainAOTOutput):
-        return "loss", ""
+        return ("loss", "count")[desc.idx], ""
     if isinstance(desc, described.GradAOTOutput):
         kind, name = _input(desc.grad_of)
         return ("grad", str(name)) if kind == "param" else ("input grad", str(name))

@@ -25,6 +25,7 @@ from stretto.capture import torch_adapter
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.axes import partial_axes
 from stretto.capture.convert import convert, dtype_name, spec_of
+from stretto.capture.count import count_of, mean_over
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explain
 from stretto.capture.mesh_program import OnMeshes
@@ -32,7 +33,8 @@ from stretto.capture.proof import prove
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.program import Constant, Shard, TensorSpec
+from stretto.ir.program import Constant, Count, Shard, TensorSpec
+from stretto.loss import Loss
 from stretto.parallelize.alone import Calls, Found, Key, leaves_of, with_logits_of_one
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
@@ -48,6 +50,7 @@ class Traced:
 
     parameters: name -> (spec, first name of its tie, value name of its gradient or None).
     buffers: name -> (spec, value name of its update or None).
+    whole, count, mean_over: as in `ir.program.Job`.
     shards, partial: of parameters, as in `ir.program.Parameter`. borders: as in `torch_adapter.JointGraph`.
     """
 
@@ -66,12 +69,15 @@ class Traced:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     borders: Mapping[int, int] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    count: Count | None = None
+    mean_over: Count | None = None
 
 
 def trace(
     model: nn.Module,
     batch: Any,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
+    loss: Loss,
     *,
     microbatches: int = 1,
     param_dtype: torch.dtype | None = None,
@@ -110,7 +116,7 @@ def trace(
 def _trace(
     model: nn.Module,
     batch: Any,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
+    loss: Loss,
     microbatches: int,
     param_dtype: torch.dtype | None,
     device: torch.device | str | None,
@@ -121,7 +127,7 @@ def _trace(
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
     shapes = tree.microbatch_shapes(batch, microbatches)
-    leaves = tree.flatten(batch)
+    leaves, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
     at = torch.device(device) if device is not None else _device_of(model)
     device_kind = at.type
     absent = device_kind == "cuda" and not torch.cuda.is_available()
@@ -131,7 +137,8 @@ def _trace(
 
     def fake_leaf(name: str, leaf: torch.Tensor) -> torch.Tensor:
         dtype = leaf.dtype
-        if param_dtype is not None and dtype.is_floating_point:
+        # A number in bfloat16 is another number, and does not make a result of finer dtype anyway.
+        if param_dtype is not None and dtype.is_floating_point and leaf.dim():
             dtype = param_dtype
         with mode:
             return torch.empty(shapes[name], dtype=dtype, device=at)
@@ -191,11 +198,13 @@ def _trace(
     for kind, key, out in joint.outputs:
         if kind == "grad" and key not in frozen:
             gradients[key] = None if out is None else names[out]
-        elif kind in ("loss", "update") and out is not None:
-            kept[kind if kind == "loss" else f"buffer/{key}"] = names[out]
+        elif kind in ("loss", "count", "update") and out is not None:
+            kept[f"buffer/{key}" if kind == "update" else kind] = names[out]
     step = Step(tuple(ops), gradients, kept)
     step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
     ops, gradients, kept = list(step.ops), dict(step.grads), dict(step.kept)
+    count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
+    divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     shards = {} if tensor is None else dict(tensor.shards)
     parts: dict[str, tuple[str, ...]] = {}
@@ -215,7 +224,8 @@ def _trace(
     loss_value = kept["loss"]
     if tensor is not None and meshes is not None:
         parts = partial_axes(ops, parameters, buffers, shards, loss_value)
-    used = {name for traced in ops for name in traced.op.uses}
+    counting = (op for counted in (count, divided) if counted is not None for op in counted.ops)
+    used = {name for op in (*(traced.op for traced in ops), *counting) for name in op.uses}
     return Traced(
         name=type(model).__name__,
         ops=tuple(ops),
@@ -232,12 +242,15 @@ def _trace(
         shards=shards,
         partial=parts,
         borders=joint.borders,
+        whole=given_whole,
+        count=count,
+        mean_over=divided,
     )
 
 
 def _alone(
     model: nn.Module,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
+    loss: Loss,
     rebuild: Callable[[Sequence[torch.Tensor]], Any],
     fakes: Sequence[torch.Tensor],
     mode: Any,

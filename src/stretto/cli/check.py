@@ -42,7 +42,7 @@ def make(settings: TrainSettings, tolerance: float | None = None) -> stretto.Che
     """The comparison; raises RunError where the step differs, UsageError and CaptureError as `check`."""
     import torch
 
-    from stretto.models.build import build_model, loss_function
+    from stretto.models.build import build_model, counted_loss_function
 
     given = settings.model.config if isinstance(settings.model, HuggingFaceSettings) else {}
     # The tokenizer would need the text; any vocabulary will do that the model can be built with.
@@ -53,4 +53,6 @@ def make(settings: TrainSettings, tolerance: float | None = None) -> stretto.Che
     rows = min(ROWS, settings.training.global_batch // pieces) * pieces
     generator = torch.Generator().manual_seed(settings.training.seed)
     batch = torch.randint(0, vocab_size, (rows, settings.data.sequence_length + 1), generator=generator)
-    return stretto.check(model, batch, loss_function(settings.model), settings.parallel, tolerance=tolerance)
+    return stretto.check(
+        model, batch, counted_loss_function(settings.model), settings.parallel, tolerance=tolerance
+    )

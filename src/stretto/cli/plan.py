@@ -73,7 +73,7 @@ def make(settings: TrainSettings, cluster: str | Description, order: str = "impr
     """
     import torch
 
-    from stretto.models.build import build_model, loss_function
+    from stretto.models.build import build_model, counted_loss_function
     from stretto.train.world import threads, use_threads
 
     # As in training: the measured times are those of as many threads.
@@ -83,7 +83,7 @@ def make(settings: TrainSettings, cluster: str | Description, order: str = "impr
         model = build_model(settings.model, vocab_size, settings.training.seed)
     shape = (settings.training.global_batch, settings.data.sequence_length + 1)
     batch = torch.empty(shape, dtype=torch.int64, device="meta")
-    loss = loss_function(settings.model)
+    loss = counted_loss_function(settings.model)
     # The catalogue's devices are accelerators: their kernels are captured, with none of them at hand. So are
     # those that a calibration was measured on.
     device = "cuda" if isinstance(cluster, Hardware) else None

@@ -43,7 +43,8 @@ def forward_only(job: Job) -> Job:
     def holders(external: str) -> tuple[int, ...]:
         return tuple(stage for stage, names in enumerate(read) if external in names)
 
-    used_constants = {name for names in read for name in names if name.startswith("const/")}
+    counting = {name for op in (() if job.count is None else job.count.ops) for name in op.uses}
+    used_constants = {name for names in (*read, counting) for name in names if name.startswith("const/")}
     return replace(
         job,
         stages=tuple(

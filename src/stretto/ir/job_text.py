@@ -5,6 +5,7 @@ Touches `stretto.ir` only; `stretto.ir.serialize` writes and reads the file.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from stretto.ir.program import (
     OVERLAP_MODES,
     Buffer,
     Constant,
+    Count,
     Edge,
     Job,
     OverlapMode,
@@ -51,7 +53,10 @@ def encode_job(job: Job) -> dict[str, Any]:
         "device": job.device,
         "axes": Line([list(axis) for axis in job.axes]),
         "fixed": [Line(list(leaf)) for leaf in job.fixed],
+        "whole": Line(list(job.whole)),
         "loss": Line(list(job.loss)),
+        "count": _encode_count(job.count),
+        "mean_over": _encode_count(job.mean_over),
         "batch": [Line([name, str(spec)]) for name, spec in job.batch],
         "stages": [
             {
@@ -115,7 +120,10 @@ def decode_job(cursor: Cursor) -> Job:
             "device",
             "axes",
             "fixed",
+            "whole",
             "loss",
+            "count",
+            "mean_over",
             "batch",
             "stages",
             "edges",
@@ -154,6 +162,9 @@ def decode_job(cursor: Cursor) -> Job:
         message_parts=fields["message_parts"].flag(),
         device=fields["device"].text(),
         fixed=tuple(fixed),
+        whole=fields["whole"].sequence(Cursor.text),
+        count=_decode_count(fields["count"]),
+        mean_over=_decode_count(fields["mean_over"]),
         axes=fields["axes"].sequence(_decode_axis),
     )
 
@@ -190,6 +201,25 @@ def _decode_stage(cursor: Cursor) -> Stage:
     fields = cursor.fields(("index", "ops"))
     programs = fields["ops"].fields(("F", "I", "W"))
     return Stage(fields["index"].integer(), {phase: programs[phase].sequence(decode_op) for phase in PHASES})
+
+
+def _encode_count(count: Count | None) -> dict[str, Any] | None:
+    if count is None:
+        return None
+    return {"value": count.value, "ops": [Line(encode_op(op)) for op in count.ops]}
+
+
+def _decode_count(cursor: Cursor) -> Count | None:
+    if cursor.value is None:
+        return None
+    fields = cursor.fields(("value", "ops"))
+    value, ops = fields["value"], fields["ops"].sequence(decode_op)
+    if isinstance(value.value, str) and ops:
+        return Count(value.text(), ops)
+    number = value.number()
+    if ops or not 0 < number < math.inf:
+        raise value.error("expected the name of one of `ops`, or without any a number above 0")
+    return Count(number)
 
 
 def _encode_edge(edge: Edge) -> dict[str, Any]:

@@ -7,7 +7,8 @@ value in every stage. Names of things that no op defines carry a prefix:
     buffer/<name>    a buffer of the model, as it stands when the microbatch begins
     batch/<leaf>     a leaf of the microbatch
     const/<name>     a small constant tensor found in the model's code
-    tangent          d(step's loss) / d(this microbatch's loss) = 1 / (microbatches * dp)
+    tangent          d(step's loss) / d(this microbatch's loss): 1 / (microbatches * dp) where it is a mean,
+                     1 / (the step's count) where it is a sum
 
 An op is one call of the framework's dispatcher, or one of these, which stand for communication and for the
 rank's place on an axis of the mesh (`axis` and its `size` are the last arguments of each):
@@ -310,6 +311,19 @@ class Constant:
     data: tuple[float | int | bool, ...] = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many a microbatch's loss counts, known from its leaves alone, so that all ranks know it of all
+    microbatches before the step begins.
+
+    value: what one of `ops` makes, one number; or the number itself, when it is the same for all. ops: in
+    order; they read `batch/` and `const/` only, and their names are their own.
+    """
+
+    value: str | float
+    ops: tuple[Op, ...] = ()
+
+
 OverlapMode = Literal["off", "local", "window"]
 """What may hide communication: nothing, the ops of its own action, or those of another microbatch as well."""
 
@@ -321,7 +335,10 @@ class Job:
     """A captured training step, cut into stages: what one microbatch computes, and where.
 
     batch: leaf name -> spec of one microbatch's leaf.
-    loss: (stage, value) of the microbatch's mean loss.
+    whole: leaves of the batch of which every microbatch is given the whole.
+    loss: (stage, value) of the microbatch's loss: a mean, or with a `count` a sum.
+    count: what the step's sum of losses is divided by, summed over microbatches; None where it is a mean.
+    mean_over: of a loss that is a mean, over how many labels, where the ops tell; for a note to the user.
     param_dtype: the dtype in which parameters are computed with, when it is not their own.
     schedule, max_live, pp, recompute: what the user asked for (a family or a CSV file; a limit of live
         microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes again,
@@ -332,7 +349,8 @@ class Job:
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
-        `batch` are those of one rank. The step's loss is the mean over microbatches and over dp.
+        `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
+        `count`, the sum over both, over the count.
     """
 
     name: str
@@ -355,15 +373,24 @@ class Job:
     overlap: OverlapMode = "window"
     split_ops: bool = False
     message_parts: bool = True
+    whole: tuple[str, ...] = ()
+    count: Count | None = None
+    mean_over: Count | None = None
 
     def size(self, axis: str) -> int:
         """The size of an axis beside pp."""
         return dict(self.axes).get(axis, 1)
 
     @property
+    def pieces(self) -> int:
+        """Microbatches of the whole batch, of all data-parallel copies."""
+        return self.microbatches * self.size("dp")
+
+    @property
     def tangent(self) -> float:
-        """d(step's loss) / d(one microbatch's loss)."""
-        return 1.0 / (self.microbatches * self.size("dp"))
+        """d(step's loss) / d(one microbatch's loss); as if each counted one, where that is of the batch."""
+        count = self.count.value if self.count is not None else 1.0
+        return 1.0 / (self.pieces * (1.0 if isinstance(count, str) else count))
 
     @property
     def trains(self) -> bool:

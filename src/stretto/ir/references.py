@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, defined, is_external
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import Edge, Job
+from stretto.ir.program import CHUNK, INDEX, WAIT, Edge, Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,7 @@ def _in_job(job: Job) -> Iterator[BrokenReference]:
     for at, edge in enumerate(job.edges):
         for what in _in_edge(job, at, edge, missing(edge.source, edge.phase, edge.value), arrivals):
             yield BrokenReference(f"job.edges[{at}]", what)
+    yield from _counts(job)
     yield from _given(job)
     yield from _aliases(job)
     names = {parameter.name for parameter in job.parameters}
@@ -106,6 +107,34 @@ def _in_job(job: Job) -> Iterator[BrokenReference]:
             what = missing(stage, phase, value)
             if what:
                 yield BrokenReference(f"{path}.updates[{k}]", what)
+
+
+def _counts(job: Job) -> Iterator[BrokenReference]:
+    """Counts are made from the batch alone, by ops of their own."""
+    leaves = [name for name, _ in job.batch]
+    for at, name in enumerate(job.whole):
+        if name not in leaves:
+            yield BrokenReference(f"job.whole[{at}]", f"the batch has no leaf {name!r}")
+    for key, count in (("count", job.count), ("mean_over", job.mean_over)):
+        if count is None:
+            continue
+        made = {f"batch/{name}" for name in leaves} | {f"const/{c.name}" for c in job.constants}
+        for number, op in enumerate(count.ops):
+            path = f"job.{key}.ops[{number}]"
+            if op.random or op.lane != "compute" or op.target in (WAIT, INDEX, CHUNK):
+                yield BrokenReference(
+                    path, "a count is made of plain ops, which neither draw nor communicate"
+                )
+            if op.name in made:
+                yield BrokenReference(path, f"op {op.name!r} is there twice")
+            for name in op.uses:
+                if name not in made:
+                    yield BrokenReference(path, f"no op before it makes {name!r}")
+            made.add(op.name)
+        if isinstance(count.value, str):
+            spec = next((op.outputs[0] for op in count.ops if op.name == count.value and op.outputs), None)
+            if spec is None or spec.numel != 1:
+                yield BrokenReference(f"job.{key}.value", f"no op makes one number {count.value!r}")
 
 
 def _given(job: Job) -> Iterator[BrokenReference]:

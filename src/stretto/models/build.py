@@ -13,10 +13,19 @@ from torch import Tensor, nn
 
 from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import UsageError
-from stretto.models.gpt import GPT, GPTConfig, cross_entropy, inputs_and_targets, next_token_loss
+from stretto.loss import Loss
+from stretto.models.gpt import (
+    GPT,
+    GPTConfig,
+    count_targets,
+    cross_entropy,
+    inputs_and_targets,
+    next_token_loss,
+    next_token_sum,
+)
 
 ModelSettings = GPTSettings | HuggingFaceSettings
-Loss = Callable[[nn.Module, Any], Tensor]
+Mean = Callable[[nn.Module, Any], Tensor]
 
 END_OF_TEXT_ID = 0
 """The token between documents, as `stretto.train.tokenizer` numbers it; architectures' own numbers for the
@@ -50,9 +59,14 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
     return GPT(config, seed)
 
 
-def loss_function(settings: ModelSettings) -> Loss:
+def loss_function(settings: ModelSettings) -> Mean:
     """`loss(model, batch)`: the mean next-token loss in nats; for `batch` see `gpt.inputs_and_targets`."""
     return huggingface_loss if isinstance(settings, HuggingFaceSettings) else next_token_loss
+
+
+def counted_loss_function(settings: ModelSettings) -> Loss:
+    """`loss(model, batch)`: (sum, count) of the same, as a training takes it: every token weighs alike."""
+    return huggingface_sum if isinstance(settings, HuggingFaceSettings) else next_token_sum
 
 
 def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -63,13 +77,28 @@ def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> 
     every kind of model is measured on the same tokens. A mixture of experts whose configuration has
     `output_router_logits` adds its balancing loss, as `transformers` does.
     """
+    loss, balance = _huggingface(model, batch, "mean")
+    return loss if balance is None else loss + balance
+
+
+def huggingface_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
+    """(sum, count) of what `huggingface_loss` is the mean of; the balancing loss counts for every token."""
+    loss, balance = _huggingface(model, batch, "sum")
+    count = count_targets(batch)
+    return (loss if balance is None else loss + balance * count), count
+
+
+def _huggingface(
+    model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str
+) -> tuple[Tensor, Tensor | None]:
+    """The cross-entropy, and the balancing loss where there is one."""
     inputs_BS, targets_BS = inputs_and_targets(batch)
     output = model(input_ids=inputs_BS, use_cache=False)
-    loss = cross_entropy(output.logits, targets_BS)
+    loss = cross_entropy(output.logits, targets_BS, reduction)
     balance = getattr(output, "aux_loss", None)
-    if balance is not None:
-        loss = loss + model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
-    return loss
+    if balance is None:
+        return loss, None
+    return loss, model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
 
 
 def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int) -> nn.Module:

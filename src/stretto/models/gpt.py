@@ -202,10 +202,23 @@ class GPT(nn.Module):
             parameter.copy_(torch.randn(parameter.shape, generator=stream, device="cpu") * std)
 
 
-def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean cross-entropy in nats; computed in float32 or finer. Targets of -100 do not count."""
+IGNORED = -100
+"""The target that does not count, as everywhere in PyTorch."""
+
+
+def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats, the mean or the "sum"; computed in float32 or finer. Targets of -100 do not
+    count."""
     logits_BSV = logits_BSV if logits_BSV.dtype == torch.float64 else logits_BSV.float()
-    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+    return F.cross_entropy(
+        logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED, reduction=reduction
+    )
+
+
+def count_targets(batch: Tensor | Mapping[str, Tensor]) -> Tensor | int:
+    """How many tokens of a batch (`inputs_and_targets`) count; of plain tokens all do."""
+    _, targets_BS = inputs_and_targets(batch)
+    return targets_BS.numel() if isinstance(batch, Tensor) else (targets_BS != IGNORED).sum()
 
 
 def inputs_and_targets(batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -226,6 +239,12 @@ def next_token_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> T
     """
     inputs_BS, targets_BS = inputs_and_targets(batch)
     return cross_entropy(model(inputs_BS), targets_BS)
+
+
+def next_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
+    """(sum, count) of what `next_token_loss` is the mean of, for steps whose parts count unequally."""
+    inputs_BS, targets_BS = inputs_and_targets(batch)
+    return cross_entropy(model(inputs_BS), targets_BS, "sum"), count_targets(batch)
 
 
 @torch.no_grad()

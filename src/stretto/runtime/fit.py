@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from stretto import tree
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job
+from stretto.ir.program import Job, TensorSpec
 from stretto.ir.serialize import plan_to_text
 from stretto.runtime.transport import Transport
 
@@ -23,8 +24,9 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
     another shape, or of another kind of dtype; and for constants of the captured batch (numbers, strings)
     that have changed: they are part of the plan.
     """
-    given = tree.flatten(batch)
+    given, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
     expected = dict(job.batch)
+    _check_marks(job, batch, given, given_whole)
     if given.keys() != expected.keys():
         raise UsageError(
             f"the batch has leaves {', '.join(given) or 'none'}; the plan was made for {', '.join(expected)}"
@@ -34,13 +36,16 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
         if constants.get(path) != text:
             raise UsageError(
                 f"batch leaf {path!r} is {constants.get(path, 'missing')}, but the plan was captured with "
-                f"{text}: leaves that are no tensors are constants of the plan. Make it a tensor, "
-                "or capture anew"
+                f"{text}: leaves that are no tensors are constants of the plan. Mark a number or a tensor "
+                "that changes stretto.whole(x), in the captured batch too, or capture anew"
             )
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in expected.items():
         leaf = given[name]
         pieces = job.microbatches * job.size("dp")
+        if name in job.whole:
+            leaves[name] = _whole(name, leaf, spec, device)
+            continue
         want = (spec.shape[0] * pieces, *spec.shape[1:])
         if tuple(leaf.shape) != want:
             raise UsageError(
@@ -53,6 +58,36 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
         # Ops were captured for contiguous leaves: a view of a slice of tokens must not reach them.
         leaves[name] = leaf.to(device, dtype).contiguous()
     return leaves
+
+
+def _check_marks(
+    job: Job, batch: Any, given: Mapping[str, torch.Tensor], given_whole: Collection[str]
+) -> None:
+    """The leaves that are marked are those of the captured batch."""
+    numbers = tree.fixed(batch)
+    for name, _ in job.batch:
+        marked, captured = name in given_whole, name in job.whole
+        if marked != captured and (name in given or name in numbers):
+            was, now = (" not", "") if marked else ("", " not")
+            raise UsageError(
+                f"batch leaf {name!r} is{now} marked stretto.whole, but was{was} when the plan was captured: "
+                "give every batch the marks of the captured one, or capture anew"
+            )
+
+
+def _whole(name: str, leaf: torch.Tensor, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """A leaf that every microbatch is given whole."""
+    dtype = getattr(torch, spec.dtype)
+    if tuple(leaf.shape) != spec.shape:
+        raise UsageError(
+            f"batch leaf {name!r}, given whole to every microbatch, has shape {list(leaf.shape)}; the plan "
+            f"was made for {list(spec.shape)}"
+        )
+    # A whole number stands for the floating-point one, as in Python.
+    converts = leaf.is_floating_point() or (not leaf.dim() and not leaf.is_complex())
+    if leaf.dtype is not dtype and not (dtype.is_floating_point and converts):
+        raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
+    return leaf.to(device, dtype).contiguous()
 
 
 def agree(plan: Plan, transport: Transport, seed: int) -> None:

@@ -75,7 +75,7 @@ def made_up_batch(job: Job, device: torch.device, seed: int) -> dict[str, torch.
     rows = rows_named(job)
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in job.batch:
-        shape = (spec.shape[0] * job.microbatches * job.size("dp"), *spec.shape[1:])
+        shape = spec.shape if name in job.whole else (spec.shape[0] * job.pieces, *spec.shape[1:])
         dtype = getattr(torch, spec.dtype)
         if dtype.is_floating_point:
             made = torch.randn(shape, generator=generator).to(dtype)

@@ -15,6 +15,7 @@ from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
 from stretto.ir.varying import varying_in_job
 from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
+from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.record import Marks, now
 from stretto.runtime.side_by_side import Slot, apart, slot_of, together
@@ -74,6 +75,7 @@ class RankState:
             fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
         self._loss_dtype: torch.dtype = getattr(torch, job.loss_spec.dtype)
         fixed["tangent"] = torch.tensor(job.tangent, dtype=self._loss_dtype, device=device)
+        self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
         self.place = self.coordinates["pp"]
         externals = Externals(
@@ -138,15 +140,21 @@ class RankState:
         self._summing: dict[str, tuple[Handle, torch.Tensor, list[torch.Tensor], list[Slot]]] = {}
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Walk all instructions once. batch: leaves of the whole batch. Returns the mean loss.
+        """Walk all instructions once. batch: leaves of the whole batch. Returns the step's loss.
 
         Afterwards `grads[index]` holds this step's gradient of each parameter that has one.
         """
         self._clear()
         count, first = self.plan.job.microbatches, self._first_microbatch
-        copies = self.plan.job.size("dp")
-        pieces = {name: leaf.chunk(count * copies)[first : first + count] for name, leaf in batch.items()}
-        self._batch = [{name: chunks[m] for name, chunks in pieces.items()} for m in range(count)]
+        pieces = self.plan.job.pieces
+        parts = {
+            name: (leaf,) * count
+            if name in self.plan.job.whole
+            else leaf.chunk(pieces)[first : first + count]
+            for name, leaf in batch.items()
+        }
+        self._batch = [{name: chunks[m] for name, chunks in parts.items()} for m in range(count)]
+        self.divisor.begin(batch)
         self.marks = Marks()
         try:
             with torch.no_grad():
@@ -159,7 +167,7 @@ class RankState:
                 self.drawn()  # an op failed between its seed and its end
         self.steps += 1
         assert self._told is not None or self._losses, "no rank told the loss"
-        loss = self._told[1] if self._told is not None else self._mean_loss()
+        loss = self._told[1] if self._told is not None else self._share()
         self._clear_after()
         return loss
 
@@ -221,11 +229,11 @@ class RankState:
     def _tell(self, _: Instruction) -> None:
         copies = self.plan.job.size("dp")
         if self._losses:
-            value = self._mean_loss() / copies if copies > 1 else self._mean_loss()
+            value = self._share()
         else:
             value = torch.zeros((), dtype=self._loss_dtype, device=self.device)
         if copies > 1:
-            # One of each copy's ranks adds its mean, the others nothing.
+            # One of each copy's ranks adds its share, the others nothing.
             self._told = (self.transport.all_reduce("loss", value), value)
         else:
             source = self._peer(self.plan.rank_of(self.plan.job.loss[0]))
@@ -278,8 +286,8 @@ class RankState:
         self.marks.finishes.append((self._label(bucket), bucket.communicator, start, now()))
         apart(total, grads, slots)
 
-    def _mean_loss(self) -> torch.Tensor:
-        return torch.stack([self._losses[m] for m in sorted(self._losses)]).mean()
+    def _share(self) -> torch.Tensor:
+        return self.divisor.share([self._losses[m] for m in sorted(self._losses)])
 
     # What windows call (see generate.Hooks).
 

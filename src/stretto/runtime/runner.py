@@ -23,6 +23,7 @@ from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
 from stretto.runtime.compile import Compiler
 from stretto.runtime.copies import check_copies
+from stretto.runtime.counting import UnequalMeans
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
@@ -100,6 +101,7 @@ class Runner:
         if self.compiler is not None:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
         self._addresses = {k: parameter.data_ptr() for k, parameter in self._parameters.items()}
+        self._means = UnequalMeans(plan.job, self.device, self.rank)
         self._last: Marks | None = None
         self._op_us: dict[tuple[int, str], float] = {}
         self._peak_bytes = 0
@@ -271,13 +273,17 @@ class Runner:
     # Steps.
 
     def step(self, batch: Any) -> torch.Tensor:
-        """Forward and backward of one batch; gradients are added to `.grad`. Returns the mean loss (0-d).
+        """Forward and backward of one batch; gradients are added to `.grad`. Returns the step's loss (0-d):
+        the mean of the microbatches' losses, or their sum over what they count, of all data-parallel copies.
 
         batch: a tree like the captured one; every rank is given the whole batch and reads its part.
 
         Raises UsageError for a batch whose leaves do not fit the plan, RunError when a rank is lost.
         """
         leaves = self._ready(batch)
+        if self._last is None:
+            self.state.divisor.check(leaves, self.transport)
+        self._means.look(leaves)
         # The first step makes what is made on first use; threads among it would be of the lane's class.
         with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
             loss = self.state.step(leaves)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from stretto.capture.evaluation import capture_evaluation
 from stretto.cost.profile import profile
+from stretto.loss import Loss
 from stretto.parallelize.tensor import TensorParallel
 from stretto.planning import make_plan
 from stretto.runtime import Runner
@@ -32,7 +31,7 @@ class HeldOut:
         runner: Runner,
         model: nn.Module,
         batch: Any,
-        loss: Callable[[nn.Module, Any], torch.Tensor],
+        loss: Loss,
         tokens: TokenDataset,
         batches: int,
         tensor: TensorParallel | None = None,

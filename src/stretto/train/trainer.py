@@ -27,7 +27,7 @@ from stretto.capture import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.ir.timeline import Timeline
-from stretto.models.build import build_model, loss_function
+from stretto.models.build import build_model, counted_loss_function
 from stretto.planning import plan as make_plan
 from stretto.runtime import Runner
 from stretto.train import checkpoint
@@ -110,7 +110,7 @@ class Trainer:
             for line in check(*found, settings, data.tokenizer.to_str()):
                 say(f"note: {line}")
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
-        loss = loss_function(settings.model)
+        loss = counted_loss_function(settings.model)
         batch = data.train.batch(0, settings.training.global_batch)
         tensor = spread(model, settings, say)
         with warnings.catch_warnings():

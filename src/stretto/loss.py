@@ -1,0 +1,100 @@
+"""What a loss function returns: the mean loss of a microbatch, or its sum with how many it counts.
+
+    def loss(model, microbatch):
+        logits, labels = model(microbatch["input_ids"]), microbatch["labels"]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total, (labels != -100).sum()
+
+May touch nothing of the project but errors.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from stretto.errors import UsageError
+
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
+"""`loss(model, microbatch)`."""
+
+MEANT = "return its mean loss, a scalar tensor, or (sum, count): the sum, and how many it is of"
+
+
+def loss_and_count(returned: Any, loss: Callable[..., Any]) -> tuple[Tensor, Tensor | float | None]:
+    """The loss of a microbatch, with its count where it is a sum (None: it is a mean); both of one element.
+
+    A count that is the same for every microbatch, a number of Python, is a float. Raises UsageError that says
+    what `loss` should return.
+    """
+    code = getattr(loss, "__code__", None)
+    where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+    what = f"loss(model, microbatch){where}"
+    if isinstance(returned, tuple) and len(returned) == 2 and not _is_output(returned):
+        total, count = returned
+        return _scalar(total, what, " as the sum of (sum, count)"), _count(count, what)
+    return _scalar(returned, what, ""), None
+
+
+def _scalar(value: Any, what: str, part: str) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    raise UsageError(f"{what} returned {_named(value)}{part}: {_advice(value)}")
+
+
+def _count(value: Any, what: str) -> Tensor | float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise UsageError(
+                f"{what} returned {_named(value)} as the count of (sum, count): give one number, as "
+                "(labels != -100).sum(); to return a loss that is a mean, return nothing beside it"
+            )
+        if value.requires_grad:
+            raise UsageError(
+                f"{what} returned a count that depends on a parameter: (sum, count) are the sum of "
+                "the losses and how many they are, which the microbatch alone must tell, as "
+                "(labels != -100).sum()"
+            )
+        return value
+    if isinstance(value, numbers.Real):
+        if not 0 < float(value) < math.inf:
+            raise UsageError(f"{what} returned the count {value}: (sum, count) is a mean over more than none")
+        return float(value)
+    raise UsageError(f"{what} returned {_named(value)} as the second of two: {MEANT}")
+
+
+def _is_output(value: tuple[Any, ...]) -> bool:
+    """A named tuple has names for what it holds, and none of them is a count."""
+    return hasattr(value, "_fields") and "count" not in value._fields
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _advice(value: Any) -> str:
+    if value is None:
+        return f"it lacks a return; {MEANT}"
+    if isinstance(value, numbers.Number):
+        return f"a number has no gradient; {MEANT} (without .item() and float())"
+    key = _key(value)
+    if key:
+        return f"{MEANT}; here out{key}"
+    return MEANT
+
+
+def _key(value: Any) -> str:
+    """Where an output holds its loss, as Python says it."""
+    if isinstance(getattr(value, "loss", None), Tensor):
+        return ".loss"
+    if isinstance(value, Mapping) and isinstance(value.get("loss"), Tensor):
+        return '["loss"]'
+    if isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor) and value[0].numel() == 1:
+        return "[0]"
+    return ""

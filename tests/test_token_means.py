@@ -1,0 +1,247 @@
+"""A step whose loss is a sum over a count is that of the whole batch, however it is cut: microbatches,
+stages, copies and parts may count as unequally as they like. Held against the plain model on one batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stretto
+from stretto.capture import capture
+from stretto.capture.evaluation import capture_evaluation
+from stretto.config import Parallel
+from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.runtime import run_threads
+from stretto.runtime.rehearse import rehearse
+from tests.capture.zoo import Chain, mean_square, rows
+from tests.parallelize.test_tensor_equality import step_of
+from tests.runtime.equality import SMALL, from_transformers, lowered, plain, plan_of, run
+
+torch.set_num_threads(1)
+
+ROWS, SEQUENCE, VOCAB = 8, 10, 62
+LENGTHS = (10, 2, 7, 3, 10, 9, 1, 1)
+"""Labels that count, by row; the last microbatch of all has none once they are shifted."""
+ALL = Parallel(pp=2, dp=2, tp=2, microbatches=4)
+
+
+@functools.cache
+def llama() -> nn.Module:
+    sizes = {**SMALL, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return from_transformers("LlamaForCausalLM", **sizes, tie_word_embeddings=True).double()
+
+
+def batch_of(lengths: tuple[int, ...] = LENGTHS, **more: Any) -> dict[str, Any]:
+    ids = torch.randint(0, VOCAB, (len(lengths), SEQUENCE), generator=torch.Generator().manual_seed(5))
+    labels = ids.masked_fill(torch.arange(SEQUENCE) >= torch.tensor(lengths)[:, None], -100)
+    return {"input_ids": ids, "labels": labels, **more}
+
+
+def shifted(batch: Any) -> Tensor:
+    labels: Tensor = batch["labels"][:, 1:]
+    return labels
+
+
+def summed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    logits = model(batch["input_ids"]).logits[:, :-1]
+    labels = shifted(batch)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def whole_mean(model: nn.Module, batch: Any) -> Tensor:
+    """What `summed` means, by PyTorch's own mean over the whole batch."""
+    logits = model(batch["input_ids"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), shifted(batch).flatten())
+
+
+def in_own_dtype(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None) -> Tensor:
+    """The loss of `transformers` but for its upcast to float32."""
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    how = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.view(-1, vocab_size), labels, reduction=how)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def own_function(model: nn.Module) -> nn.Module:
+    own = copy.deepcopy(model)
+    own.loss_function = in_own_dtype  # type: ignore[assignment]
+    return own
+
+
+def assert_equals(
+    plan: Any, model: nn.Module, batch: Any, loss: Any, expected: Any, tolerance: float
+) -> None:
+    want = plain(model, expected, loss)
+    told, grads = step_of(plan, model, batch)
+    assert abs(told - want.loss) <= tolerance * abs(want.loss)
+    ties = {p.name: p.tied_to for p in plan.job.parameters}
+    by_tie = {ties[name]: grad for name, grad in grads.items()}
+    for name, grad in want.grads.items():
+        assert grad is not None
+        assert (by_tie[ties[name]] - grad).norm() <= tolerance * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        Parallel(microbatches=4),
+        ALL,
+        Parallel(pp=2, dp=2, tp=2, sequence_parallel=True, microbatches=4, recompute="full"),
+        pytest.param(Parallel(dp=4, microbatches=2), marks=pytest.mark.slow),
+        pytest.param(Parallel(pp=2, microbatches=8, schedule="zb-h1"), marks=pytest.mark.slow),
+    ],
+    ids=["microbatches", "pp dp tp", "sequence parallel, recomputed", "dp", "zb-h1"],
+)
+def test_unequal_labels_equal_one_batch(parallel: Parallel) -> None:
+    job = capture(llama(), batch_of(), summed, parallel)
+    assert_equals(lowered(job, parallel.schedule), llama(), batch_of(), whole_mean, batch_of(), 1e-10)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["as it is", "in float64"])
+def test_transformers_own_keyword(own: bool) -> None:
+    """The step's number of tokens, another in every step, is given whole to every microbatch."""
+    model, tolerance = (own_function(llama()), 1e-10) if own else (llama(), 1e-6)
+    pieces = ALL.microbatches * ALL.dp
+
+    def keyword(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(**batch).loss * pieces  # the step is the mean over microbatches
+        return loss
+
+    def own_mean(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        return loss
+
+    def with_count(batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, "num_items_in_batch": stretto.whole(int((shifted(batch) != -100).sum()))}
+
+    job = capture(model, with_count(batch_of()), keyword, ALL)
+    assert job.whole == ("num_items_in_batch",)
+    plan = lowered(job, "1f1b")
+    for batch in (batch_of(), batch_of((9, 9, 9, 9, 2, 3, 4, 5))):
+        assert_equals(plan, model, with_count(batch), own_mean, batch, tolerance)
+
+
+@pytest.mark.parametrize(
+    "own", [pytest.param(False, marks=pytest.mark.slow), True], ids=["as it is", "in float64"]
+)
+def test_transformers_own_sum(own: bool) -> None:
+    """Divided by one its loss is a sum, which goes beside the count."""
+    model, tolerance = (own_function(llama()), 1e-10) if own else (llama(), 1e-6)
+
+    def counted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return model(**batch, num_items_in_batch=1).loss, (shifted(batch) != -100).sum()
+
+    def own_mean(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        return loss
+
+    job = capture(model, batch_of(), counted, ALL)
+    assert_equals(lowered(job, "1f1b"), model, batch_of(), own_mean, batch_of(), tolerance)
+
+
+def test_schedules_give_the_same_bits() -> None:
+    """Every microbatch's backward begins with the same number, whatever the order of work."""
+    job = capture(llama(), batch_of(), summed, Parallel(pp=2, microbatches=4))
+    first = run(lowered(job, "gpipe"), llama(), batch_of())
+    for family in ("1f1b", "zb-h2"):
+        other = run(lowered(job, family), llama(), batch_of())
+        assert first.loss.equal(other.loss)
+        assert all(torch.equal(first.grads[n], other.grads[n]) for n in first.grads)  # type: ignore[arg-type]
+
+
+def weighted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """A mean with weights, of classes and of rows."""
+    of_row = batch["weights"][batch["kind"]]
+    return (model(batch["x"]).square().sum(1) * of_row).sum(), of_row.sum()
+
+
+def weighted_batch(weights: Any) -> dict[str, Any]:
+    kind = torch.tensor([0, 1, 2, 2, 1, 0, 0, 0])
+    return {"x": rows(), "kind": kind, "weights": weights}
+
+
+def test_counts_may_be_sums_of_weights_that_change() -> None:
+    first, later = (torch.tensor(w, dtype=torch.float64) for w in ((0.5, 0.1, 2.0), (3.0, 0.7, 0.3)))
+    job = capture(
+        Chain(), weighted_batch(stretto.whole(first)), weighted, Parallel(pp=2, dp=2, microbatches=2)
+    )
+    plan = plan_from_text(plan_to_text(lowered(job, "1f1b")))
+    assert plan.job == job
+
+    def mean(model: nn.Module, batch: Any) -> Tensor:
+        total, count = weighted(model, batch)
+        return total / count
+
+    for weights in (first, later):
+        given = weighted_batch(stretto.whole(weights))
+        assert_equals(plan, Chain(), given, mean, weighted_batch(weights), 1e-10)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(pp=2, dp=2, microbatches=2)], ids=["one", "four"])
+def test_counts_may_be_numbers(parallel: Parallel) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        out = model(batch)
+        return out.square().sum(), out.numel()
+
+    job = capture(Chain(), rows(), loss, parallel)
+    assert_equals(lowered(job, "1f1b"), Chain(), rows(), mean_square, rows(), 1e-12)
+
+
+def test_numbers_of_python_keep_their_precision_and_kind() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).square().mean() * batch["scale"]
+
+    model, x = Chain(), rows()
+    job = capture(model, {"x": x, "scale": stretto.whole(0.3)}, loss, Parallel(pp=2, microbatches=2))
+    plan = lowered(job, "1f1b")
+    for scale in (0.3, 0.7, 2):  # a whole number is one of its kind
+        found = step_of(plan, model, {"x": x, "scale": stretto.whole(scale)})[0]
+        assert abs(float(found) - float(mean_square(model, x).detach()) * scale) < 1e-12
+    half = capture(
+        Chain().float(), {"x": x.float(), "scale": stretto.whole(0.3)}, loss, Parallel(), precision="bf16"
+    )
+    assert str(dict(half.batch)["scale"]) == "float64[]"
+
+
+def test_a_step_that_counts_nothing_has_the_loss_of_pytorchs_mean_of_nothing() -> None:
+    nothing = batch_of((1,) * ROWS)
+    job = capture(llama(), nothing, summed, Parallel(pp=2, microbatches=4))
+    found = run_threads(
+        lowered(job, "1f1b"),
+        lambda _: copy.deepcopy(llama()),
+        lambda runner: (runner.step(nothing), {n: p.grad for n, p in runner.named_parameters()}),
+    )
+    want = plain(llama(), nothing, whole_mean)
+    assert want.loss.isnan()
+    assert all(told.isnan() for told, _ in found)
+    ignored = [*want.grads.values(), *(grad for _, grads in found for grad in grads.values())]
+    assert all(grad is not None and not grad.any() for grad in ignored)
+
+
+def test_evaluation_weighs_alike() -> None:
+    model = llama()
+    job = capture(model, batch_of(), summed, Parallel(pp=2, microbatches=4))
+    held_out = capture_evaluation(model, batch_of(), summed, job)
+    assert held_out.count == job.count
+    found = run(plan_of(held_out), model, batch_of()).loss
+    assert abs(found - plain(model, batch_of(), whole_mean).loss) < 1e-12
+
+
+def test_check_compares_what_is_meant() -> None:
+    found = stretto.check(
+        Chain(), weighted_batch(stretto.whole(torch.rand(3))), weighted, Parallel(pp=2, microbatches=4)
+    )
+    assert found.differences[0].relative < 1e-12
+
+
+def test_a_rehearsal_makes_up_what_is_given_whole() -> None:
+    job = capture(
+        Chain(), weighted_batch(stretto.whole(torch.rand(3))), weighted, Parallel(pp=2, microbatches=4)
+    )
+    assert rehearse(plan_of(job), 1, steps=1).step_us > 0
