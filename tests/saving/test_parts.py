@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.runtime.shards import part_of, pieces_of
 from stretto.train.checkpoint import read_tensors
-from stretto.train.checkpoint_parts import Part, PartsReader, PartsWriter
+from stretto.saving.parts import Part, PartsReader, PartsWriter
 
 WHOLE = (12, 24)
 # In a single process PyTorch's checkpoints warn that it is one.
