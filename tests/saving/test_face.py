@@ -127,7 +127,8 @@ def go_on(layout: str, path: Path, make: Make = adamw) -> dict[str, Tensor]:
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert float((found[name] - tensor).norm()) <= TOLERANCE * float(tensor.norm()), name
+        error = (found[name] - tensor).double().norm()
+        assert float(error) <= TOLERANCE * float(tensor.double().norm()), name
 
 
 FAST = [

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.synthetic import make_job
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.runtime.shards import part_of, pieces_of
-from stretto.train.checkpoint import read_tensors
 from stretto.saving.parts import Part, PartsReader, PartsWriter
+from stretto.train.checkpoint import read_tensors
+from tests.synthetic import make_job
 
 WHOLE = (12, 24)
 # In a single process PyTorch's checkpoints warn that it is one.

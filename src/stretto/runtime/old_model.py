@@ -1,7 +1,8 @@
-"""The model that a Runner was made of, and what becomes of it: where it is no more what is trained, it says so.
+"""The model that a Runner was made of: whoever takes it for what is trained, where it is not, is told.
 
-A rank trains the parameters that its stages use. Of those that tensor parallelism spreads it trains a part, which
-is a copy; those of other stages it does not train at all. So after a step the model's own tensors are old:
+A rank trains the parameters that its stages use. Of those that tensor parallelism spreads it trains a part,
+which is a copy; those of other stages it does not train at all. So after a step the model's own tensors are
+old:
 
     reading them    `model.state_dict()`, and what saves by it, is refused, until they were loaded again
     training them   an optimizer that has them is refused at its first step
@@ -33,6 +34,9 @@ SAMPLED = 256
 """Elements of a parameter that are looked at again; whoever loads or draws weights changes all."""
 
 _LIVE: weakref.WeakSet[OldModel] = weakref.WeakSet()
+_TRAINED: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""Tensors of models that Runners of this process train themselves, by id: ranks that are threads may share a
+model, which then is trained as a whole."""
 _ADDING = threading.Lock()
 """Ranks that are threads make their Runners at the same time."""
 
@@ -67,7 +71,6 @@ class OldModel:
         self._by_module: dict[int, list[Own]] = {}
         self._samples: dict[tuple[int, str], torch.Tensor] = {}
         self._parts: dict[int, Own] = {}
-        self._held: dict[int, weakref.ref[torch.Tensor]] = {}
         for prefix, module in model.named_modules():
             for attribute, tensor in module.named_parameters(recurse=False):
                 name = f"{prefix}.{attribute}" if prefix else attribute
@@ -95,18 +98,18 @@ class OldModel:
         part = trained if trained is not None and trained[0] is not tensor else None
         own = Own(name, weakref.ref(module), attribute, weakref.ref(tensor), part, trained is not None)
         if part is not None:
-            self._parts[id(tensor)] = own
+            self._parts.setdefault(id(tensor), own)
             self._samples[own.key] = _sample(tensor)
         elif trained is not None:
-            self._held[id(tensor)] = weakref.ref(tensor)
+            _TRAINED[id(tensor)] = tensor
         return own
 
     def _watch(self, module: nn.Module) -> None:
         me, its = weakref.ref(self), weakref.ref(module)
-        module.register_load_state_dict_pre_hook(_Loading(me, its))
-        module.register_load_state_dict_post_hook(_Loaded(me, its))
+        module.register_load_state_dict_pre_hook(_Loading(me, its))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_Loaded(me, its))  # type: ignore[no-untyped-call]
         if any(not own.here or own.part is not None for own in self._by_module[id(module)]):
-            module.register_state_dict_pre_hook(_Reading(me, its))
+            module.register_state_dict_pre_hook(_Reading(me, its))  # type: ignore[no-untyped-call]
 
     # What the runner tells.
 
@@ -144,22 +147,19 @@ class OldModel:
     def refuse_reading(self, module: nn.Module) -> None:
         for own in self._by_module.get(id(module), ()):
             tensor = own.tensor()
-            if tensor is None or self._fresh.get(own.key, 0) == self.version or self._trained_here(own):
+            if (
+                tensor is None
+                or self._fresh.get(own.key, 0) == self.version
+                or _TRAINED.get(id(tensor)) is tensor
+            ):
                 continue
             what = "a part of it as its own tensor" if own.part is not None else "nothing of it"
             raise UsageError(
-                f"the model's {own.name!r} is not what was trained: this rank's Runner trains {what}, and the "
-                "model has the value from before. Take runner.state_dict(), which every rank must call and "
-                "has the whole trained model, or stretto.save; to go on with the plain model, "
+                f"the model's {own.name!r} is not what was trained: this rank's Runner trains {what}, and "
+                "the model has the value from before. Take runner.state_dict(), the whole trained model, which "
+                "every rank must call, or stretto.save; to go on with the plain model, "
                 "model.load_state_dict(runner.state_dict())"
             )
-
-    def _trained_here(self, own: Own) -> bool:
-        """Whether a Runner of this process trains the model's own tensor (ranks that are threads)."""
-        tensor = own.tensor()
-        return own.part is None and any(
-            (held := live._held.get(id(tensor))) is not None and held() is tensor for live in _live()
-        )
 
     def take(self, module: nn.Module, values: Mapping[str, Any], prefix: str) -> None:
         """The module is about to load these: what the runner trains of it gets them too."""
@@ -197,7 +197,7 @@ class OldModel:
 
 
 class _Hook:
-    """On one module, for as long as the watch lives; a copy of the module, or one read from a file, has none."""
+    """On one module, for as long as the watch lives; inert on its copies, and on those read from a file."""
 
     def __init__(
         self, old: weakref.ref[OldModel] | None = None, module: weakref.ref[nn.Module] | None = None
@@ -275,8 +275,8 @@ def _refuse_old(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _not_trained(name: str) -> str:
     return (
-        f"the optimizer has the model's own {name!r}, which gets no gradient: this rank's Runner trains a part of "
-        "it as a tensor of its own. Make the optimizer over runner.parameters() "
+        f"the optimizer has the model's own {name!r}, which gets no gradient: this rank's Runner trains a "
+        "part of it as a tensor of its own. Make the optimizer over runner.parameters() "
         "(or runner.named_parameters(), for groups)"
     )
 

@@ -242,8 +242,8 @@ class Runner:
     def state_dict(self, *, only_on: int | None = None) -> dict[str, torch.Tensor]:
         """The whole trained model under the keys of the plain model's `state_dict`; every rank must call it.
 
-        Copies on the processor, each tensor whole, tied keys one tensor. only_on: the rank that gets them, the
-        others {}; by default all do. For what one machine's memory cannot hold there is `stretto.save`.
+        Copies on the processor, each tensor whole, tied keys one tensor. only_on: the rank that gets them,
+        the others {}; by default all do. For what one machine's memory cannot hold there is `stretto.save`.
         """
         self._refuse_on_mesh("state_dict")
         return gather(self, only_on)

@@ -36,7 +36,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 
 
 def together_slowly(transport: Transport, work: Callable[[], T]) -> T:
-    """The same for work that may take longer than ranks wait for a message, such as writing to a slow disk."""
+    """The same for work that may take longer than ranks wait for a message, such as writing to a disk."""
     if transport.size == 1:
         return together(transport, work)
     made: list[T] = []

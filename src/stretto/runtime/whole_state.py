@@ -1,4 +1,4 @@
-"""The whole model's values, gathered from all ranks under the names that the plain model gives them, and back.
+"""The whole model's values, gathered from all ranks under the names of the plain model's, and put back.
 
     1. Each rank tells what it owns (`Runner.owns`): boxes of wholes.
     2. Rank by rank, box by box, they are broadcast; whoever wants the wholes puts each in its place.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -125,7 +125,7 @@ def _open(runner: Runner) -> None:
         runner.transport.open((*plan.communicators, everyone), runner.device, plan.mesh)
 
 
-def put(runner: Runner, values: Mapping[str, torch.Tensor], strict: bool) -> None:
+def put(runner: Runner, values: Mapping[str, Any], strict: bool) -> None:
     """`Runner.load_state_dict`."""
     together(runner.transport, lambda: _check(runner, values, strict))
     job = runner.plan.job
@@ -152,7 +152,7 @@ def _given(runner: Runner, values: Mapping[str, torch.Tensor], tie: str) -> torc
     return values[names[0]] if names else None
 
 
-def _check(runner: Runner, values: Mapping[str, torch.Tensor], strict: bool) -> None:
+def _check(runner: Runner, values: Mapping[str, Any], strict: bool) -> None:
     """Raises UsageError for keys that are missing or too many, other shapes, and ties that come apart."""
     job = runner.plan.job
     shapes = {p.tied_to: whole_spec(job, p).shape for p in job.parameters}
@@ -170,9 +170,9 @@ def _check(runner: Runner, values: Mapping[str, torch.Tensor], strict: bool) -> 
             "or strict=False"
         )
     for key, value in values.items():
-        entry = runner.entries.get(key)
-        if entry is None:
+        if key not in runner.entries:
             continue
+        entry = runner.entries[key]
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"load_state_dict: {key!r} is no tensor ({type(value).__name__})")
         want = tuple(entry.unused.shape) if entry.unused is not None else shapes[entry.parameter or key]

@@ -1,4 +1,4 @@
-"""Saving: what a Runner and its optimizer hold, written by all ranks together and read by any other layout."""
+"""Saving: what a Runner and its optimizer hold, written by all ranks together, read under any layout."""
 
 from stretto.saving.face import load, save
 

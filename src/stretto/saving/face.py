@@ -1,7 +1,7 @@
 """`stretto.save` and `stretto.load`: a Runner, its optimizer and what the user adds, in one folder.
 
     <path>/.metadata, __0_0.distcp ...   tensors, whole under their names (`stretto.saving.tensors`)
-    <path>/rest.pt                       the optimizer's options and numbers, the steps drawn, what the user adds
+    <path>/rest.pt                       the optimizer's options and numbers, the draws, what the user adds
 
 The trainer's checkpoints are such folders with files of their own beside these. A save:
 
@@ -39,9 +39,9 @@ FORMAT, VERSION = "stretto saved", 1
 def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, extra: Any = None) -> None:
     """Write a checkpoint at the folder `path`, whole or not at all; every rank must call it.
 
-    runner, optimizer: parameters, buffers, the optimizer's state and its groups' options, and the count of steps
-    that decides dropout. extra: what else to keep, of rank 0's: numbers, strings, tensors, lists and dicts of
-    them (an epoch, `scheduler.state_dict()`). A checkpoint that was at `path` stays until this one is whole.
+    runner, optimizer: parameters, buffers, the optimizer's state and its groups' options, and the count of
+    steps that decides dropout. extra: what else to keep, of rank 0's: numbers, strings, tensors, lists and
+    dicts of them (an epoch, `scheduler.state_dict()`). A checkpoint that was at `path` stays until this one is whole.
 
     Raises the same error on all ranks: UsageError when they do not see one folder, `path` holds something
     else, or the optimizer is not the Runner's; StrettoError when one could not write.
@@ -61,8 +61,8 @@ def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, e
 def load(path: str | Path, runner: Runner, optimizer: Optimizer | None = None) -> Any:
     """Read what `save` wrote under any layout into this Runner and its optimizer; every rank must call it.
 
-    path: a folder that `save` or `stretto train` wrote. optimizer: of the same class and groups; its state and
-    its groups' options become the saved ones. Returns `extra`, on every rank.
+    path: a folder that `save` or `stretto train` wrote. optimizer: of the same class and groups; its state
+    and its groups' options become the saved ones. Returns `extra`, on every rank.
 
     Raises the same error on all ranks, before anything is changed: UsageError when there is no checkpoint,
     ranks find different ones, or it does not fit; StrettoError when it cannot be read.
@@ -76,7 +76,7 @@ def is_saved(place: Path) -> bool:
 
 
 def find_saved(place: Path, runner: Runner) -> Path:
-    """Where it is: at its place, or beside it when a save was killed between its renames. All ranks call it."""
+    """At its place, or beside it when a save was killed between its renames; every rank must call it."""
 
     def find() -> Path:
         for candidate in (place, folder.old_of(place)):
@@ -226,7 +226,8 @@ def _packed(table: states.Table | None, draws: int, extra: Any) -> bytes:
             str(error),
         )
         raise UsageError(
-            f"{what} cannot be saved ({reason.strip()[:200]}): give numbers, strings, tensors, lists and dicts"
+            f"{what} cannot be saved ({reason.strip()[:200]}): give numbers, strings, tensors, lists and "
+            "dicts"
         ) from None
     return file.getvalue()
 
@@ -243,8 +244,8 @@ def _unpacked(checkpoint: Path) -> tuple[_Rest, str]:
             data = torch.load(io.BytesIO(content), weights_only=True)
             if data["format"] != FORMAT or data["version"] != VERSION:
                 raise UsageError(
-                    f"{checkpoint / REST}: format {data['format']!r}, version {data['version']}; this Stretto "
-                    f"reads {FORMAT!r}, version {VERSION}"
+                    f"{checkpoint / REST}: format {data['format']!r}, version {data['version']}; this "
+                    f"Stretto reads {FORMAT!r}, version {VERSION}"
                 )
             table = None if data["optimizer"] is None else states.Table(**data["optimizer"])
             rest = _Rest(True, table, int(data["draws"]), data["extra"])
@@ -259,8 +260,8 @@ def _same_everywhere(digests: list[str], checkpoint: Path) -> None:
     other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
     if other is not None:
         raise UsageError(
-            f"{checkpoint} is another checkpoint on rank {other} than on rank 0: the ranks must read the same "
-            "folder, which all hosts mount"
+            f"{checkpoint} is another checkpoint on rank {other} than on rank 0: the ranks must read the "
+            "same folder, which all hosts mount"
         )
 
 

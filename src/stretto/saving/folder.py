@@ -26,8 +26,8 @@ Unwritable = Callable[[BaseException], StrettoError]
 PROBE = ".written-by-rank-0"
 """The file in a folder that is being written by which other ranks know it."""
 SEEN_WITHIN_S = 10.0
-"""How long a file of another host may take to show on a network file system. Assumed: above the few seconds for
-which their clients keep what they know of a folder."""
+"""How long a file of another host may take to show on a network file system. Assumed: above the few seconds
+for which their clients keep what they know of a folder."""
 POLL_S = 0.1
 SHOWN_RANKS = 4
 
@@ -129,8 +129,8 @@ def refuse_apart(looks: Sequence[Look], setting: str) -> None:
     more = f" (and ranks {others}{' ...' if len(blind) > 1 + SHOWN_RANKS else ''})" if others else ""
     raise UsageError(
         f"the ranks do not share the folder of checkpoints: {one.folder} on rank {rank}, host {one.host}, "
-        f"{one.why}{more}; rank 0, host {looks[0].host}, wrote into {looks[0].folder}. Each would keep its own "
-        f"part on its own disk. Set {setting} to a folder that all hosts mount (NFS, Lustre)"
+        f"{one.why}{more}; rank 0, host {looks[0].host}, wrote into {looks[0].folder}. Each would keep its "
+        f"own part on its own disk. Set {setting} to a folder that all hosts mount (NFS, Lustre)"
     )
 
 

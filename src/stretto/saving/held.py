@@ -53,7 +53,7 @@ def owned_names(runner: Runner) -> set[str]:
 
 
 def owned_model(runner: Runner, held: Mapping[str, Part]) -> dict[str, Part]:
-    """Of `held_model`, what this rank writes: it is the one to write it, or one of those that hold the same."""
+    """Of `held_model`, what this rank writes: it is the one to, or one of those that hold the same."""
     kept = {f"model.{name}" for name in owned_names(runner)}
     kept |= {f"buffer.{name}" for name in runner.owned_buffers()}
     return {key: part for key, part in held.items() if key in kept}

@@ -1,6 +1,7 @@
-"""An optimizer's state by the parameters' names, so that it may be written under one layout, read under another.
+"""An optimizer's state by the parameters' names: written under one layout, it is read under another.
 
-Ranks hold other parameters under each layout, in groups that lack some or are absent. So all is kept under names:
+Ranks hold other parameters under each layout, in groups that lack some or are absent. So all is kept under
+names:
 
     1. Each rank tells for every parameter of its optimizer the options of the parameter's group, and what of
        its state is a number. Tensors of the state are parts of wholes as the parameter is, or whole.
@@ -72,7 +73,7 @@ class State:
 
 
 def state_of(runner: Runner, optimizer: Optimizer) -> State:
-    """Step 1. Raises UsageError for an optimizer over what is not the runner's, or whose state has no layout."""
+    """Step 1. Raises UsageError for an optimizer over what is not the runner's, or state without a place."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     known = {p.name: p for p in runner.plan.job.parameters}
@@ -171,8 +172,8 @@ def options_for(runner: Runner, optimizer: Optimizer, table: Table) -> list[Opti
     kind = type(optimizer).__name__
     if kind != table.kind:
         raise UsageError(
-            f"the checkpoint has the state of {table.kind}, and this optimizer is {kind}: make a {table.kind}, "
-            "or load without the optimizer"
+            f"the checkpoint has the state of {table.kind}, and this optimizer is {kind}: make a "
+            f"{table.kind}, or load without the optimizer"
         )
     names = {id(tensor): name for name, (_, tensor) in _members(runner, optimizer).items()}
     found: list[Options | None] = []
@@ -184,9 +185,9 @@ def options_for(runner: Runner, optimizer: Optimizer, table: Table) -> list[Opti
                 one, two = table.options[table.of[first]], table.options[table.of[other]]
                 key = next(k for k in {**one, **two} if not _same(one.get(k), two.get(k)))
                 raise UsageError(
-                    f"group {number} of the optimizer has {first!r} and {other!r}, which were saved in groups "
-                    f"of their own ({key} = {one.get(key)!r} and {two.get(key)!r}): make the optimizer with "
-                    "the groups that it had"
+                    f"group {number} of the optimizer has {first!r} and {other!r}, which were saved in "
+                    f"groups of their own ({key} = {one.get(key)!r} and {two.get(key)!r}): make the optimizer "
+                    "with the groups that it had"
                 )
         found.append(None if first is None else table.options[table.of[first]])
     return found

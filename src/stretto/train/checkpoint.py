@@ -1,4 +1,4 @@
-"""A run's checkpoints: what `stretto.saving` writes, in a folder for each step, with the run's state beside it.
+"""A run's checkpoints: what `stretto.saving` writes, a folder for each step, with the run's state beside it.
 
 A checkpoint counts once every rank has finished; until then the one before it stays. The position in the data
 is a pure function of the step.
