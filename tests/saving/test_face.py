@@ -317,7 +317,6 @@ def test_an_extra_that_could_not_be_read_again(tmp_path: Path) -> None:
 def test_ranks_that_see_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As two hosts with disks of their own: nothing is left that could be taken for a checkpoint."""
     monkeypatch.setattr(folder, "SEEN_WITHIN_S", 0.1)
-    monkeypatch.setattr(folder.look, "__defaults__", (0.1,))
     told = refused("pp", lambda runner: stretto.save(tmp_path / str(runner.rank) / "a", runner))
     assert "the ranks do not share the folder of checkpoints" in told[0]
     assert "on rank 1, host" in told[0]

@@ -10,7 +10,7 @@ from stretto.config import load_settings
 from stretto.saving import folder
 
 if __name__ == "__main__":
-    folder.look.__defaults__ = (0.2,)
+    folder.SEEN_WITHIN_S = 0.2
     rank, config = os.environ["RANK"], sys.argv[1]
     changes = [f"output.run_dir={load_settings(config).run_dir}-{rank}"] if rank != "0" else []
     sys.argv = ["stretto", "train", config, *changes]

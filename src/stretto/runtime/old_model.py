@@ -156,8 +156,8 @@ class OldModel:
             what = "a part of it as its own tensor" if own.part is not None else "nothing of it"
             raise UsageError(
                 f"the model's {own.name!r} is not what was trained: this rank's Runner trains {what}, and "
-                "the model has the value from before. Take runner.state_dict(), the whole trained model, which "
-                "every rank must call, or stretto.save; to go on with the plain model, "
+                "the model has the value from before. Take runner.state_dict(), the whole trained model, "
+                "which every rank must call, or stretto.save; to go on with the plain model, "
                 "model.load_state_dict(runner.state_dict())"
             )
 

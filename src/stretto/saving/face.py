@@ -41,7 +41,7 @@ def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, e
 
     runner, optimizer: parameters, buffers, the optimizer's state and its groups' options, and the count of
     steps that decides dropout. extra: what else to keep, of rank 0's: numbers, strings, tensors, lists and
-    dicts of them (an epoch, `scheduler.state_dict()`). A checkpoint that was at `path` stays until this one is whole.
+    dicts of them (an epoch, `scheduler.state_dict()`). What was at `path` stays until this one is whole.
 
     Raises the same error on all ranks: UsageError when they do not see one folder, `path` holds something
     else, or the optimizer is not the Runner's; StrettoError when one could not write.

@@ -101,9 +101,9 @@ def write_probe(folder: Path) -> str:
     return text
 
 
-def look(folder: Path, text: str, wait_s: float = SEEN_WITHIN_S) -> Look:
+def look(folder: Path, text: str) -> Look:
     """Whether this rank sees the probe; waits for it where the folder may be of a network file system."""
-    until_s = time.monotonic() + wait_s
+    until_s = time.monotonic() + SEEN_WITHIN_S
     why = ""
     while True:
         try:

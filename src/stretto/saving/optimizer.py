@@ -186,8 +186,8 @@ def options_for(runner: Runner, optimizer: Optimizer, table: Table) -> list[Opti
                 key = next(k for k in {**one, **two} if not _same(one.get(k), two.get(k)))
                 raise UsageError(
                     f"group {number} of the optimizer has {first!r} and {other!r}, which were saved in "
-                    f"groups of their own ({key} = {one.get(key)!r} and {two.get(key)!r}): make the optimizer "
-                    "with the groups that it had"
+                    f"groups of their own ({key} = {one.get(key)!r} and {two.get(key)!r}): make the "
+                    "optimizer with the groups that it had"
                 )
         found.append(None if first is None else table.options[table.of[first]])
     return found
