@@ -145,6 +145,36 @@ def test_reading_the_old_model_is_refused_until_it_is_loaded_again() -> None:
         assert not any(found)
 
 
+def test_computing_with_the_old_model_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    def work(runner: Runner, old: nn.Module) -> None:
+        next_token_loss(old, batch_of())
+        train(runner, adamw(runner.named_parameters()), 1)
+        old.load_state_dict(runner.state_dict())
+        next_token_loss(old, batch_of())
+        assert not [one for one in recwarn if "old model" in str(one.message)]
+        runner.transport.all_gather(None)
+        train(runner, adamw(runner.named_parameters()), 1)
+        if runner.rank == 0:
+            stretto.capture(old, batch_of(), next_token_loss, stretto.Parallel())
+        assert not [one for one in recwarn if "old model" in str(one.message)]
+        runner.transport.all_gather(None)
+        if runner.rank == 0:
+            for _ in range(2):
+                next_token_loss(old, batch_of())
+            assert sum("old model" in str(one.message) for one in recwarn) == 1
+        runner.transport.all_gather(None)
+        if runner.rank == 1:
+            stretto.Runner(plan_of("one"), old)
+
+    run("tp", work)
+    told = [str(one.message) for one in recwarn if "old model" in str(one.message)]
+    assert len(told) == 2
+    assert told[0].startswith(
+        "this is a forward of a Runner's old model, whose 'embedding.weight' (and more)"
+    )
+    assert told[1].startswith("a Runner is made of another Runner's old model")
+
+
 def test_ranks_that_share_one_model_train_all_of_it() -> None:
     shared = gpt_untied()
 
@@ -175,6 +205,7 @@ def test_an_optimizer_over_the_old_model_is_refused_at_its_first_step() -> None:
     assert run("pp", work) == ["", ""]  # it trains what this rank has
 
 
+@pytest.mark.filterwarnings("ignore:this is a forward of a Runner's old model")
 def test_the_plain_model_may_be_trained_beside_the_runner() -> None:
     def work(runner: Runner, old: nn.Module) -> None:
         optimizer = torch.optim.AdamW(old.parameters())

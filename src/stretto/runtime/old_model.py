@@ -5,6 +5,7 @@ which is a copy; those of other stages it does not train at all. So after a step
 old:
 
     reading them    `model.state_dict()`, and what saves by it, is refused, until they were loaded again
+    using them      a forward of the model, or a Runner that is made of it, is warned of
     training them   an optimizer that has them is refused at its first step
     loading them    `model.load_state_dict` reaches the runner, part by part; with assign=True it is refused
     changing them   before the first step, by other ways, is refused at that step
@@ -16,6 +17,7 @@ have none. Keeps no tensor of the model alive.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +31,11 @@ from stretto.errors import UsageError
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 """From a whole to this rank's part."""
+
+_TAKE = (
+    "Take runner.state_dict(), the whole trained model, which every rank must call, or stretto.save; to go "
+    "on with the plain model, model.load_state_dict(runner.state_dict())"
+)
 
 SAMPLED = 256
 """Elements of a parameter that are looked at again; whoever loads or draws weights changes all."""
@@ -69,6 +76,7 @@ class OldModel:
         self.version = 0
         self._fresh: dict[tuple[int, str], int] = {}
         self._by_module: dict[int, list[Own]] = {}
+        self._warned = False
         self._samples: dict[tuple[int, str], torch.Tensor] = {}
         self._parts: dict[int, Own] = {}
         for prefix, module in model.named_modules():
@@ -79,6 +87,8 @@ class OldModel:
                     self._by_module.setdefault(id(module), []).append(own)
             if id(module) in self._by_module:
                 self._watch(module)
+        if any(self._is_apart(own) for own in self._all()):
+            model.register_forward_pre_hook(_Computing(weakref.ref(self), weakref.ref(model)))
         with _ADDING:
             _LIVE.add(self)
         if self._parts:
@@ -108,7 +118,7 @@ class OldModel:
         me, its = weakref.ref(self), weakref.ref(module)
         module.register_load_state_dict_pre_hook(_Loading(me, its))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(_Loaded(me, its))  # type: ignore[no-untyped-call]
-        if any(not own.here or own.part is not None for own in self._by_module[id(module)]):
+        if any(map(self._is_apart, self._by_module[id(module)])):
             module.register_state_dict_pre_hook(_Reading(me, its))  # type: ignore[no-untyped-call]
 
     # What the runner tells.
@@ -145,21 +155,45 @@ class OldModel:
     # What hooks tell.
 
     def refuse_reading(self, module: nn.Module) -> None:
-        for own in self._by_module.get(id(module), ()):
-            tensor = own.tensor()
-            if (
-                tensor is None
-                or self._fresh.get(own.key, 0) == self.version
-                or _TRAINED.get(id(tensor)) is tensor
-            ):
-                continue
+        """Raises UsageError for values of the module that are not what is trained."""
+        own = next(filter(self._is_stale, self._by_module.get(id(module), ())), None)
+        if own is not None:
             what = "a part of it as its own tensor" if own.part is not None else "nothing of it"
             raise UsageError(
                 f"the model's {own.name!r} is not what was trained: this rank's Runner trains {what}, and "
-                "the model has the value from before. Take runner.state_dict(), the whole trained model, "
-                "which every rank must call, or stretto.save; to go on with the plain model, "
-                "model.load_state_dict(runner.state_dict())"
+                f"the model has the value from before. {_TAKE}"
             )
+
+    def warn_of_use(self, what: str) -> None:
+        """Warn, once, where values of the model that a computation reads are not what is trained."""
+        if self._warned or not self.is_old:
+            return
+        for own in filter(self._is_stale, self._all()):
+            module = own.module()
+            if (
+                module is not None and getattr(module, own.attribute, None) is own.tensor()
+            ):  # not in a capture
+                self._warned = True
+                warnings.warn(
+                    f"{what}, whose {own.name!r} (and more) is not what was trained: a Runner trains its own "
+                    f"part of it, or none, and the model has the value from before. {_TAKE}",
+                    stacklevel=4,
+                )
+                return
+
+    @staticmethod
+    def _is_apart(own: Own) -> bool:
+        """Whether the model's tensor is another than what is trained, here or on other ranks."""
+        return not own.here or own.part is not None
+
+    def _is_stale(self, own: Own) -> bool:
+        tensor = own.tensor()
+        return (
+            self._is_apart(own)
+            and tensor is not None
+            and self._fresh.get(own.key, 0) != self.version
+            and _TRAINED.get(id(tensor)) is not tensor
+        )
 
     def take(self, module: nn.Module, values: Mapping[str, Any], prefix: str) -> None:
         """The module is about to load these: what the runner trains of it gets them too."""
@@ -226,6 +260,13 @@ class _Reading(_Hook):
             old.refuse_reading(module)
 
 
+class _Computing(_Hook):
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        old = self._live(module)
+        if old is not None:
+            old.warn_of_use("this is a forward of a Runner's old model")
+
+
 class _Loading(_Hook):
     def __call__(self, module: nn.Module, values: Mapping[str, Any], prefix: str, *_: Any) -> None:
         old = self._live(module)
@@ -238,6 +279,14 @@ class _Loaded(_Hook):
         old = self._live(module)
         if old is not None:
             old.refuse_replaced(module)
+
+
+def warn_if_old(model: nn.Module) -> None:
+    """A Runner is about to be made of a model that another one, still there, has trained elsewhere."""
+    tensors = {id(tensor) for tensor in model.parameters()}
+    for old in _live():
+        if any(id(own.tensor()) in tensors for own in old._all()):
+            old.warn_of_use("a Runner is made of another Runner's old model")
 
 
 def _live() -> list[OldModel]:

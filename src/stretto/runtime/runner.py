@@ -26,7 +26,7 @@ from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.fit import agree, check_tensor, check_ties, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
-from stretto.runtime.old_model import Cut, OldModel
+from stretto.runtime.old_model import Cut, OldModel, warn_if_old
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.shards import part_here, part_of, whole_spec
@@ -77,6 +77,8 @@ class Runner:
         self.coordinates = plan.mesh.coordinates(self.rank)
         self._shared = {} if shares is None else shares._by_tie()
         self._wholes: dict[str, torch.Tensor] = {}
+        if shares is None:
+            warn_if_old(model)
         self.on_mesh = False
         self.unfit: str | None = None
         self._adopt(model)

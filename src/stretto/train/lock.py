@@ -9,10 +9,12 @@ these files and nothing else.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from datetime import datetime
@@ -26,6 +28,10 @@ from stretto.whole_file import write_file
 
 LOCK = ".lock"
 OWNER = ".owner.json"
+MOMENT_S = 0.3
+"""How long to try: one that only looks (`refuse_if_held`) holds a lock for a moment."""
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems say that cannot lock, where `filelock` has no way of its own."""
 
 
 class RunLock:
@@ -67,7 +73,7 @@ def refuse_if_held(folders: Iterable[tuple[str, Path]]) -> None:
 def _lock(held: ExitStack, setting: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
+        lock = FileLock(folder / LOCK, timeout=MOMENT_S, thread_local=False)
         lock.acquire()
     except Timeout:
         raise UsageError(
@@ -75,7 +81,10 @@ def _lock(held: ExitStack, setting: str, folder: Path) -> None:
             "folder of this run's own"
         ) from None
     except (OSError, NotImplementedError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        if isinstance(error, NotImplementedError) or error.errno in WITHOUT_LOCKS:
+            warnings.warn(f"{folder} cannot be locked: another run in it would not be noticed", stacklevel=4)
+            return
+        reason = error.strerror or error
         raise StrettoError(
             f"cannot lock {folder}: {reason}; set {setting} to a folder that can be written to and locked"
         ) from None
