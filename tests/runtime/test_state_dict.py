@@ -117,6 +117,44 @@ def test_buffers_are_in_it() -> None:
         assert_close(found, own.state_dict())
 
 
+class WithMore(nn.Module):
+    """A parameter that no computation reads, a buffer that is not saved, and one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.unused = nn.Parameter(torch.randn(3))
+        self.register_buffer("scale", torch.tensor(2))
+        self.register_buffer("table", torch.ones(4, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x * self.table) * self.scale
+        return found
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}])
+def test_its_keys_are_the_plain_models_with_what_nobody_uses(layout: dict[str, int]) -> None:
+    plain = WithMore()
+    parallel = stretto.Parallel(**layout, microbatches=2)
+    job = stretto.capture(plain, torch.ones(4, 4), mean_square, parallel, precision="bf16")
+    values = {name: value + 1 for name, value in plain.state_dict().items()}
+
+    def work(runner: Runner) -> None:
+        assert_close(runner.state_dict(), plain.state_dict())
+        train_one(runner)
+        runner.load_state_dict(values)
+        found = runner.state_dict()
+        assert list(found) == list(values)
+        assert all(found[name].dtype is torch.float32 for name in found)
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+
+    def train_one(runner: Runner) -> None:
+        runner.step(torch.ones(4, 4))
+        torch.optim.SGD(runner.parameters(), lr=0.1).step()
+
+    stretto.run_threads(lowered(job, "1f1b"), lambda _: copy.deepcopy(plain), work)
+
+
 # The old model.
 
 

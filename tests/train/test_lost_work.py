@@ -4,6 +4,7 @@ and what an earlier run left is kept apart.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -15,14 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.train.tiny import environment, steps_of, write_settings
 
 import stretto
 from stretto.config import load_settings
 from stretto.errors import UsageError
+from stretto.models.build import build_model, loss_function
 from stretto.train import launch as launcher
 from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_held
+from stretto.train.optimizer import make_optimizer
 from stretto.train.trainer import Trainer
+from stretto.train.whole import load_whole
 from stretto.train.world import World
 
 HOLD = """
@@ -131,6 +136,26 @@ def test_going_back_to_an_earlier_step_keeps_the_later_lines(again: Callable[...
     run_dir = again(f"checkpoint.resume={again('not') / 'checkpoints' / 'step-000002'}", "training.steps=3")
     assert steps_of(run_dir / "earlier-1") == before
     assert sorted(steps_of(run_dir)) == [1, 2, 3]
+
+
+def test_ones_own_loop_reads_the_checkpoint_of_a_run(done: tuple[Path, Path]) -> None:
+    path, run_dir = done
+    settings = load_settings(path)
+    made = run_dir / "checkpoints" / "step-000004"
+    plain, _ = load_whole(made)
+    model = build_model(settings.model, plain.config.vocab_size, seed=5)
+    batch = torch.zeros(4, 17, dtype=torch.long)
+    job = stretto.capture(model, batch, loss_function(settings.model), stretto.Parallel(pp=2, microbatches=2))
+
+    def work(runner: stretto.Runner) -> dict[str, torch.Tensor]:
+        optimizer = make_optimizer(runner, settings.optimizer)
+        assert stretto.load(made, runner, optimizer) is None
+        assert {int(state["step"]) for state in optimizer.state.values()} == {4}
+        return runner.state_dict()
+
+    plan = stretto.plan(job, stretto.Cluster())
+    found = stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)[1]
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
 
 
 # One run in a folder.

@@ -43,7 +43,7 @@ def entries_of(model: nn.Module, job: Job) -> dict[str, Entry]:
     """The keys of the model's `state_dict`, in order. What other ranks use is named, and not kept alive."""
     used = {p.name: p.tied_to for p in job.parameters if p.stages}
     buffers = {b.name for b in job.buffers if b.stages or b.updates}
-    kept = set(model.state_dict(keep_vars=True))  # without buffers that are not persistent
+    kept = dict.fromkeys(model.state_dict(keep_vars=True))  # without buffers that are not persistent
     found: dict[str, Entry] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in kept:
@@ -51,7 +51,7 @@ def entries_of(model: nn.Module, job: Job) -> dict[str, Entry]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in kept:
             found[name] = Entry(buffer=name) if name in buffers else Entry(unused=buffer)
-    return found
+    return {name: found[name] for name in kept if name in found}
 
 
 def gather(runner: Runner, only_on: int | None) -> dict[str, torch.Tensor]:
