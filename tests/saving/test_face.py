@@ -257,14 +257,17 @@ def test_one_saved_without_an_optimizer(tmp_path: Path) -> None:
 
 
 def test_another_model(saved: Callable[[str], Path]) -> None:
-    other = gpt(layers=3, tie_embeddings=True, positions="learned").double()
-    job = stretto.capture(other, batch_of(), next_token_loss, stretto.Parallel(microbatches=4))
-
     def work(runner: Runner) -> None:
         stretto.load(saved("tp"), runner)
 
-    with pytest.raises(stretto.StrettoError, match=r"lacks model\.blocks\.2\..* it is of another model"):
-        stretto.run_threads(lowered(job, "1f1b"), lambda _: other, work)
+    for layers, told in (
+        (3, r"lacks model\.blocks\.2\."),
+        (1, r"has model\.blocks\.1\..* has no such parameter"),
+    ):
+        other = gpt(layers=layers, tie_embeddings=True, positions="learned").double()
+        job = stretto.capture(other, batch_of(), next_token_loss, stretto.Parallel(microbatches=4))
+        with pytest.raises(stretto.StrettoError, match=f"{told}.* it is of another model"):
+            stretto.run_threads(lowered(job, "1f1b"), lambda _, of=other: of, work)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "table", "rest"])

@@ -138,6 +138,13 @@ def test_going_back_to_an_earlier_step_keeps_the_later_lines(again: Callable[...
     assert sorted(steps_of(run_dir)) == [1, 2, 3]
 
 
+def test_a_checkpoint_from_before_the_rest_was_kept_goes_on(again: Callable[..., Path]) -> None:
+    copied = again("not")
+    one = again("training.steps=5", f"output.run_dir={copied.parent / 'one'}", f"checkpoint.resume={copied}")
+    (copied / "checkpoints" / "step-000004" / "rest.pt").unlink()
+    assert steps_of(again("training.steps=5"))[5]["loss"] == steps_of(one)[5]["loss"]
+
+
 def test_ones_own_loop_reads_the_checkpoint_of_a_run(done: tuple[Path, Path]) -> None:
     path, run_dir = done
     settings = load_settings(path)

@@ -29,7 +29,7 @@ from stretto.runtime import Runner
 from stretto.runtime.together import on_first, together, together_slowly
 from stretto.saving import folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.held import held_model, owned_model
+from stretto.saving.held import held_model, known_names, owned_model
 from stretto.saving.parts import Part
 
 REST = "rest.pt"
@@ -171,6 +171,12 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
         stored = tensors.stored_in(checkpoint)
         parts = dict(held_model(runner))
         tensors.check_fit(checkpoint, parts, stored)
+        more = sorted({name for name in stored if name.startswith("model.")} - known_names(runner))
+        if more:
+            raise StrettoError(
+                f"{checkpoint} has {more[0]}, and this model has no such parameter: it is of another model; "
+                "take another checkpoint"
+            )
         made: dict[str, Any] = {}
         groups: list[Any] = []
         if optimizer is not None:

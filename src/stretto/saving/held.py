@@ -39,6 +39,11 @@ def held_model(runner: Runner) -> dict[str, Part]:
     return found
 
 
+def known_names(runner: Runner) -> set[str]:
+    """The names of all parameters of the model, whoever holds them."""
+    return {f"model.{parameter.tied_to}" for parameter in runner.plan.job.parameters}
+
+
 def spread_part(runner: Runner, parameter: Parameter, held: torch.Tensor) -> Part:
     """Where what has the shape of this rank's part of the parameter lies in the whole."""
     job = runner.plan.job

@@ -66,7 +66,8 @@ def folders_of(settings: TrainSettings) -> list[tuple[str, Path]]:
 def refuse_if_held(folders: Iterable[tuple[str, Path]]) -> None:
     """Raise UsageError when another run holds one of the folders now. Makes none of them."""
     lock = RunLock()
-    lock.take((setting, folder) for setting, folder in folders if (folder / LOCK).exists())
+    with suppress(OSError):  # of a folder that cannot be looked into, the run itself will tell
+        lock.take([(setting, folder) for setting, folder in folders if (folder / LOCK).exists()])
     lock.release()
 
 
