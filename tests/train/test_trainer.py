@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from tests.train.tiny import steps_of, write_settings
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.models.build import build_model, loss_function
 from stretto.report.rundir import load_run
-from stretto.saving import tensors
 from stretto.train import checkpoint, launch
 from stretto.train.data import prepare_data
 from stretto.train.metrics import Metrics
@@ -204,10 +203,10 @@ def test_damaged_tensors_are_refused_by_name(whole: Path, tmp_path: Path, left_b
 def test_an_interruption_while_a_checkpoint_is_read_stays_one(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: object, **rest: object) -> None:
+    def interrupted(*_: object) -> None:
         raise CheckpointException("read", {0: (KeyboardInterrupt(), traceback.StackSummary())})
 
-    monkeypatch.setattr(tensors, "dcp_load", interrupted)
+    monkeypatch.setattr(FileSystemReader, "read_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load_whole(whole)
 

@@ -11,7 +11,6 @@ through the Runner's transport: so ranks may be threads, and all of them agree b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.errors import StrettoError
@@ -95,10 +93,14 @@ def read(folder: Path, parts: Parts) -> None:
     """Fill the parts in place, whatever layout wrote the folder, which has them (`stored_in`). No rank waits
     for another. Raises StrettoError when it cannot be read; parts may then have been filled."""
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore", UserWarning)  # in a single process it warns that it is one
-            reader = FileSystemReader(folder)
-            dcp_load(_one_each(parts), storage_reader=reader, planner=PartsReader(parts), no_dist=True)
+        with torch.no_grad():
+            planner, reader = PartsReader(parts), FileSystemReader(folder)
+            table = reader.read_metadata()
+            planner.set_up_planner(_one_each(parts), table, True)
+            reader.set_up_storage_reader(table, True)
+            plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+            plan = planner.finish_plan(reader.prepare_global_plan(plans)[0])
+            reader.read_data(plan, planner).wait()
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise unreadable(folder, error) from None
 
