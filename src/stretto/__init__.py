@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stretto.planning import plan
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
+    from stretto.saving import load, save
     from stretto.simulate import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
     from stretto.tree import whole
@@ -51,6 +52,7 @@ __all__ = [
     "UsageError",
     "capture",
     "check",
+    "load",
     "load_plan",
     "local",
     "plan",
@@ -58,6 +60,7 @@ __all__ = [
     "reshard",
     "reshard_all",
     "run_threads",
+    "save",
     "shard",
     "simulate",
     "verify",
@@ -79,6 +82,7 @@ _HOMES = {
     "StrettoError": "stretto.errors",
     "Timeline": "stretto.ir.timeline",
     "UsageError": "stretto.errors",
+    "load": "stretto.saving",
     "load_plan": "stretto.ir.serialize",
     "local": "stretto.tensor.face",
     "plan": "stretto.planning",
@@ -86,6 +90,7 @@ _HOMES = {
     "reshard": "stretto.tensor.face",
     "reshard_all": "stretto.tensor.face",
     "run_threads": "stretto.runtime",
+    "save": "stretto.saving",
     "shard": "stretto.tensor.face",
     "whole": "stretto.tree",
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stretto.train.checkpoint_parts import Part
 from torch import Tensor, nn
 
 import stretto
@@ -21,7 +22,6 @@ from stretto.models.build import huggingface_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
 from stretto.train.checkpoint import owned_parts
-from stretto.train.checkpoint_parts import Part
 from stretto.train.clip import GradientClip
 from tests.parallelize.test_key_heads import hf
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain, batch_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -10,14 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import UsageError
+from stretto.saving import folder as saving
 from stretto.train import checkpoint_files as files
 
 
+def begin(folder: Path, step: int) -> Path:
+    """The place of a checkpoint that is being written."""
+    files.tidy(folder)
+    place = folder / files.name_of(step)
+    saving.begin(place)
+    return place
+
+
 def make(folder: Path, step: int, keep: int = 9) -> Path:
-    partial = files.begin(folder, step)
+    """As the trainer does, but for tensors."""
+    place = begin(folder, step)
+    partial = saving.partial_of(place)
     (partial / ".metadata").write_bytes(b"x")
-    return files.commit(partial, files.State(step, step, 300, {"name": "a"}), "{}", keep)
+    state = files.State(step, step, 300, {"name": "a"})
+    for name, text in (("tokenizer.json", "{}"), ("state.json", files.state_text(state))):
+        saving.write_synced(partial / name, text.encode())
+    saving.commit(place)
+    files.mark(place, keep)
+    return place
 
 
 def test_the_newest_is_marked_and_the_oldest_go(tmp_path: Path) -> None:
@@ -30,7 +45,7 @@ def test_the_newest_is_marked_and_the_oldest_go(tmp_path: Path) -> None:
 
 def test_a_half_written_one_does_not_count_and_is_removed_by_the_next(tmp_path: Path) -> None:
     make(tmp_path, 5)
-    left = files.begin(tmp_path, 10)
+    left = saving.partial_of(begin(tmp_path, 10))
     (left / "state.json").write_text("{}")
     assert files.latest_in(tmp_path) == tmp_path / "step-000005"
     make(tmp_path, 15)
@@ -81,6 +96,8 @@ def test_nothing_old_goes_before_the_new_is_on_the_disk(
 ) -> None:
     make(tmp_path, 5)
     did: list[int | str] = []
+    make_probe = saving.write_probe
+    monkeypatch.setattr(saving, "write_probe", lambda folder: make_probe(folder) and did.clear())
     sync, rename = os.fsync, Path.rename
 
     def synced(number: int) -> None:
@@ -98,8 +115,8 @@ def test_nothing_old_goes_before_the_new_is_on_the_disk(
     made = (place / "tokenizer.json", place / "state.json", place, tmp_path / "latest", tmp_path)
     tokenizer, state, inside, latest, names = (path.stat().st_ino for path in made)
     assert did == [
-        *(tokenizer, state, inside, "step-000010", latest, names),
-        *("step-000005.old.tmp", names, "remove step-000005.old.tmp"),
+        *(tokenizer, state, inside, "step-000010", names, latest, names),
+        *("step-000005.gone.tmp", names, "remove step-000005.gone.tmp"),
     ]
 
 
@@ -123,15 +140,31 @@ def test_one_that_is_removed_in_part_does_not_count(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", files.name_of(step), "step-000015"]
 
 
-def test_a_full_disk_says_so_and_names_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = make(tmp_path, 5)
-    partial = files.begin(tmp_path, 10)
+def test_one_that_was_about_to_be_replaced_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of the same step that is killed between its two renames has moved the old one away."""
 
-    def full(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    class KilledError(Exception):
+        pass
 
-    monkeypatch.setattr(files, "_write_synced", full)
-    with pytest.raises(StrettoError, match=r"step 10 in .* the disk is full; free some space") as caught:
-        files.commit(partial, files.State(10, 10, 300, {}), "{}", 9)
-    assert f"the last whole checkpoint is {good}" in str(caught.value)
-    assert files.latest_in(tmp_path) == good
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise KilledError
+        return rename(path, target)
+
+    place = make(tmp_path, 5)
+    make(tmp_path, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KilledError):
+            make(tmp_path, 5)
+    assert not place.exists()
+    files.put_back(tmp_path)
+    assert files.is_whole(place)
+    make(tmp_path, 6)
+    assert sorted(p.name for p in files.checkpoints_in(tmp_path)) == [
+        files.name_of(step) for step in (4, 5, 6)
+    ]

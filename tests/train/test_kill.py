@@ -16,6 +16,7 @@ from tests.runtime.launch import launch
 from tests.train.tiny import ranks_of, run, start, steps_of, write_settings
 
 from stretto.config import load_settings
+from stretto.train.lock import LOCK
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
@@ -92,6 +93,17 @@ def test_another_split_goes_on_from_the_same_checkpoint(folder: Path, undisturbe
     assert sorted(found) == list(range(STEPS - EVERY + 1, STEPS + 1))
     for step, line in found.items():
         assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-6)
+
+
+def test_ranks_that_see_other_folders_are_told_before_they_train(folder: Path) -> None:
+    config = write_settings(folder, pp=2, steps=4, every=2, run="apart")
+    outputs = launch(2, "tests.train.apart", str(config), statuses=(2,))
+    said = "".join(outputs)
+    assert said.count("the ranks do not share the folder of checkpoints") == 1
+    assert "on rank 1, host " in said
+    assert "Set checkpoint.dir to a folder that all hosts mount (NFS, Lustre)" in said
+    for at in (folder / "apart", folder / "apart-1"):
+        assert not [path for path in at.rglob("*") if path.is_file() and path.name != LOCK]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.train.tiny import steps_of, write_settings
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import RunError, StrettoError, UsageError
@@ -150,20 +150,20 @@ def test_a_failed_write_is_told_and_the_last_checkpoint_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_settings(folder, steps=10, every=5, run="full")
-    original = checkpoint.dcp_save
+    original = FileSystemWriter.write_data
 
-    def fill_up(state: dict[str, torch.Tensor], **rest: object) -> object:
+    def fill_up(writer: FileSystemWriter, *rest: Any) -> object:
         if (load_settings(path).checkpoint_dir / "latest").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(state, **rest)  # type: ignore[arg-type]
+        return original(writer, *rest)
 
-    monkeypatch.setattr(checkpoint, "dcp_save", fill_up)
+    monkeypatch.setattr(FileSystemWriter, "write_data", fill_up)
     with pytest.raises(StrettoError, match=r"step 10 .* the disk is full") as caught:
         train(path)
     assert caught.value.exit_status == 1
     left = load_settings(path).checkpoint_dir
     assert sorted(p.name for p in left.iterdir()) == ["latest", "step-000005"]
-    monkeypatch.setattr(checkpoint, "dcp_save", original)
+    monkeypatch.setattr(FileSystemWriter, "write_data", original)
     settings, _ = train(path)
     assert sorted(steps_of(settings.run_dir)) == list(range(1, 11))
 
@@ -203,10 +203,10 @@ def test_damaged_tensors_are_refused_by_name(whole: Path, tmp_path: Path, left_b
 def test_an_interruption_while_a_checkpoint_is_read_stays_one(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: object, **rest: object) -> None:
+    def interrupted(*_: object) -> None:
         raise CheckpointException("read", {0: (KeyboardInterrupt(), traceback.StackSummary())})
 
-    monkeypatch.setattr(checkpoint, "dcp_load", interrupted)
+    monkeypatch.setattr(FileSystemReader, "read_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load_whole(whole)
 

@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from stretto.dispatch import resolve
+from stretto.errors import UsageError
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Op, Ref, TensorSpec
 from stretto.runtime.memory_adapter import MemoryMeter
@@ -296,3 +297,15 @@ def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     # An expanded tensor has fewer elements than its shape says.
     reach = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
     return torch.zeros(reach, dtype=dtype, device=device).as_strided(spec.shape, spec.stride)
+
+
+def make_compiler(how: str | None, device: torch.device, threads: bool) -> Compiler | None:
+    """The one that `Runner(compile=...)` names. Raises UsageError for another, or where there is none."""
+    if how is None:
+        return None
+    if how != "inductor":
+        raise UsageError(f'compile={how!r}: give compile="inductor", or leave it out to call op by op')
+    from stretto.runtime.inductor_adapter import require_compiler  # here, because Inductor loads slowly
+
+    require_compiler(device)
+    return Compiler(device, threads=threads)

@@ -1,4 +1,4 @@
-"""What must hold before a rank runs: the batch fits the plan, and all ranks hold the same plan."""
+"""What must hold before a rank runs: model and batch fit the plan, and all ranks hold the same plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from stretto import tree
 from stretto.errors import UsageError
@@ -100,4 +101,57 @@ def agree(plan: Plan, transport: Transport, seed: int) -> None:
         raise UsageError(
             f"the ranks hold different plans or seeds ({told}): plan on one rank and load the file on all, "
             "or call stretto.plan on all ranks after init_process_group, which agrees on the costs"
+        )
+
+
+def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
+    """One tensor must not stand for two ties of the plan, nor two for one: copies would drift apart.
+
+    Names of other ranks' stages count, too, because a tie may join ranks; not those on the meta device,
+    which say nothing of what those ranks hold.
+    """
+    first: dict[int, tuple[str, str]] = {}
+    tied: dict[str, tuple[str, nn.Parameter]] = {}
+    for parameter in job.parameters:
+        found = given.get(parameter.name)
+        if found is None:
+            continue
+        name, tie = first.setdefault(id(found), (parameter.name, parameter.tied_to))
+        if tie != parameter.tied_to:
+            raise UsageError(
+                f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model "
+                "that was captured: capture this model anew"
+            )
+        if found.is_meta:
+            continue
+        name, same = tied.setdefault(parameter.tied_to, (parameter.name, found))
+        if same is not found:
+            raise UsageError(
+                f"{name!r} and {parameter.name!r} are two tensors in this model, but one in the model "
+                "that was captured: tie them again before making a Runner (model.to_empty(device=...) "
+                "unties them)"
+            )
+
+
+def check_tensor(
+    rank: int, name: str, found: torch.Tensor | None, spec: TensorSpec, compute_dtype: str | None
+) -> None:
+    """What the model has under a name is what the plan's stage on this rank uses. Raises UsageError."""
+    kind = type(found).__name__.lower()
+    if found is None:
+        raise UsageError(
+            f"the plan's stage on rank {rank} uses {name!r}, which the model does not have: "
+            "give the model that was captured, or capture this one"
+        )
+    if found.device.type == "meta":
+        raise UsageError(
+            f"{kind} {name!r} is on the meta device and has no values: initialise the model "
+            "(model.to_empty(device=...), tie again what was tied, then its init) before making a Runner"
+        )
+    dtype = str(found.dtype).removeprefix("torch.")
+    fits = dtype == spec.dtype or (compute_dtype == spec.dtype and found.dtype.is_floating_point)
+    if tuple(found.shape) != spec.shape or not fits:
+        raise UsageError(
+            f"{kind} {name!r} is {dtype}{list(found.shape)}, but the plan was made for "
+            f"{spec.dtype}{list(spec.shape)}: capture this model anew"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,19 +19,21 @@ from torch import nn
 from stretto.errors import RunError, UsageError
 from stretto.heap import keep_freed_memory
 from stretto.ir.plan import Plan
-from stretto.ir.program import Parameter, TensorSpec
+from stretto.ir.program import Parameter
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
-from stretto.runtime.compile import Compiler
+from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
-from stretto.runtime.fit import agree, fit_batch
+from stretto.runtime.fit import agree, check_tensor, check_ties, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
+from stretto.runtime.old_model import Cut, OldModel, warn_if_old
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.shards import part_here, part_of, whole_spec
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
+from stretto.runtime.whole_state import entries_of, gather, put
 
 
 class Runner:
@@ -75,6 +78,10 @@ class Runner:
         self.coordinates = plan.mesh.coordinates(self.rank)
         self._shared = {} if shares is None else shares._by_tie()
         self._wholes: dict[str, torch.Tensor] = {}
+        if shares is None:
+            warn_if_old(model)
+        self.on_mesh = False
+        self.unfit: str | None = None
         self._adopt(model)
         self.device = next(
             (t.device for t in (*self._parameters.values(), *self._buffers.values())), torch.device("cpu")
@@ -87,11 +94,11 @@ class Runner:
         if self.device.type == "cpu":
             keep_freed_memory()
         threads = plan.world > 1 and isinstance(self.transport, ThreadTransport)
-        self.compiler = _make_compiler(compile, self.device, threads)
+        self.compiler = make_compiler(compile, self.device, threads)
         self._compute = self._compute_copies()
         self._owned = self._find_owned()
         agree(plan, self.transport, seed)
-        check_copies(plan, self.transport, self._parameters, self._buffers, self._wholes)
+        self.check_copies()
         self._wholes = {}  # what this rank does not hold may be dropped
         self.transport.open(plan.communicators, self.device, plan.mesh)
         dtypes = {k: parameter.dtype for k, parameter in self._parameters.items()}
@@ -102,6 +109,8 @@ class Runner:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
         self._addresses = {k: parameter.data_ptr() for k, parameter in self._parameters.items()}
         self._means = UnequalMeans(plan.job, self.device, self.rank)
+        self.entries = entries_of(model, plan.job)
+        self.old_model = self._watch(model)
         self._last: Marks | None = None
         self._op_us: dict[tuple[int, str], float] = {}
         self._peak_bytes = 0
@@ -120,14 +129,14 @@ class Runner:
             if stages & set(parameter.stages):
                 found = given.get(parameter.name)
                 whole = whole_spec(self.plan.job, parameter)
-                self._check(parameter.name, found, whole, self.plan.job.param_dtype)
+                check_tensor(self.rank, parameter.name, found, whole, self.plan.job.param_dtype)
                 assert isinstance(found, nn.Parameter)
                 self._parameters[k] = self._part(parameter, found)
-        self._check_ties(given)
+        check_ties(self.plan.job, given)
         for k, buffer in enumerate(self.plan.job.buffers):
             if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
                 found_buffer = held.get(buffer.name)
-                self._check(buffer.name, found_buffer, buffer.spec, None)
+                check_tensor(self.rank, buffer.name, found_buffer, buffer.spec, None)
                 assert found_buffer is not None
                 self._buffers[k] = part_here(
                     buffer.name, found_buffer, buffer.spec, self.rank, self._place_in_stage()
@@ -138,6 +147,7 @@ class Runner:
         a model on several meshes, its part, which shares the model's memory."""
         here = part_here(parameter.name, whole, parameter.spec, self.rank, self._place_in_stage())
         on_mesh = here is not whole
+        self.on_mesh |= on_mesh
         if not parameter.shards and not on_mesh:
             return whole
         if parameter.tied_to in self._shared:
@@ -155,56 +165,6 @@ class Runner:
 
     def _by_tie(self) -> dict[str, nn.Parameter]:
         return {self.plan.job.parameters[k].tied_to: part for k, part in self._parameters.items()}
-
-    def _check_ties(self, given: Mapping[str, nn.Parameter]) -> None:
-        """One tensor must not stand for two ties of the plan, nor two for one: copies would drift apart.
-
-        Names of other ranks' stages count, too, because a tie may join ranks; not those on the meta device,
-        which say nothing of what those ranks hold.
-        """
-        first: dict[int, tuple[str, str]] = {}
-        tied: dict[str, tuple[str, nn.Parameter]] = {}
-        for parameter in self.plan.job.parameters:
-            found = given.get(parameter.name)
-            if found is None:
-                continue
-            name, tie = first.setdefault(id(found), (parameter.name, parameter.tied_to))
-            if tie != parameter.tied_to:
-                raise UsageError(
-                    f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model "
-                    "that was captured: capture this model anew"
-                )
-            if found.is_meta:
-                continue
-            name, same = tied.setdefault(parameter.tied_to, (parameter.name, found))
-            if same is not found:
-                raise UsageError(
-                    f"{name!r} and {parameter.name!r} are two tensors in this model, but one in the model "
-                    "that was captured: tie them again before making a Runner (model.to_empty(device=...) "
-                    "unties them)"
-                )
-
-    def _check(
-        self, name: str, found: torch.Tensor | None, spec: TensorSpec, compute_dtype: str | None
-    ) -> None:
-        kind = type(found).__name__.lower()
-        if found is None:
-            raise UsageError(
-                f"the plan's stage on rank {self.rank} uses {name!r}, which the model does not have: "
-                "give the model that was captured, or capture this one"
-            )
-        if found.device.type == "meta":
-            raise UsageError(
-                f"{kind} {name!r} is on the meta device and has no values: initialise the model "
-                "(model.to_empty(device=...), tie again what was tied, then its init) before making a Runner"
-            )
-        dtype = str(found.dtype).removeprefix("torch.")
-        fits = dtype == spec.dtype or (compute_dtype == spec.dtype and found.dtype.is_floating_point)
-        if tuple(found.shape) != spec.shape or not fits:
-            raise UsageError(
-                f"{kind} {name!r} is {dtype}{list(found.shape)}, but the plan was made for "
-                f"{spec.dtype}{list(spec.shape)}: capture this model anew"
-            )
 
     def _compute_copies(self) -> dict[int, torch.Tensor]:
         """The tensors that ops read: the parameters, or copies in the dtype of the computation."""
@@ -242,6 +202,22 @@ class Runner:
         for k, buffer in sorted(self._buffers.items()):
             yield self.plan.job.buffers[k].name, buffer
 
+    def indexed_parameters(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """This rank's parameters with their places in the job, each once."""
+        places = {parameter.name: k for k, parameter in enumerate(self.plan.job.parameters)}
+        for name, parameter in self.named_parameters():
+            yield places[name], parameter
+
+    def owned_buffers(self) -> set[str]:
+        """The buffers that this rank is the one to save: of those that write one, or read it, the first."""
+        copy = any(at for axis, at in self.coordinates.items() if axis != "pp")
+        found: set[str] = set()
+        for buffer in () if copy else self.plan.job.buffers:
+            writers = {stage for stage, _, _ in buffer.updates} or set(buffer.stages)
+            if writers and min(map(self.plan.rank_of, writers)) == self.coordinates["pp"]:
+                found.add(buffer.name)
+        return found
+
     def owns(self, name: str) -> bool:
         """Whether this rank is the one to count and save what it holds of the parameter: the first of those
         that hold the same.
@@ -265,6 +241,53 @@ class Runner:
             if first.get(parameter.tied_to) == self.coordinates["pp"] and not copy:
                 owned.add(parameter.name)
         return frozenset(owned)
+
+    # Values.
+
+    def state_dict(self, *, only_on: int | None = None) -> dict[str, torch.Tensor]:
+        """The whole trained model under the keys of the plain model's `state_dict`; every rank must call it.
+
+        Copies on the processor, each tensor whole, tied keys one tensor. only_on: the rank that gets them,
+        the others {}; by default all do. For what one machine's memory cannot hold there is `stretto.save`.
+        """
+        self._refuse_on_mesh("state_dict")
+        return gather(self, only_on)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
+        must call it; optimizers keep their state. Of tied keys one is enough.
+
+        Raises the same UsageError on all ranks, before anything is changed, for missing or unknown keys
+        (unless not strict), other shapes, and values that ties forbid; after, for ranks with other values.
+        """
+        self._refuse_on_mesh("load_state_dict")
+        put(self, state_dict, strict)
+
+    def loaded(self) -> None:
+        """For who writes values into this rank's parameters: they are whole, and not the model's any more."""
+        self.unfit = None
+        self.old_model.changed()
+
+    def check_copies(self) -> None:
+        """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
+        check_copies(self.plan, self.transport, self._parameters, self._buffers, self._wholes)
+
+    def _refuse_on_mesh(self, what: str) -> None:
+        if self.on_mesh:
+            raise UsageError(
+                f"runner.{what}: the model lies on meshes (stretto.shard), whose tensors the Runner shares: "
+                "take the model's own, with torch.distributed.checkpoint"
+            )
+
+    def _watch(self, model: nn.Module) -> OldModel:
+        """Whoever takes the model for what is trained from now on is told."""
+        job, trained = self.plan.job, dict[str, tuple[nn.Parameter, Cut]]()
+        if not self.on_mesh:
+            for k, held in self._parameters.items():
+                cut = partial(part_of, parameter=job.parameters[k], job=job, coordinates=self.coordinates)
+                trained[job.parameters[k].name] = held, cut
+        used = {p.name for p in job.parameters if p.stages} if not self.on_mesh else set()
+        return OldModel(model, trained, frozenset(used - trained.keys()))
 
     def close(self) -> None:
         """Give the communicators back. Every rank calls it; the runner cannot step after it."""
@@ -298,6 +321,8 @@ class Runner:
             else:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
         self.state.grads = {}
+        if self.plan.job.trains:
+            self.old_model.changed()
         self._last = self.state.marks
         self._last.peak_bytes = self._peak_bytes
         return loss
@@ -322,6 +347,10 @@ class Runner:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device)
         self._check_bound()
+        if self.unfit is not None:
+            raise RunError(f"the Runner has no whole values: {self.unfit}")
+        if self._last is None:
+            self.old_model.check_unchanged()
         for copy, parameter in self._copies:
             copy.copy_(parameter.detach())
         return leaves
@@ -369,17 +398,6 @@ class Runner:
     def report(self) -> Report:
         """Predicted against measured of the last step; every rank must call it. `print` shows a table."""
         return Report(self.plan, self.timeline())
-
-
-def _make_compiler(how: str | None, device: torch.device, threads: bool) -> Compiler | None:
-    if how is None:
-        return None
-    if how != "inductor":
-        raise UsageError(f'compile={how!r}: give compile="inductor", or leave it out to call op by op')
-    from stretto.runtime.inductor_adapter import require_compiler  # here, because Inductor loads slowly
-
-    require_compiler(device)
-    return Compiler(device, threads=threads)
 
 
 def _default_transport(plan: Plan) -> Transport:

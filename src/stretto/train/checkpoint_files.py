@@ -2,7 +2,8 @@
 
     <dir>/step-000100/           one checkpoint: the tensors, state.json, tokenizer.json
     <dir>/step-000200.tmp/       one being written, or left by a run that was killed meanwhile
-    <dir>/step-000050.old.tmp/   one being removed
+    <dir>/step-000100.old.tmp/   the one before it of the same step, while a new one takes its place
+    <dir>/step-000050.gone.tmp/  one being removed
     <dir>/latest                 the name of the newest whole one
     <dir>/earlier-1/             checkpoints of a run before this one, set aside when a run started anew
 
@@ -11,10 +12,8 @@ Touches these folders and nothing else; what is in the tensors is for `stretto.t
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
+from stretto.saving.folder import recover, sync_folder, write_synced
 
 FORMAT = "stretto checkpoint"
 VERSION = 1
@@ -137,52 +137,42 @@ def read_tokenizer(checkpoint: Path) -> str:
     return text
 
 
-def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into. Raises StrettoError when it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # What a run that was killed left half written is of no use to anyone.
-        for left in folder.glob("step-*.tmp"):
-            shutil.rmtree(left)
-        partial = folder / f"{name_of(step)}.tmp"
-        partial.mkdir()
-    except OSError as error:
-        raise failed(folder, step, error) from None
-    return partial
+def put_back(folder: Path) -> None:
+    """What a run that was killed was about to replace is the checkpoint again. Raises OSError."""
+    for left in folder.glob("step-*.old.tmp") if folder.is_dir() else ():
+        recover(left.with_name(left.name.removesuffix(".old.tmp")))
 
 
-def commit(partial: Path, state: State, tokenizer: str, keep: int) -> Path:
-    """Make a written folder a checkpoint, mark it as the newest, and keep only the `keep` newest.
-
-    The old marker and checkpoint stay valid until the new ones are whole. Raises StrettoError.
-    """
-    folder = partial.parent
-    place = folder / partial.name.removesuffix(".tmp")
-    try:
-        _write_synced(partial / TOKENIZER, tokenizer)
-        head = {"format": FORMAT, "version": VERSION, "step": state.step, "draws": state.draws}
-        data = {**head, "vocab_size": state.vocab_size, "settings": state.settings}
-        _write_synced(partial / STATE, json.dumps(data, indent=1) + "\n")
-        _sync_folder(partial)
-        gone = [_hide(place)] if place.exists() else []
-        partial.rename(place)
-        _write_synced(folder / f"{LATEST}.tmp", place.name + "\n")
-        (folder / f"{LATEST}.tmp").replace(folder / LATEST)
-        _sync_folder(folder)  # what the disk does not have yet must not cost what it has
-        older = [path for path in checkpoints_in(folder) if path.name <= place.name and path != place]
-        gone += [_hide(path) for path in older[: max(0, len(older) - (keep - 1))]]
-        if gone:
-            _sync_folder(folder)
-        for path in gone:
-            shutil.rmtree(path)
-    except OSError as error:
-        raise failed(folder, state.step, error) from None
-    return place
+def tidy(folder: Path) -> None:
+    """Remove what a run that was killed left half written. Raises OSError."""
+    put_back(folder)
+    for left in folder.glob("step-*.tmp") if folder.is_dir() else ():
+        shutil.rmtree(left)
 
 
-def abandon(partial: Path) -> None:
-    """Remove what a failed write left, so that it does not fill the disk."""
-    shutil.rmtree(partial, ignore_errors=True)
+def state_text(state: State) -> str:
+    """The file of what a checkpoint says of itself."""
+    head = {"format": FORMAT, "version": VERSION, "step": state.step, "draws": state.draws}
+    return json.dumps({**head, "vocab_size": state.vocab_size, "settings": state.settings}, indent=1) + "\n"
+
+
+def mark(place: Path, keep: int) -> None:
+    """Mark a whole checkpoint as the newest, and keep only the `keep` newest. The old marker and checkpoints
+    stay until the new marker is on the disk. Raises OSError."""
+    folder = place.parent
+    write_synced(folder / f"{LATEST}.tmp", f"{place.name}\n".encode())
+    (folder / f"{LATEST}.tmp").replace(folder / LATEST)
+    sync_folder(folder)  # what the disk does not have yet must not cost what it has
+    older = [path for path in checkpoints_in(folder) if path.name <= place.name and path != place]
+    # Renamed first: removed in part, one would still look whole.
+    gone = [
+        path.rename(path.with_name(f"{path.name}.gone.tmp"))
+        for path in older[: max(0, len(older) - (keep - 1))]
+    ]
+    if gone:
+        sync_folder(folder)
+    for path in gone:
+        shutil.rmtree(path)
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -205,42 +195,3 @@ def set_aside(folder: Path) -> Path | None:
     except OSError as error:
         raise StrettoError(f"cannot set aside the checkpoints in {folder}: {error.strerror}") from None
     return place
-
-
-def failed(folder: Path, step: int, error: BaseException) -> StrettoError:
-    """A failed write in the user's words, with what is still there to go on from."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error):
-        why = "the disk is full; free some space, or set checkpoint.dir to a folder on another disk"
-    else:
-        text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        why = f"{text.strip().splitlines()[-1] if text.strip() else type(error).__name__}; see to it"
-    last = latest_in(folder)
-    rest = f"the last whole checkpoint is {last}" if last is not None else "there is no checkpoint yet"
-    return StrettoError(
-        f"the checkpoint of step {step} in {folder} could not be written: {why}. Then resume: {rest}"
-    )
-
-
-def _hide(path: Path) -> Path:
-    """Rename a checkpoint that is to be removed: removed in part, it would still look whole."""
-    return path.rename(path.with_name(f"{path.name}.old.tmp"))
-
-
-def _sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-            raise
-    finally:
-        os.close(number)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

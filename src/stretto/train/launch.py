@@ -31,6 +31,7 @@ from stretto.train.checkpoint_files import find, latest_in
 from stretto.train.data import prepare_data
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
 from stretto.train.layout import spread
+from stretto.train.lock import folders_of, refuse_if_held
 from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
 from stretto.train.worker import work
@@ -50,6 +51,8 @@ def start(settings: TrainSettings, command: Sequence[str]) -> int:
     check_tensorboard(settings.output.tensorboard)
     if settings.checkpoint.resume not in ("auto", "never"):
         find(Path(settings.checkpoint.resume))
+    if not is_worker():
+        refuse_if_held(folders_of(settings))
     if is_worker() or settings.parallel.world == 1:
         return work(settings)
     with Interrupts(end_at_once) as interrupts:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
+from stretto.whole_file import write_file
 
 NAMES = {
     "loss": "loss/train",
@@ -43,7 +44,7 @@ class Metrics:
         self._path = run_dir / "metrics.jsonl"
         try:
             kept = _lines_up_to(self._path, from_step)
-            self._path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            write_file(self._path, b"".join(line + b"\n" for line in kept))
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise self._failed(error) from None
@@ -80,12 +81,12 @@ class Metrics:
         )
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
+def _lines_up_to(path: Path, step: int) -> list[bytes]:
     """The whole lines of steps that are not to be done again."""
     if step == 0 or not path.is_file():
         return []
-    kept: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    kept: list[bytes] = []
+    for line in path.read_bytes().splitlines():
         try:
             if int(json.loads(line)["step"]) <= step:
                 kept.append(line)

@@ -1,15 +1,11 @@
-"""AdamW over one rank's parameters, and its state under the parameters' names in the model."""
+"""AdamW over one rank's parameters."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from stretto.config import OptimizerSettings
 from stretto.runtime import Runner
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's averages of the gradient and of its square, as PyTorch names them."""
 
 
 def make_optimizer(runner: Runner, settings: OptimizerSettings) -> torch.optim.AdamW:
@@ -34,13 +30,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """The rate of all groups from now on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def state_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """The parameter's state: its moments and its number of steps; made, with zeros, if there was none yet."""
-    state: dict[str, torch.Tensor] = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        for moment in MOMENTS:
-            state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return state

@@ -7,7 +7,8 @@ report.html. `stretto report` reads them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,44 @@ from stretto.whole_file import write_file
 
 TRACE = "trace.perfetto-trace"
 REPORT = "report.html"
+SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
+RESULTS = ("measured.json", TRACE, SUMMARY, REPORT)
+"""What a run leaves at its end."""
+BEGINNING = ("settings.json", "plan.json", "simulated.json", METRICS, "tensorboard")
+"""What it has from its beginning."""
+
+
+def is_finished(run_dir: Path, steps: int) -> bool:
+    """Whether a run that came to its end, after `steps` steps or more, has left its summary here."""
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+        return int(summary["steps"]) >= steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def keep_earlier(run_dir: Path, moved: Sequence[str], copied: Sequence[str] = ()) -> Path | None:
+    """Put what an earlier run left here into a folder of its own, before this one writes its own; None if it
+    left neither lines nor a summary. moved, copied: names in the folder. Raises StrettoError."""
+    old = [path for path in (run_dir / name for name in (*moved, *copied)) if path.exists()]
+    if not any(path.stat().st_size for path in old if path.name in (SUMMARY, METRICS)):
+        return None
+    number = 1
+    while (run_dir / f"earlier-{number}").exists():
+        number += 1
+    place = run_dir / f"earlier-{number}"
+
+    def keep() -> None:
+        place.mkdir()
+        for path in old:
+            if path.name in moved:
+                path.rename(place / path.name)
+            else:
+                shutil.copy2(path, place / path.name)
+
+    _guarded(run_dir, keep)
+    return place
 
 
 def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
@@ -33,7 +72,7 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
         plan.save(run_dir / "plan.json")
         simulate(plan).save(run_dir / "simulated.json")
         # Those of an earlier run would be taken for this one's.
-        for name in ("measured.json", TRACE, "summary.json", REPORT):
+        for name in RESULTS:
             (run_dir / name).unlink(missing_ok=True)
 
     _guarded(run_dir, write)
@@ -46,7 +85,7 @@ def end_run(run_dir: Path, measured: Timeline | None, summary: dict[str, Any]) -
         if measured is not None:
             measured.save(run_dir / "measured.json")
             measured.save(run_dir / TRACE)
-        write_file(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
         write_file(run_dir / REPORT, render(load_run(run_dir)))
 
     _guarded(run_dir, write)

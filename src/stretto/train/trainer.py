@@ -38,13 +38,15 @@ from stretto.train.compatible import check
 from stretto.train.data import TextData, prepare_data
 from stretto.train.heldout import HeldOut
 from stretto.train.layout import spread
+from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
 from stretto.train.metrics import Metrics
 from stretto.train.optimizer import make_optimizer, set_learning_rate
 from stretto.train.progress import Progress, StepReport
 from stretto.train.results import Results, finish
-from stretto.train.run_files import begin_run
-from stretto.train.world import World, is_launched, leave
+from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
+from stretto.train.shared import check_shared, take_folders
+from stretto.train.world import World, is_launched, leave, tell_all
 
 
 class Trainer:
@@ -61,11 +63,21 @@ class Trainer:
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
         self._held_out_at: tuple[int, float] | None = None
+        self._lock = RunLock()
 
     def run(self) -> None:
         """Steps 1 to 5; every rank must call it. Raises StrettoError for what the user can mend."""
+        try:
+            self._run()
+        finally:
+            self._lock.release()
+
+    def _run(self) -> None:
         started_s = time.monotonic()
         data = self._prepare()
+        if data is None:
+            leave(self.world)
+            return
         try:
             self._train(data)
             results = Results(
@@ -101,14 +113,24 @@ class Trainer:
 
     # Steps 1 to 3.
 
-    def _prepare(self) -> TextData:
+    def _prepare(self) -> TextData | None:
+        """None for a run that has come to its end, which stays as it is."""
         settings, say = self.settings, self.progress.say
+        take_folders(self.world, settings, self._lock)
         # The launcher has prepared it, and said so.
         data = prepare_data(settings.data, _say_nothing if is_launched() else say)
         found = agreed_checkpoint(self.world, settings, data, self._find_checkpoint)
         if found is not None:
             for line in check(*found, settings, data.tokenizer.to_str()):
                 say(f"note: {line}")
+        if self._is_finished(found):
+            say(
+                f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
+                "training.steps higher to go on, start anew with --no-resume, which keeps what is there, or "
+                "set output.run_dir to another folder"
+            )
+            return None
+        check_shared(self.world, settings.checkpoint_dir)
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
         loss = counted_loss_function(settings.model)
         batch = data.train.batch(0, settings.training.global_batch)
@@ -140,12 +162,31 @@ class Trainer:
             self.runner.state.steps = state.draws
             say(f"resumed from {path}, after step {state.step}")
         if self.world.rank == 0:
-            old = set_aside(settings.checkpoint_dir) if found is None else None
-            if old is not None:
-                say(f"started anew; the checkpoints of an earlier run are now in {old}")
+            self._keep_earlier(found)
             begin_run(settings.run_dir, settings, plan)
             self.metrics = Metrics(settings.run_dir, self.step, settings.output.tensorboard)
         return data
+
+    def _is_finished(self, found: Checkpoint | None) -> bool:
+        """Whether this very run has done all its steps and said how it ended, as rank 0 sees it."""
+        settings, steps = self.settings, self.settings.training.steps
+        own = found is not None and found[1].parent.absolute() == settings.checkpoint_dir.absolute()
+        done = own and found is not None and found[0].step >= steps and is_finished(settings.run_dir, steps)
+        return tell_all(self.world, done)[0]
+
+    def _keep_earlier(self, found: Checkpoint | None) -> None:
+        """What an earlier run left in the folders of this one is kept apart, by rank 0."""
+        settings, say = self.settings, self.progress.say
+        old = set_aside(settings.checkpoint_dir) if found is None else None
+        if old is not None:
+            say(f"started anew; the checkpoints of an earlier run are now in {old}")
+        if found is None:
+            kept = keep_earlier(settings.run_dir, (*RESULTS, *BEGINNING))
+        else:
+            back = settings.checkpoint.resume != "auto"  # to a step of the user's choice
+            kept = keep_earlier(settings.run_dir, RESULTS, (METRICS,) if back else ())
+        if kept is not None:
+            say(f"what an earlier run measured is now in {kept}")
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """Step 3: which checkpoint to go on from, as this rank sees the folder."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.synthetic import make_job
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -15,8 +14,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.parallelize.parts import local_shape
 from stretto.runtime.shards import join, part_of, pieces_of, whole_spec
+from stretto.saving.parts import Part, PartsReader, PartsWriter
 from stretto.train.checkpoint import read_tensors
-from stretto.train.checkpoint_parts import Part, PartsReader, PartsWriter
+from tests.synthetic import make_job
 
 WHOLE = (12, 24)
 # In a single process PyTorch's checkpoints warn that it is one.

@@ -1,0 +1,342 @@
+"""The model that a Runner was made of: whoever takes it for what is trained, where it is not, is told.
+
+A rank trains the parameters that its stages use. Of those that tensor parallelism spreads it trains a part,
+which is a copy; those of other stages it does not train at all. So after a step the model's own tensors are
+old:
+
+    reading them    `model.state_dict()`, and what saves by it, is refused, until they were loaded again
+    using them      a forward of the model, or a Runner that is made of it, is warned of
+    training them   an optimizer that has them is refused at its first step
+    loading them    `model.load_state_dict` reaches the runner, part by part; with assign=True it is refused
+    changing them   before the first step, by other ways, is refused at that step
+
+May put hooks on the modules of the user's model; they go inert with the Runner, and copies of the model
+have none. Keeps no tensor of the model alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stretto.errors import UsageError
+
+Cut = Callable[[torch.Tensor], torch.Tensor]
+"""From a whole to this rank's part."""
+
+_TAKE = (
+    "Take runner.state_dict(), the whole trained model, which every rank must call, or stretto.save; to go "
+    "on with the plain model, model.load_state_dict(runner.state_dict())"
+)
+
+SAMPLED = 256
+"""Elements of a parameter that are looked at again; whoever loads or draws weights changes all."""
+
+_LIVE: weakref.WeakSet[OldModel] = weakref.WeakSet()
+_TRAINED: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""Tensors of models that Runners of this process train themselves, by id: ranks that are threads may share a
+model, which then is trained as a whole."""
+_ADDING = threading.Lock()
+"""Ranks that are threads make their Runners at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A parameter in a module of the model. part: what the runner trains of it, and how it is cut; None where
+    that is the parameter itself. here: whether this rank trains any of it."""
+
+    name: str
+    module: weakref.ref[nn.Module]
+    attribute: str
+    tensor: weakref.ref[torch.Tensor]
+    part: tuple[torch.Tensor, Cut] | None
+    here: bool
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.module()), self.attribute
+
+
+class OldModel:
+    """Watches over the model of one Runner. version: counts what changed the runner's values."""
+
+    def __init__(
+        self, model: nn.Module, trained: Mapping[str, tuple[nn.Parameter, Cut]], elsewhere: frozenset[str]
+    ) -> None:
+        """trained: name in the model -> what this rank trains of it, the model's own tensor or a part.
+        elsewhere: names of what only other ranks train."""
+        self.version = 0
+        self._fresh: dict[tuple[int, str], int] = {}
+        self._by_module: dict[int, list[Own]] = {}
+        self._warned = False
+        self._samples: dict[tuple[int, str], torch.Tensor] = {}
+        self._parts: dict[int, Own] = {}
+        for prefix, module in model.named_modules():
+            for attribute, tensor in module.named_parameters(recurse=False):
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                own = self._own(name, module, attribute, tensor, trained.get(name), name in elsewhere)
+                if own is not None:
+                    self._by_module.setdefault(id(module), []).append(own)
+            if id(module) in self._by_module:
+                self._watch(module)
+        if any(self._is_apart(own) for own in self._all()):
+            model.register_forward_pre_hook(_Computing(weakref.ref(self), weakref.ref(model)))
+        with _ADDING:
+            _LIVE.add(self)
+        if self._parts:
+            _watch_optimizers()
+
+    def _own(
+        self,
+        name: str,
+        module: nn.Module,
+        attribute: str,
+        tensor: nn.Parameter,
+        trained: tuple[nn.Parameter, Cut] | None,
+        elsewhere: bool,
+    ) -> Own | None:
+        if trained is None and not elsewhere:
+            return None
+        part = trained if trained is not None and trained[0] is not tensor else None
+        own = Own(name, weakref.ref(module), attribute, weakref.ref(tensor), part, trained is not None)
+        if part is not None:
+            self._parts.setdefault(id(tensor), own)
+            self._samples[own.key] = _sample(tensor)
+        elif trained is not None:
+            _TRAINED[id(tensor)] = tensor
+        return own
+
+    def _watch(self, module: nn.Module) -> None:
+        me, its = weakref.ref(self), weakref.ref(module)
+        module.register_load_state_dict_pre_hook(_Loading(me, its))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_Loaded(me, its))  # type: ignore[no-untyped-call]
+        if any(map(self._is_apart, self._by_module[id(module)])):
+            module.register_state_dict_pre_hook(_Reading(me, its))  # type: ignore[no-untyped-call]
+
+    # What the runner tells.
+
+    def changed(self) -> None:
+        """The runner's values are others than before."""
+        self.version += 1
+
+    def check_unchanged(self) -> None:
+        """Before the first step: the model's tensors are those of which the runner's parts were cut.
+
+        Raises UsageError, with the parameter and what to do."""
+        for own in self._all():
+            module, tensor = own.module(), own.tensor()
+            if module is None or tensor is None:
+                continue
+            now = getattr(module, own.attribute, None)
+            if own.here and now is not tensor and isinstance(now, nn.Parameter):
+                raise UsageError(_replaced(own.name))
+            old = self._samples.get(own.key)
+            if old is not None and not tensor.is_meta and not torch.equal(_sample(tensor), old):
+                raise UsageError(
+                    f"{own.name!r} of the model was changed after the Runner was made, which trains its own "
+                    "part of it, cut before: change the model first, or give the Runner the values "
+                    "(runner.load_state_dict, or model.load_state_dict)"
+                )
+
+    def refuse_in_optimizer(self, tensor: torch.Tensor) -> None:
+        """Raises UsageError for a tensor of the model of which the runner trains a part."""
+        own = self._parts.get(id(tensor))
+        if own is not None and own.tensor() is tensor:
+            raise UsageError(_not_trained(own.name))
+
+    # What hooks tell.
+
+    def refuse_reading(self, module: nn.Module) -> None:
+        """Raises UsageError for values of the module that are not what is trained."""
+        own = next(filter(self._is_stale, self._by_module.get(id(module), ())), None)
+        if own is not None:
+            what = "a part of it as its own tensor" if own.part is not None else "nothing of it"
+            raise UsageError(
+                f"the model's {own.name!r} is not what was trained: this rank's Runner trains {what}, and "
+                f"the model has the value from before. {_TAKE}"
+            )
+
+    def warn_of_use(self, what: str) -> None:
+        """Warn, once, where values of the model that a computation reads are not what is trained."""
+        if self._warned or not self.is_old:
+            return
+        for own in filter(self._is_stale, self._all()):
+            module = own.module()
+            if (
+                module is not None and getattr(module, own.attribute, None) is own.tensor()
+            ):  # not in a capture
+                self._warned = True
+                warnings.warn(
+                    f"{what}, whose {own.name!r} (and more) is not what was trained: a Runner trains its own "
+                    f"part of it, or none, and the model has the value from before. {_TAKE}",
+                    stacklevel=4,
+                )
+                return
+
+    @staticmethod
+    def _is_apart(own: Own) -> bool:
+        """Whether the model's tensor is another than what is trained, here or on other ranks."""
+        return not own.here or own.part is not None
+
+    def _is_stale(self, own: Own) -> bool:
+        tensor = own.tensor()
+        return (
+            self._is_apart(own)
+            and tensor is not None
+            and self._fresh.get(own.key, 0) != self.version
+            and _TRAINED.get(id(tensor)) is not tensor
+        )
+
+    def take(self, module: nn.Module, values: Mapping[str, Any], prefix: str) -> None:
+        """The module is about to load these: what the runner trains of it gets them too."""
+        for own in self._by_module.get(id(module), ()):
+            value, tensor = values.get(prefix + own.attribute), own.tensor()
+            if not isinstance(value, torch.Tensor) or tensor is None or value.shape != tensor.shape:
+                continue  # PyTorch says so
+            if own.part is not None:
+                part, cut = own.part
+                with torch.no_grad():
+                    part.copy_(cut(value.to(part.device, part.dtype)))
+            self._fresh[own.key] = self.version
+            if own.part is not None:
+                self._samples[own.key] = _sample(value.to(tensor.dtype))
+
+    def refuse_replaced(self, module: nn.Module) -> None:
+        for own in self._by_module.get(id(module), ()):
+            tensor = own.tensor()
+            if own.here and tensor is not None and getattr(module, own.attribute, tensor) is not tensor:
+                raise UsageError(_replaced(own.name))
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the runner's values have changed since it was made."""
+        return self.version > 0
+
+    def untrained(self, tensor: torch.Tensor) -> str | None:
+        """The name of a tensor of which the runner trains a part; None for any other."""
+        own = self._parts.get(id(tensor))
+        return own.name if own is not None and own.tensor() is tensor else None
+
+    def _all(self) -> Iterator[Own]:
+        for owns in self._by_module.values():
+            yield from owns
+
+
+class _Hook:
+    """On one module, for as long as the watch lives; inert on its copies, and on those read from a file."""
+
+    def __init__(
+        self, old: weakref.ref[OldModel] | None = None, module: weakref.ref[nn.Module] | None = None
+    ) -> None:
+        self._old, self._module = old, module
+
+    def _live(self, module: nn.Module) -> OldModel | None:
+        if self._old is None or self._module is None or self._module() is not module:
+            return None
+        return self._old()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Hook:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        old, module = (one() if one is not None else None for one in (self._old, self._module))
+        if isinstance(old, OldModel) and isinstance(module, nn.Module) and isinstance(self, _Reading):
+            old.refuse_reading(module)  # torch.save(model)
+        return type(self), ()
+
+
+class _Reading(_Hook):
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        old = self._live(module)
+        if old is not None and not keep_vars:
+            old.refuse_reading(module)
+
+
+class _Computing(_Hook):
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        old = self._live(module)
+        if old is not None:
+            old.warn_of_use("this is a forward of a Runner's old model")
+
+
+class _Loading(_Hook):
+    def __call__(self, module: nn.Module, values: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        old = self._live(module)
+        if old is not None:
+            old.take(module, values, prefix)
+
+
+class _Loaded(_Hook):
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        old = self._live(module)
+        if old is not None:
+            old.refuse_replaced(module)
+
+
+def warn_if_old(model: nn.Module) -> None:
+    """A Runner is about to be made of a model that another one, still there, has trained elsewhere."""
+    tensors = {id(tensor) for tensor in model.parameters()}
+    for old in _live():
+        if any(id(own.tensor()) in tensors for own in old._all()):
+            old.warn_of_use("a Runner is made of another Runner's old model")
+
+
+def _live() -> list[OldModel]:
+    with _ADDING:
+        return list(_LIVE)
+
+
+_WATCHING: list[Any] = []
+
+
+def _watch_optimizers() -> None:
+    """Once a process."""
+    with _ADDING:
+        if _WATCHING:
+            return
+        _WATCHING.append(register_optimizer_step_pre_hook(_refuse_old))
+
+
+def _refuse_old(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """An optimizer steps: none of its parameters is one whose gradient the step never writes.
+
+    One that has a gradient is being trained as a plain model beside the Runner.
+    """
+    watches = [old for old in _live() if old.is_old and old._parts]
+    if not watches:
+        return
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if tensor.grad is None:
+                for old in watches:
+                    name = old.untrained(tensor)
+                    if name is not None:
+                        raise UsageError(_not_trained(name))
+
+
+def _not_trained(name: str) -> str:
+    return (
+        f"the optimizer has the model's own {name!r}, which gets no gradient: this rank's Runner trains a "
+        "part of it as a tensor of its own. Make the optimizer over runner.parameters() "
+        "(or runner.named_parameters(), for groups)"
+    )
+
+
+def _replaced(name: str) -> str:
+    return (
+        f"{name!r} of the model is another tensor since the Runner was made (load_state_dict(assign=True), "
+        "or set by hand), and the Runner trains the one before: load without assign, or make a new Runner"
+    )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // SAMPLED)].clone()

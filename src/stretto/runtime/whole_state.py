@@ -1,0 +1,197 @@
+"""The whole model's values, gathered from all ranks under the names of the plain model's, and put back.
+
+    1. Each rank tells what it owns (`Runner.owns`): boxes of wholes.
+    2. Rank by rank, box by box, they are broadcast; whoever wants the wholes puts each in its place.
+
+May touch a Runner's tensors and its transport; a lane of all ranks is opened on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stretto.errors import UsageError
+from stretto.ir.plan import Communicator
+from stretto.ir.program import Job
+from stretto.runtime.shards import part_of, pieces_of, whole_spec
+from stretto.runtime.together import together
+
+if TYPE_CHECKING:
+    from stretto.runtime.runner import Runner
+
+LANE = "state"
+SHOWN = 4
+"""Names that a message shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a key of the plain model's `state_dict` is: a parameter, by the first name of its tie; a buffer,
+    by name; or a tensor that no stage uses, which stays as it was."""
+
+    parameter: str | None = None
+    buffer: str | None = None
+    unused: torch.Tensor | None = None
+
+
+def entries_of(model: nn.Module, job: Job) -> dict[str, Entry]:
+    """The keys of the model's `state_dict`, in order. What other ranks use is named, and not kept alive."""
+    used = {p.name: p.tied_to for p in job.parameters if p.stages}
+    buffers = {b.name for b in job.buffers if b.stages or b.updates}
+    kept = dict.fromkeys(model.state_dict(keep_vars=True))  # without buffers that are not persistent
+    found: dict[str, Entry] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in kept:
+            found[name] = Entry(parameter=used[name]) if name in used else Entry(unused=parameter.detach())
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in kept:
+            found[name] = Entry(buffer=name) if name in buffers else Entry(unused=buffer)
+    return {name: found[name] for name in kept if name in found}
+
+
+def gather(runner: Runner, only_on: int | None) -> dict[str, torch.Tensor]:
+    """`Runner.state_dict`."""
+    if only_on is not None and not 0 <= only_on < runner.transport.size:
+        raise UsageError(f"only_on = {only_on}: the ranks are 0 to {runner.transport.size - 1}")
+    wanted = only_on is None or only_on == runner.rank
+    wholes = _gather_wholes(runner, wanted)
+    if not wanted:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for key, entry in runner.entries.items():
+        if entry.unused is not None:
+            found[key] = entry.unused.detach().clone().cpu()
+        else:
+            found[key] = wholes[
+                f"model.{entry.parameter}" if entry.parameter is not None else f"buffer.{entry.buffer}"
+            ]
+    return found
+
+
+def _gather_wholes(runner: Runner, wanted: bool) -> dict[str, torch.Tensor]:
+    """Steps 1 and 2."""
+    mine = _owned(runner)
+    table = [(name, whole, dtype, offsets, tuple(box.shape)) for name, whole, dtype, offsets, box in mine]
+    told = runner.transport.all_gather(table)
+    _open(runner)
+    wholes: dict[str, torch.Tensor] = {}
+    for rank, owned in enumerate(told):
+        for k, (name, whole, dtype, offsets, shape) in enumerate(owned):
+            if rank == runner.rank:
+                box = mine[k][4].detach().contiguous()
+            else:
+                box = torch.empty(shape, dtype=dtype, device=runner.device)
+            if runner.transport.size > 1:
+                runner.transport.broadcast(LANE, box, rank).wait()
+            if wanted:
+                if name not in wholes:
+                    wholes[name] = torch.empty(whole, dtype=dtype)
+                place = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+                wholes[name][place].copy_(box)
+    return wholes
+
+
+Box = tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...], torch.Tensor]
+"""Name, shape and dtype of the whole; offsets in it, and what is there."""
+
+
+def _owned(runner: Runner) -> list[Box]:
+    job = runner.plan.job
+    known = {p.name: p for p in job.parameters}
+    found: list[Box] = []
+    for name, held in runner.named_parameters():
+        if runner.owns(name):
+            parameter = known[name]
+            whole = whole_spec(job, parameter).shape
+            for offsets, box in pieces_of(held.detach(), parameter, job, runner.coordinates):
+                found.append((f"model.{parameter.tied_to}", whole, held.dtype, offsets, box))
+    owned = runner.owned_buffers()
+    for name, buffer in runner.named_buffers():
+        if name in owned:
+            found.append((f"buffer.{name}", tuple(buffer.shape), buffer.dtype, (0,) * buffer.dim(), buffer))
+    return found
+
+
+def _open(runner: Runner) -> None:
+    if runner.transport.size > 1:
+        plan = runner.plan
+        axes = ("pp", *(axis for axis, _ in plan.job.axes))
+        everyone = Communicator(LANE, tuple(range(plan.ranks)), axes)
+        runner.transport.open((*plan.communicators, everyone), runner.device, plan.mesh)
+
+
+def put(runner: Runner, values: Mapping[str, Any], strict: bool) -> None:
+    """`Runner.load_state_dict`."""
+    together(runner.transport, lambda: _check(runner, values, strict))
+    job = runner.plan.job
+    with torch.no_grad():
+        for k, held in runner.indexed_parameters():
+            parameter = job.parameters[k]
+            given = _given(runner, values, parameter.tied_to)
+            if given is not None:
+                whole = given.to(held.device, held.dtype)
+                held.copy_(part_of(whole, parameter, job, runner.coordinates))
+        for name, buffer in runner.named_buffers():
+            if name in values:
+                buffer.copy_(values[name])
+        for key, entry in runner.entries.items():
+            if entry.unused is not None and key in values and not entry.unused.is_meta:
+                entry.unused.copy_(values[key])
+    runner.loaded()
+    runner.check_copies()
+
+
+def _given(runner: Runner, values: Mapping[str, torch.Tensor], tie: str) -> torch.Tensor | None:
+    """The value of a parameter under any of its names."""
+    names = [key for key, entry in runner.entries.items() if entry.parameter == tie and key in values]
+    return values[names[0]] if names else None
+
+
+def _check(runner: Runner, values: Mapping[str, Any], strict: bool) -> None:
+    """Raises UsageError for keys that are missing or too many, other shapes, and ties that come apart."""
+    job = runner.plan.job
+    shapes = {p.tied_to: whole_spec(job, p).shape for p in job.parameters}
+    shapes |= {b.name: b.spec.shape for b in job.buffers}
+    ties: dict[str, list[str]] = {}
+    for key, entry in runner.entries.items():
+        ties.setdefault(entry.parameter or key, []).append(key)
+    missing = [keys[0] for keys in ties.values() if not any(key in values for key in keys)]
+    unexpected = [key for key in values if key not in runner.entries]
+    if strict and (missing or unexpected):
+        told = [f"it lacks {_shown(missing)}"] if missing else []
+        told += [f"the model has no {_shown(unexpected)}"] if unexpected else []
+        raise UsageError(
+            f"load_state_dict: {' and '.join(told)}; give what the plain model's state_dict() has, "
+            "or strict=False"
+        )
+    for key, value in values.items():
+        if key not in runner.entries:
+            continue
+        entry = runner.entries[key]
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"load_state_dict: {key!r} is no tensor ({type(value).__name__})")
+        want = tuple(entry.unused.shape) if entry.unused is not None else shapes[entry.parameter or key]
+        if tuple(value.shape) != want:
+            raise UsageError(
+                f"load_state_dict: {key!r} has the shape {list(value.shape)}, and the whole in the model "
+                f"{list(want)}: give whole tensors, on every rank"
+            )
+    for keys in ties.values():
+        given = [key for key in keys if key in values]
+        for other in given[1:]:
+            one, two = values[given[0]], values[other]
+            if one is not two and not torch.equal(one.to(two), two):
+                raise UsageError(
+                    f"load_state_dict: {given[0]!r} and {other!r} are one tensor in the model, and are given "
+                    "two values: give one of them"
+                )
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(repr, names[:SHOWN])) + more

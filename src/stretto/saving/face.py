@@ -1,0 +1,278 @@
+"""`stretto.save` and `stretto.load`: a Runner, its optimizer and what the user adds, in one folder.
+
+    <path>/.metadata, __0_0.distcp ...   tensors, whole under their names (`stretto.saving.tensors`)
+    <path>/rest.pt                       the optimizer's options and numbers, the draws, what the user adds
+
+The trainer's checkpoints are such folders with files of their own beside these. A save:
+
+    1. All ranks say what they hold; nothing is touched before all could.
+    2. Rank 0 makes a folder beside the place, and every rank looks whether it sees it.
+    3. All write, and agree that they have.
+    4. Rank 0 adds the other files and renames the folder into its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from stretto.errors import StrettoError, UsageError
+from stretto.runtime import Runner
+from stretto.runtime.together import on_first, together, together_slowly
+from stretto.saving import folder, tensors
+from stretto.saving import optimizer as states
+from stretto.saving.held import held_model, known_names, owned_model
+from stretto.saving.parts import Part
+
+REST = "rest.pt"
+FORMAT, VERSION = "stretto saved", 1
+
+
+def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, extra: Any = None) -> None:
+    """Write a checkpoint at the folder `path`, whole or not at all; every rank must call it.
+
+    runner, optimizer: parameters, buffers, the optimizer's state and its groups' options, and the count of
+    steps that decides dropout. extra: what else to keep, of rank 0's: numbers, strings, tensors, lists and
+    dicts of them (an epoch, `scheduler.state_dict()`). What was at `path` stays until this one is whole.
+
+    Raises the same error on all ranks: UsageError when they do not see one folder, `path` holds something
+    else, or the optimizer is not the Runner's; StrettoError when one could not write.
+    """
+    place = Path(path).absolute()
+    rest = f"What was at {place} is as it was" if is_saved(place) else "Nothing is there"
+    write(
+        place,
+        runner,
+        optimizer,
+        extra,
+        unwritable=folder.unwritable(f"{place}", "save into a folder on another disk", rest),
+        setting="the path to save to",
+    )
+
+
+def load(path: str | Path, runner: Runner, optimizer: Optimizer | None = None) -> Any:
+    """Read what `save` wrote under any layout into this Runner and its optimizer; every rank must call it.
+
+    path: a folder that `save` or `stretto train` wrote. optimizer: of the same class and groups; its state
+    and its groups' options become the saved ones. Returns `extra`, on every rank.
+
+    Raises the same error on all ranks, before anything is changed: UsageError when there is no checkpoint,
+    ranks find different ones, or it does not fit; StrettoError when it cannot be read.
+    """
+    return fill(find_saved(Path(path).absolute(), runner), runner, optimizer)
+
+
+def is_saved(place: Path) -> bool:
+    """Whether a folder is a checkpoint that was written to its end."""
+    return (place / tensors.METADATA).is_file() and (place / REST).is_file()
+
+
+def find_saved(place: Path, runner: Runner) -> Path:
+    """At its place, or beside it when a save was killed between its renames; every rank must call it."""
+
+    def find() -> Path:
+        for candidate in (place, folder.old_of(place)):
+            if is_saved(candidate):
+                return candidate
+        if not place.exists():
+            what = "does not exist"
+        elif (place / tensors.METADATA).is_file() or not place.is_dir():
+            what = f"is no checkpoint of stretto.save: it has no {REST}"
+        else:
+            what = "holds no whole checkpoint"
+        raise UsageError(f"{place} {what}: name the folder that was given to stretto.save")
+
+    return together(runner.transport, find)
+
+
+# Steps, for the trainer too.
+
+
+def write(
+    place: Path,
+    runner: Runner,
+    optimizer: Optimizer | None,
+    extra: Any,
+    *,
+    unwritable: folder.Unwritable,
+    setting: str,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a checkpoint at `place` with `files` beside its own. setting: what the user sets to move it.
+
+    Raises on all ranks, with what was at `place` as it was.
+    """
+    transport = runner.transport
+    first = runner.rank == 0
+
+    def tell() -> tuple[dict[str, Part], states.Table | None]:  # step 1
+        if (
+            first
+            and place.exists()
+            and not (place.is_dir() and (is_saved(place) or not any(place.iterdir())))
+        ):
+            raise UsageError(f"{place} exists and is no checkpoint: name another folder, or remove it")
+        owned = owned_model(runner, held_model(runner))
+        if optimizer is None:
+            return owned, None
+        found = states.state_of(runner, optimizer)
+        return owned | states.owned_tensors(runner, found), found.table
+
+    owned, mine = together(transport, tell)
+    tables = transport.all_gather(mine)
+
+    def pack() -> bytes:
+        table = states.merged(tables) if mine is not None else None
+        return _packed(table, runner.state.steps, extra if first else None)
+
+    rest = together(transport, pack)
+    probe = transport.all_gather(_begin(place, unwritable) if first else None)[0]  # step 2
+    if isinstance(probe, StrettoError):
+        raise probe
+    assert isinstance(probe, str)
+    try:
+        looks = transport.all_gather(folder.look(folder.partial_of(place), probe))
+        folder.refuse_apart(looks, setting)
+        tensors.write(folder.partial_of(place), owned, transport, unwritable)  # step 3
+
+        def finish() -> None:  # step 4
+            try:
+                for name, data in {**(files or {}), REST: rest}.items():
+                    folder.write_synced(folder.partial_of(place) / name, data)
+                folder.commit(place)
+            except OSError as error:
+                raise unwritable(error) from None
+
+        on_first(transport, finish)
+    except BaseException:
+        if first:
+            folder.abandon(place)
+        raise
+
+
+def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, options: bool = True) -> Any:
+    """Read a checkpoint into the Runner and the optimizer; every rank must call it. Returns `extra`.
+
+    options: whether the groups' options become the saved ones. Raises on all ranks; a failure after the
+    checks leaves a Runner that takes no step until something is loaded.
+    """
+    transport = runner.transport
+
+    def check() -> tuple[str, _Rest, dict[str, Any], dict[str, Any], list[Any]]:
+        rest, digest = _unpacked(checkpoint)
+        stored = tensors.stored_in(checkpoint)
+        parts = dict(held_model(runner))
+        tensors.check_fit(checkpoint, parts, stored)
+        more = sorted({name for name in stored if name.startswith("model.")} - known_names(runner))
+        if more:
+            raise StrettoError(
+                f"{checkpoint} has {more[0]}, and this model has no such parameter: it is of another model; "
+                "take another checkpoint"
+            )
+        made: dict[str, Any] = {}
+        groups: list[Any] = []
+        if optimizer is not None:
+            states.state_of(runner, optimizer)  # refuses one over what is not the runner's
+            if rest.table is None and rest.known:
+                raise UsageError(f"{checkpoint} was saved without an optimizer: load without one")
+            known = [(name, *one) for name, one in stored.items() if name.startswith("optimizer.")]
+            made = states.new_tensors(runner, optimizer, known)
+            groups = [None] * len(optimizer.param_groups)
+            if options and rest.table is not None:
+                groups = states.options_for(runner, optimizer, rest.table)
+            state_parts = {name: part for name, (_, part) in made.items()}
+            tensors.check_fit(checkpoint, state_parts, stored)
+            parts |= state_parts
+        return digest, rest, parts, {name: tensor for name, (tensor, _) in made.items()}, groups
+
+    digest, rest, parts, made, groups = together(transport, check)
+    _same_everywhere(transport.all_gather(digest), checkpoint)
+    runner.unfit = f"{checkpoint} was read in part: load a whole checkpoint"
+    together_slowly(transport, lambda: tensors.read(checkpoint, parts))
+    if optimizer is not None:
+        states.install(runner, optimizer, made, rest.table, groups)
+        if rest.table is not None:
+            states.tell_what_differs(runner, optimizer, rest.table)
+    if rest.known:
+        runner.state.steps = rest.draws
+    runner.loaded()
+    return rest.extra
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What is beside the tensors. known: whether the file is there at all."""
+
+    known: bool = False
+    table: states.Table | None = None
+    draws: int = 0
+    extra: Any = None
+
+
+def _packed(table: states.Table | None, draws: int, extra: Any) -> bytes:
+    """The file of the rest. Raises UsageError for what could not be read again."""
+    optimizer = None if table is None else asdict(table)
+    data = {"format": FORMAT, "version": VERSION, "draws": draws, "optimizer": optimizer, "extra": extra}
+    file = io.BytesIO()
+    try:
+        torch.save(data, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError, RuntimeError) as error:
+        what = "extra" if optimizer is None else "extra, or an option of the optimizer's groups,"
+        reason = next(
+            (line for line in str(error).splitlines() if "Unsupported" in line or "global" in line),
+            str(error),
+        )
+        raise UsageError(
+            f"{what} cannot be saved ({reason.strip()[:200]}): give numbers, strings, tensors, lists and "
+            "dicts"
+        ) from None
+    return file.getvalue()
+
+
+def _unpacked(checkpoint: Path) -> tuple[_Rest, str]:
+    """The rest, and a digest of it and of the table of tensors. Raises StrettoError."""
+    digest = hashlib.sha256()
+    rest = _Rest()
+    try:
+        digest.update((checkpoint / tensors.METADATA).read_bytes())
+        if (checkpoint / REST).exists():  # checkpoints of `stretto train` from before had none
+            content = (checkpoint / REST).read_bytes()
+            digest.update(content)
+            data = torch.load(io.BytesIO(content), weights_only=True)
+            if data["format"] != FORMAT or data["version"] != VERSION:
+                raise UsageError(
+                    f"{checkpoint / REST}: format {data['format']!r}, version {data['version']}; this "
+                    f"Stretto reads {FORMAT!r}, version {VERSION}"
+                )
+            table = None if data["optimizer"] is None else states.Table(**data["optimizer"])
+            rest = _Rest(True, table, int(data["draws"]), data["extra"])
+    except StrettoError:
+        raise
+    except Exception as error:
+        raise tensors.unreadable(checkpoint, error) from None
+    return rest, digest.hexdigest()
+
+
+def _same_everywhere(digests: list[str], checkpoint: Path) -> None:
+    other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"{checkpoint} is another checkpoint on rank {other} than on rank 0: the ranks must read the "
+            "same folder, which all hosts mount"
+        )
+
+
+def _begin(place: Path, unwritable: folder.Unwritable) -> str | StrettoError:
+    try:
+        return folder.begin(place)
+    except OSError as error:
+        return unwritable(error)

@@ -1,0 +1,278 @@
+"""An optimizer's state by the parameters' names: written under one layout, it is read under another.
+
+Ranks hold other parameters under each layout, in groups that lack some or are absent. So all is kept under
+names:
+
+    1. Each rank tells for every parameter of its optimizer the options of the parameter's group, and what of
+       its state is a number. Tensors of the state are parts of wholes as the parameter is, or whole.
+    2. Rank 0 writes the options and numbers of all ranks in one table.
+    3. A rank that reads gives each of its own groups the options that its parameters had, which must be the
+       same for all of them; then PyTorch's own `Optimizer.load_state_dict` takes them and the tensors.
+
+May touch an optimizer's `param_groups` and `state`.
+"""
+
+from __future__ import annotations
+
+import copy
+import numbers
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from stretto.errors import UsageError
+from stretto.ir.program import Parameter
+from stretto.runtime import Runner
+from stretto.runtime.shards import whole_spec
+from stretto.saving.held import owned_names, spread_part
+from stretto.saving.parts import Part
+
+OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+"""Options of how PyTorch computes, which the reading optimizer keeps: they change with device and layout."""
+SHOWN = 4
+"""Names that a message shows."""
+
+Options = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Table:
+    """kind: the optimizer's class. options: distinct options of groups. of: parameter -> index in `options`.
+    numbers: parameter -> key -> what of its state is no tensor."""
+
+    kind: str
+    options: list[Options] = field(default_factory=list)
+    of: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, name: str, options: Options, values: dict[str, Any]) -> None:
+        """Raises UsageError where the parameter is in the table with other options."""
+        at = next((k for k, one in enumerate(self.options) if _same(one, options)), None)
+        if at is None:
+            at = len(self.options)
+            self.options.append(options)
+        if self.of.setdefault(name, at) != at:
+            raise UsageError(
+                f"{name!r} is in groups of other options on two ranks, whose copies of it come apart: make "
+                "the optimizer's groups on all ranks by what holds for every copy (its shape, its first name)"
+            )
+        if values:
+            self.numbers[name] = values
+
+
+@dataclass(slots=True)
+class State:
+    """What a rank tells of its optimizer. tensors: `optimizer.<name>.<key>` -> its part."""
+
+    table: Table
+    tensors: dict[str, Part]
+
+
+def state_of(runner: Runner, optimizer: Optimizer) -> State:
+    """Step 1. Raises UsageError for an optimizer over what is not the runner's, or state without a place."""
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    known = {p.name: p for p in runner.plan.job.parameters}
+    mine = {id(parameter): known[name] for name, parameter in runner.named_parameters()}
+    table = Table(type(optimizer).__name__)
+    tensors: dict[str, Part] = {}
+    for group in optimizer.param_groups:
+        options = {key: copy.deepcopy(value) for key, value in group.items() if not _is_members(key)}
+        for tensor in group["params"]:
+            parameter = mine.get(id(tensor))
+            state = optimizer.state.get(tensor, {})
+            if parameter is None:
+                runner.old_model.refuse_in_optimizer(tensor)
+                if state:
+                    raise UsageError(
+                        f"the optimizer has state for a parameter of shape {list(tensor.shape)} that is not "
+                        "the Runner's: make it over runner.parameters()"
+                    )
+                continue
+            values: dict[str, Any] = {}
+            for key, value in state.items():
+                found = _part(runner, parameter, str(key), value)
+                if found is None:
+                    values[str(key)] = value
+                else:
+                    tensors[f"optimizer.{parameter.tied_to}.{key}"] = found
+            table.add(parameter.tied_to, options, values)
+    return State(table, tensors)
+
+
+def owned_tensors(runner: Runner, state: State) -> dict[str, Part]:
+    """What this rank writes of them."""
+    owned = owned_names(runner)
+    return {key: part for key, part in state.tensors.items() if _name_and_key(key)[0] in owned}
+
+
+def merged(tables: Sequence[Table]) -> Table:
+    """Step 2, of all ranks' tables. Raises UsageError where copies of a parameter are treated differently."""
+    found = Table(tables[0].kind)
+    for table in tables:
+        for name, at in table.of.items():
+            found.add(name, table.options[at], table.numbers.get(name, {}))
+    return found
+
+
+def _part(runner: Runner, parameter: Parameter, key: str, value: Any) -> Part | None:
+    """None for a number."""
+    if value is None or isinstance(value, numbers.Number):
+        return None
+    what = f"the optimizer's state {key!r} of {parameter.name!r}"
+    if not isinstance(value, torch.Tensor) or "." in key:
+        raise UsageError(f"{what} ({type(value).__name__}) is no tensor and no number, and cannot be saved")
+    if tuple(value.shape) == parameter.spec.shape:
+        return spread_part(runner, parameter, value)
+    if parameter.shards and value.numel() > 1:
+        raise UsageError(
+            f"{what} has the shape {list(value.shape)}, and this rank's part of the parameter "
+            f"{list(parameter.spec.shape)}: where it belongs in the whole is not known. Take an optimizer "
+            "whose state has the parameter's shape (AdamW, SGD), or a layout that does not spread it (tp = 1)"
+        )
+    return Part.all_of(value)
+
+
+# Step 3.
+
+
+def new_tensors(
+    runner: Runner, optimizer: Optimizer, stored: Iterable[tuple[str, tuple[int, ...], torch.dtype]]
+) -> dict[str, tuple[torch.Tensor, Part]]:
+    """For each stored tensor of a parameter that this rank's optimizer has: a new one to read it into.
+
+    stored: (`optimizer.<name>.<key>`, whole shape, dtype).
+    """
+    mine = _members(runner, optimizer)
+    found: dict[str, tuple[torch.Tensor, Part]] = {}
+    for full, shape, dtype in stored:
+        name, _ = _name_and_key(full)
+        if name not in mine:
+            continue
+        parameter, tensor = mine[name]
+        if shape == whole_spec(runner.plan.job, parameter).shape:
+            made = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+            found[full] = made, spread_part(runner, parameter, made)
+        else:
+            made = torch.zeros(shape, dtype=dtype, device=tensor.device)
+            found[full] = made, Part.all_of(made)
+    return found
+
+
+def options_for(runner: Runner, optimizer: Optimizer, table: Table) -> list[Options | None]:
+    """The saved options of each of the optimizer's groups; None where none of its parameters was saved.
+
+    Raises UsageError where the optimizer is of another class, or one of its groups has parameters that were
+    in groups of other options.
+    """
+    kind = type(optimizer).__name__
+    if kind != table.kind:
+        raise UsageError(
+            f"the checkpoint has the state of {table.kind}, and this optimizer is {kind}: make a "
+            f"{table.kind}, or load without the optimizer"
+        )
+    names = {id(tensor): name for name, (_, tensor) in _members(runner, optimizer).items()}
+    found: list[Options | None] = []
+    for number, group in enumerate(optimizer.param_groups):
+        members = [names[id(p)] for p in group["params"] if id(p) in names and names[id(p)] in table.of]
+        first = members[0] if members else None
+        for other in members[1:]:
+            if first is not None and table.of[other] != table.of[first]:
+                one, two = table.options[table.of[first]], table.options[table.of[other]]
+                key = next(k for k in {**one, **two} if not _same(one.get(k), two.get(k)))
+                raise UsageError(
+                    f"group {number} of the optimizer has {first!r} and {other!r}, which were saved in "
+                    f"groups of their own ({key} = {one.get(key)!r} and {two.get(key)!r}): make the "
+                    "optimizer with the groups that it had"
+                )
+        found.append(None if first is None else table.options[table.of[first]])
+    return found
+
+
+def install(
+    runner: Runner,
+    optimizer: Optimizer,
+    tensors: dict[str, torch.Tensor],
+    table: Table | None,
+    options: Sequence[Options | None],
+) -> None:
+    """Give the optimizer its state and options, by PyTorch's own `load_state_dict`."""
+    state: dict[str, dict[str, Any]] = {}
+    for full, tensor in tensors.items():
+        name, key = _name_and_key(full)
+        state.setdefault(name, {})[key] = tensor
+    for name, values in (table.numbers if table is not None else {}).items():
+        state.setdefault(name, {}).update(values)
+    names = {id(tensor): name for name, (_, tensor) in _members(runner, optimizer).items()}
+    packed = optimizer.state_dict()
+    packed["state"] = {}
+    for group, held, saved in zip(packed["param_groups"], optimizer.param_groups, options, strict=True):
+        if saved is not None:
+            group.update({key: value for key, value in saved.items() if key not in OWN_OPTIONS})
+        for number, tensor in zip(group["params"], held["params"], strict=True):
+            found = state.get(names.get(id(tensor), ""))
+            if found:
+                packed["state"][number] = found
+    optimizer.load_state_dict(packed)
+
+
+def tell_what_differs(runner: Runner, optimizer: Optimizer, table: Table) -> None:
+    """Warn, on rank 0, of parameters that only the checkpoint or only this optimizer has; all call it."""
+    told = runner.transport.all_gather(sorted(_members(runner, optimizer)))
+    here = {name for names in told for name in names}
+    lost, new = sorted(table.of.keys() - here), sorted(here - table.of.keys())
+    if runner.rank == 0:
+        if lost:
+            warnings.warn(
+                f"the saved state of {_shown(lost)} was left: the optimizer has no such parameter",
+                stacklevel=4,
+            )
+        if new:
+            warnings.warn(
+                f"{_shown(new)} begin without state: the saved optimizer had no such parameter", stacklevel=4
+            )
+
+
+def _members(runner: Runner, optimizer: Optimizer) -> dict[str, tuple[Parameter, torch.Tensor]]:
+    """First name of the tie -> the parameter, for those of the runner's that the optimizer has."""
+    known = {p.name: p for p in runner.plan.job.parameters}
+    within = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        known[name].tied_to: (known[name], parameter)
+        for name, parameter in runner.named_parameters()
+        if id(parameter) in within
+    }
+
+
+def _name_and_key(full: str) -> tuple[str, str]:
+    name, _, key = full.removeprefix("optimizer.").rpartition(".")
+    return name, key
+
+
+def _is_members(key: str) -> bool:
+    return key in ("params", "param_names")
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Equality of options, among which there may be tensors."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
+        return (
+            isinstance(one, torch.Tensor)
+            and isinstance(two, torch.Tensor)
+            and one.shape == two.shape
+            and bool((one.cpu() == two.cpu()).all())
+        )
+    if isinstance(one, tuple | list) and isinstance(two, tuple | list):
+        return len(one) == len(two) and all(map(_same, one, two))
+    return bool(one == two)
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(repr, names[:SHOWN])) + more

@@ -1,0 +1,369 @@
+"""`stretto.save` and `stretto.load`: written under one layout, read under each other, training goes on as if
+nothing had been.
+
+What is compared with is the plain model, trained by PyTorch alone, in float64. Ranks are threads.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.ir.plan import Plan
+from stretto.models.gpt import next_token_loss
+from stretto.runtime.runner import Runner
+from stretto.saving import folder
+from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.runtime.equality import lowered
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "pp": {"pp": 2},
+    "tp": {"tp": 2},
+    "sp": {"tp": 2, "sequence_parallel": True},
+    "dp": {"dp": 2},
+    "pp tp": {"pp": 2, "tp": 2},
+    "pp dp": {"pp": 2, "dp": 2},
+    "tp dp": {"tp": 2, "dp": 2, "sequence_parallel": True},
+    "tp4": {"tp": 4},
+    "all": {"pp": 2, "tp": 2, "dp": 2},
+}
+TOLERANCE = 1e-9
+"""Relative. AdamW divides by the square root of a mean of squares, which takes the last bits of small
+gradients up."""
+STEPS = 2
+
+
+@functools.cache
+def model() -> nn.Module:
+    """Embedding and head are tied, and lie on two stages of a pipeline; the vocabulary is spread by tp."""
+    return gpt(tie_embeddings=True, positions="learned").double()
+
+
+@functools.cache
+def plan_of(layout: str) -> Plan:
+    options = LAYOUTS[layout]
+    # Each piece is of one row.
+    parallel = stretto.Parallel(**{**options, "microbatches": 4 // options.get("dp", 1)})
+    return lowered(stretto.capture(model(), batch_of(), next_token_loss, parallel), "1f1b")
+
+
+def groups(named: Any, lr: float = 1e-2) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    found = list(named)
+    matrices, vectors = ([p for _, p in found if (p.dim() > 1) is many] for many in (True, False))
+    both = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": lr / 2}]
+    return [group for group in both if group["params"]]
+
+
+def adamw(named: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(named, lr), lr=lr, amsgrad=True)
+
+
+def momentum(named: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups(named, lr), lr=lr, momentum=0.9)
+
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def trained(make: Make, steps: int) -> dict[str, Tensor]:
+    """The plain model after so many steps."""
+    own = copy.deepcopy(model())
+    optimizer = make(own.named_parameters())
+    for _ in range(steps):
+        torch.stack(
+            [next_token_loss(own, {k: v[m : m + 1] for k, v in batch_of().items()}) for m in range(4)]
+        ).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return own.state_dict()
+
+
+def train(runner: Runner, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        runner.step(batch_of())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(layout: str, work: Callable[[Runner], Any], of: nn.Module | None = None) -> list[Any]:
+    return stretto.run_threads(plan_of(layout), lambda _: copy.deepcopy(of or model()), work)
+
+
+def write(layout: str, path: Path, make: Make = adamw, extra: Any = None) -> None:
+    def work(runner: Runner) -> None:
+        optimizer = make(runner.named_parameters())
+        train(runner, optimizer, STEPS)
+        stretto.save(path, runner, optimizer, extra)
+
+    run(layout, work)
+
+
+def go_on(layout: str, path: Path, make: Make = adamw) -> dict[str, Tensor]:
+    """From other weights and another rate, which the checkpoint's replace; one step."""
+    other = copy.deepcopy(model())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+
+    def work(runner: Runner) -> dict[str, Tensor]:
+        optimizer = make(runner.named_parameters(), lr=1.0)
+        stretto.load(path, runner, optimizer)
+        train(runner, optimizer, 1)
+        return runner.state_dict()
+
+    return run(layout, work, other)[0]
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (found[name] - tensor).double().norm()
+        assert float(error) <= TOLERANCE * float(tensor.double().norm()), name
+
+
+FAST = [
+    ("pp tp", "tp4"),
+    ("tp", "pp"),
+    ("sp", "one"),
+    ("one", "pp tp"),
+    ("dp", "tp dp"),
+    ("all", "dp"),
+    ("pp dp", "sp"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    place = tmp_path_factory.mktemp("saved")
+
+    @functools.cache
+    def of(layout: str) -> Path:
+        write(layout, place / layout)
+        return place / layout
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    return trained(adamw, STEPS + 1)
+
+
+@pytest.mark.parametrize(("wrote", "reads"), FAST)
+def test_what_one_layout_saved_another_goes_on_from(
+    saved: Callable[[str], Path], expected: dict[str, Tensor], wrote: str, reads: str
+) -> None:
+    assert_close(go_on(reads, saved(wrote)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrote", LAYOUTS)
+@pytest.mark.parametrize("reads", LAYOUTS)
+def test_every_layout_reads_every_other(
+    saved: Callable[[str], Path], expected: dict[str, Tensor], wrote: str, reads: str
+) -> None:
+    assert_close(go_on(reads, saved(wrote)), expected)
+
+
+def test_momentum_of_sgd_too(tmp_path: Path) -> None:
+    write("tp", tmp_path / "a", momentum)
+    assert_close(go_on("pp", tmp_path / "a", momentum), trained(momentum, STEPS + 1))
+
+
+def test_the_same_layout_goes_on_bit_for_bit(saved: Callable[[str], Path]) -> None:
+    def straight(runner: Runner) -> dict[str, Tensor]:
+        train(runner, optimizer := adamw(runner.named_parameters()), STEPS + 1)
+        return runner.state_dict() if optimizer else {}
+
+    want, found = run("pp tp", straight)[0], go_on("pp tp", saved("pp tp"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+
+
+def test_what_the_user_adds_comes_back_on_every_rank(tmp_path: Path) -> None:
+    extra = {"epoch": 3, "best": 0.5, "order": torch.arange(3), "name": None, "shape": (1, 2)}
+    write("pp", tmp_path / "a", extra=extra)
+    for told in run("tp", lambda runner: stretto.load(tmp_path / "a", runner)):
+        assert torch.equal(told.pop("order"), torch.arange(3))
+        assert told == {"epoch": 3, "best": 0.5, "name": None, "shape": (1, 2)}
+
+
+def test_a_path_is_saved_to_again_and_what_was_there_is_gone(tmp_path: Path) -> None:
+    for epoch in range(2):
+        write("tp", tmp_path / "a", extra=epoch)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert not (tmp_path / "a" / folder.PROBE).exists()
+    assert run("one", lambda runner: stretto.load(tmp_path / "a", runner)) == [1]
+
+
+def test_the_options_of_groups_are_those_that_were_saved(saved: Callable[[str], Path]) -> None:
+    def work(runner: Runner) -> list[tuple[float, float]]:
+        optimizer = adamw(runner.named_parameters(), lr=7.0)
+        stretto.load(saved("pp tp"), runner, optimizer)
+        return [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+    assert run("sp", work) == [[(1e-2, 0.1), (5e-3, 0.0)]] * 2
+
+
+# What is refused.
+
+
+def refused(layout: str, work: Callable[[Runner], Any]) -> list[str]:
+    """What each rank is told."""
+
+    def attempt(runner: Runner) -> str:
+        try:
+            work(runner)
+        except stretto.StrettoError as error:
+            return str(error)
+        return ""
+
+    return run(layout, attempt)
+
+
+def test_other_groups_than_were_saved(saved: Callable[[str], Path]) -> None:
+    def work(runner: Runner) -> None:
+        stretto.load(saved("tp"), runner, torch.optim.AdamW(runner.parameters()))
+
+    told = refused("dp", work)
+    assert "group 0 of the optimizer has" in told[0]
+    assert "which were saved in groups of their own (" in told[0]
+    assert told[1] == told[0]
+
+
+def test_another_optimizer(saved: Callable[[str], Path]) -> None:
+    told = refused(
+        "one", lambda runner: stretto.load(saved("tp"), runner, momentum(runner.named_parameters()))
+    )
+    assert "has the state of AdamW, and this optimizer is SGD" in told[0]
+
+
+def test_one_saved_without_an_optimizer(tmp_path: Path) -> None:
+    run("one", lambda runner: stretto.save(tmp_path / "a", runner))
+    told = refused(
+        "tp", lambda runner: stretto.load(tmp_path / "a", runner, adamw(runner.named_parameters()))
+    )
+    assert told[0].endswith("was saved without an optimizer: load without one")
+    run("tp", lambda runner: stretto.load(tmp_path / "a", runner))
+
+
+def test_another_model(saved: Callable[[str], Path]) -> None:
+    def work(runner: Runner) -> None:
+        stretto.load(saved("tp"), runner)
+
+    for layers, told in (
+        (3, r"lacks model\.blocks\.2\."),
+        (1, r"has model\.blocks\.1\..* has no such parameter"),
+    ):
+        other = gpt(layers=layers, tie_embeddings=True, positions="learned").double()
+        job = stretto.capture(other, batch_of(), next_token_loss, stretto.Parallel(microbatches=4))
+        with pytest.raises(stretto.StrettoError, match=f"{told}.* it is of another model"):
+            stretto.run_threads(lowered(job, "1f1b"), lambda _, of=other: of, work)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "table", "rest"])
+def test_a_damaged_one_before_anything_is_changed(
+    tmp_path: Path, saved: Callable[[str], Path], damage: str
+) -> None:
+    import shutil
+
+    place = shutil.copytree(saved("tp"), tmp_path / "a")
+    if damage == "gone":
+        (place / "__1_0.distcp").unlink()
+    elif damage == "short":
+        content = (place / "__1_0.distcp").read_bytes()
+        (place / "__1_0.distcp").write_bytes(content[: len(content) // 2])
+    elif damage == "table":
+        (place / ".metadata").write_bytes(b"no pickle")
+    else:
+        (place / "rest.pt").write_bytes(b"PK")
+
+    def work(runner: Runner) -> None:
+        before = {name: parameter.clone() for name, parameter in runner.named_parameters()}
+        try:
+            stretto.load(place, runner)
+        finally:
+            assert all(torch.equal(parameter, before[name]) for name, parameter in runner.named_parameters())
+
+    told = refused("pp", work)
+    assert f"{place} cannot be read (" in told[0]
+    assert told[1] == told[0]
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    assert "does not exist" in refused("dp", lambda runner: stretto.load(tmp_path / "none", runner))[1]
+    assert "holds no whole" in refused("dp", lambda runner: stretto.load(tmp_path / "mine", runner))[1]
+    told = refused("dp", lambda runner: stretto.save(tmp_path / "mine", runner))
+    assert "exists and is no checkpoint" in told[0]
+    assert told[1] == told[0]
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
+
+
+def test_an_extra_that_could_not_be_read_again(tmp_path: Path) -> None:
+    told = refused("dp", lambda runner: stretto.save(tmp_path / "a", runner, extra={"what": object}))
+    assert "extra cannot be saved (" in told[0]
+    assert told[1] == told[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_see_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two hosts with disks of their own: nothing is left that could be taken for a checkpoint."""
+    monkeypatch.setattr(folder, "SEEN_WITHIN_S", 0.1)
+    told = refused("pp", lambda runner: stretto.save(tmp_path / str(runner.rank) / "a", runner))
+    assert "the ranks do not share the folder of checkpoints" in told[0]
+    assert "on rank 1, host" in told[0]
+    assert str(tmp_path / "1" / "a.tmp") in told[0]
+    assert told[1] == told[0]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_rank_whose_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    write("pp", tmp_path / "a", extra="before")
+    original = FileSystemWriter.write_data
+
+    def full(writer: FileSystemWriter, plan: Any, planner: Any) -> Any:
+        if plan.storage_data.prefix == "__1_":
+            raise OSError(28, "No space left on device")
+        return original(writer, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    told = refused("pp", lambda runner: stretto.save(tmp_path / "a", runner))
+    assert (
+        "a could not be written: the disk is full; free some space, or save into a folder on another"
+        in told[0]
+    )
+    assert told[1] == told[0]
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert run("one", lambda runner: stretto.load(tmp_path / "a", runner)) == ["before"]
+
+
+def test_a_save_that_was_killed_between_its_renames(tmp_path: Path) -> None:
+    write("pp", tmp_path / "a", extra="before")
+    (tmp_path / "a").rename(tmp_path / "a.old.tmp")
+    assert run("one", lambda runner: stretto.load(tmp_path / "a", runner)) == ["before"]
+    run("one", lambda runner: stretto.save(tmp_path / "a", runner, extra="after"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_state_without_a_place_in_the_whole(tmp_path: Path) -> None:
+    def work(runner: Runner) -> None:
+        optimizer = torch.optim.Adafactor(runner.parameters())
+        train(runner, optimizer, 1)
+        stretto.save(tmp_path / "a", runner, optimizer)
+
+    assert "where it belongs in the whole is not known. Take an optimizer" in refused("tp", work)[0]
+    assert refused("pp", work) == ["", ""]
