@@ -31,6 +31,7 @@ from stretto.tensor.dtensor_adapter import (
     propagated,
     set_spec,
     spec_of,
+    unmasked,
     written_args,
 )
 from stretto.tensor.layout import Layout, MeshRanks, layout_of
@@ -98,7 +99,7 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
         return op.decompose(*args, **kwargs)
 
     def absent(spec: Spec) -> DTensor:
-        return wrap(nothing(described(spec)[1], device), spec)
+        return wrap(*unmasked(nothing(described(spec)[1], device), spec))
 
     written = _written(op, args, kwargs)
     if written and not op._schema.returns:

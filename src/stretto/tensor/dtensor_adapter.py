@@ -9,6 +9,9 @@ What it uses, so that the next release breaks this file alone, with a test for e
     DeviceMesh._coordinate_on_dim                     where on a mesh this rank stands
     torch.distributed.tensor._shards (_StridedShard)        by its `dim`: a shard that no user writes
     torch.distributed.distributed_c10d._get_default_store   the store that all ranks share
+    _MaskPartial, by its `mask_buffer`               a sum of what each rank finds in its rows of a table
+    torch.utils._python_dispatch._disable_current_modes     tensors without values amid tracing
+    torch.utils._mode_utils.no_dispatch, torch._C._set_meta_in_tls_dispatch_include   dims changed in place
 
 The schema of an op (`OpOverload._schema`) says which of its arguments it writes.
 """
@@ -22,10 +25,12 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 Spec = DTensorSpec
@@ -48,6 +53,18 @@ def spec_of(x: DTensor) -> Spec:
 def set_spec(x: DTensor, spec: Spec) -> None:
     """What an op in place does that renumbers dims: same data, another description."""
     x._spec = spec
+
+
+def shown_as(x: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> None:
+    """What an op does that changes a tensor's dims in place: x holds the view's part, and has its shape."""
+    x._local_tensor, x._spec = view._local_tensor, view._spec
+    with no_dispatch():  # the op on the wrapper itself, as `return_and_correct_aliasing` does it
+        before = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            op(*args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def wrapped(kind: type[Kind], local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> Kind:
@@ -139,6 +156,37 @@ def written_args(op: Any) -> tuple[tuple[int, str], ...]:
         for at, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def unmasked(local: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
+    """What was looked up in a table whose rows are sharded, as a plain sum: zeros for other ranks' rows.
+
+    DTensor remembers which rows these are in the placement, once for all tensors that are so placed, and
+    forgets it at the first use; the second fails.
+    """
+    buffers = [getattr(placement, "mask_buffer", None) for placement in spec.placements]
+    if all(buffer is None for buffer in buffers):
+        return local, spec
+    for buffer in buffers:
+        if buffer is None or buffer.data is None:
+            continue  # off the mesh, there is none
+        elsewhere = buffer.data
+        if elsewhere.dim() < local.dim():
+            elsewhere = elsewhere.unsqueeze(-1)
+        local = local.masked_fill(elsewhere, 0)
+        if buffer.refcount:
+            buffer.release_mask()
+    placements = [
+        p if buffer is None else Partial() for p, buffer in zip(spec.placements, buffers, strict=True)
+    ]
+    meta = spec.tensor_meta
+    assert meta is not None, "an op's result has a shape"
+    return local, new_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype)
+
+
+def outside_modes() -> Any:
+    """A context in which no mode is active: what is traced around it does not see it."""
+    return _disable_current_modes()
 
 
 def plain_placement(placement: Placement) -> Placement:

@@ -1,0 +1,191 @@
+"""Along which dims of its tensors an op can be computed part by part.
+
+A dim is free if what the op gives at one index of it depends on nothing at another: of `cumsum(x, dim)` all
+dims but `dim`. Arguments that share a free dim have it at equal sizes, so that their parts fit. The table says
+less than what is true where it is in doubt: an op without free dims is computed on whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stretto.tensor.losses import BACKWARD_OF_ELEMENTS, NONE, OF_ELEMENTS
+from stretto.tensor.parts import SUMMED, FreeDim
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op with its arguments by name. tensors: those on a mesh, in their order."""
+
+    op: Any
+    named: dict[str, Any]
+    tensors: tuple[DTensor, ...]
+
+    def number(self, name: str) -> int | None:
+        """Where among the tensors the argument of a name is; None if it is none of them."""
+        value = self.named.get(name)
+        return next((at for at, x in enumerate(self.tensors) if x is value), None)
+
+    def tensor(self, name: str) -> DTensor:
+        """The tensor of a name."""
+        value = self.named[name]
+        assert isinstance(value, DTensor), f"{self.op} has a tensor {name}"
+        return value
+
+
+def call_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tuple[DTensor, ...]) -> Call:
+    """The arguments of a call by name, with those that were left out."""
+    named: dict[str, Any] = {}
+    for at, argument in enumerate(op._schema.arguments):
+        if at < len(args):
+            named[argument.name] = args[at]
+        elif argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            named[argument.name] = argument.default_value
+    return Call(op, named, tensors)
+
+
+def free_dims(call: Call) -> tuple[FreeDim, ...]:
+    """The free dims of an op; none if it is not in the table."""
+    if any(argument.is_out for argument in call.op._schema.arguments):
+        return ()
+    name = call.op._schema.name.removeprefix("aten::")
+    rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+    if rule is not None:
+        return rule(call)
+    of_elements = call.op in OF_ELEMENTS | BACKWARD_OF_ELEMENTS and call.named["reduction"] == NONE
+    if of_elements or torch.Tag.pointwise in call.op.tags:
+        return pointwise(call)
+    return ()
+
+
+Rule = Callable[[Call], tuple[FreeDim, ...]]
+
+
+def pointwise(call: Call, names: tuple[str, ...] | None = None) -> tuple[FreeDim, ...]:
+    """All dims of the result: those of the arguments, from the last one on, where they are not broadcast.
+
+    names: the arguments that count, if not all do.
+    """
+    shape = torch.broadcast_shapes(*(x.shape for x in call.tensors))
+    found = []
+    for dim, size in enumerate(shape):
+        arguments = tuple(
+            None if (at := dim - len(shape) + x.ndim) < 0 or x.shape[at] != size else at for x in call.tensors
+        )
+        found.append(FreeDim(arguments, (dim,) * len(call.op._schema.returns)))
+    return tuple(found)
+
+
+def beside(*tied: str, aligned: tuple[str, ...] = (), last: int = 0) -> Rule:
+    """All dims of `self` but some.
+
+    tied: the arguments that name the others, one or several; if one is None or empty, no dim is free.
+    aligned: further arguments that have the dims of `self`, where they have the same size.
+    last: so many of the last dims are tied, too.
+    """
+
+    def rule(call: Call) -> tuple[FreeDim, ...]:
+        x = call.named["self"]
+        if not isinstance(x, DTensor):
+            return ()  # a plain tensor without dims
+        held: set[int] = set(range(x.ndim - last, x.ndim))
+        for name in tied:
+            value = call.named.get(name)
+            dims = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+            if not dims:
+                return ()
+            held |= {dim % x.ndim for dim in dims if x.ndim}
+        others = [call.tensor(name) for name in aligned if isinstance(call.named.get(name), DTensor)]
+        if any(other.ndim != x.ndim for other in others):
+            return ()
+        dropped = call.named.get("keepdim") is False
+        found = []
+        for dim in range(x.ndim):
+            if dim in held or any(other.shape[dim] != x.shape[dim] for other in others):
+                continue
+            arguments = tuple(
+                dim if t is x or any(t is other for other in others) else None for t in call.tensors
+            )
+            after = dim - sum(h < dim for h in held) if dropped else dim
+            found.append(FreeDim(arguments, (after,) * len(call.op._schema.returns)))
+        return tuple(found)
+
+    return rule
+
+
+def labels(call: Call) -> tuple[FreeDim, ...]:
+    """`nll_loss` and its backward pass: all dims but the classes. A sum over the rows has an addend on each rank."""
+    x = call.tensor("self")
+    grad = call.number("grad_output")
+    none = call.named["reduction"] == NONE
+    found = []
+    for dim in range(x.ndim):
+        if dim == 1 or x.ndim == 1:
+            continue
+        row = dim if dim == 0 else dim - 1
+        arguments: list[int | None] = [None] * len(call.tensors)
+        for name, at in (("self", dim), ("target", row)):
+            number = call.number(name)
+            assert number is not None
+            arguments[number] = at
+        if "backward" in call.op._schema.name:
+            if grad is not None and none:
+                arguments[grad] = row
+            results: tuple[int | str | None, ...] = (dim,)
+        else:
+            results = (row, None) if none else (SUMMED, SUMMED)
+        found.append(FreeDim(tuple(arguments), results))
+    return tuple(found)
+
+
+def attention(call: Call) -> tuple[FreeDim, ...]:
+    """Batch and heads of scaled-dot-product attention, forward and backward; a mask may be broadcast."""
+    query = call.tensor("query")
+    rows = ("grad_out", "query", "key", "value", "out", "logsumexp")
+    mask = call.number("attn_mask")
+    found = []
+    for dim in (0, 1):
+        arguments: list[int | None] = [None] * len(call.tensors)
+        sizes = set()
+        for name in rows:
+            number = call.number(name)
+            if number is not None:
+                arguments[number] = dim
+                sizes.add(call.tensors[number].shape[dim])
+        if mask is not None:
+            x = call.tensors[mask]
+            if x.ndim == query.ndim and x.shape[dim] == query.shape[dim]:
+                arguments[mask] = dim
+        if len(sizes) == 1:
+            found.append(FreeDim(tuple(arguments), (dim,) * len(call.op._schema.returns)))
+    return tuple(found)
+
+
+_ONE = beside("dim")
+_INDEXED = beside("dim", aligned=("source",))
+_SCATTERED = beside("dim", aligned=("index", "src"))
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), _ONE),
+    **dict.fromkeys(("sort", "topk", "kthvalue", "median", "nanmedian", "mode", "argsort"), _ONE),
+    **dict.fromkeys(("argmax", "argmin", "max", "min", "index_select", "index_fill"), _ONE),
+    **dict.fromkeys(("index_add", "index_copy", "index_reduce"), _INDEXED),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _SCATTERED),
+    "flip": beside("dims"),
+    "roll": beside("dims"),
+    **dict.fromkeys(("tril", "triu"), beside(last=2)),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), labels),
+    **dict.fromkeys(("nll_loss2d_forward", "nll_loss2d_backward"), labels),
+    "_scaled_dot_product_flash_attention_for_cpu": attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attention,
+}
+"""Ops by name, all of their overloads and those in place."""

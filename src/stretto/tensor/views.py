@@ -1,0 +1,106 @@
+"""Views that are none: what an op takes out of a tensor along a sharded dim is gathered, and so a copy.
+
+In plain PyTorch a write into a view is a write into its tensor, and the other way round. PyTorch's autograd
+counts the writes of a tensor and of all its views together, so that a copy can tell whether it is still what
+the view would be: a write into it, and a read of it after a write into its tensor, are refused on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stretto.tensor import errors
+from stretto.tensor.dtensor_adapter import needs_redistribution, shown_as, written_args
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """That a tensor is a copy. by: the op that took it; version: the writes that there had been."""
+
+    by: str
+    version: int
+
+
+RENUMBERING = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_"})
+
+_MARK = "_stretto_copied"
+
+
+@lru_cache(maxsize=None)
+def is_view(op: Any) -> bool:
+    """Whether an op's result shows its argument's memory."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+
+
+def check(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises UsageError for an op that writes into a copy, or reads one that is no longer what it was."""
+    written: set[int] | None = None
+    for value in (*args, *kwargs.values()):
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            mark = getattr(x, _MARK, None) if isinstance(x, DTensor) else None
+            if mark is None:
+                continue
+            if written is None:
+                written = {
+                    id(args[at] if at < len(args) else kwargs[name]) for at, name in written_args(op)
+                }
+            if id(x) in written:
+                raise errors.copy_written(op, x, mark.by)
+            if x._version != mark.version:
+                raise errors.copy_stale(op, x, mark.by)
+
+
+def remember(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Mark the results of a view's op if they are copies."""
+    source = args[0]
+    if not isinstance(source, DTensor):
+        return
+    mark = getattr(source, _MARK, None)
+    if mark is None:
+        if all(p.is_replicate() for p in source.placements) or not _copies(op, args, kwargs, result):
+            return
+        mark = _Copied(str(op), source._version)
+    for x in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(x, torch.Tensor):
+            setattr(x, _MARK, mark)
+
+
+@lru_cache(maxsize=None)
+def renumbers(op: Any) -> bool:
+    """Whether an op changes its tensor's dims in place."""
+    name = str(op._schema.name).partition("::")[2]
+    return name in RENUMBERING or torch.Tag.inplace_view in op.tags and name != "detach_"
+
+
+def renumbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """What an op gives that changes its tensor's dims in place: the tensor, as the op without the underscore
+    would show it. Raises UsageError if that is a copy, or no such op is."""
+    name = str(op._schema.name).partition("::")[2]
+    x = args[0]
+    if name not in RENUMBERING or getattr(x, _MARK, None) is not None:
+        raise errors.renumbers(op, x)
+    view = getattr(getattr(torch.ops.aten, name.removesuffix("_")), op._overloadname)(*args, **kwargs)
+    if getattr(view, _MARK, None) is not None:
+        raise errors.renumbers(op, x)
+    shown_as(x, view, op, args, kwargs)
+    return x
+
+
+def _copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    if not results:
+        return False
+    placed_so = args[0].placements
+    cut = any(not p.is_replicate() for p in placed_so)
+    kept = any(not p.is_replicate() for p in results[0].placements)
+    if cut and not kept:
+        return True
+    try:
+        return needs_redistribution(op, args, kwargs)
+    except Exception:
+        return True
