@@ -7,6 +7,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
     DTensor._op_dispatcher.unwrap_to_op_info          arguments of an op as descriptions
     ...sharding_propagator.propagate_op_sharding_non_cached   the description of an op's results
     DeviceMesh._coordinate_on_dim                     where on a mesh this rank stands
+    torch.distributed.tensor._redistribute.redistribute_local_tensor   other placements of a part
     torch.distributed.tensor._shards (_StridedShard)        by its `dim`: a shard that no user writes
     torch.distributed.distributed_c10d._get_default_store   the store that all ranks share
     _MaskPartial, by its `mask_buffer`               a sum of what each rank finds in its rows of a table
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement
@@ -53,6 +54,18 @@ def spec_of(x: DTensor) -> Spec:
 def set_spec(x: DTensor, spec: Spec) -> None:
     """What an op in place does that renumbers dims: same data, another description."""
     x._spec = spec
+
+
+def part_of(local: torch.Tensor, spec: Spec, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
+
+    local: the part under the placements of `spec`. Outside autograd.
+    """
+    meta = spec.tensor_meta
+    assert meta is not None, "it is the description of a tensor"
+    target = new_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype)
+    found: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target)
+    return found
 
 
 def shown_as(x: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> None:

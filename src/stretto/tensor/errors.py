@@ -122,8 +122,8 @@ def _whole(x: DTensor) -> str:
 def random_op(op: object, x: DTensor) -> UsageError:
     """An op that draws, and has no way to draw for a tensor on a mesh."""
     return UsageError(
-        f"{op}: it draws at random for {tensor_name(x)}, and ranks would not draw the same. Draw into a plain "
-        "tensor, from one seed on all ranks, and stretto.shard it"
+        f"{op}: it draws at random for {tensor_name(x)}, and ranks would not draw the same. Draw into a "
+        "plain tensor, from one seed on all ranks, and stretto.shard it"
     )
 
 
@@ -138,16 +138,16 @@ def cannot_run(op: object, x: DTensor, reason: str) -> UsageError:
 def sparse(op: object, plain: torch.Tensor, beside: DTensor) -> UsageError:
     """A sparse tensor stands beside a distributed one."""
     return UsageError(
-        f"{op}: {tensor_name(plain)} is sparse, and stands beside {tensor_name(beside)}; tensors on meshes are "
-        "dense: use its .to_dense()"
+        f"{op}: {tensor_name(plain)} is sparse, and stands beside {tensor_name(beside)}; tensors on meshes "
+        "are dense: use its .to_dense()"
     )
 
 
 def renumbers(op: object, x: DTensor) -> UsageError:
     """An op that changes a tensor's dims in place."""
     return UsageError(
-        f"{op}: it changes the dims of {tensor_name(x)} in place, which a tensor on a mesh cannot do. Use the op "
-        "that makes a new view, without the underscore"
+        f"{op}: it changes the dims of {tensor_name(x)} in place, which a tensor on a mesh cannot do. Use "
+        "the op that makes a new view, without the underscore"
     )
 
 
@@ -164,8 +164,8 @@ def copy_written(op: object, x: DTensor, view: str) -> UsageError:
 def copy_stale(op: object, x: DTensor, view: str) -> UsageError:
     """A read of what should be a view, after a write into what it should show."""
     return UsageError(
-        f"{op}: it reads {tensor_name(x)}, which {view} took out of a tensor along a dim that is sharded: it is "
-        f"a gathered copy, and the tensor has been written into since. Take it out again after the write"
+        f"{op}: it reads {tensor_name(x)}, which {view} took out of a tensor along a dim that is sharded: it "
+        "is a gathered copy, and the tensor has been written into since. Take it out again after the write"
     )
 
 

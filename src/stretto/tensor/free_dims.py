@@ -1,8 +1,8 @@
 """Along which dims of its tensors an op can be computed part by part.
 
 A dim is free if what the op gives at one index of it depends on nothing at another: of `cumsum(x, dim)` all
-dims but `dim`. Arguments that share a free dim have it at equal sizes, so that their parts fit. The table says
-less than what is true where it is in doubt: an op without free dims is computed on whole tensors.
+dims but `dim`. Arguments that share a free dim have it at equal sizes, so that their parts fit. The table
+says less than what is true where it is in doubt: an op without free dims is computed on whole tensors.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def beside(*tied: str, aligned: tuple[str, ...] = (), last: int = 0) -> Rule:
 
 
 def labels(call: Call) -> tuple[FreeDim, ...]:
-    """`nll_loss` and its backward pass: all dims but the classes. A sum over the rows has an addend on each rank."""
+    """`nll_loss` and its backward pass: all dims but the classes. Of a sum, each rank has an addend."""
     x = call.tensor("self")
     grad = call.number("grad_output")
     none = call.named["reduction"] == NONE

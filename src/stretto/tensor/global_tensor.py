@@ -149,10 +149,10 @@ def _part(x: DTensor) -> torch.Tensor:
 
 def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
     """An op by the way that is right for it: other ops, DTensor's own, or by parts."""
-    result = over_the_whole(op, args, kwargs)
+    tensors = [x for x in _tensors(args, kwargs) if isinstance(x, DTensor)]
+    result = over_the_whole(op, args, kwargs, tensors)
     if result is not NotImplemented:
         return result
-    tensors = [x for x in _tensors(args, kwargs) if isinstance(x, DTensor)]
     if any(_is_partial(x) for x in tensors):
         if any(x is w and _is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
             return _by_parts(op, args, kwargs, tensors)

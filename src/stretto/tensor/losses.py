@@ -12,9 +12,11 @@ the number of ranks. Here:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 aten = torch.ops.aten
 
@@ -46,9 +48,9 @@ OF_LABELS = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.de
 LOSSES = OF_ELEMENTS | BACKWARD_OF_ELEMENTS | OF_LABELS
 
 
-def over_the_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def over_the_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[DTensor]) -> Any:
     """What a reducing loss gives, by ops that do not; NotImplemented for all else."""
-    if op not in LOSSES:
+    if op not in LOSSES or all(set(x.placements) == {Replicate()} for x in tensors):
         return NotImplemented
     args = _filled(op, args, kwargs)
     at = _reduction_at(op)

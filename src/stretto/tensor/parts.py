@@ -1,4 +1,4 @@
-"""An op on tensors of a mesh that is computed here, and not by DTensor: on parts where that is right, else whole.
+"""An op on tensors of a mesh that is computed here, not by DTensor: on parts where that is right, else whole.
 
     1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another
        (`stretto.tensor.free_dims`). Along each axis of the mesh, arguments that are cut along a free dim stay
@@ -31,7 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from stretto.tensor import errors
 from stretto.tensor.clip import in_order, is_absent, nothing
-from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, outside_modes, set_spec, spec_of, wrapped
+from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, outside_modes, part_of, set_spec, spec_of
 
 Wrap = Callable[[torch.Tensor, Spec], DTensor]
 """Makes the tensor of a local part and a description."""
@@ -66,9 +66,7 @@ def on_parts(
     described, result_tree = _described(op, leaves, tree, tensors[0])
 
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
-    targets = [
-        tuple(_argument_placement(dim, number) for dim in chosen) for number in range(len(tensors))
-    ]
+    targets = [tuple(_argument_placement(dim, number) for dim in chosen) for number in range(len(tensors))]
     written = written_values(op, args, kwargs)
     for number, x in enumerate(tensors):
         if not in_order(mesh) and targets[number] != tuple(x.placements):
@@ -149,8 +147,7 @@ def placed(x: DTensor, placements: Sequence[Placement], wrap: Wrap) -> DTensor:
 def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
     if tuple(x.placements) == placements:
         return local_of(x)
-    bare = wrapped(DTensor, local_of(x), spec_of(x))
-    return local_of(bare.redistribute(placements=placements))
+    return part_of(local_of(x), spec_of(x), placements)
 
 
 def _write_back(x: DTensor, part: torch.Tensor, placements: tuple[Placement, ...]) -> None:
@@ -159,7 +156,7 @@ def _write_back(x: DTensor, part: torch.Tensor, placements: tuple[Placement, ...
     summed = [axis for axis, p in enumerate(x.placements) if p.is_partial("sum")]
     kept = tuple(Replicate() if p.is_partial() else p for p in x.placements)
     spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
-    local = _part(wrapped(DTensor, part, spec), kept)
+    local = part if placements == kept else part_of(part, spec, kept)
     if any(mesh.get_local_rank(axis) for axis in summed):
         local = torch.zeros_like(local)
     local_of(x).copy_(local)

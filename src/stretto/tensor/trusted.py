@@ -13,7 +13,7 @@ right by construction and gathers more. An op of the table on other tensors is a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,46 +24,60 @@ from stretto.tensor.views import is_view
 
 aten = torch.ops.aten
 
-VIEWS = """view _unsafe_view reshape permute transpose t unsqueeze squeeze expand select slice split
-    split_with_sizes unbind alias detach diagonal chunk""".split()
-COPIES = "clone _to_copy contiguous detach_".split()
-LINEAR = [*VIEWS, *COPIES, "neg", "sum"]
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VIEWS = _names(
+    """view _unsafe_view reshape permute transpose t unsqueeze squeeze expand select slice split
+    split_with_sizes unbind alias detach diagonal"""
+)
+COPIES = _names("clone _to_copy contiguous detach_")
+LINEAR = VIEWS | COPIES | _names("neg sum")
 """Linear in the one tensor that they take: of a Partial one the result is Partial."""
-SUMS = "add sub".split()
-PRODUCTS = "mul div".split()
-MATMULS = "mm bmm addmm baddbmm dot mv".split()
-REDUCTIONS = """sum mean amax amin any all prod var std var_mean norm linalg_vector_norm logsumexp
-    _foreach_norm""".split()
-OF_ROWS = """_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
+SUMS = _names("add sub")
+PRODUCTS = _names("mul div")
+MATMULS = _names("mm bmm addmm baddbmm dot mv")
+REDUCTIONS = _names(
+    """sum mean amax amin any all prod var std var_mean norm linalg_vector_norm logsumexp _foreach_norm"""
+)
+OF_ROWS = _names(
+    """_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
     native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
     embedding cat stack repeat select_backward slice_backward native_dropout native_dropout_backward
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
     _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward""".split()
-FILLED = """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"""
+)
+FILLED = _names(
+    """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty
     new_empty_strided new_full new_ones new_zeros zero_ fill_ uniform_ normal_ bernoulli_ bernoulli
-    is_same_size is_pinned equal""".split()
-OPTIMIZERS = """_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adam _fused_adamw
-    _amp_foreach_non_finite_check_and_unscale_""".split()
-CONVOLUTIONS = "convolution convolution_backward".split()
+    is_same_size is_pinned"""
+)
+OPTIMIZERS = _names(
+    """_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adam _fused_adamw
+    _amp_foreach_non_finite_check_and_unscale_"""
+)
+CONVOLUTIONS = _names("convolution convolution_backward")
 
-OF_ELEMENTS = {*FILLED, *OPTIMIZERS, *COPIES, "alias", "detach", "copy_"}
-TRUSTED = {*LINEAR, *SUMS, *PRODUCTS, *MATMULS, *REDUCTIONS, *OF_ROWS, *OF_ELEMENTS, *CONVOLUTIONS}
+OF_ELEMENTS = FILLED | OPTIMIZERS | COPIES | _names("alias detach copy_")
+TRUSTED = LINEAR | SUMS | PRODUCTS | MATMULS | REDUCTIONS | OF_ROWS | OF_ELEMENTS | CONVOLUTIONS
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name(op: Any) -> str:
     return str(op._schema.name).partition("::")[2]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _of_elements(op: Any) -> bool:
     name = _name(op)
     return name in OF_ELEMENTS or torch.Tag.pointwise in op.tags or name.startswith("_foreach_")
 
 
 def is_trusted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
-    """Whether DTensor's own way is right for an op on such tensors, none of which is Partial but where it may."""
+    """Whether DTensor's own way is right for an op on such tensors, Partial only where they may be."""
     name = _name(op)
     if name not in TRUSTED and not _of_elements(op):
         return False
@@ -102,8 +116,12 @@ def has_sound_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 def keeps_partial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
     """Whether an op may take the Partial tensors among its arguments as they are."""
     name = _name(op)
-    if any(p.is_partial("avg") or (p.is_partial() and not p.is_partial("sum")) for x in tensors for p in x.placements):
-        return name in VIEWS or name in COPIES and "_to_copy" != name
+    if any(
+        p.is_partial("avg") or (p.is_partial() and not p.is_partial("sum"))
+        for x in tensors
+        for p in x.placements
+    ):
+        return name in VIEWS or (name in COPIES and name != "_to_copy")
     if name == "_to_copy":
         dtype = kwargs.get("dtype")
         return dtype is None or torch.promote_types(dtype, args[0].dtype) == dtype != torch.bool
@@ -112,7 +130,7 @@ def keeps_partial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
     if name in SUMS:
         return len(tensors) == len([x for x in args[:2] if isinstance(x, torch.Tensor)]) == 2
     if name in PRODUCTS and len(args) > 1:
-        first, second = args[:2]
+        second = args[1]
         return not (isinstance(second, DTensor) and _is_partial(second)) and not kwargs.get("rounding_mode")
     return False
 

@@ -8,7 +8,7 @@ the view would be: a write into it, and a read of it after a write into its tens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ RENUMBERING = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_"})
 _MARK = "_stretto_copied"
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_view(op: Any) -> bool:
     """Whether an op's result shows its argument's memory."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
@@ -46,9 +46,7 @@ def check(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if mark is None:
                 continue
             if written is None:
-                written = {
-                    id(args[at] if at < len(args) else kwargs[name]) for at, name in written_args(op)
-                }
+                written = {id(args[at] if at < len(args) else kwargs[name]) for at, name in written_args(op)}
             if id(x) in written:
                 raise errors.copy_written(op, x, mark.by)
             if x._version != mark.version:
@@ -70,11 +68,11 @@ def remember(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
             setattr(x, _MARK, mark)
 
 
-@lru_cache(maxsize=None)
+@cache
 def renumbers(op: Any) -> bool:
     """Whether an op changes its tensor's dims in place."""
     name = str(op._schema.name).partition("::")[2]
-    return name in RENUMBERING or torch.Tag.inplace_view in op.tags and name != "detach_"
+    return name in RENUMBERING or (torch.Tag.inplace_view in op.tags and name != "detach_")
 
 
 def renumbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
