@@ -114,15 +114,33 @@ def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op, and off the mesh takes all of them to be free, so that ranks would differ over what a tensor is.
     Raises what PyTorch raises where it has no rule for the op.
     """
-    return _sharding(op, args, kwargs).output_spec
+    return _on_mesh_of(_first_spec((args, kwargs)), _sharding(op, args, kwargs).output_spec)
+
+
+def has_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether PyTorch can say how the results of an op are sharded."""
+    try:
+        _sharding(op, args, kwargs)
+    except Exception:  # whatever a rule trips over
+        return False
+    return True
 
 
 def needs_redistribution(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether DTensor would redistribute arguments of an op first. False where it has no rule."""
+    """Whether DTensor would redistribute arguments of an op first. False where it has no rule.
+
+    It also says so where only sizes among the arguments become those of a part.
+    """
+    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    assert schema is not None, "it was asked for"
     try:
-        return bool(_sharding(op, args, kwargs).needs_redistribute)
+        sharding = _sharding_of(schema)
     except NotImplementedError:
         return False
+    if not sharding.needs_redistribute or sharding.redistribute_schema is None:
+        return bool(sharding.needs_redistribute)
+    before, after = _specs(schema), _specs(sharding.redistribute_schema)
+    return [spec.placements for spec in before] != [spec.placements for spec in after]
 
 
 def _sharding(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,6 +161,19 @@ def _sharding_of(schema: OpSchema) -> Any:
     finally:
         for mesh in absent:
             mesh._coordinate_on_dim = None
+
+
+def _first_spec(values: Any) -> DTensorSpec:
+    return next(x._spec for x in tree_leaves(values) if isinstance(x, DTensor))
+
+
+def _on_mesh_of(like: DTensorSpec, found: Any) -> Any:
+    """Descriptions on the very mesh of the arguments: what is remembered is on one that was equal to it."""
+    if isinstance(found, (list, tuple)):
+        return type(found)(_on_mesh_of(like, item) for item in found)
+    if not isinstance(found, DTensorSpec) or found.mesh is like.mesh:
+        return found
+    return DTensorSpec(like.mesh, found.placements, tensor_meta=found.tensor_meta)
 
 
 def _specs(schema: OpSchema) -> list[DTensorSpec]:

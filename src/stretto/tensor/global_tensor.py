@@ -29,6 +29,8 @@ from stretto.tensor import errors, views
 from stretto.tensor.clip import absent_call, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
     Spec,
+    has_rule,
+    is_composite,
     local_of,
     needs_redistribution,
     new_spec,
@@ -42,7 +44,7 @@ from stretto.tensor.free_dims import call_of, free_dims
 from stretto.tensor.layout import region_shape
 from stretto.tensor.losses import over_the_whole
 from stretto.tensor.parts import on_parts, placed, written_values
-from stretto.tensor.trusted import has_sound_rule, is_trusted, keeps_partial
+from stretto.tensor.trusted import has_sound_rule, is_like, is_trusted, keeps_partial
 
 aten = torch.ops.aten
 
@@ -156,16 +158,26 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
     if any(_is_partial(x) for x in tensors):
         if any(x is w and _is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
             return _by_parts(op, args, kwargs, tensors)
-        if not keeps_partial(op, args, kwargs, tensors):
+        if is_like(op):
+            args = tuple(_as_whole(value) for value in args)
+        elif not keeps_partial(op, args, kwargs, tensors):
             args = tuple(_reduced(value) for value in args)
             kwargs = {name: _reduced(value) for name, value in kwargs.items()}
             tensors = [x for x in _tensors(args, kwargs) if isinstance(x, DTensor)]
     if is_trusted(op, args, kwargs, tensors) and has_sound_rule(op, args, kwargs, tensors):
         if not in_order(mesh) and needs_redistribution(op, args, kwargs):
             raise errors.ranks_out_of_order(op, tensors)
-        if is_absent(mesh):
-            return absent_call(op, args, kwargs, global_tensor)
-        return _present_call(op, args, kwargs)
+        try:
+            if is_absent(mesh):
+                return absent_call(op, args, kwargs, global_tensor)
+            return _present_call(op, args, kwargs)
+        except Exception:
+            if is_composite(op) or has_rule(op, args, kwargs):
+                raise
+    if is_composite(op):
+        result = op.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     return _by_parts(op, args, kwargs, tensors)
 
 
@@ -186,6 +198,15 @@ def _reduced(value: Any) -> Any:
         return value
     whole = [Replicate() if p.is_partial() else p for p in value.placements]
     return placed(value, whole, global_tensor)
+
+
+def _as_whole(value: Any) -> Any:
+    """A Partial tensor of which the shape alone counts, as if it were whole."""
+    if not isinstance(value, DTensor) or not _is_partial(value):
+        return value
+    whole = [Replicate() if p.is_partial() else p for p in value.placements]
+    spec = new_spec(value.device_mesh, whole, value.shape, value.stride(), value.dtype)
+    return global_tensor(local_of(value), spec)
 
 
 def _value(op: Any, x: DTensor) -> Any:

@@ -52,16 +52,17 @@ OF_ROWS = _names(
 )
 FILLED = _names(
     """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty
-    new_empty_strided new_full new_ones new_zeros zero_ fill_ uniform_ normal_ bernoulli_ bernoulli
-    is_same_size is_pinned"""
+    new_empty_strided new_full new_ones new_zeros"""
 )
+"""New tensors of the shape or the kind of another one."""
+WRITTEN = _names("zero_ fill_ uniform_ normal_ bernoulli_ bernoulli is_same_size is_pinned")
 OPTIMIZERS = _names(
     """_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adam _fused_adamw
     _amp_foreach_non_finite_check_and_unscale_"""
 )
 CONVOLUTIONS = _names("convolution convolution_backward")
 
-OF_ELEMENTS = FILLED | OPTIMIZERS | COPIES | _names("alias detach copy_")
+OF_ELEMENTS = FILLED | WRITTEN | OPTIMIZERS | COPIES | _names("alias detach copy_")
 TRUSTED = LINEAR | SUMS | PRODUCTS | MATMULS | REDUCTIONS | OF_ROWS | OF_ELEMENTS | CONVOLUTIONS
 
 
@@ -113,6 +114,11 @@ def has_sound_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     return True
 
 
+def is_like(op: Any) -> bool:
+    """Whether an op makes a new tensor and reads no value of the one that it takes."""
+    return _name(op) in FILLED
+
+
 def keeps_partial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
     """Whether an op may take the Partial tensors among its arguments as they are."""
     name = _name(op)
@@ -125,7 +131,7 @@ def keeps_partial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
     if name == "_to_copy":
         dtype = kwargs.get("dtype")
         return dtype is None or torch.promote_types(dtype, args[0].dtype) == dtype != torch.bool
-    if name in LINEAR or name in FILLED:
+    if name in LINEAR:
         return True
     if name in SUMS:
         return len(tensors) == len([x for x in args[:2] if isinstance(x, torch.Tensor)]) == 2

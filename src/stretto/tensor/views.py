@@ -20,10 +20,11 @@ from stretto.tensor.dtensor_adapter import needs_redistribution, shown_as, writt
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """That a tensor is a copy. by: the op that took it; version: the writes that there had been."""
+    """That a tensor is a copy. by: the op that took it; version: the writes that there had
+    been, if they are counted."""
 
     by: str
-    version: int
+    version: int | None
 
 
 RENUMBERING = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_"})
@@ -49,7 +50,7 @@ def check(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 written = {id(args[at] if at < len(args) else kwargs[name]) for at, name in written_args(op)}
             if id(x) in written:
                 raise errors.copy_written(op, x, mark.by)
-            if x._version != mark.version:
+            if mark.version is not None and _version(x) != mark.version:
                 raise errors.copy_stale(op, x, mark.by)
 
 
@@ -62,7 +63,7 @@ def remember(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     if mark is None:
         if all(p.is_replicate() for p in source.placements) or not _copies(op, args, kwargs, result):
             return
-        mark = _Copied(str(op), source._version)
+        mark = _Copied(str(op), _version(source))
     for x in result if isinstance(result, (list, tuple)) else (result,):
         if isinstance(x, torch.Tensor):
             setattr(x, _MARK, mark)
@@ -82,11 +83,16 @@ def renumbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
     x = args[0]
     if name not in RENUMBERING or getattr(x, _MARK, None) is not None:
         raise errors.renumbers(op, x)
-    view = getattr(getattr(torch.ops.aten, name.removesuffix("_")), op._overloadname)(*args, **kwargs)
-    if getattr(view, _MARK, None) is not None:
+    overload = "int" if name == "transpose_" else op._overloadname
+    view = getattr(getattr(torch.ops.aten, name.removesuffix("_")), overload)(*args, **kwargs)
+    if getattr(view, _MARK, None) is not None and not any(p.is_partial() for p in x.placements):
         raise errors.renumbers(op, x)
     shown_as(x, view, op, args, kwargs)
     return x
+
+
+def _version(x: torch.Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 def _copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
