@@ -135,6 +135,11 @@ def cannot_run(op: object, x: DTensor, reason: str) -> UsageError:
     )
 
 
+def wants_gradient(how: str, x: DTensor) -> UsageError:
+    """An array of a tensor that wants a gradient."""
+    return UsageError(f"{how}: {tensor_name(x)} wants a gradient, which an array has not; use x.detach().{how}()")
+
+
 def sparse(op: object, plain: torch.Tensor, beside: DTensor) -> UsageError:
     """A sparse tensor stands beside a distributed one."""
     return UsageError(

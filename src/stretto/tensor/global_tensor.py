@@ -48,6 +48,9 @@ from stretto.tensor.trusted import has_sound_rule, is_like, is_trusted, keeps_pa
 
 aten = torch.ops.aten
 
+VALUES = frozenset({aten._local_scalar_dense.default, aten.allclose.default})
+"""Ops that give numbers: those of the whole tensor, not of this rank's part."""
+
 
 class GlobalTensor(DTensor):
     """One tensor as all ranks see it: whole shape, dtype, device, mesh and placements, on every rank.
@@ -71,10 +74,10 @@ class GlobalTensor(DTensor):
             _refuse_writes_to_plain(op, args, kwargs, beside)
             args = tuple(_placed(op, value, beside) for value in args)
             kwargs = {name: _placed(op, value, beside) for name, value in kwargs.items()}
-        if op is aten._local_scalar_dense.default:
-            return _value(op, args[0])
-        if op is aten.equal.default:
-            return _present_call(op, args, kwargs)
+        if op in VALUES:
+            return op(*(known_whole(value, op) for value in args), **kwargs)
+        if op is aten.equal.default:  # all ranks, those off the mesh too, take part in DTensor's own
+            return _present_call(op, tuple(_made_whole(value) for value in args), kwargs)
         views.check(op, args, kwargs)
         if views.renumbers(op):
             return views.renumbered(op, args, kwargs)
@@ -113,6 +116,23 @@ class GlobalTensor(DTensor):
         if is_absent(self.device_mesh):
             raise errors.part_off_mesh(self, dist.get_rank(), "full_tensor")
         return DTensor.full_tensor(self, **options)
+
+    def tolist(self) -> Any:
+        """The values of the whole tensor. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        return known_whole(self, "tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as an array of NumPy. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        if self.requires_grad and not force:
+            raise errors.wants_gradient("numpy", self)
+        return known_whole(self.detach(), "numpy").numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 and spec else object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = "not on this rank" if is_absent(self.device_mesh) else f"this rank's part: {local_of(self)}"
@@ -209,11 +229,22 @@ def _as_whole(value: Any) -> Any:
     return global_tensor(local_of(value), spec)
 
 
-def _value(op: Any, x: DTensor) -> Any:
-    """What `item`, `float` and `bool` give: the value of the whole tensor."""
-    if is_absent(x.device_mesh):
-        raise errors.value_off_mesh(op, x, dist.get_rank())
-    return op(local_of(placed(x, [Replicate()] * x.device_mesh.ndim, global_tensor)))
+def known_whole(value: Any, op: object) -> Any:
+    """The whole of a tensor, a plain one, for those who ask for its value. Ranks of its mesh call it together.
+
+    Raises UsageError on a rank off the mesh, which has no value.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if is_absent(value.device_mesh):
+        raise errors.value_off_mesh(op, value, dist.get_rank())
+    return local_of(_made_whole(value))
+
+
+def _made_whole(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return placed(value, [Replicate()] * value.device_mesh.ndim, global_tensor)
 
 
 def _present_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
