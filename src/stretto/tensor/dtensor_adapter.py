@@ -20,7 +20,7 @@ The schema of an op (`OpOverload._schema`) says which of its arguments it writes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -181,12 +181,14 @@ def _specs(schema: OpSchema) -> list[DTensorSpec]:
     return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
 
 
+@cache
 def is_composite(op: Any) -> bool:
     """Whether an op is made of others, for every kind of tensor."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
+@cache
 def written_args(op: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an op writes and gives back, as (position, name): in place, or with `out=`.
 

@@ -137,7 +137,7 @@ def cannot_run(op: object, x: DTensor, reason: str) -> UsageError:
 
 def wants_gradient(how: str, x: DTensor) -> UsageError:
     """An array of a tensor that wants a gradient."""
-    return UsageError(f"{how}: {tensor_name(x)} wants a gradient, which an array has not; use x.detach().{how}()")
+    return UsageError(f"{how}: {tensor_name(x)} wants a gradient, which an array has not; use x.detach()")
 
 
 def sparse(op: object, plain: torch.Tensor, beside: DTensor) -> UsageError:

@@ -13,34 +13,30 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from stretto.tensor.losses import BACKWARD_OF_ELEMENTS, NONE, OF_ELEMENTS
-from stretto.tensor.parts import SUMMED, FreeDim
+from stretto.tensor.parts import SUMMED, FreeDim, numbered
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op with its arguments by name. tensors: those on a mesh, in their order."""
+    """An op with its arguments by name. tensors: those on a mesh, in their order; numbers: which of them an
+    argument is."""
 
     op: Any
     named: dict[str, Any]
     tensors: tuple[DTensor, ...]
-
-    def number(self, name: str) -> int | None:
-        """Where among the tensors the argument of a name is; None if it is none of them."""
-        value = self.named.get(name)
-        return next((at for at, x in enumerate(self.tensors) if x is value), None)
+    numbers: dict[str, int]
 
     def tensor(self, name: str) -> DTensor:
         """The tensor of a name."""
-        value = self.named[name]
-        assert isinstance(value, DTensor), f"{self.op} has a tensor {name}"
-        return value
+        return self.tensors[self.numbers[name]]
 
 
-def call_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tuple[DTensor, ...]) -> Call:
+def call_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The arguments of a call by name, with those that were left out."""
     named: dict[str, Any] = {}
     for at, argument in enumerate(op._schema.arguments):
@@ -50,7 +46,9 @@ def call_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tup
             named[argument.name] = kwargs[argument.name]
         elif argument.has_default_value():
             named[argument.name] = argument.default_value
-    return Call(op, named, tensors)
+    tensors = tuple(x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
+    numbers = {name: at[0] for name, at in numbered(op, args, kwargs).items() if len(at) == 1}
+    return Call(op, named, tensors, numbers)
 
 
 def free_dims(call: Call) -> tuple[FreeDim, ...]:
@@ -94,9 +92,9 @@ def beside(*tied: str, aligned: tuple[str, ...] = (), last: int = 0) -> Rule:
     """
 
     def rule(call: Call) -> tuple[FreeDim, ...]:
-        x = call.named["self"]
-        if not isinstance(x, DTensor):
+        if "self" not in call.numbers:
             return ()  # a plain tensor without dims
+        x = call.tensor("self")
         held: set[int] = set(range(x.ndim - last, x.ndim))
         for name in tied:
             value = call.named.get(name)
@@ -104,7 +102,8 @@ def beside(*tied: str, aligned: tuple[str, ...] = (), last: int = 0) -> Rule:
             if not dims:
                 return ()
             held |= {dim % x.ndim for dim in dims if x.ndim}
-        others = [call.tensor(name) for name in aligned if isinstance(call.named.get(name), DTensor)]
+        cut = {call.numbers[name] for name in ("self", *aligned) if name in call.numbers}
+        others = [call.tensors[number] for number in cut]
         if any(other.ndim != x.ndim for other in others):
             return ()
         dropped = call.named.get("keepdim") is False
@@ -112,9 +111,7 @@ def beside(*tied: str, aligned: tuple[str, ...] = (), last: int = 0) -> Rule:
         for dim in range(x.ndim):
             if dim in held or any(other.shape[dim] != x.shape[dim] for other in others):
                 continue
-            arguments = tuple(
-                dim if t is x or any(t is other for other in others) else None for t in call.tensors
-            )
+            arguments = tuple(dim if number in cut else None for number in range(len(call.tensors)))
             after = dim - sum(h < dim for h in held) if dropped else dim
             found.append(FreeDim(arguments, (after,) * len(call.op._schema.returns)))
         return tuple(found)
@@ -125,7 +122,7 @@ def beside(*tied: str, aligned: tuple[str, ...] = (), last: int = 0) -> Rule:
 def labels(call: Call) -> tuple[FreeDim, ...]:
     """`nll_loss` and its backward pass: all dims but the classes. Of a sum, each rank has an addend."""
     x = call.tensor("self")
-    grad = call.number("grad_output")
+    grad = call.numbers.get("grad_output")
     none = call.named["reduction"] == NONE
     found = []
     for dim in range(x.ndim):
@@ -134,9 +131,7 @@ def labels(call: Call) -> tuple[FreeDim, ...]:
         row = dim if dim == 0 else dim - 1
         arguments: list[int | None] = [None] * len(call.tensors)
         for name, at in (("self", dim), ("target", row)):
-            number = call.number(name)
-            assert number is not None
-            arguments[number] = at
+            arguments[call.numbers[name]] = at
         if "backward" in call.op._schema.name:
             if grad is not None and none:
                 arguments[grad] = row
@@ -151,13 +146,13 @@ def attention(call: Call) -> tuple[FreeDim, ...]:
     """Batch and heads of scaled-dot-product attention, forward and backward; a mask may be broadcast."""
     query = call.tensor("query")
     rows = ("grad_out", "query", "key", "value", "out", "logsumexp")
-    mask = call.number("attn_mask")
+    mask = call.numbers.get("attn_mask")
     found = []
     for dim in (0, 1):
         arguments: list[int | None] = [None] * len(call.tensors)
         sizes = set()
         for name in rows:
-            number = call.number(name)
+            number = call.numbers.get(name)
             if number is not None:
                 arguments[number] = dim
                 sizes.add(call.tensors[number].shape[dim])

@@ -122,7 +122,7 @@ class GlobalTensor(DTensor):
         return known_whole(self, "tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as an array of NumPy. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        """The whole tensor as an array. All ranks of its mesh call it. Raises UsageError off the mesh."""
         if self.requires_grad and not force:
             raise errors.wants_gradient("numpy", self)
         return known_whole(self.detach(), "numpy").numpy(force=force)
@@ -177,7 +177,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
         return result
     if any(_is_partial(x) for x in tensors):
         if any(x is w and _is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
-            return _by_parts(op, args, kwargs, tensors)
+            return _by_parts(op, args, kwargs)
         if is_like(op):
             args = tuple(_as_whole(value) for value in args)
         elif not keeps_partial(op, args, kwargs, tensors):
@@ -198,12 +198,11 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
         result = op.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    return _by_parts(op, args, kwargs, tensors)
+    return _by_parts(op, args, kwargs)
 
 
-def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> Any:
-    free = free_dims(call_of(op, args, kwargs, tuple(tensors)))
-    return on_parts(op, args, kwargs, free, global_tensor)
+def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return on_parts(op, args, kwargs, free_dims(call_of(op, args, kwargs)), global_tensor)
 
 
 def _is_partial(x: DTensor) -> bool:
@@ -230,7 +229,7 @@ def _as_whole(value: Any) -> Any:
 
 
 def known_whole(value: Any, op: object) -> Any:
-    """The whole of a tensor, a plain one, for those who ask for its value. Ranks of its mesh call it together.
+    """The whole of a tensor, a plain one, for who asks for its value. Ranks of its mesh call it together.
 
     Raises UsageError on a rank off the mesh, which has no value.
     """

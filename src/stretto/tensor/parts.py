@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from stretto.tensor import errors
 from stretto.tensor.clip import in_order, is_absent, nothing
@@ -61,13 +61,24 @@ def on_parts(
     at = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     tensors: list[DTensor] = [leaves[number] for number in at]
     mesh = tensors[0].device_mesh
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    if _draws(op, args, kwargs):
         raise errors.random_op(op, tensors[0])
-    described, result_tree = _described(op, leaves, tree, tensors[0])
+    returned = _returned(op, args, kwargs)
+    found = _metas(op, _frozen(leaves), tree)
+    if found is UNKNOWN and returned:  # they are what they were
+        found = tuple(Meta(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned), tree
+    if isinstance(found, str):
+        raise errors.cannot_run(op, tensors[0], found)
+    described, result_tree = found
 
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
     targets = [tuple(_argument_placement(dim, number) for dim in chosen) for number in range(len(tensors))]
-    written = written_values(op, args, kwargs)
+    written = {
+        number
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for number in numbered(op, args, kwargs).get(argument.name, ())
+    }
     for number, x in enumerate(tensors):
         if not in_order(mesh) and targets[number] != tuple(x.placements):
             raise errors.ranks_out_of_order(op, tensors)
@@ -76,16 +87,15 @@ def on_parts(
         device = local_of(tensors[0]).device
         parts = [None if meta is None else nothing(meta.dtype, device) for meta in described]
     else:
-        own = {id(x): _part(x, target) for x, target in zip(tensors, targets)}
+        own = [_part(x, target) for x, target in zip(tensors, targets)]
         filled = list(leaves)
-        for number, x in zip(at, tensors):
-            filled[number] = own[id(x)]
+        for number, part in zip(at, own):
+            filled[number] = part
         inner_args, inner_kwargs = tree_unflatten(filled, tree)
         parts, _ = tree_flatten(op(*inner_args, **inner_kwargs))
-        for x, target in zip(tensors, targets):  # step 3
-            if target != tuple(x.placements) and any(x is w for w in written):
-                _write_back(x, own[id(x)], target)
-    returned = _returned(op, args, kwargs)
+        for number in written:  # step 3
+            if targets[number] != tuple(tensors[number].placements):
+                _write_back(tensors[number], own[number], targets[number])
     if returned:
         for x, meta in zip(returned, described):
             if isinstance(x, DTensor) and meta is not None and tuple(x.shape) != meta.shape:
@@ -99,6 +109,19 @@ def on_parts(
         placements = [_result_placement(dim, number) for dim in chosen]
         results.append(wrap(part, new_spec(mesh, placements, meta.shape, meta.stride, meta.dtype)))
     return tree_unflatten(results, result_tree)
+
+
+def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of each argument, by name, which of the tensors on the mesh it holds, counted in the order of all. A
+    tensor that is given twice counts twice."""
+    names = [argument.name for argument in op._schema.arguments]
+    found: dict[str, tuple[int, ...]] = {}
+    count = 0
+    for name, value in (*zip(names, args), *kwargs.items()):
+        here = sum(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
+        found[name] = tuple(range(count, count + here))
+        count += here
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +168,8 @@ def placed(x: DTensor, placements: Sequence[Placement], wrap: Wrap) -> DTensor:
 
 
 def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
-    if tuple(x.placements) == placements:
+    mesh = x.device_mesh
+    if all(old == new or mesh.size(a) == 1 for a, (old, new) in enumerate(zip(x.placements, placements))):
         return local_of(x)
     return part_of(local_of(x), spec_of(x), placements)
 
@@ -184,11 +208,17 @@ Described = tuple[tuple[Meta | None, ...], TreeSpec]
 """An op's results, one after the other, and how they are given."""
 
 
-def _described(op: Any, leaves: list[Any], tree: TreeSpec, first: DTensor) -> Described:
-    found = _metas(op, _frozen(leaves), tree)
-    if isinstance(found, str):
-        raise errors.cannot_run(op, first, found)
-    return found
+UNKNOWN = "PyTorch does not know what its results are without computing them"
+
+
+def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op draws at random; one that may drop some draws where the chance of it is not 0."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value))
+    return True
 
 
 def _frozen(leaves: list[Any]) -> tuple[Any, ...]:
@@ -217,7 +247,7 @@ def _metas(op: Any, frozen: tuple[Any, ...], tree: TreeSpec) -> Described | str:
         except (DataDependentOutputException, DynamicOutputShapeException):
             return "what its results are depends on values"
         except (NotImplementedError, UnsupportedOperatorException):
-            return "PyTorch does not know what its results are without computing them"
+            return UNKNOWN
         if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in given):
             return "its result is sparse"
         return tuple(

@@ -20,7 +20,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stretto.tensor.dtensor_adapter import propagated, written_args
-from stretto.tensor.views import is_view
 
 aten = torch.ops.aten
 
@@ -77,16 +76,19 @@ def _of_elements(op: Any) -> bool:
     return name in OF_ELEMENTS or torch.Tag.pointwise in op.tags or name.startswith("_foreach_")
 
 
+@cache
+def _in_table(op: Any) -> bool:
+    known = _name(op) in TRUSTED or _of_elements(op)
+    return known and not any(argument.is_out for argument in op._schema.arguments)
+
+
 def is_trusted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
     """Whether DTensor's own way is right for an op on such tensors, Partial only where they may be."""
-    name = _name(op)
-    if name not in TRUSTED and not _of_elements(op):
-        return False
-    if any(argument.is_out for argument in op._schema.arguments):
+    if not _in_table(op):
         return False
     if not _of_elements(op) and any(_has_empty_part(x) for x in tensors):
         return False
-    condition = CONDITIONS.get(name)
+    condition = CONDITIONS.get(_name(op))
     return condition is None or condition(op, args, kwargs)
 
 
@@ -96,11 +98,10 @@ def has_sound_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     It is not asked where all tensors lie alike, for speed: then it has one.
     """
     written = written_args(op)
-    view = is_view(op)
-    if not written and not view:
+    if not written:
         return True
     first = tensors[0].placements
-    if all(x.placements == first for x in tensors) and (written or set(first) <= {Replicate()}):
+    if all(x.placements == first for x in tensors):
         return True
     try:
         results = propagated(op, args, kwargs)

@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stretto.tensor import errors
-from stretto.tensor.dtensor_adapter import needs_redistribution, shown_as, written_args
+from stretto.tensor.clip import is_absent
+from stretto.tensor.dtensor_adapter import has_rule, local_of, needs_redistribution, shown_as, written_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ def remember(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         return
     mark = getattr(source, _MARK, None)
     if mark is None:
-        if all(p.is_replicate() for p in source.placements) or not _copies(op, args, kwargs, result):
+        mesh = source.device_mesh
+        cut = any(not p.is_replicate() and mesh.size(a) > 1 for a, p in enumerate(source.placements))
+        if not cut or not _copies(op, args, kwargs, result):
             return
         mark = _Copied(str(op), _version(source))
     for x in result if isinstance(result, (list, tuple)) else (result,):
@@ -96,15 +99,14 @@ def _version(x: torch.Tensor) -> int | None:
 
 
 def _copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether the results do not show the argument's memory. The rule is asked where there is no memory to
+    look at: off the mesh, and while a program is captured."""
     results = result if isinstance(result, (list, tuple)) else (result,)
     if not results:
         return False
-    placed_so = args[0].placements
-    cut = any(not p.is_replicate() for p in placed_so)
-    kept = any(not p.is_replicate() for p in results[0].placements)
-    if cut and not kept:
+    source, shown = local_of(args[0]), local_of(results[0])
+    if type(source) is torch.Tensor and not is_absent(args[0].device_mesh):
+        return bool(source.untyped_storage()._cdata != shown.untyped_storage()._cdata)
+    if all(p.is_replicate() for p in results[0].placements):
         return True
-    try:
-        return needs_redistribution(op, args, kwargs)
-    except Exception:
-        return True
+    return not has_rule(op, args, kwargs) or needs_redistribution(op, args, kwargs)
