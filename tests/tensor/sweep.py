@@ -55,7 +55,7 @@ def swept() -> None:
 
 
 def _placements(tensors: Sequence[torch.Tensor], axes: int, wide: bool) -> Iterator[Placements]:
-    """Each tensor along each of its dims, alone and with those of its shape; each of them, and all, Partial."""
+    """Each tensor along each of its dims, alone and with its like; each, and all, Partial."""
     found: dict[Placements, None] = {}
     for at, x in enumerate(tensors):
         for dim in range(x.ndim):

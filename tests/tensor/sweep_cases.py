@@ -53,7 +53,9 @@ def cases(n: int, m: int) -> dict[str, Case]:
         # Losses.
         "cross_entropy": (F.cross_entropy, (x, ids)),
         "cross_entropy ignored": (F.cross_entropy, (x, ignoring)),
-        "cross_entropy weights": (lambda x, t, w: F.cross_entropy(x, t, weight=w.detach()), (x, ignoring, weights)),
+        "cross_entropy weights": (
+            lambda x, t, w: F.cross_entropy(x, t, weight=w.detach()),
+            (x, ignoring, weights)),
         "cross_entropy sum": (lambda x, t: F.cross_entropy(x, t, reduction="sum"), (x, ignoring)),
         "cross_entropy none": (lambda x, t: F.cross_entropy(x, t, reduction="none"), (x, ignoring)),
         "cross_entropy smoothed": (lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (x, ignoring)),
@@ -70,7 +72,8 @@ def cases(n: int, m: int) -> dict[str, Case]:
         "binary_cross_entropy": (lambda x, y: F.binary_cross_entropy(torch.sigmoid(x), y), (x, share)),
         "with_logits": (F.binary_cross_entropy_with_logits, (x, share)),
         "with_logits weights": (
-            lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, pos_weight=w.detach()), (x, share, weights)),
+            lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, pos_weight=w.detach()),
+            (x, share, weights)),
         "kl_div": (lambda x, y: F.kl_div(F.log_softmax(x, 1), y, reduction="batchmean"), (x, share)),
         "kl_div mean": (lambda x, y: F.kl_div(F.log_softmax(x, 1), y, reduction="mean"), (x, share)),
         "poisson_nll_loss": (F.poisson_nll_loss, (x, share)),
@@ -114,6 +117,14 @@ def cases(n: int, m: int) -> dict[str, Case]:
         "index plain": (lambda x: x.index_select(0, rows), (x,)),
         "index": (lambda x, i: x[i], (x, rows)),
         "index rows and columns": (lambda x, i: x[i, i + 1], (x, rows)),
+        "index columns": (lambda x, i: x[:, i], (x, rows)),
+        "index between": (lambda c, i: c[:, i, i], (cube, rows)),
+        "index apart": (lambda c, i: c[i, :, i], (cube, rows)),
+        "index by a matrix": (lambda c, i: c[:, i.unsqueeze(0) + i.unsqueeze(1)], (cube, rows)),
+        "index of columns assigned": (into(lambda x, y: x.__setitem__((slice(None), rows[:2]), y)),
+            (x, y[:, :2].clone())),
+        "index_put broadcast": (into(lambda c, v: c.index_put_((rows[:2],), v)), (cube, v)),
+        "max_pool2d": (lambda x: F.max_pool2d(x, 2), (picture,)),
         "gather": (lambda x, i: x.gather(1, i), (x, columns)),
         "gather 0": (lambda x, i: x.gather(0, i), (x, up)),
         "take_along_dim": (lambda x, i: x.take_along_dim(i, 1), (x, columns)),
@@ -149,7 +160,8 @@ def cases(n: int, m: int) -> dict[str, Case]:
         "masked_scatter_": (into(lambda x, b, y: x.masked_scatter_(b, y)), (x, mask, y)),
         "mask assigned": (into(lambda x, b: x.__setitem__(b, 2.0)), (x, mask)),
         "slice assigned": (into(lambda x: x.__setitem__(slice(1, 3), 2.0)), (x,)),
-        "slice of columns assigned": (into(lambda x, v: x.__setitem__((..., slice(2, 4)), v)), (x, v[:2].clone())),
+        "slice of columns assigned": (
+            into(lambda x, v: x.__setitem__((..., slice(2, 4)), v)), (x, v[:2].clone())),
         "select assigned": (into(lambda x, v: x.__setitem__(1, v)), (x, v)),
         "slice added": (into(lambda x, y: x[1:3].add_(y)), (x, y[1:3].clone())),
         "copy_": (into(lambda x, y: x.copy_(y)), (x, y)),
@@ -176,7 +188,9 @@ def cases(n: int, m: int) -> dict[str, Case]:
         "glu": (F.glu, (ranged(n, 4),)),
         "prelu": (F.prelu, (x, ranged(m))),
         "attention": (F.scaled_dot_product_attention, (q, k, u)),
-        "attention causal": (lambda q, k, u: F.scaled_dot_product_attention(q, k, u, is_causal=True), (q, k, u)),
+        "attention causal": (
+            lambda q, k, u: F.scaled_dot_product_attention(q, k, u, is_causal=True),
+            (q, k, u)),
         "attention masked": (
             lambda q, k, u, b: F.scaled_dot_product_attention(q, k, u, attn_mask=b),
             (q, k, u, ranged(1, 1, n, n))),
@@ -224,7 +238,8 @@ def cases(n: int, m: int) -> dict[str, Case]:
         "meshgrid": (lambda v, u: torch.meshgrid(v, u, indexing="ij"), (v, ranged(n))),
         "where": (torch.where, (mask, x, y)),
         "lerp, clamp": (lambda x, y: x.lerp(y, 0.3).clamp(-0.5, 0.5), (x, y)),
-        "addcmul, addcdiv": (lambda x, y, z: torch.addcdiv(x, y, z) + torch.addcmul(x, y, z), (x, y, positive)),
+        "addcmul, addcdiv": (
+            lambda x, y, z: torch.addcdiv(x, y, z) + torch.addcmul(x, y, z), (x, y, positive)),
         "broadcast": (lambda x, v: x * v + v / (x.abs() + 1), (x, v)),
         "powers": (lambda x: x**3 + 2**x + x.exp().log1p().sqrt(), (x,)),
         "casts": (lambda x: x.float().double() + x.int(), (x,)),

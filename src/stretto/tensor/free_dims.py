@@ -68,12 +68,9 @@ def free_dims(call: Call) -> tuple[FreeDim, ...]:
 Rule = Callable[[Call], tuple[FreeDim, ...]]
 
 
-def pointwise(call: Call, names: tuple[str, ...] | None = None) -> tuple[FreeDim, ...]:
-    """All dims of the result: those of the arguments, from the last one on, where they are not broadcast.
-
-    names: the arguments that count, if not all do.
-    """
-    shape = torch.broadcast_shapes(*(x.shape for x in call.tensors))
+def pointwise(call: Call) -> tuple[FreeDim, ...]:
+    """All dims of the result: those of the arguments, from the last one on, where they are not broadcast."""
+    shape = torch.broadcast_shapes(*(x.shape for x in call.tensors))  # type: ignore[no-untyped-call]
     found = []
     for dim, size in enumerate(shape):
         arguments = tuple(
@@ -165,6 +162,53 @@ def attention(call: Call) -> tuple[FreeDim, ...]:
     return tuple(found)
 
 
+def indexed(call: Call) -> tuple[FreeDim, ...]:
+    """`x[i, j]`, and `values` written into it: the dims that no index is for, if indices stand together."""
+    x = call.tensor("self")
+    indices = call.named["indices"]
+    there = [at for at, index in enumerate(indices) if index is not None]
+    if not there or there != list(range(there[0], there[-1] + 1)):
+        return ()
+    if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return ()  # a mask has several dims
+    count = max(index.ndim for index in indices if index is not None)
+    shift = count - len(there)
+    values = call.numbers.get("values")
+    found = []
+    for dim in range(x.ndim):
+        if dim in there:
+            continue
+        after = dim if dim < there[0] else dim + shift
+        arguments: list[int | None] = [None] * len(call.tensors)
+        arguments[call.numbers["self"]] = dim
+        if values is not None:
+            # Values are broadcast from the last dim on.
+            given = call.tensors[values]
+            at = given.ndim - (x.ndim + shift) + after
+            if at >= 0 and given.shape[at] == x.shape[dim] != 1:
+                arguments[values] = at
+            elif at >= 0 and given.shape[at] != 1:
+                continue
+        found.append(FreeDim(tuple(arguments), (after if values is None else dim,)))
+    return tuple(found)
+
+
+def images(call: Call) -> tuple[FreeDim, ...]:
+    """Batch and channels of an op of all else of an image, such as pooling."""
+    names = [name for name in ("self", "grad_output", "indices") if name in call.numbers]
+    spatial = int(next(c for c in call.op._schema.name if c in "123"))
+    cut = {call.numbers[name] for name in names}
+    if any(call.tensors[number].ndim != spatial + 2 for number in cut):
+        return ()
+    arguments = [[dim if n in cut else None for n in range(len(call.tensors))] for dim in (0, 1)]
+    return tuple(FreeDim(tuple(arguments[dim]), (dim,) * len(call.op._schema.returns)) for dim in (0, 1))
+
+
+def padded(call: Call) -> tuple[FreeDim, ...]:
+    """All dims but the last ones, which are padded."""
+    return beside(last=len(call.named["pad"]) // 2)(call)
+
+
 _ONE = beside("dim")
 _INDEXED = beside("dim", aligned=("source",))
 _SCATTERED = beside("dim", aligned=("index", "src"))
@@ -175,6 +219,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("argmax", "argmin", "max", "min", "index_select", "index_fill"), _ONE),
     **dict.fromkeys(("index_add", "index_copy", "index_reduce"), _INDEXED),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _SCATTERED),
+    **dict.fromkeys(("index", "index_put", "_index_put_impl"), indexed),
+    **dict.fromkeys((f"avg_pool{n}d{way}" for n in (2, 3) for way in ("", "_backward")), images),
+    **dict.fromkeys((f"max_pool{n}d_with_indices{way}" for n in (2, 3) for way in ("", "_backward")), images),
+    **dict.fromkeys((f"_adaptive_avg_pool{n}d{way}" for n in (2, 3) for way in ("", "_backward")), images),
+    "constant_pad_nd": padded,
     "flip": beside("dims"),
     "roll": beside("dims"),
     **dict.fromkeys(("tril", "triu"), beside(last=2)),

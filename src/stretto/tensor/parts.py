@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from stretto.tensor import errors
+from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, nothing
 from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, outside_modes, part_of, set_spec, spec_of
 
@@ -85,7 +86,7 @@ def on_parts(
 
     if is_absent(mesh):
         device = local_of(tensors[0]).device
-        parts = [None if meta is None else nothing(meta.dtype, device) for meta in described]
+        parts: list[Any] = [None if meta is None else nothing(meta.dtype, device) for meta in described]
     else:
         own = [_part(x, target) for x, target in zip(tensors, targets)]
         filled = list(leaves)
@@ -101,7 +102,7 @@ def on_parts(
             if isinstance(x, DTensor) and meta is not None and tuple(x.shape) != meta.shape:
                 set_spec(x, new_spec(mesh, x.placements, meta.shape, meta.stride, meta.dtype))
         return returned[0] if len(returned) == 1 else tuple(returned)
-    results = []
+    results: list[Any] = []
     for number, (part, meta) in enumerate(zip(parts, described, strict=True)):
         if meta is None:
             results.append(None)
@@ -177,11 +178,13 @@ def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
 def _write_back(x: DTensor, part: torch.Tensor, placements: tuple[Placement, ...]) -> None:
     """Step 3: of what is Partial, the first rank of a summed axis has the value, and the others zeros."""
     mesh = x.device_mesh
-    summed = [axis for axis, p in enumerate(x.placements) if p.is_partial("sum")]
-    kept = tuple(Replicate() if p.is_partial() else p for p in x.placements)
     spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
+    if captured() is not None:  # there, no rank knows which it is
+        local_of(x).copy_(part_of(part, spec, x.placements))
+        return
+    kept = tuple(Replicate() if p.is_partial() else p for p in x.placements)
     local = part if placements == kept else part_of(part, spec, kept)
-    if any(mesh.get_local_rank(axis) for axis in summed):
+    if any(p.is_partial("sum") and mesh.get_local_rank(axis) for axis, p in enumerate(x.placements)):
         local = torch.zeros_like(local)
     local_of(x).copy_(local)
 

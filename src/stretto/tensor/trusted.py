@@ -44,7 +44,8 @@ REDUCTIONS = _names(
 OF_ROWS = _names(
     """_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
     native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
-    embedding cat stack repeat select_backward slice_backward native_dropout native_dropout_backward
+    embedding embedding_dense_backward cat stack repeat
+    select_backward slice_backward native_dropout native_dropout_backward
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
     _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
     _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"""
@@ -176,7 +177,14 @@ def _batch_only(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
+def _counts_once(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A lookup's gradient that does not ask how often a row was looked up."""
+    scaled = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)
+    return not scaled
+
+
 CONDITIONS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = {
     "convolution": _batch_only,
     "convolution_backward": _batch_only,
+    "embedding_dense_backward": _counts_once,
 }

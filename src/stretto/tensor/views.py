@@ -83,7 +83,7 @@ def renumbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
     """What an op gives that changes its tensor's dims in place: the tensor, as the op without the underscore
     would show it. Raises UsageError if that is a copy, or no such op is."""
     name = str(op._schema.name).partition("::")[2]
-    x = args[0]
+    x: DTensor = args[0]
     if name not in RENUMBERING or getattr(x, _MARK, None) is not None:
         raise errors.renumbers(op, x)
     overload = "int" if name == "transpose_" else op._overloadname
