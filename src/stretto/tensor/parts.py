@@ -31,7 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
-from stretto.tensor.clip import in_order, is_absent, nothing
+from stretto.tensor.clip import has_empty_part, in_order, is_absent, nothing
 from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, outside_modes, part_of, set_spec, spec_of
 
 Wrap = Callable[[torch.Tensor, Spec], DTensor]
@@ -73,6 +73,8 @@ def on_parts(
     described, result_tree = found
 
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
+    if any(dim is not None for dim in chosen) and _leaves_one_empty(tensors, chosen):
+        chosen = [None] * mesh.ndim
     targets = [tuple(_argument_placement(dim, number) for dim in chosen) for number in range(len(tensors))]
     written = {
         number
@@ -143,6 +145,16 @@ def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> F
                 if dim.arguments[number] == placement.dim:
                     return dim
     return None
+
+
+def _leaves_one_empty(tensors: Sequence[DTensor], chosen: Sequence[FreeDim | None]) -> bool:
+    """Whether some rank would compute on no element of an argument."""
+    return any(
+        has_empty_part(
+            x.device_mesh, tuple(_argument_placement(dim, number) for dim in chosen), tuple(x.shape)
+        )
+        for number, x in enumerate(tensors)
+    )
 
 
 def _argument_placement(dim: FreeDim | None, number: int) -> Placement:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from stretto.tensor.clip import has_empty_part
 from stretto.tensor.dtensor_adapter import propagated, written_args
 
 aten = torch.ops.aten
@@ -148,20 +149,10 @@ def _is_partial(x: DTensor) -> bool:
 
 
 def _has_empty_part(x: DTensor) -> bool:
-    """Whether some rank of the mesh has no element of a tensor that has some."""
-    if not any(type(p) is not Replicate and not p.is_partial() for p in x.placements):
+    placements = x.placements
+    if all(p.is_replicate() for p in placements):
         return False
-    ranks: dict[int, int] = {}
-    for axis, placement in enumerate(x.placements):
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            ranks[dim] = ranks.get(dim, 1) * x.device_mesh.size(axis)
-    return any(_leaves_one_empty(x.shape[dim], count) for dim, count in ranks.items())
-
-
-def _leaves_one_empty(size: int, count: int) -> bool:
-    part = -(-size // count)
-    return part * (count - 1) >= size
+    return has_empty_part(x.device_mesh, tuple(placements), tuple(x.shape))
 
 
 def _batch_only(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
