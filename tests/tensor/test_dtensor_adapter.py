@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,6 +119,30 @@ def test_no_mode_is_active_outside_modes() -> None:
         assert isinstance(torch.ones(2), FakeTensor)
         with adapter.outside_modes():
             assert not isinstance(torch.ones(2), FakeTensor)
+
+
+def test_ops_without_values() -> None:
+    with adapter.without_values():
+        x = torch.ones(2, 3)
+        assert isinstance(x, FakeTensor)
+        assert x.cumsum(0).shape == (2, 3)
+        with pytest.raises(adapter.VALUES_NEEDED):
+            x.sum().item()
+        with pytest.raises(adapter.VALUES_NEEDED):
+            x.nonzero()
+
+
+def test_writes_and_memory() -> None:
+    x = torch.zeros(4)
+    before = adapter.writes_of(x)
+    x[1:].add_(1)
+    assert adapter.writes_of(x) == adapter.writes_of(x[2:]) == before + 1
+    assert adapter.same_memory(x, x[1:])
+    assert not adapter.same_memory(x, x.clone())
+    with torch.inference_mode():
+        assert adapter.writes_of(torch.zeros(4)) is None
+    for op, view in ((aten.squeeze_.dim, aten.squeeze.dim), (aten.transpose_.default, aten.transpose.int)):
+        assert adapter.without_underscore(op) is view
 
 
 def test_the_store_is_there() -> None:

@@ -12,6 +12,8 @@ What it uses, so that the next release breaks this file alone, with a test for e
     torch.distributed.distributed_c10d._get_default_store   the store that all ranks share
     _MaskPartial, by its `mask_buffer`               a sum of what each rank finds in its rows of a table
     torch.utils._python_dispatch._disable_current_modes     tensors without values amid tracing
+    torch._subclasses.fake_tensor                    FakeTensorMode, and what it raises
+    Tensor._version, UntypedStorage._cdata           writes that are counted, memory that is shared
     torch.utils._mode_utils.no_dispatch, torch._C._set_meta_in_tls_dispatch_include   dims changed in place
 
 The schema of an op (`OpOverload._schema`) says which of its arguments it writes.
@@ -19,11 +21,18 @@ The schema of an op (`OpOverload._schema`) says which of its arguments it writes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redistribute
@@ -33,6 +42,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+"""What is raised `without_values` where what the results are depends on values."""
+UNKNOWN_RESULTS = (NotImplementedError, UnsupportedOperatorException)
+"""What is raised there for an op that only computes."""
 
 Spec = DTensorSpec
 """What DTensor knows of a tensor: mesh, placements, whole shape, strides, dtype."""
@@ -233,6 +247,31 @@ def unmasked(local: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
 def outside_modes() -> Any:
     """A context in which no mode is active: what is traced around it does not see it."""
     return _disable_current_modes()
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """A context in which ops find out what their results are, and compute nothing, outside all modes."""
+    with outside_modes(), FakeTensorMode():
+        yield
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors show the same memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def writes_of(x: torch.Tensor) -> int | None:
+    """How often a tensor, or one that it is a view of, or a view of that one, has been written into. None in
+    inference mode, where nobody counts."""
+    return None if x.is_inference() else int(x._version)
+
+
+def without_underscore(op: Any) -> Any:
+    """Of an op that changes dims in place, the one that gives a view."""
+    name = str(op._schema.name).partition("::")[2]
+    overload = "int" if name == "transpose_" else op._overloadname
+    return getattr(getattr(torch.ops.aten, name.removesuffix("_")), overload)
 
 
 def plain_placement(placement: Placement) -> Placement:

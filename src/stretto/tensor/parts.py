@@ -19,12 +19,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -32,7 +26,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import has_empty_part, in_order, is_absent, nothing
-from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, outside_modes, part_of, set_spec, spec_of
+from stretto.tensor.dtensor_adapter import (
+    UNKNOWN_RESULTS,
+    VALUES_NEEDED,
+    Spec,
+    local_of,
+    new_spec,
+    part_of,
+    set_spec,
+    spec_of,
+    without_values,
+)
 
 Wrap = Callable[[torch.Tensor, Spec], DTensor]
 """Makes the tensor of a local part and a description."""
@@ -249,7 +253,7 @@ def _frozen(leaves: list[Any]) -> tuple[Any, ...]:
 @lru_cache(maxsize=1 << 14)
 def _metas(op: Any, frozen: tuple[Any, ...], tree: TreeSpec) -> Described | str:
     """The results, or why there are none. Raises what PyTorch raises for arguments that do not fit."""
-    with outside_modes(), FakeTensorMode():
+    with without_values():
         leaves = [
             torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=kind)
             if isinstance(value, Meta)
@@ -259,9 +263,9 @@ def _metas(op: Any, frozen: tuple[Any, ...], tree: TreeSpec) -> Described | str:
         args, kwargs = tree_unflatten(leaves, tree)
         try:
             given, result_tree = tree_flatten(op(*args, **kwargs))
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except VALUES_NEEDED:
             return "what its results are depends on values"
-        except (NotImplementedError, UnsupportedOperatorException):
+        except UNKNOWN_RESULTS:
             return UNKNOWN
         if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in given):
             return "its result is sparse"

@@ -16,7 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from stretto.tensor import errors
 from stretto.tensor.clip import is_absent
-from stretto.tensor.dtensor_adapter import has_rule, local_of, needs_redistribution, shown_as, written_args
+from stretto.tensor.dtensor_adapter import (
+    has_rule,
+    local_of,
+    needs_redistribution,
+    same_memory,
+    shown_as,
+    without_underscore,
+    writes_of,
+    written_args,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ def check(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 written = {id(args[at] if at < len(args) else kwargs[name]) for at, name in written_args(op)}
             if id(x) in written:
                 raise errors.copy_written(op, x, mark.by)
-            if mark.version is not None and _version(x) != mark.version:
+            if mark.version is not None and writes_of(x) != mark.version:
                 raise errors.copy_stale(op, x, mark.by)
 
 
@@ -66,7 +75,7 @@ def remember(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         cut = any(not p.is_replicate() and mesh.size(a) > 1 for a, p in enumerate(source.placements))
         if not cut or not _copies(op, args, kwargs, result):
             return
-        mark = _Copied(str(op), _version(source))
+        mark = _Copied(str(op), writes_of(source))
     for x in result if isinstance(result, (list, tuple)) else (result,):
         if isinstance(x, torch.Tensor):
             setattr(x, _MARK, mark)
@@ -86,16 +95,11 @@ def renumbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
     x: DTensor = args[0]
     if name not in RENUMBERING or getattr(x, _MARK, None) is not None:
         raise errors.renumbers(op, x)
-    overload = "int" if name == "transpose_" else op._overloadname
-    view = getattr(getattr(torch.ops.aten, name.removesuffix("_")), overload)(*args, **kwargs)
+    view = without_underscore(op)(*args, **kwargs)
     if getattr(view, _MARK, None) is not None and not any(p.is_partial() for p in x.placements):
         raise errors.renumbers(op, x)
     shown_as(x, view, op, args, kwargs)
     return x
-
-
-def _version(x: torch.Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 def _copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
@@ -106,7 +110,7 @@ def _copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         return False
     source, shown = local_of(args[0]), local_of(results[0])
     if type(source) is torch.Tensor and not is_absent(args[0].device_mesh):
-        return bool(source.untyped_storage()._cdata != shown.untyped_storage()._cdata)
+        return not same_memory(source, shown)
     if all(p.is_replicate() for p in results[0].placements):
         return True
     return not has_rule(op, args, kwargs) or needs_redistribution(op, args, kwargs)
