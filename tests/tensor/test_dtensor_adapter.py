@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -67,6 +69,80 @@ def test_composite_ops_and_inner_shards() -> None:
     assert adapter.plain_placement(_StridedShard(1, split_factor=2)) == Shard(1)
     assert type(adapter.plain_placement(_StridedShard(1, split_factor=2))) is Shard
     assert adapter.plain_placement(Partial("avg")) == Partial("avg")
+
+
+def test_parts_under_other_placements() -> None:
+    with lone_rank(1, 2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        spec = adapter.new_spec(mesh, [Replicate()], (4, 6), (6, 1), torch.float32)
+        whole = torch.arange(24.0).reshape(4, 6)
+        assert torch.equal(adapter.part_of(whole, spec, [Shard(1)]), whole[:, 3:])
+
+
+def test_what_was_looked_up_is_a_plain_sum() -> None:
+    """PyTorch's own keeps which rows were elsewhere until the sum is taken, and forgets it then."""
+    with lone_rank(1, 2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        table = adapter.new_spec(mesh, [Shard(0)], (4, 3), (3, 1), torch.float32)
+        rows = adapter.new_spec(mesh, [Replicate()], (2,), (1,), torch.int64)
+        w = adapter.wrapped(DTensor, torch.ones(2, 3), table)
+        found = aten.embedding.default(w, adapter.wrapped(DTensor, torch.tensor([0, 3]), rows))
+        assert type(found.placements[0]) is not Partial
+        local, spec = adapter.unmasked(adapter.local_of(found), adapter.spec_of(found))
+        assert spec.placements == (Partial(),)
+        assert local.tolist() == [[0.0] * 3, [1.0] * 3]
+        assert found.placements[0].mask_buffer.data is None
+        again = aten.embedding.default(w, adapter.wrapped(DTensor, torch.tensor([2, 1]), rows))
+        assert adapter.unmasked(adapter.local_of(again), adapter.spec_of(again))[0].sum() == 3
+
+
+def test_dims_changed_in_place() -> None:
+    with lone_rank(0, 2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        spec = adapter.new_spec(mesh, [Shard(0)], (4, 6), (6, 1), torch.float32)
+        x = adapter.wrapped(DTensor, torch.ones(2, 6), spec)
+        adapter.shown_as(x, x.t(), aten.t_.default, (x,), {})
+        assert (x.shape, x.placements, x.to_local().shape) == ((6, 4), (Shard(1),), (6, 2))
+
+
+def test_rules_that_fail_are_no_rules() -> None:
+    with lone_rank(0, 2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        spec = adapter.new_spec(mesh, [Shard(0)], (5, 6), (6, 1), torch.float32)
+        x = adapter.wrapped(DTensor, torch.ones(3, 6), spec)
+        assert adapter.has_rule(aten.relu.default, (x,), {})
+        assert not adapter.has_rule(aten.view.default, (x, [7]), {})
+
+
+def test_no_mode_is_active_outside_modes() -> None:
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with adapter.outside_modes():
+            assert not isinstance(torch.ones(2), FakeTensor)
+
+
+def test_ops_without_values() -> None:
+    with adapter.without_values():
+        x = torch.ones(2, 3)
+        assert isinstance(x, FakeTensor)
+        assert x.cumsum(0).shape == (2, 3)
+        with pytest.raises(adapter.VALUES_NEEDED):
+            x.sum().item()
+        with pytest.raises(adapter.VALUES_NEEDED):
+            x.nonzero()
+
+
+def test_writes_and_memory() -> None:
+    x = torch.zeros(4)
+    before = adapter.writes_of(x)
+    x[1:].add_(1)
+    assert adapter.writes_of(x) == adapter.writes_of(x[2:]) == before + 1
+    assert adapter.same_memory(x, x[1:])
+    assert not adapter.same_memory(x, x.clone())
+    with torch.inference_mode():
+        assert adapter.writes_of(torch.zeros(4)) is None
+    for op, view in ((aten.squeeze_.dim, aten.squeeze.dim), (aten.transpose_.default, aten.transpose.int)):
+        assert adapter.without_underscore(op) is view
 
 
 def test_the_store_is_there() -> None:

@@ -28,12 +28,14 @@ from stretto.tensor.dtensor_adapter import (
     is_composite,
     local_of,
     new_spec,
+    plain_placement,
     propagated,
     set_spec,
     spec_of,
+    unmasked,
     written_args,
 )
-from stretto.tensor.layout import Layout, MeshRanks, layout_of
+from stretto.tensor.layout import Layout, MeshRanks, layout_of, region_count
 
 aten = torch.ops.aten
 
@@ -68,6 +70,16 @@ def layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
     return Layout(mesh_ranks(mesh), placements)
 
 
+@lru_cache(maxsize=4096)
+def has_empty_part(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> bool:
+    """Whether some rank of a mesh has no element of a tensor: kernels differ in what they do with none, some
+    fail, and some end the process."""
+    plain = tuple(Replicate() if p.is_partial() else plain_placement(p) for p in placements)
+    if all(p.is_replicate() for p in plain):
+        return False
+    return any(region_count(region) == 0 for region in layout_on(mesh, plain).regions(shape).values())
+
+
 @lru_cache(maxsize=256)
 def in_order(mesh: DeviceMesh) -> bool:
     """Whether ranks ascend along every axis of a mesh.
@@ -98,7 +110,7 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
         return op.decompose(*args, **kwargs)
 
     def absent(spec: Spec) -> DTensor:
-        return wrap(nothing(described(spec)[1], device), spec)
+        return wrap(*unmasked(nothing(described(spec)[1], device), spec))
 
     written = _written(op, args, kwargs)
     if written and not op._schema.returns:

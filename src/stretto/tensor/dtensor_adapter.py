@@ -7,26 +7,46 @@ What it uses, so that the next release breaks this file alone, with a test for e
     DTensor._op_dispatcher.unwrap_to_op_info          arguments of an op as descriptions
     ...sharding_propagator.propagate_op_sharding_non_cached   the description of an op's results
     DeviceMesh._coordinate_on_dim                     where on a mesh this rank stands
+    torch.distributed.tensor._redistribute.redistribute_local_tensor   other placements of a part
     torch.distributed.tensor._shards (_StridedShard)        by its `dim`: a shard that no user writes
     torch.distributed.distributed_c10d._get_default_store   the store that all ranks share
+    _MaskPartial, by its `mask_buffer`               a sum of what each rank finds in its rows of a table
+    torch.utils._python_dispatch._disable_current_modes     tensors without values amid tracing
+    torch._subclasses.fake_tensor                    FakeTensorMode, and what it raises
+    Tensor._version, UntypedStorage._cdata           writes that are counted, memory that is shared
+    torch.utils._mode_utils.no_dispatch, torch._C._set_meta_in_tls_dispatch_include   dims changed in place
 
 The schema of an op (`OpOverload._schema`) says which of its arguments it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+"""What is raised `without_values` where what the results are depends on values."""
+UNKNOWN_RESULTS = (NotImplementedError, UnsupportedOperatorException)
+"""What is raised there for an op that only computes."""
 
 Spec = DTensorSpec
 """What DTensor knows of a tensor: mesh, placements, whole shape, strides, dtype."""
@@ -48,6 +68,30 @@ def spec_of(x: DTensor) -> Spec:
 def set_spec(x: DTensor, spec: Spec) -> None:
     """What an op in place does that renumbers dims: same data, another description."""
     x._spec = spec
+
+
+def part_of(local: torch.Tensor, spec: Spec, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
+
+    local: the part under the placements of `spec`. Outside autograd.
+    """
+    meta = spec.tensor_meta
+    assert meta is not None, "it is the description of a tensor"
+    target = new_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype)
+    found: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target)
+    return found
+
+
+def shown_as(x: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> None:
+    """What an op does that changes a tensor's dims in place: x holds the view's part, and has its shape."""
+    x._local_tensor, x._spec = view._local_tensor, view._spec
+    with no_dispatch():  # the op on the wrapper itself, as `return_and_correct_aliasing` does it
+        before = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            op(*args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def wrapped(kind: type[Kind], local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> Kind:
@@ -84,15 +128,33 @@ def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op, and off the mesh takes all of them to be free, so that ranks would differ over what a tensor is.
     Raises what PyTorch raises where it has no rule for the op.
     """
-    return _sharding(op, args, kwargs).output_spec
+    return _on_mesh_of(_first_spec((args, kwargs)), _sharding(op, args, kwargs).output_spec)
+
+
+def has_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether PyTorch can say how the results of an op are sharded."""
+    try:
+        _sharding(op, args, kwargs)
+    except Exception:  # whatever a rule trips over
+        return False
+    return True
 
 
 def needs_redistribution(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether DTensor would redistribute arguments of an op first. False where it has no rule."""
+    """Whether DTensor would redistribute arguments of an op first. False where it has no rule.
+
+    It also says so where only sizes among the arguments become those of a part.
+    """
+    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    assert schema is not None, "it was asked for"
     try:
-        return bool(_sharding(op, args, kwargs).needs_redistribute)
+        sharding = _sharding_of(schema)
     except NotImplementedError:
         return False
+    if not sharding.needs_redistribute or sharding.redistribute_schema is None:
+        return bool(sharding.needs_redistribute)
+    before, after = _specs(schema), _specs(sharding.redistribute_schema)
+    return [spec.placements for spec in before] != [spec.placements for spec in after]
 
 
 def _sharding(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,17 +177,32 @@ def _sharding_of(schema: OpSchema) -> Any:
             mesh._coordinate_on_dim = None
 
 
+def _first_spec(values: Any) -> DTensorSpec:
+    return next(x._spec for x in tree_leaves(values) if isinstance(x, DTensor))
+
+
+def _on_mesh_of(like: DTensorSpec, found: Any) -> Any:
+    """Descriptions on the very mesh of the arguments: what is remembered is on one that was equal to it."""
+    if isinstance(found, (list, tuple)):
+        return type(found)(_on_mesh_of(like, item) for item in found)
+    if not isinstance(found, DTensorSpec) or found.mesh is like.mesh:
+        return found
+    return DTensorSpec(like.mesh, found.placements, tensor_meta=found.tensor_meta)
+
+
 def _specs(schema: OpSchema) -> list[DTensorSpec]:
     leaves = tree_leaves((schema.args_schema, schema.kwargs_schema))
     return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
 
 
+@cache
 def is_composite(op: Any) -> bool:
     """Whether an op is made of others, for every kind of tensor."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
+@cache
 def written_args(op: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an op writes and gives back, as (position, name): in place, or with `out=`.
 
@@ -139,6 +216,62 @@ def written_args(op: Any) -> tuple[tuple[int, str], ...]:
         for at, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def unmasked(local: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
+    """What was looked up in a table whose rows are sharded, as a plain sum: zeros for other ranks' rows.
+
+    DTensor remembers which rows these are in the placement, once for all tensors that are so placed, and
+    forgets it at the first use; the second fails.
+    """
+    buffers = [getattr(placement, "mask_buffer", None) for placement in spec.placements]
+    if all(buffer is None for buffer in buffers):
+        return local, spec
+    for buffer in buffers:
+        if buffer is None or buffer.data is None:
+            continue  # off the mesh, there is none
+        elsewhere = buffer.data
+        if elsewhere.dim() < local.dim():
+            elsewhere = elsewhere.unsqueeze(-1)
+        local = local.masked_fill(elsewhere, 0)
+        if buffer.refcount:
+            buffer.release_mask()
+    placements = [
+        p if buffer is None else Partial() for p, buffer in zip(spec.placements, buffers, strict=True)
+    ]
+    meta = spec.tensor_meta
+    assert meta is not None, "an op's result has a shape"
+    return local, new_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype)
+
+
+def outside_modes() -> Any:
+    """A context in which no mode is active: what is traced around it does not see it."""
+    return _disable_current_modes()
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """A context in which ops find out what their results are, and compute nothing, outside all modes."""
+    with outside_modes(), FakeTensorMode():
+        yield
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors show the same memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def writes_of(x: torch.Tensor) -> int | None:
+    """How often a tensor, or one that it is a view of, or a view of that one, has been written into. None in
+    inference mode, where nobody counts."""
+    return None if x.is_inference() else int(x._version)
+
+
+def without_underscore(op: Any) -> Any:
+    """Of an op that changes dims in place, the one that gives a view."""
+    name = str(op._schema.name).partition("::")[2]
+    overload = "int" if name == "transpose_" else op._overloadname
+    return getattr(getattr(torch.ops.aten, name.removesuffix("_")), overload)
 
 
 def plain_placement(placement: Placement) -> Placement:

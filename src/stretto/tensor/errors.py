@@ -115,6 +115,65 @@ def shape_from_data(op: object, x: DTensor) -> UsageError:
     )
 
 
+def _whole(x: DTensor) -> str:
+    return f"stretto.reshard(x, x.device_mesh, [{', '.join(['Replicate()'] * x.device_mesh.ndim)}])"
+
+
+def random_op(op: object, x: DTensor) -> UsageError:
+    """An op that draws, and has no way to draw for a tensor on a mesh."""
+    return UsageError(
+        f"{op}: it draws at random for {tensor_name(x)}, and ranks would not draw the same. Draw into a "
+        "plain tensor, from one seed on all ranks, and stretto.shard it"
+    )
+
+
+def cannot_run(op: object, x: DTensor, reason: str) -> UsageError:
+    """An op that no rank off the mesh can describe."""
+    return UsageError(
+        f"{op} of {tensor_name(x)}: {reason}, and ranks off the mesh cannot follow. Compute it on a plain "
+        f"tensor: whole = {_whole(x)}, then stretto.local(whole), which is None off the mesh"
+    )
+
+
+def wants_gradient(how: str, x: DTensor) -> UsageError:
+    """An array of a tensor that wants a gradient."""
+    return UsageError(f"{how}: {tensor_name(x)} wants a gradient, which an array has not; use x.detach()")
+
+
+def sparse(op: object, plain: torch.Tensor, beside: DTensor) -> UsageError:
+    """A sparse tensor stands beside a distributed one."""
+    return UsageError(
+        f"{op}: {tensor_name(plain)} is sparse, and stands beside {tensor_name(beside)}; tensors on meshes "
+        "are dense: use its .to_dense()"
+    )
+
+
+def renumbers(op: object, x: DTensor) -> UsageError:
+    """An op that changes a tensor's dims in place."""
+    return UsageError(
+        f"{op}: it changes the dims of {tensor_name(x)} in place, which a tensor on a mesh cannot do. Use "
+        "the op that makes a new view, without the underscore"
+    )
+
+
+def copy_written(op: object, x: DTensor, view: str) -> UsageError:
+    """A write into what should be a view, and is a copy."""
+    return UsageError(
+        f"{op}: it writes into {tensor_name(x)}, which {view} took out of a tensor along a dim that is "
+        "sharded: it is a gathered copy, and the tensor would not change. Write into the whole: "
+        "x = stretto.reshard(x, x.device_mesh, [Replicate()]) before it is cut; or make a new tensor: "
+        "torch.where with a mask, torch.slice_scatter, torch.select_scatter, torch.cat"
+    )
+
+
+def copy_stale(op: object, x: DTensor, view: str) -> UsageError:
+    """A read of what should be a view, after a write into what it should show."""
+    return UsageError(
+        f"{op}: it reads {tensor_name(x)}, which {view} took out of a tensor along a dim that is sharded: it "
+        "is a gathered copy, and the tensor has been written into since. Take it out again after the write"
+    )
+
+
 def value_off_mesh(op: object, x: DTensor, rank: int) -> UsageError:
     """The value of a tensor is asked for on a rank that does not have it."""
     return UsageError(

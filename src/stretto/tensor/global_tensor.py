@@ -5,7 +5,8 @@
 * a rank off the mesh computes on empty parts, or fails (see `stretto.tensor.clip`);
 * `redistribute` to another mesh raises nothing and moves nothing: here it is `stretto.reshard`;
 * a plain tensor beside a distributed one is refused: here it counts as replicated, unless that is ambiguous;
-* the gradient of a mean loss over a sharded tensor is too large (`stretto.tensor.mean_losses`);
+* rules that are wrong, or give an error on one rank alone (`stretto.tensor.trusted`, `losses`);
+* a view that DTensor gathers is a copy, and what is written into it is lost (`stretto.tensor.views`);
 * two meshes in one op, shapes that depend on data, `item` off the mesh: the errors, where there are any, name
   neither the ranks of the meshes nor what to do, and some come on some ranks only.
 
@@ -24,22 +25,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.tensor import errors
+from stretto.tensor import errors, views
 from stretto.tensor.clip import absent_call, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
     Spec,
+    has_rule,
+    is_composite,
     local_of,
     needs_redistribution,
     new_spec,
     set_spec,
     spec_of,
+    unmasked,
     wrapped,
     written_args,
 )
+from stretto.tensor.free_dims import call_of, free_dims
 from stretto.tensor.layout import region_shape
-from stretto.tensor.mean_losses import over_the_whole
+from stretto.tensor.losses import over_the_whole
+from stretto.tensor.parts import on_parts, placed, written_values
+from stretto.tensor.trusted import has_sound_rule, is_like, is_trusted, keeps_partial
 
 aten = torch.ops.aten
+
+VALUES = frozenset({aten._local_scalar_dense.default, aten.allclose.default})
+"""Ops that give numbers: those of the whole tensor, not of this rank's part."""
 
 
 class GlobalTensor(DTensor):
@@ -64,14 +74,17 @@ class GlobalTensor(DTensor):
             _refuse_writes_to_plain(op, args, kwargs, beside)
             args = tuple(_placed(op, value, beside) for value in args)
             kwargs = {name: _placed(op, value, beside) for name, value in kwargs.items()}
-        args = over_the_whole(op, args)
-        if not in_order(mesh) and needs_redistribution(op, args, kwargs):
-            raise errors.ranks_out_of_order(op, leaves)
-        if is_absent(mesh) and op is not aten.equal.default:
-            if op is aten._local_scalar_dense.default:
-                raise errors.value_off_mesh(op, args[0], dist.get_rank())
-            return absent_call(op, args, kwargs, global_tensor)
-        return _present_call(op, args, kwargs)
+        if op in VALUES:
+            return op(*(known_whole(value, op) for value in args), **kwargs)
+        if op is aten.equal.default:  # all ranks, those off the mesh too, take part in DTensor's own
+            return _present_call(op, tuple(_made_whole(value) for value in args), kwargs)
+        views.check(op, args, kwargs)
+        if views.renumbers(op):
+            return views.renumbered(op, args, kwargs)
+        result = _computed(op, args, kwargs, mesh)
+        if views.is_view(op):
+            views.remember(op, args, kwargs, result)
+        return result
 
     def redistribute(  # type: ignore[override]
         self,
@@ -103,6 +116,23 @@ class GlobalTensor(DTensor):
         if is_absent(self.device_mesh):
             raise errors.part_off_mesh(self, dist.get_rank(), "full_tensor")
         return DTensor.full_tensor(self, **options)
+
+    def tolist(self) -> Any:
+        """The values of the whole tensor. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        return known_whole(self, "tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as an array. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        if self.requires_grad and not force:
+            raise errors.wants_gradient("numpy", self)
+        return known_whole(self.detach(), "numpy").numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 and spec else object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = "not on this rank" if is_absent(self.device_mesh) else f"this rank's part: {local_of(self)}"
@@ -139,6 +169,83 @@ def _part(x: DTensor) -> torch.Tensor:
     return nothing(x.dtype, local.device) if is_absent(x.device_mesh) else local
 
 
+def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    """An op by the way that is right for it: other ops, DTensor's own, or by parts."""
+    tensors = [x for x in _tensors(args, kwargs) if isinstance(x, DTensor)]
+    result = over_the_whole(op, args, kwargs, tensors)
+    if result is not NotImplemented:
+        return result
+    if any(_is_partial(x) for x in tensors):
+        if any(x is w and _is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
+            return _by_parts(op, args, kwargs)
+        if is_like(op):
+            args = tuple(_as_whole(value) for value in args)
+        elif not keeps_partial(op, args, kwargs, tensors):
+            args = tuple(_reduced(value) for value in args)
+            kwargs = {name: _reduced(value) for name, value in kwargs.items()}
+            tensors = [x for x in _tensors(args, kwargs) if isinstance(x, DTensor)]
+    if is_trusted(op, args, kwargs, tensors) and has_sound_rule(op, args, kwargs, tensors):
+        if not in_order(mesh) and needs_redistribution(op, args, kwargs):
+            raise errors.ranks_out_of_order(op, tensors)
+        try:
+            if is_absent(mesh):
+                return absent_call(op, args, kwargs, global_tensor)
+            return _present_call(op, args, kwargs)
+        except Exception:
+            if is_composite(op) or has_rule(op, args, kwargs):
+                raise
+    if is_composite(op):
+        result = op.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return _by_parts(op, args, kwargs)
+
+
+def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return on_parts(op, args, kwargs, free_dims(call_of(op, args, kwargs)), global_tensor)
+
+
+def _is_partial(x: DTensor) -> bool:
+    return any(p.is_partial() for p in x.placements)
+
+
+def _reduced(value: Any) -> Any:
+    """Partial tensors as whole ones."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_reduced(item) for item in value)
+    if not isinstance(value, DTensor) or not _is_partial(value):
+        return value
+    whole = [Replicate() if p.is_partial() else p for p in value.placements]
+    return placed(value, whole, global_tensor)
+
+
+def _as_whole(value: Any) -> Any:
+    """A Partial tensor of which the shape alone counts, as if it were whole."""
+    if not isinstance(value, DTensor) or not _is_partial(value):
+        return value
+    whole = [Replicate() if p.is_partial() else p for p in value.placements]
+    spec = new_spec(value.device_mesh, whole, value.shape, value.stride(), value.dtype)
+    return global_tensor(local_of(value), spec)
+
+
+def known_whole(value: Any, op: object) -> Any:
+    """The whole of a tensor, a plain one, for who asks for its value. Ranks of its mesh call it together.
+
+    Raises UsageError on a rank off the mesh, which has no value.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if is_absent(value.device_mesh):
+        raise errors.value_off_mesh(op, value, dist.get_rank())
+    return local_of(_made_whole(value))
+
+
+def _made_whole(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return placed(value, [Replicate()] * value.device_mesh.ndim, global_tensor)
+
+
 def _present_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An op on a rank of the mesh: DTensor's own, on DTensors that share the parts."""
     bare: _Bare = {}
@@ -170,7 +277,7 @@ def _rewrapped(value: Any, owners: dict[int, GlobalTensor]) -> Any:
     if isinstance(value, DTensor):
         owner = owners.get(id(value))
         if owner is None:
-            return global_tensor(local_of(value), spec_of(value))
+            return global_tensor(*unmasked(local_of(value), spec_of(value)))
         set_spec(owner, spec_of(value))  # in place: some ops renumber dims
         return owner
     if isinstance(value, (list, tuple)):
@@ -225,6 +332,8 @@ def _placed(op: Any, value: Any, beside: DTensor) -> Any:
         return value
     if value.requires_grad and torch.is_grad_enabled():
         raise errors.plain_with_gradient(op, value, beside)
+    if value.layout is not torch.strided:
+        raise errors.sparse(op, value, beside)
     if value.ndim == 0:
         return value  # DTensor takes these itself
     if value.shape != beside.shape and tuple(value.shape) in _part_shapes(spec_of(beside)):

@@ -51,7 +51,7 @@ def test_a_parts_gradient(loss: Loss, placement: Placement, reduction: str) -> N
 
 
 def test_pytorchs_own_is_too_large() -> None:
-    """The day it is right, `mean_losses` goes."""
+    """The day it is right, `stretto.tensor.losses` goes."""
     plain = X.clone().requires_grad_()
     F.mse_loss(plain, Y).backward()
     assert plain.grad is not None

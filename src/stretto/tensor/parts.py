@@ -1,0 +1,275 @@
+"""An op on tensors of a mesh that is computed here, not by DTensor: on parts where that is right, else whole.
+
+    1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another
+       (`stretto.tensor.free_dims`). Along each axis of the mesh, arguments that are cut along a free dim stay
+       so, and those that share it are cut alike; all others become whole.
+    2. The op itself runs on these parts, and its results are cut as its arguments are. An op without free
+       dims runs on whole tensors, on every rank of the mesh alike.
+    3. What it writes lies afterwards as it lay before.
+
+Every rank knows the results' shapes from a run on tensors without values, so that what cannot run is refused
+on all of them, those off the mesh too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from stretto.tensor import errors
+from stretto.tensor.captured import captured
+from stretto.tensor.clip import has_empty_part, in_order, is_absent, nothing
+from stretto.tensor.dtensor_adapter import (
+    UNKNOWN_RESULTS,
+    VALUES_NEEDED,
+    Spec,
+    local_of,
+    new_spec,
+    part_of,
+    set_spec,
+    spec_of,
+    without_values,
+)
+
+Wrap = Callable[[torch.Tensor, Spec], DTensor]
+"""Makes the tensor of a local part and a description."""
+
+SUMMED = "summed"
+"""In place of a result's dim: each rank has an addend of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeDim:
+    """One free dim of an op. arguments: which dim it is of each tensor among the arguments, in their order;
+    None: not a dim of that one. results: the same for each tensor among the results, or `SUMMED`."""
+
+    arguments: tuple[int | None, ...]
+    results: tuple[int | str | None, ...]
+
+
+def on_parts(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], free: Sequence[FreeDim], wrap: Wrap
+) -> Any:
+    """What an op gives on this rank, on or off the mesh. Results in place are the arguments themselves.
+
+    args, kwargs: with at least one tensor on a mesh, and no plain tensors but 0-d ones.
+    Raises UsageError on all ranks for what cannot be computed so.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    at = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
+    tensors: list[DTensor] = [leaves[number] for number in at]
+    mesh = tensors[0].device_mesh
+    if _draws(op, args, kwargs):
+        raise errors.random_op(op, tensors[0])
+    returned = _returned(op, args, kwargs)
+    found = _metas(op, _frozen(leaves), tree)
+    if found is UNKNOWN and returned:  # they are what they were
+        found = tuple(Meta(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned), tree
+    if isinstance(found, str):
+        raise errors.cannot_run(op, tensors[0], found)
+    described, result_tree = found
+
+    chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
+    if any(dim is not None for dim in chosen) and _leaves_one_empty(tensors, chosen):
+        chosen = [None] * mesh.ndim
+    targets = [tuple(_argument_placement(dim, number) for dim in chosen) for number in range(len(tensors))]
+    written = {
+        number
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for number in numbered(op, args, kwargs).get(argument.name, ())
+    }
+    for number, x in enumerate(tensors):
+        if not in_order(mesh) and targets[number] != tuple(x.placements):
+            raise errors.ranks_out_of_order(op, tensors)
+
+    if is_absent(mesh):
+        device = local_of(tensors[0]).device
+        parts: list[Any] = [None if meta is None else nothing(meta.dtype, device) for meta in described]
+    else:
+        own = [_part(x, target) for x, target in zip(tensors, targets)]
+        filled = list(leaves)
+        for number, part in zip(at, own):
+            filled[number] = part
+        inner_args, inner_kwargs = tree_unflatten(filled, tree)
+        parts, _ = tree_flatten(op(*inner_args, **inner_kwargs))
+        for number in written:  # step 3
+            if targets[number] != tuple(tensors[number].placements):
+                _write_back(tensors[number], own[number], targets[number])
+    if returned:
+        for x, meta in zip(returned, described):
+            if isinstance(x, DTensor) and meta is not None and tuple(x.shape) != meta.shape:
+                set_spec(x, new_spec(mesh, x.placements, meta.shape, meta.stride, meta.dtype))
+        return returned[0] if len(returned) == 1 else tuple(returned)
+    results: list[Any] = []
+    for number, (part, meta) in enumerate(zip(parts, described, strict=True)):
+        if meta is None:
+            results.append(None)
+            continue
+        placements = [_result_placement(dim, number) for dim in chosen]
+        results.append(wrap(part, new_spec(mesh, placements, meta.shape, meta.stride, meta.dtype)))
+    return tree_unflatten(results, result_tree)
+
+
+def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of each argument, by name, which of the tensors on the mesh it holds, counted in the order of all. A
+    tensor that is given twice counts twice."""
+    names = [argument.name for argument in op._schema.arguments]
+    found: dict[str, tuple[int, ...]] = {}
+    count = 0
+    for name, value in (*zip(names, args), *kwargs.items()):
+        here = sum(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
+        found[name] = tuple(range(count, count + here))
+        count += here
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What is known of a tensor without values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> FreeDim | None:
+    """Step 1, of one axis: the free dim along which the first of the arguments is cut that has one."""
+    for number, x in enumerate(tensors):
+        placement = x.placements[axis]
+        if type(placement) is Shard:
+            for dim in free:
+                if dim.arguments[number] == placement.dim:
+                    return dim
+    return None
+
+
+def _leaves_one_empty(tensors: Sequence[DTensor], chosen: Sequence[FreeDim | None]) -> bool:
+    """Whether some rank would compute on no element of an argument."""
+    return any(
+        has_empty_part(
+            x.device_mesh, tuple(_argument_placement(dim, number) for dim in chosen), tuple(x.shape)
+        )
+        for number, x in enumerate(tensors)
+    )
+
+
+def _argument_placement(dim: FreeDim | None, number: int) -> Placement:
+    at = None if dim is None else dim.arguments[number]
+    return Replicate() if at is None else Shard(at)
+
+
+def _result_placement(dim: FreeDim | None, number: int) -> Placement:
+    at = None if dim is None else dim.results[number]
+    if isinstance(at, str):
+        return Partial()
+    return Replicate() if at is None else Shard(at)
+
+
+def placed(x: DTensor, placements: Sequence[Placement], wrap: Wrap) -> DTensor:
+    """A tensor with other placements on its mesh, for an op below autograd."""
+    target = tuple(placements)
+    if tuple(x.placements) == target:
+        return x
+    if not in_order(x.device_mesh):
+        raise errors.ranks_out_of_order("redistribute", [x])
+    spec = new_spec(x.device_mesh, target, x.shape, x.stride(), x.dtype)
+    return wrap(local_of(x) if is_absent(x.device_mesh) else _part(x, target), spec)
+
+
+def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+    mesh = x.device_mesh
+    if all(old == new or mesh.size(a) == 1 for a, (old, new) in enumerate(zip(x.placements, placements))):
+        return local_of(x)
+    return part_of(local_of(x), spec_of(x), placements)
+
+
+def _write_back(x: DTensor, part: torch.Tensor, placements: tuple[Placement, ...]) -> None:
+    """Step 3: of what is Partial, the first rank of a summed axis has the value, and the others zeros."""
+    mesh = x.device_mesh
+    spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
+    if captured() is not None:  # there, no rank knows which it is
+        local_of(x).copy_(part_of(part, spec, x.placements))
+        return
+    kept = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+    local = part if placements == kept else part_of(part, spec, kept)
+    if any(p.is_partial("sum") and mesh.get_local_rank(axis) for axis, p in enumerate(x.placements)):
+        local = torch.zeros_like(local)
+    local_of(x).copy_(local)
+
+
+def written_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments that an op writes, also those that it does not give back (running statistics)."""
+    found: list[Any] = []
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return found
+
+
+def _returned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What an op in place, or with `out=`, gives back."""
+    returns = op._schema.returns
+    if not returns or any(r.alias_info is None or not r.alias_info.is_write for r in returns):
+        return []
+    return written_values(op, args, kwargs)
+
+
+Described = tuple[tuple[Meta | None, ...], TreeSpec]
+"""An op's results, one after the other, and how they are given."""
+
+
+UNKNOWN = "PyTorch does not know what its results are without computing them"
+
+
+def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op draws at random; one that may drop some draws where the chance of it is not 0."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value))
+    return True
+
+
+def _frozen(leaves: list[Any]) -> tuple[Any, ...]:
+    """Tensors by what they are; numbers with their type, for 1, 1.0 and True are equal."""
+    return tuple(
+        (leaf.device, Meta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype))
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), leaf)
+        for leaf in leaves
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _metas(op: Any, frozen: tuple[Any, ...], tree: TreeSpec) -> Described | str:
+    """The results, or why there are none. Raises what PyTorch raises for arguments that do not fit."""
+    with without_values():
+        leaves = [
+            torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=kind)
+            if isinstance(value, Meta)
+            else value
+            for kind, value in frozen
+        ]
+        args, kwargs = tree_unflatten(leaves, tree)
+        try:
+            given, result_tree = tree_flatten(op(*args, **kwargs))
+        except VALUES_NEEDED:
+            return "what its results are depends on values"
+        except UNKNOWN_RESULTS:
+            return UNKNOWN
+        if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in given):
+            return "its result is sparse"
+        return tuple(
+            Meta(tuple(x.shape), tuple(x.stride()), x.dtype) if isinstance(x, torch.Tensor) else None
+            for x in given
+        ), result_tree

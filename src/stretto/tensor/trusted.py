@@ -1,0 +1,181 @@
+"""Which ops DTensor may compute as it does, and on what.
+
+DTensor has rules for a thousand ops, and more in each release; some give wrong values, some wrong gradients,
+some an error on one rank alone. So an op is handed to it only if it is in this table, and only with tensors
+for which `tests/tensor/sweep` has found it right; all else is computed by `stretto.tensor.parts`, which is
+right by construction and gathers more. An op of the table on other tensors is asked the same.
+
+    1. Partial tensors go only into ops that are linear in them; else they are reduced first.
+    2. A tensor of which some rank has no element goes only into ops of elements.
+    3. Of some ops only some dims may be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from stretto.tensor.clip import has_empty_part
+from stretto.tensor.dtensor_adapter import propagated, written_args
+
+aten = torch.ops.aten
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VIEWS = _names(
+    """view _unsafe_view reshape permute transpose t unsqueeze squeeze expand select slice split
+    split_with_sizes unbind alias detach diagonal"""
+)
+COPIES = _names("clone _to_copy contiguous detach_")
+LINEAR = VIEWS | COPIES | _names("neg sum")
+"""Linear in the one tensor that they take: of a Partial one the result is Partial."""
+SUMS = _names("add sub")
+PRODUCTS = _names("mul div")
+MATMULS = _names("mm bmm addmm baddbmm dot mv")
+REDUCTIONS = _names(
+    """sum mean amax amin any all prod var std var_mean norm linalg_vector_norm logsumexp _foreach_norm"""
+)
+OF_ROWS = _names(
+    """_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
+    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+    embedding embedding_dense_backward cat stack repeat
+    select_backward slice_backward native_dropout native_dropout_backward
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"""
+)
+FILLED = _names(
+    """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty
+    new_empty_strided new_full new_ones new_zeros"""
+)
+"""New tensors of the shape or the kind of another one."""
+WRITTEN = _names("zero_ fill_ uniform_ normal_ bernoulli_ bernoulli is_same_size is_pinned")
+OPTIMIZERS = _names(
+    """_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adam _fused_adamw
+    _amp_foreach_non_finite_check_and_unscale_"""
+)
+CONVOLUTIONS = _names("convolution convolution_backward")
+
+OF_ELEMENTS = FILLED | WRITTEN | OPTIMIZERS | COPIES | _names("alias detach copy_")
+TRUSTED = LINEAR | SUMS | PRODUCTS | MATMULS | REDUCTIONS | OF_ROWS | OF_ELEMENTS | CONVOLUTIONS
+
+
+@cache
+def _name(op: Any) -> str:
+    return str(op._schema.name).partition("::")[2]
+
+
+@cache
+def _of_elements(op: Any) -> bool:
+    name = _name(op)
+    return name in OF_ELEMENTS or torch.Tag.pointwise in op.tags or name.startswith("_foreach_")
+
+
+@cache
+def _in_table(op: Any) -> bool:
+    known = _name(op) in TRUSTED or _of_elements(op)
+    return known and not any(argument.is_out for argument in op._schema.arguments)
+
+
+def is_trusted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
+    """Whether DTensor's own way is right for an op on such tensors, Partial only where they may be."""
+    if not _in_table(op):
+        return False
+    if not _of_elements(op) and any(_has_empty_part(x) for x in tensors):
+        return False
+    condition = CONDITIONS.get(_name(op))
+    return condition is None or condition(op, args, kwargs)
+
+
+def has_sound_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
+    """Whether DTensor has a rule that leaves what an op writes as it lies.
+
+    It is not asked where all tensors lie alike, for speed: then it has one.
+    """
+    written = written_args(op)
+    if not written:
+        return True
+    first = tensors[0].placements
+    if all(x.placements == first for x in tensors):
+        return True
+    try:
+        results = propagated(op, args, kwargs)
+    except Exception:
+        return False
+    results = results if isinstance(results, (list, tuple)) else [results]
+    for (at, name), result in zip(written, results):
+        value = args[at] if at < len(args) else kwargs[name]
+        if isinstance(value, DTensor) and result is not None and value.placements != result.placements:
+            return False
+    return True
+
+
+def is_like(op: Any) -> bool:
+    """Whether an op makes a new tensor and reads no value of the one that it takes."""
+    return _name(op) in FILLED
+
+
+def keeps_partial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
+    """Whether an op may take the Partial tensors among its arguments as they are."""
+    name = _name(op)
+    if any(
+        p.is_partial("avg") or (p.is_partial() and not p.is_partial("sum"))
+        for x in tensors
+        for p in x.placements
+    ):
+        return name in VIEWS or (name in COPIES and name != "_to_copy")
+    if name == "_to_copy":
+        dtype = kwargs.get("dtype")
+        return dtype is None or torch.promote_types(dtype, args[0].dtype) == dtype != torch.bool
+    if name in LINEAR:
+        return True
+    if name in SUMS:
+        return len(tensors) == len([x for x in args[:2] if isinstance(x, torch.Tensor)]) == 2
+    if name in PRODUCTS and len(args) > 1:
+        second = args[1]
+        return not (isinstance(second, DTensor) and _is_partial(second)) and not kwargs.get("rounding_mode")
+    return False
+
+
+def _is_partial(x: DTensor) -> bool:
+    return any(p.is_partial() for p in x.placements)
+
+
+def _has_empty_part(x: DTensor) -> bool:
+    placements = x.placements
+    if all(p.is_replicate() for p in placements):
+        return False
+    return has_empty_part(x.device_mesh, tuple(placements), tuple(x.shape))
+
+
+def _batch_only(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A convolution of which the batch alone is cut, with a batch dim."""
+    backward = "backward" in _name(op)
+    images = args[:2] if backward else args[:1]
+    others = args[2:3] if backward else args[1:3]
+    weight = others[0]
+    return (
+        all(set(x.placements) <= {Replicate(), Shard(0)} for x in images)
+        and all(set(x.placements) <= {Replicate()} for x in others if isinstance(x, DTensor))
+        and all(x.ndim == weight.ndim for x in images)
+    )
+
+
+def _counts_once(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A lookup's gradient that does not ask how often a row was looked up."""
+    scaled = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)
+    return not scaled
+
+
+CONDITIONS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = {
+    "convolution": _batch_only,
+    "convolution_backward": _batch_only,
+    "embedding_dense_backward": _counts_once,
+}
