@@ -228,12 +228,15 @@ class Runner:
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters with their names in the model, each once, in the model's order."""
-        seen: set[int] = set()
-        for k, parameter in sorted(self._parameters.items()):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield self.plan.job.parameters[k].name, parameter
+        """This rank's parameters with their names in the model, each once, in the model's order.
+
+        A tied parameter has the first of its names, as in `model.named_parameters()`, on ranks too whose
+        stages use it by a later one: what is chosen by name is then the same for all copies.
+        """
+        known = self.plan.job.parameters
+        place = {parameter.name: k for k, parameter in enumerate(known)}
+        named = {known[k].tied_to: parameter for k, parameter in self._parameters.items()}
+        yield from sorted(named.items(), key=lambda item: place[item[0]])
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers with their names in the model."""
