@@ -45,7 +45,8 @@ class Traced:
 
     parameters: name -> (spec, first name of its tie, value name of its gradient or None).
     buffers: name -> (spec, value name of its update or None).
-    shards, partial: of parameters, as in `ir.program.Parameter`. borders: as in `torch_adapter.JointGraph`.
+    shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
+    borders: as in `torch_adapter.JointGraph`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Traced:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     borders: Mapping[int, int] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
 
 def trace(
@@ -218,6 +220,7 @@ def _trace(
         shards=shards,
         partial=parts,
         borders=joint.borders,
+        frozen=frozenset(frozen),
     )
 
 

@@ -250,6 +250,8 @@ class Parameter:
     shards: how it is spread over axes; a rank along any other axis holds the same values.
     partial: axes along which every rank's gradient is a part of the sum (a norm that sees a slice of the
         sequence); the parts are summed once a step.
+    frozen: it required no gradient when the step was captured; without `grads` and not frozen, it is one
+        that the loss does not depend on.
     """
 
     name: str
@@ -260,6 +262,7 @@ class Parameter:
     own_dtype: str | None = None
     shards: tuple[Shard, ...] = ()
     partial: tuple[str, ...] = ()
+    frozen: bool = False
 
     @property
     def held_nbytes(self) -> int:

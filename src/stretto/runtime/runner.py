@@ -24,6 +24,7 @@ from stretto.runtime.compare import Report
 from stretto.runtime.compile import Compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.fit import agree, fit_batch
+from stretto.runtime.frozen import Frozen
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
@@ -122,6 +123,7 @@ class Runner:
                 assert isinstance(found, nn.Parameter)
                 self._parameters[k] = self._part(parameter, found)
         self._check_ties(given)
+        self._frozen = Frozen(self.plan.job, given, self._parameters)
         for k, buffer in enumerate(self.plan.job.buffers):
             if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
                 found_buffer = held.get(buffer.name)
@@ -317,6 +319,7 @@ class Runner:
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device)
+        self._frozen.check()
         self._check_bound()
         for copy, parameter in self._copies:
             copy.copy_(parameter.detach())
