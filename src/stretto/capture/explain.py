@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def explain(model: nn.Module, error: Exception) -> CaptureError:
     """Name the line of the user's code at which tracing failed, and say why in plain words."""
     own = Path(__file__).parent.parent
     rooms = (str(own / room) for room in ("capture", "parallelize", "tensor"))
-    ours = (str(Path(torch.__file__).parent), *rooms)
+    ours = (str(Path(torch.__file__).parent), str(contextlib.__file__), *rooms)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     where = ""
     if frames:

@@ -11,7 +11,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -23,6 +23,8 @@ from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from stretto.capture.calls_adapter import buffers_in_place, nodes_of
+from stretto.capture.carried import Calls, Rules
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
@@ -175,9 +177,11 @@ class _Step(nn.Module):
         segments: _Segments,
         layers: Layers | None,
         program: MeshProgram | None,
+        calls: Calls,
     ) -> None:
         super().__init__()
         self.model = model
+        self._calls = calls
         self._program = program
         self._layers = layers
         self._loss = loss
@@ -188,7 +192,12 @@ class _Step(nn.Module):
         if self._layers is not None:
             self._layers.begin(self._segments)
         program = self._program
-        with nullcontext() if program is None else program.state(self.model), self._segments.forward():
+        with (
+            self._calls.one(self._buffers),
+            nullcontext() if program is None else program.state(self.model),
+            self._segments.forward(),
+            buffers_in_place(self.model),
+        ):
             loss = self._loss(self.model, self._rebuild(leaves))
             loss = loss if program is None else program.loss(loss)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -223,9 +232,17 @@ def export_joint(
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
-    step = _Step(model, loss, rebuild, segments, layers, program)
+    calls = Calls((("", model), ("the loss", loss)), Rules(nodes_of, _draws, _constant_key))
+    step = _Step(model, loss, rebuild, segments, layers, program, calls)
+
+    def export(left: Mapping[str, torch.Tensor]) -> JointGraph:
+        for name, tensor in left.items():
+            step.register_buffer(name, tensor)
+        with ExitStack() as stack:
+            joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
+        return _joint(joint.graph_module, segments)
+
     with (
-        ExitStack() as stack,
         torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
         mode,
         tracing_state(),
@@ -233,9 +250,26 @@ def export_joint(
         segments.hooks(model),
         nullcontext() if layers is None else layers.installed(),
         nullcontext() if program is None else program.installed(),
+        calls,
     ):
-        joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
-    module = joint.graph_module
+        joint = export({})
+        known = [] if layers is None else list(layers.calls)
+        calls.check(joint, export, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype))
+        if layers is not None:
+            layers.calls[:] = known
+    return joint
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    return is_dispatched(node.target) and draws_random(node.target, node.args, node.kwargs)
+
+
+def _constant_key(value: Any) -> Hashable:
+    elements = constant_value(value) if isinstance(value, torch.Tensor) else None
+    return id(value) if elements is None else (elements.dtype, elements.shape, repr(elements.tolist()))
+
+
+def _joint(module: torch.fx.GraphModule, segments: _Segments) -> JointGraph:
     inputs: dict[torch.fx.Node, tuple[str, str | int]] = {}
     for node in module.graph.find_nodes(op="placeholder"):
         inputs[node] = _input(node.meta["desc"])
