@@ -135,6 +135,28 @@ class Counts(Chain):
         return super().forward(x) / self.calls
 
 
+CALLS = 0
+
+
+class CountsInAGlobal(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / counted()
+
+
+def counted() -> int:
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+
+class CountsInItsClass(Chain):
+    number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).number += 1
+        return super().forward(x) / self.number
+
+
 class Sums(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +167,16 @@ class Sums(Chain):
         return torch.stack([y.detach() for y in self.history]).mean() + self.history[-1]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Carries, "last"), (Counts, "calls"), (Sums, "history")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Carries, "last"),
+        (Counts, "calls"),
+        (Sums, "history"),
+        (CountsInAGlobal, f"{__name__}.CALLS"),
+        (CountsInItsClass, "CountsInItsClass.number"),
+    ],
+)
 def test_what_a_later_call_reads_is_refused(kind: type[nn.Module], name: str) -> None:
     """The plain model hands it from one microbatch to the next, and a plan does not."""
     model = kind()
@@ -155,6 +186,7 @@ def test_what_a_later_call_reads_is_refused(kind: type[nn.Module], name: str) ->
     )
     assert "register_buffer" in message
     assert not model.__dict__.get(name)
+    assert CALLS == CountsInItsClass.number == 0
 
 
 class Cached(Chain):

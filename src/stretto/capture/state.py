@@ -3,69 +3,30 @@
 A forward may leave anything behind: a tensor of its last call in an attribute, an item in a list, a counter.
 While it is captured these are tensors without values, of a call that never was; so all is put back.
 
-    1. From the model and its loss, all is walked that they hold: attributes, lists, dicts, sets, deques,
-       small arrays of NumPy, objects of Python classes, variables of closures.
+    1. From the model and its loss, all is walked that they hold, what is nearest first: attributes, lists,
+       dicts, sets, deques, small arrays of NumPy, objects of Python classes, variables of closures; and of
+       the user's own code the attributes of classes, and globals that its functions name.
     2. Of each that can change, what it holds now is taken down (not copied: the same objects).
     3. Each that holds something else later is given back what it held.
 
-Left alone: globals and attributes of classes; iterators, files and objects of C; what several threads use (it
-holds a lock, or is of `threading`, `queue`, `logging` and their like); larger arrays of NumPy. Values of
-parameters and buffers are for `torch_adapter.fake_state`. Touches no private corner of PyTorch.
+Left alone: globals and classes of libraries; iterators, files and objects of C; what several threads use (it
+holds a lock, or is of `threading`, `queue`, `logging` and their like); larger arrays of NumPy, and what is
+farther than `MOST_OBJECTS`. Values of parameters and buffers are for `torch_adapter.fake_state`. Touches no
+private corner of PyTorch.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-MOST_ARRAY_BYTES = 1 << 20
-"""Arrays of NumPy above this are left alone. Assumed: statistics are smaller, data sets are larger."""
-
-SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
-
-LEFT_ALONE = frozenset(
-    (
-        *("builtins", "functools", "itertools", "re", "torch", "stretto", "numpy"),
-        *(
-            "threading",
-            "_thread",
-            "queue",
-            "logging",
-            "multiprocessing",
-            "concurrent",
-            "asyncio",
-            "contextvars",
-        ),
-        *("socket", "subprocess", "io", "_io", "ssl", "select", "signal", "weakref", "_weakref", "tqdm"),
-    )
-)
-"""Rooms of whose objects only modules, containers and arrays are walked: those of several threads, of what is
-outside of Python, of PyTorch, and of this package, whose own are at work while the model runs."""
-
-HEAP_TYPE = 1 << 9
-"""Flag of a class that Python code made."""
-
-LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
-
-Content = list[tuple[Any, Any]]
-"""What an object holds, as (key or position, value)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How one kind of object is read and written. dot: its keys are attributes."""
-
-    read: Callable[[Any], Content]
-    write: Callable[[Any, Content], None]
-    dot: bool = False
+from stretto.capture.state_kinds import MOST_OBJECTS, SCALARS, Content, Kind, kinds, room, users_code
 
 
 @dataclass(slots=True)
@@ -74,7 +35,7 @@ class _Held:
 
     path: str
     item: Any
-    kind: _Kind
+    kind: Kind
     kept: Content
     table: bool = False
 
@@ -88,7 +49,7 @@ class State:
         self._tables: set[int] = set()
         self._seen: dict[int, Any] = {}  # with the objects, so that no other gets the id of one
         left: deque[tuple[str, Any]] = deque(roots)
-        while left:
+        while left and len(self._seen) < MOST_OBJECTS:
             path, item = left.popleft()
             if not isinstance(item, SCALARS) and id(item) not in self._seen:
                 self._seen[id(item)] = item
@@ -96,21 +57,29 @@ class State:
 
     def _walk(self, path: str, item: Any) -> Iterator[tuple[str, Any]]:
         """Step 1 for one object, and step 2: what it holds."""
-        if isinstance(item, (Tensor, type, types.ModuleType)):
+        if isinstance(item, (Tensor, types.ModuleType)):
             return
         if isinstance(item, nn.Module):
             self._tables.update(id(item.__dict__.get(name)) for name in ("_parameters", "_buffers"))
+            yield type(item).__qualname__, type(item)
         if isinstance(item, (tuple, frozenset)):
             yield from ((f"{path}[{at}]", value) for at, value in enumerate(item))
         elif isinstance(item, types.MethodType):
             yield from ((path, item.__self__), (path, item.__func__))
         elif isinstance(item, functools.partial):
             yield from ((path, item.func), (path, item.args), (path, item.keywords))
-        elif isinstance(item, types.FunctionType) and _room(item) not in ("stretto", "torch"):
+        elif isinstance(item, types.FunctionType) and room(item) not in ("stretto", "torch"):
             cells = zip(item.__code__.co_freevars, item.__closure__ or (), strict=False)
             yield from ((f"{path} {name}".strip(), cell) for name, cell in cells)
             yield from ((path, item.__dict__), (path, item.__defaults__), (path, item.__kwdefaults__))
-        for holder, kind in _kinds(item):
+        elif isinstance(item, type) and users_code(item):
+            yield from (
+                (path, value) for value in vars(item).values() if isinstance(value, types.FunctionType)
+            )
+            yield from ((base.__qualname__, base) for base in item.__bases__)
+        for holder, kind in kinds(item):
+            if isinstance(item, types.FunctionType):
+                path = item.__module__
             held = _Held(path, holder, kind, kind.read(holder), id(holder) in self._tables)
             self._held.append(held)
             yield from ((_below(held, key), v) for key, v in held.kept if not isinstance(v, SCALARS))
@@ -163,125 +132,6 @@ def _below(held: _Held, key: Any) -> str:
     if held.kind.dot:
         return f"{held.path}.{key}" if held.path else str(key)
     return f"{held.path}[{key!r}]" if isinstance(key, (str, int)) else held.path
-
-
-def _room(item: Any) -> str:
-    return str(getattr(item, "__module__", None) or "").partition(".")[0]
-
-
-def _kinds(item: Any) -> Iterator[tuple[Any, _Kind]]:
-    """What of an object can change: (what holds it, how)."""
-    for kind, how in _CONTAINERS.items():
-        if isinstance(item, kind):
-            yield item, how
-            break
-    if _is_array(item):
-        if item.nbytes <= MOST_ARRAY_BYTES and item.flags.writeable and not item.dtype.hasobject:
-            yield item, _ARRAY
-    elif isinstance(item, nn.Module) or _of_the_users(item):
-        if isinstance(getattr(item, "__dict__", None), dict):
-            yield item.__dict__, _ATTRIBUTES
-        if any(_slots(type(item))):
-            yield item, _SLOTS
-
-
-def _of_the_users(item: Any) -> bool:
-    """An object of a class of Python's, of a room that is not left alone, which holds no lock."""
-    kind = type(item)
-    if not kind.__flags__ & HEAP_TYPE or _room(kind) in LEFT_ALONE:
-        return False
-    table = getattr(item, "__dict__", {})
-    return not any(isinstance(value, LOCKS) for value in list(table.values()))
-
-
-def _is_array(item: Any) -> bool:
-    return any(kind.__name__ == "ndarray" and _room(kind) == "numpy" for kind in type(item).__mro__)
-
-
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        if "__slots__" in base.__dict__:  # of Python's own, whose members can be written
-            members = base.__dict__.items()
-            yield from (name for name, value in members if isinstance(value, types.MemberDescriptorType))
-
-
-def _read_slots(item: Any) -> Content:
-    found = []
-    for name in _slots(type(item)):
-        try:
-            found.append((name, object.__getattribute__(item, name)))
-        except AttributeError:  # nothing is in it
-            continue
-    return found
-
-
-def _write_slots(item: Any, kept: Content) -> None:
-    for name, _ in _read_slots(item):
-        object.__delattr__(item, name)
-    for name, value in kept:
-        object.__setattr__(item, name, value)
-
-
-def _write_dict(item: dict[Any, Any], kept: Content) -> None:
-    dict.clear(item)
-    dict.update(item, kept)
-
-
-def _write_ordered(item: OrderedDict[Any, Any], kept: Content) -> None:
-    OrderedDict.clear(item)
-    for key, value in kept:
-        OrderedDict.__setitem__(item, key, value)
-
-
-def _write_list(item: list[Any], kept: Content) -> None:
-    list.__setitem__(item, slice(None), [value for _, value in kept])
-
-
-def _write_set(item: set[Any], kept: Content) -> None:
-    set.clear(item)
-    set.update(item, [value for _, value in kept])
-
-
-def _write_deque(item: deque[Any], kept: Content) -> None:
-    deque.clear(item)
-    deque.extend(item, [value for _, value in kept])
-
-
-def _write_bytes(item: bytearray, kept: Content) -> None:
-    item[:] = kept[0][1]
-
-
-def _read_cell(cell: types.CellType) -> Content:
-    try:
-        return [("", cell.cell_contents)]
-    except ValueError:  # nothing is in it yet
-        return []
-
-
-def _write_cell(cell: types.CellType, kept: Content) -> None:
-    if kept:
-        cell.cell_contents = kept[0][1]
-    else:
-        del cell.cell_contents
-
-
-def _write_array(item: Any, kept: Content) -> None:
-    (base,) = (kind for kind in type(item).__mro__ if kind.__name__ == "ndarray")
-    item[...] = base(item.shape, item.dtype, kept[0][1])
-
-
-_ATTRIBUTES = _Kind(lambda table: list(table.items()), _write_dict, dot=True)
-_SLOTS = _Kind(_read_slots, _write_slots, dot=True)
-_ARRAY = _Kind(lambda array: [("", array.tobytes())], _write_array)
-_CONTAINERS = {
-    OrderedDict: _Kind(lambda item: list(OrderedDict.items(item)), _write_ordered),
-    dict: _Kind(lambda item: list(dict.items(item)), _write_dict),
-    list: _Kind(lambda item: list(enumerate(list.__iter__(item))), _write_list),
-    set: _Kind(lambda item: [(None, value) for value in set.__iter__(item)], _write_set),
-    deque: _Kind(lambda item: list(enumerate(deque.__iter__(item))), _write_deque),
-    bytearray: _Kind(lambda item: [("", bytes(item))], _write_bytes),
-    types.CellType: _Kind(_read_cell, _write_cell),
-}
 
 
 def _same(now: Content, kept: Content) -> bool:
