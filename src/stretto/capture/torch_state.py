@@ -99,7 +99,7 @@ def _no_inner_backward() -> Iterator[None]:
     called: nothing calls their backward while the graph is made if they are given what needs no gradient but
     by `requires_grad_`, and the gradients of all that is in them would be lost.
     """
-    function = torch.autograd.Function
+    backward, function = torch.autograd.backward, torch.autograd.Function
     apply = function.__dict__["apply"]
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -127,7 +127,7 @@ def _no_inner_backward() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.backward = _BACKWARD
+        torch.autograd.backward = backward
         function.apply = apply
 
 
