@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stretto.constants import text_of
 from stretto.errors import UsageError
 
 
@@ -21,7 +22,7 @@ def flatten(batch: Any) -> dict[str, torch.Tensor]:
 
     def walk(item: Any, path: str) -> None:
         if isinstance(item, torch.Tensor):
-            leaves[path or "batch"] = item
+            leaves[_new(path or "batch", leaves)] = item
         elif isinstance(item, Mapping):
             for key, value in item.items():
                 walk(value, f"{path}.{key}" if path else str(key))
@@ -34,21 +35,28 @@ def flatten(batch: Any) -> dict[str, torch.Tensor]:
 
 
 def fixed(batch: Any) -> dict[str, str]:
-    """Path -> text of the leaves that are no tensors. Capture makes them constants of the step."""
+    """Path -> text of the leaves that are no tensors, and of empty dicts, lists and tuples: equal texts for
+    equal leaves alone. Capture makes them constants of the step. Raises UsageError for leaves without one."""
     leaves: dict[str, str] = {}
 
     def walk(item: Any, path: str) -> None:
-        if isinstance(item, Mapping):
+        if isinstance(item, Mapping) and item:
             for key, value in item.items():
                 walk(value, f"{path}.{key}" if path else str(key))
-        elif isinstance(item, (list, tuple)):
+        elif isinstance(item, (list, tuple)) and item:
             for position, value in enumerate(item):
                 walk(value, f"{path}.{position}" if path else str(position))
         elif not isinstance(item, torch.Tensor):
-            leaves[path or "batch"] = repr(item)
+            leaves[_new(path or "batch", leaves)] = text_of(item, path or "batch")
 
     walk(batch, "")
     return leaves
+
+
+def _new(path: str, leaves: Mapping[str, Any]) -> str:
+    if path in leaves:
+        raise UsageError(f"the batch has two leaves that are both called {path!r}: name one otherwise")
+    return path
 
 
 def rebuilder(batch: Any) -> Callable[[Sequence[torch.Tensor]], Any]:

@@ -120,7 +120,7 @@ class Looks(nn.Module):
 
 @pytest.mark.parametrize("how", ["module", "function", "bag", "gather"])
 def test_sparse_gradients(how: str) -> None:
-    with pytest.raises(stretto.CaptureError, match="sparse tensor.*give sparse=False to an embedding"):
+    with pytest.raises(stretto.CaptureError, match=r"sparse tensor.*give sparse=False to an embedding"):
         trace(Looks(how), torch.zeros(4, 3, dtype=torch.int64), mean_square, microbatches=2)
 
 

@@ -74,9 +74,9 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
     for part in parts:
         if isinstance(part, torch.Tensor) and part.layout is not torch.strided:
             raise CaptureError(
-                f"{node.target} makes a sparse tensor ({str(part.layout).removeprefix('torch.')}), which a plan "
-                "does not have: give sparse=False to an embedding (sparse_grad=False to gather), whose gradient "
-                "is then dense, or dense tensors"
+                f"{node.target} makes a sparse tensor ({str(part.layout).removeprefix('torch.')}), which a "
+                "plan does not have: give sparse=False to an embedding (sparse_grad=False to gather), whose "
+                "gradient is then dense, or dense tensors"
             )
     outputs = tuple(spec_of(part) if isinstance(part, torch.Tensor) else None for part in parts)
     first = next((a.name for a in args if isinstance(a, Ref)), None)

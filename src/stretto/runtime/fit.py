@@ -30,6 +30,13 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
             f"the batch has leaves {', '.join(given) or 'none'}; the plan was made for {', '.join(expected)}"
         )
     constants = tree.fixed(batch)
+    known = dict(job.fixed)
+    for path, text in constants.items():
+        if path not in known:
+            raise UsageError(
+                f"batch leaf {path!r} is {text}, and the batch that was captured did not have it: leaves "
+                "that are no tensors are constants of the plan. Leave it out, or capture anew with it"
+            )
     for path, text in job.fixed:
         if constants.get(path) != text:
             raise UsageError(
