@@ -1,8 +1,10 @@
 """What capture does with PyTorch's private corners around each run of the forward (2.11 to 2.13):
 
 torch._subclasses.functional_tensor.FunctionalTensor, and the slots of torch.fx.experimental.proxy_tensor
-                                        which node makes a tensor
-nn.Module._parameters, _buffers         what a forward puts in their places
+                                                which node makes a tensor
+nn.Module._parameters, _buffers                 what a forward puts in their places
+torch._C.DisableTorchFunction, torch.utils._python_dispatch._disable_current_modes
+                                                looking at real tensors while a graph is made
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stretto.capture.carried import Traced
 from stretto.errors import CaptureError
@@ -32,6 +35,13 @@ def nodes_of(tensors: Mapping[int, torch.Tensor]) -> Traced | None:
         if slot is not None:
             nodes[key] = slot.proxy.node
     return Traced(mode.tracer.graph, mode.tracer.root, nodes)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """While the context lasts, ops are no part of the graph under way, and may read real tensors."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from stretto.capture.calls_adapter import buffers_in_place, nodes_of
+from stretto.capture.calls_adapter import buffers_in_place, nodes_of, untraced
 from stretto.capture.carried import Calls, Rules
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
@@ -265,8 +265,9 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 def _constant_key(value: Any) -> Hashable:
-    elements = constant_value(value) if isinstance(value, torch.Tensor) else None
-    return id(value) if elements is None else (elements.dtype, elements.shape, repr(elements.tolist()))
+    with untraced():
+        elements = constant_value(value) if isinstance(value, torch.Tensor) else None
+        return id(value) if elements is None else (elements.dtype, elements.shape, repr(elements.tolist()))
 
 
 def _joint(module: torch.fx.GraphModule, segments: _Segments) -> JointGraph:
