@@ -25,6 +25,9 @@ def explain(model: nn.Module, error: Exception) -> CaptureError:
     return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {_reason(error)}")
 
 
+OURS = ("loss(model, microbatch)", "the loss", "the model writes", "the graph has")
+"""How the texts begin that `torch_adapter` raises."""
+
 _REASONS = {
     "DataDependentOutputException": "the code asks for the value of a tensor",
     "GuardOnDataDependentSymNode": "the code asks for the value of a tensor",
@@ -35,7 +38,10 @@ _REASONS = {
 
 def _reason(error: Exception) -> str:
     kind = type(error).__name__
-    text = (str(error).strip().splitlines() or [""])[0]
+    try:
+        text = (str(error).strip().splitlines() or [""])[0]
+    except Exception:  # of an exception of the user's that cannot tell itself
+        text = ""
     asked = _REASONS.get(kind)
     if asked is None and "Tensor.__format__" in text:
         asked = "the code writes the value of a tensor into a text"
@@ -53,6 +59,6 @@ def _reason(error: Exception) -> str:
         )
     if kind == "UncapturedHigherOrderOpError":
         return "control flow operators cannot be captured: compute both sides and choose with torch.where"
-    if isinstance(error, StrettoError):
+    if isinstance(error, StrettoError) or text.startswith(OURS):
         return text
     return f"{kind}: {text}" if text else kind

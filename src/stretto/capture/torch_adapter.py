@@ -205,9 +205,12 @@ class _Step(nn.Module):
             raise ValueError(
                 f"loss(model, microbatch){self._where()} must return a scalar tensor (a mean), not {shape}"
             )
+        if loss.is_complex():
+            raise ValueError(f"the loss{self._where()} is a complex number: return a real one")
         if not loss.requires_grad:
             raise ValueError(
-                f"the loss{self._where()} does not depend on any parameter that requires a gradient"
+                f"the loss{self._where()} does not depend on any parameter that requires a gradient (all are "
+                "frozen, or it is computed under torch.no_grad, of detached values or of whole numbers)"
             )
         return loss.reshape(())
 
@@ -314,7 +317,10 @@ def _output(desc: Any) -> tuple[str, str]:
                 "let it write into a copy (x = x.clone())"
             )
         if kind != "buffer":
-            raise ValueError(f"the model writes into its {kind} {name!r} in the forward; use a buffer")
+            raise ValueError(
+                f"the model writes into its {kind} {name!r} in the forward (nn.Embedding with max_norm does "
+                "so, too): write into a copy, or into a buffer"
+            )
         return "update", str(name)
     raise ValueError(f"the graph has an output of a kind that is not supported: {desc}")
 

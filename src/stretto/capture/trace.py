@@ -23,6 +23,7 @@ from torch import nn
 from stretto import tree
 from stretto.capture import torch_adapter
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
+from stretto.capture.accepts import check_batch, check_model
 from stretto.capture.axes import partial_axes
 from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.expand import Step, TracedOp, expand, named
@@ -119,8 +120,10 @@ def _trace(
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
-    shapes = tree.microbatch_shapes(batch, microbatches)
     leaves = tree.flatten(batch)
+    check_batch(leaves)
+    shapes = tree.microbatch_shapes(batch, microbatches)
+    check_model(model)
     at = torch.device(device) if device is not None else _device_of(model)
     device_kind = at.type
     absent = device_kind == "cuda" and not torch.cuda.is_available()
@@ -136,11 +139,6 @@ def _trace(
             return torch.empty(shapes[name], dtype=dtype, device=at)
 
     fakes = [fake_leaf(name, leaf) for name, leaf in leaves.items()]
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise CaptureError(
-            f"cannot capture {type(model).__name__}\n  it holds a TorchScript module: give the Python module "
-            "that was scripted"
-        )
     ties = _ties(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}

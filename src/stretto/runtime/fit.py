@@ -47,6 +47,10 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in expected.items():
         leaf = given[name]
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            raise UsageError(
+                f"batch leaf {name!r} is a sparse or nested tensor; the plan was made for a dense one"
+            )
         pieces = job.microbatches * job.size("dp")
         want = (spec.shape[0] * pieces, *spec.shape[1:])
         if tuple(leaf.shape) != want:
