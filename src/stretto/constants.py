@@ -86,7 +86,7 @@ def _object(value: Any, path: str, inner: Any) -> str:
     if dataclasses.is_dataclass(value):
         held |= {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     slots = any("__slots__" in base.__dict__ and base.__dict__["__slots__"] for base in kind.__mro__)
-    python = kind.__flags__ & (1 << 9) and kind.__new__ is object.__new__
+    python = kind.__flags__ & (1 << 9) and getattr(kind, "__new__", None) is object.__new__
     if not python or (slots and not dataclasses.is_dataclass(value)):
         base = next((b for b in (int, float, complex, str, bytes) if isinstance(value, b)), None)
         if base is None or slots:

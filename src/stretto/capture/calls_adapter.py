@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,8 @@ def nodes_of(tensors: Mapping[int, torch.Tensor]) -> Traced | None:
         slot = get_proxy_slot(tensor, mode.tracer, None)
         if slot is not None:
             nodes[key] = slot.proxy.node
-    return Traced(mode.tracer.graph, mode.tracer.root, nodes)
+    tracer: Any = mode.tracer
+    return Traced(tracer.graph, tracer.root, nodes)
 
 
 @contextmanager

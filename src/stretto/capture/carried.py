@@ -73,7 +73,7 @@ class Calls:
             _set_generator(generator, state)
 
     @contextmanager
-    def one(self, left: Mapping[str, Tensor]) -> Iterator[None]:
+    def one(self, left: Mapping[str, Tensor | None]) -> Iterator[None]:
         """Around one run. left: what stands for the tensors that an earlier call left, by the names that
         `check` gave them."""
         others = {id(tensor): left[name] for name, tensor in self._left.items()}

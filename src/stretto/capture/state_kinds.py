@@ -66,7 +66,7 @@ def kinds(item: Any) -> Iterator[tuple[Any, Kind]]:
     """What of an object can change: (what holds it, how)."""
     for kind, how in _CONTAINERS.items():
         if isinstance(item, kind):
-            if kind is types.CellType or len(item) <= MOST_OBJECTS:
+            if isinstance(item, types.CellType) or len(item) <= MOST_OBJECTS:
                 yield item, how
             break
     if isinstance(item, type):

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from stretto.capture.calls_adapter import buffers_in_place, nodes_of, untraced
 from stretto.capture.carried import Calls, Rules
+from stretto.capture.explain import at_fault
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
@@ -114,6 +115,7 @@ class _Segments:
         self.names: list[str] = []
         self.borders: dict[int, int] = {}
         self._running: list[str] = []
+        self._called: set[str] = set()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -121,9 +123,13 @@ class _Segments:
         self.names.clear()
         self.borders.clear()
         self._running.clear()
+        self._called.clear()
         try:
             self._switch()
             yield
+        except Exception as error:
+            at_fault(error, self._running[-1] if self._running else "", self._called)
+            raise
         finally:
             fx_traceback.current_meta.pop("custom", None)
 
@@ -134,6 +140,7 @@ class _Segments:
 
             def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
                 self._running.append(name)
+                self._called.add(name)
                 self._switch()
 
             def leave(_module: nn.Module, _args: Any, _output: Any) -> None:

@@ -128,7 +128,7 @@ def _no_inner_backward() -> Iterator[None]:
         yield
     finally:
         torch.autograd.backward = backward
-        function.apply = apply
+        function.apply = apply  # type: ignore[method-assign]
 
 
 def _runs_backward(method: Any) -> bool:

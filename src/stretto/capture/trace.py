@@ -161,7 +161,7 @@ def _trace(
         except NotRepeatedError:
             raise
         except Exception as error:
-            raise explain(model, error) from error
+            raise explain(model, error, tensor) from error
 
     names: dict[torch.fx.Node, str] = {}
     parameters: dict[str, tuple[TensorSpec, str, str | None]] = {}

@@ -50,7 +50,8 @@ def _inputs(job: Job) -> dict[str, Given]:
     named |= {f"buffer/{b.name}": b.spec for b in job.buffers}
     named |= {f"const/{c.name}": c.spec for c in job.constants}
     named |= {f"batch/{name}": spec for name, spec in job.batch}
-    return {name: (spec,) for name, spec in named.items()} | {"tangent": (job.loss_spec,)}
+    given: dict[str, Given] = {name: (spec,) for name, spec in named.items()}
+    return given | {"tangent": (job.loss_spec,)}
 
 
 def _ops(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
