@@ -417,18 +417,14 @@ def token_loss(model: nn.Module, ids: Tensor) -> Tensor:
     [
         (
             True,
-            {"embed": "vocabulary", "head": "vocabulary", "attention.q": "colwise", "attention.o": "rowwise"},
-            (
-                "head was not called",
-                "uses such a module by its weight has a part of it",
-                "'head': 'replicated'",
-            ),
+            {"embed": "vocabulary", "head": "vocabulary"},
+            ("(head: never called)", "uses such a module by its weight has a part", "'head': 'replicated'"),
         ),
         (
             False,
             {"attention.q": "colwise", "attention.o": "rowwise"},
             (
-                "attention is computed in parts: attention.q, attention.o in it, spread over tp = 2",
+                "attention is computed in parts: attention.q, attention.o, spread over tp = 2",
                 "attention.slopes in it, whole on every rank",
                 "{'attention.q': 'replicated', 'attention.o': 'replicated'} into tp_plan",
             ),

@@ -81,8 +81,8 @@ def _spread_words(
     )
     return (
         f"\n  {place} is computed in parts: {_listed(inside)}, spread over tp = {size}.{beside} Numbers "
-        "for each head, and sizes of all heads in the code, do not fit a rank's part of them: take sizes from "
-        f"tensors (x.shape), or write {_entries(inside)} into tp_plan, which keeps these modules whole"
+        "for each head, and sizes of all heads in the code, do not fit a rank's part of them: take sizes "
+        f"from tensors (x.shape), or write {_entries(inside)} into tp_plan, which keeps these modules whole"
     )
 
 

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def kinds(item: Any) -> Iterator[tuple[Any, Kind]]:
     """What of an object can change: (what holds it, how)."""
     for kind, how in _CONTAINERS.items():
         if isinstance(item, kind):
-            if isinstance(item, types.CellType) or len(item) <= MOST_OBJECTS:
+            if not isinstance(item, Sized) or len(item) <= MOST_OBJECTS:
                 yield item, how
             break
     if isinstance(item, type):
