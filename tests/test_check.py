@@ -105,7 +105,7 @@ def test_a_sum_over_features_that_ranks_share() -> None:
 
 
 class Counting(nn.Module):
-    """Multiplies by how often it was called."""
+    """Computes something else from its third call on, which capture does not see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x @ self.weight * self.calls
+        return x @ self.weight * (1 if self.calls < 3 else 2)
 
 
 def test_a_model_that_differs_on_one_rank_too() -> None:

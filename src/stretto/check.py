@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from stretto import tree
 from stretto.capture import capture
+from stretto.capture.state import State
 from stretto.config import ParallelSettings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.action import Phase
@@ -153,7 +154,7 @@ def _compare(
     if isinstance(parallel.recompute, int):
         # A limit is meant for the real batch; what it may lead to at the most is this.
         parallel = parallel.model_copy(update={"recompute": "full"})
-    own, given, evaluated = copy.deepcopy(model).cpu().double(), _doubled(batch), False
+    own, given, evaluated = _copied(model).cpu().double(), _doubled(batch), False
     job = capture(own, given, loss, parallel, tp_plan=tp_plan)
     if _draws(job):
         own, evaluated = own.eval(), True
@@ -174,6 +175,19 @@ def _compare(
     differences.append(Difference("loss", abs(told - value) / max(abs(value), 1e-300)))
     order = tuple(sorted(differences, key=lambda d: _largest(d.relative), reverse=True))
     return Check(told, value, order, tolerance, parallel.world, evaluated)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Step 1. Tensors of an earlier call that are in attributes, which PyTorch does not copy, are cut off."""
+    held = State(("", model)).tensors()
+    memo = {key: tensor.detach().clone() for key, tensor in held.items() if not tensor.is_leaf}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UsageError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the check runs "
+            "copies of it: let it hold nothing that copy.deepcopy refuses"
+        ) from error
 
 
 def _largest(value: float) -> float:

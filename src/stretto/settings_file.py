@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from stretto.errors import UsageError
+from stretto.parse import parse_toml
 
 Tree = TypeVar("Tree", bound=BaseModel)
 
@@ -52,14 +52,14 @@ def read_settings(
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{path}: there is no such settings file") from None
     except IsADirectoryError:
         raise UsageError(f"{path}: is a folder; name the settings file in it") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is not UTF-8 text (byte {error.start}); settings are TOML") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UsageError(f"{path}: is not TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -96,8 +96,8 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[s
 def _parse_value(text: str) -> Any:
     """The TOML value that `text` spells, or else the text itself, so that names need no quotes."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text.strip()
     # No setting is a date, but a name may look like one.
     if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):

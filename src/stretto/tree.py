@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stretto.constants import text_of
 from stretto.errors import UsageError
 
 NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
@@ -59,7 +60,7 @@ def flatten(batch: Any) -> dict[str, torch.Tensor]:
 
     def walk(item: Any, path: str) -> None:
         if isinstance(item, (torch.Tensor, Whole)):
-            leaves[path or "batch"] = item.tensor if isinstance(item, Whole) else item
+            leaves[_new(path or "batch", leaves)] = item.tensor if isinstance(item, Whole) else item
         elif isinstance(item, Mapping):
             for key, value in item.items():
                 walk(value, f"{path}.{key}" if path else str(key))
@@ -90,21 +91,28 @@ def whole_leaves(batch: Any) -> tuple[str, ...]:
 
 
 def fixed(batch: Any) -> dict[str, str]:
-    """Path -> text of the leaves that are no tensors. Capture makes them constants of the step."""
+    """Path -> text of the leaves that are no tensors, and of empty dicts, lists and tuples: equal texts for
+    equal leaves alone. Capture makes them constants of the step. Raises UsageError for leaves without one."""
     leaves: dict[str, str] = {}
 
     def walk(item: Any, path: str) -> None:
-        if isinstance(item, Mapping):
+        if isinstance(item, Mapping) and item:
             for key, value in item.items():
                 walk(value, f"{path}.{key}" if path else str(key))
-        elif isinstance(item, (list, tuple)):
+        elif isinstance(item, (list, tuple)) and item:
             for position, value in enumerate(item):
                 walk(value, f"{path}.{position}" if path else str(position))
         elif not isinstance(item, (torch.Tensor, Whole)):
-            leaves[path or "batch"] = repr(item)
+            leaves[_new(path or "batch", leaves)] = text_of(item, path or "batch")
 
     walk(batch, "")
     return leaves
+
+
+def _new(path: str, leaves: Mapping[str, Any]) -> str:
+    if path in leaves:
+        raise UsageError(f"the batch has two leaves that are both called {path!r}: name one otherwise")
+    return path
 
 
 def rebuilder(batch: Any) -> Callable[[Sequence[Any]], Any]:

@@ -101,6 +101,31 @@ def test_the_users_line_and_the_reason(act: Callable[[Tensor], Tensor], reason: 
     assert not [word for word in INTERNALS if word in message]
 
 
+class Looks(nn.Module):
+    """Looks rows up, with sparse gradients."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.table = nn.Embedding(9, WIDTH, sparse=how == "module")
+        self.bag = nn.EmbeddingBag(9, WIDTH, sparse=how == "bag", mode="sum")
+        self.out = nn.Linear(WIDTH, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.how == "function":
+            return self.out(nn.functional.embedding(ids, self.table.weight, sparse=True))
+        if self.how == "gather":
+            rows = ids.reshape(-1, 1).expand(-1, WIDTH)
+            return self.out(torch.gather(self.table.weight, 0, rows, sparse_grad=True))
+        return self.out(self.bag(ids) if self.how == "bag" else self.table(ids))
+
+
+@pytest.mark.parametrize("how", ["module", "function", "bag", "gather"])
+def test_sparse_gradients(how: str) -> None:
+    with pytest.raises(stretto.CaptureError, match=r"sparse tensor.*give sparse=False to an embedding"):
+        trace(Looks(how), torch.zeros(4, 3, dtype=torch.int64), mean_square, microbatches=2)
+
+
 def in_place_batch(model: nn.Module, batch: Tensor) -> Tensor:
     return mean_square(model, batch.add_(1))
 

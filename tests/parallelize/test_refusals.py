@@ -371,3 +371,63 @@ def test_a_module_whose_input_is_whole_can_be_split_there() -> None:
 
     plan = {"0": "colwise_gather_output", "2": "rowwise_split_input"}
     assert_plain(capture(model, batch, loss, Parallel(tp=2), tp_plan=plan), model, loss, batch)
+
+
+class Headed(nn.Module):
+    """Attention with a number for each head, and a head that is used by its weight."""
+
+    def __init__(self, by_weight: bool) -> None:
+        super().__init__()
+        self.by_weight = by_weight
+        self.embed = nn.Embedding(64, 16)
+        self.attention = Slopes()
+        self.head = nn.Linear(16, 64, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if not self.by_weight:
+            x = self.attention(x)
+        return nn.functional.linear(x, self.head.weight)
+
+
+class Slopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o, self.slopes = nn.Linear(16, 16), nn.Linear(16, 16), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.q(x).unflatten(-1, (-1, 4)) * self.slopes[:, None]
+        y: Tensor = self.o(heads.flatten(-2))
+        return y
+
+
+def token_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).reshape(-1, 64), ids.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("by_weight", "plan", "told"),
+    [
+        (
+            True,
+            {"embed": "vocabulary", "head": "vocabulary"},
+            ("(head: never called)", "uses such a module by its weight has a part", "'head': 'replicated'"),
+        ),
+        (
+            False,
+            {"attention.q": "colwise", "attention.o": "rowwise"},
+            (
+                "attention is computed in parts: attention.q, attention.o, spread over tp = 2",
+                "attention.slopes in it, whole on every rank",
+                "{'attention.q': 'replicated', 'attention.o': 'replicated'} into tp_plan",
+            ),
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_name_what_is_spread(
+    by_weight: bool, plan: dict[str, str], told: tuple[str, ...]
+) -> None:
+    ids = torch.zeros(4, 6, dtype=torch.int64)
+    with pytest.raises(CaptureError) as caught:
+        capture(Headed(by_weight), ids, token_loss, Parallel(tp=2), tp_plan=plan)
+    assert all(words in str(caught.value) for words in told), str(caught.value)

@@ -114,10 +114,13 @@ def test_another_batch(batch: Any, message: str) -> None:
 
 
 def test_floating_point_numbers_of_another_dtype_are_converted() -> None:
-    plan = plan_for(Chain())
+    model = Chain()  # not by threads, which share the generator that it draws from
+    plan = plan_for(model)
     exact = rows().float().double()
     found = [
-        stretto.run_threads(plan, lambda _: Chain(), lambda runner, given=given: runner.step(given))
+        stretto.run_threads(
+            plan, lambda _: copy.deepcopy(model), lambda runner, given=given: runner.step(given)
+        )
         for given in (exact, exact.float())
     ]
     assert found[0] == found[1]

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from stretto.capture.borders import scatter_borders
+from stretto.capture.explain import explain
 from stretto.capture.meshes import on_meshes, place_on_meshes
 from stretto.capture.split import split
 from stretto.capture.stages import cut
 from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 from stretto.loss import Loss
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
@@ -72,6 +73,25 @@ def capture(
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     _check_arguments(model, loss, parallel, device, stages)
+    try:
+        return _capture(model, batch, loss, parallel, precision, device, stages, tp_plan, equal_layers)
+    except StrettoError:
+        raise
+    except Exception as error:
+        raise explain(model, error) from error
+
+
+def _capture(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    parallel: ParallelSettings,
+    precision: str,
+    device: torch.device | str | None,
+    stages: int | None,
+    tp_plan: Mapping[str, Any] | None,
+    equal_layers: bool,
+) -> Job:
     meshes = on_meshes(model, parallel, tp_plan)
     tensor = tensor_of(model, parallel, tp_plan) if meshes is None else meshes.tensor_parallel(model)
     traced = trace(

@@ -93,6 +93,13 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
     kwargs = tuple((key, _arg(value, names, node)) for key, value in node.kwargs.items())
     value = node.meta["val"]
     parts = value if isinstance(value, (tuple, list)) else (value,)
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.layout is not torch.strided:
+            raise CaptureError(
+                f"{node.target} makes a sparse tensor ({str(part.layout).removeprefix('torch.')}), which a "
+                "plan does not have: give sparse=False to an embedding (sparse_grad=False to gather), whose "
+                "gradient is then dense, or dense tensors"
+            )
     outputs = tuple(spec_of(part) if isinstance(part, torch.Tensor) else None for part in parts)
     first = next((a.name for a in args if isinstance(a, Ref)), None)
     if node.target is operator.getitem:

@@ -43,11 +43,11 @@ def capture_evaluation(
     """The forward of `model.eval()` with the stages, microbatches and precision of the job `training`.
 
     model, batch, loss: as `stretto.capture` takes them; tensor: how the training is spread over
-    tensor-parallel ranks (`stretto.capture.tensor_of`). The model's mode is left as it was.
+    tensor-parallel ranks (`stretto.capture.tensor_of`). The mode of each module is left as it was.
 
     Raises CaptureError when the model reads its parameters in another order than while training.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         traced = trace(
@@ -60,7 +60,8 @@ def capture_evaluation(
             tensor=tensor,
         )
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
     stages = len(training.stages)
     job = cut(traced, place(traced, stages, _cuts(traced, training)), stages, training.microbatches)
     return forward_only(replace(job, axes=training.axes, mean_over=None))

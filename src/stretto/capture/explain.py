@@ -2,27 +2,103 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import traceback
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from stretto.errors import CaptureError, StrettoError
+from stretto.parallelize.tensor import TensorParallel
+
+WHERE = "stretto_where"
+"""Attribute of an exception: the module that was running, and those that had been called."""
+
+SHAPE_WORDS = ("size", "shape", "dim", "broadcast", "must match", "expanded", "out of bounds", "out of range")
+"""What PyTorch says where tensors do not fit together."""
+
+WHOLE = ("sequence", "replicated", "attributes")
+"""Styles that leave a module's parameters whole."""
+
+NAMED = 4
+"""How many modules or parameters a message names."""
 
 
-def explain(model: nn.Module, error: Exception) -> CaptureError:
-    """Name the line of the user's code at which tracing failed, and say why in plain words."""
+def at_fault(error: Exception, running: str, called: Collection[str]) -> None:
+    """Note on an exception which module was running when it was raised."""
+    if not hasattr(error, WHERE):
+        setattr(error, WHERE, (running, frozenset(called)))
+
+
+def explain(model: nn.Module, error: Exception, tensor: TensorParallel | None = None) -> CaptureError:
+    """Name the line of the user's code at which tracing failed, and say why in plain words. tensor: how the
+    model is spread, which may be why."""
     own = Path(__file__).parent.parent
     rooms = (str(own / room) for room in ("capture", "parallelize", "tensor", "loss.py"))
-    ours = (str(Path(torch.__file__).parent), *rooms)
+    ours = (str(Path(torch.__file__).parent), str(contextlib.__file__), *rooms)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     where = ""
     if frames:
         where = f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}"
     at = f" at {where}" if where else ""
-    return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {_reason(error)}")
+    reason = _reason(error)
+    if tensor is not None and not isinstance(error, StrettoError):
+        reason += _spread_words(model, reason, tensor, *getattr(error, WHERE, ("", frozenset())))
+    return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {reason}")
 
+
+def _spread_words(
+    model: nn.Module, reason: str, tensor: TensorParallel, running: str, called: Collection[str]
+) -> str:
+    """Where shapes do not fit: what is spread there, what is whole beside it, what to write into tp_plan.
+
+    A number for each head, or a table of them, is whole on each rank, whose heads are a part of all.
+    """
+    if not any(word in reason.lower() for word in SHAPE_WORDS):
+        return ""
+    kinds = {name: style.kind for name, style in tensor.modules.items() if style.kind not in WHOLE}
+    spread, size = list(kinds), tensor.size
+    place = running.rpartition(".")[0] if running in kinds else running
+    while place and not any(name.startswith(f"{place}.") for name in spread):
+        place = place.rpartition(".")[0]
+    if not place:
+        skipped = [name for name in spread if name not in called]
+        ends = list(dict.fromkeys((*skipped, *(n for n in spread if kinds[n] == "vocabulary"))))
+        never = f" ({_listed(skipped)}: never called)" if skipped else ""
+        return (
+            f"\n  {_listed(ends or spread)} spread over tp = {size}{never}: code that uses such a module by "
+            "its weight has a part of it, and makes a part of the features. Call the module, or write "
+            f"{_entries(ends or spread)} into tp_plan, which keeps it whole"
+        )
+    inside = [name for name in spread if name.startswith(f"{place}.")]
+    own = [name for name, _ in model.named_parameters() if name.startswith(f"{place}.")]
+    whole = [name for name in own if name.rpartition(".")[0] not in kinds]
+    beside = (
+        f" {_listed(whole)} in it, whole on every rank, would have to be spread with them." if whole else ""
+    )
+    return (
+        f"\n  {place} is computed in parts: {_listed(inside)}, spread over tp = {size}.{beside} Numbers "
+        "for each head, and sizes of all heads in the code, do not fit a rank's part of them: take sizes "
+        f"from tensors (x.shape), or write {_entries(inside)} into tp_plan, which keeps these modules whole"
+    )
+
+
+def _entries(names: Sequence[str]) -> str:
+    """Entries of a tp_plan, for all layers."""
+    patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    return "{" + ", ".join(f"{pattern!r}: 'replicated'" for pattern in patterns) + "}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+OURS = ("loss(model, microbatch)", "the loss", "the model writes", "the graph has")
+"""How the texts begin that `torch_adapter` raises."""
 
 _REASONS = {
     "DataDependentOutputException": "the code asks for the value of a tensor",
@@ -34,7 +110,10 @@ _REASONS = {
 
 def _reason(error: Exception) -> str:
     kind = type(error).__name__
-    text = (str(error).strip().splitlines() or [""])[0]
+    try:
+        text = (str(error).strip().splitlines() or [""])[0]
+    except Exception:  # of an exception of the user's that cannot tell itself
+        text = ""
     asked = _REASONS.get(kind)
     if asked is None and "Tensor.__format__" in text:
         asked = "the code writes the value of a tensor into a text"
@@ -52,6 +131,6 @@ def _reason(error: Exception) -> str:
         )
     if kind == "UncapturedHigherOrderOpError":
         return "control flow operators cannot be captured: compute both sides and choose with torch.where"
-    if isinstance(error, StrettoError):
+    if isinstance(error, StrettoError) or text.startswith(OURS):
         return text
     return f"{kind}: {text}" if text else kind

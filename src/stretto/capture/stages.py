@@ -70,6 +70,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
             None if traced.own_dtypes.get(name) == spec.dtype else traced.own_dtypes.get(name),
             (traced.shards[name],) if name in traced.shards else (),
             traced.partial.get(name, ()),
+            name in traced.frozen,
         )
         for name, (spec, tied_to, _) in traced.parameters.items()
     )

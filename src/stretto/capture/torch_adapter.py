@@ -11,7 +11,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -23,11 +23,14 @@ from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from stretto.capture.calls_adapter import buffers_in_place, nodes_of, untraced
+from stretto.capture.carried import Calls, Rules
+from stretto.capture.explain import at_fault
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
 from stretto.loss import Loss, loss_and_count
-from stretto.parallelize.alone import Calls
+from stretto.parallelize.alone import Beside
 from stretto.parallelize.unseen import OWN
 
 SEGMENT = "stretto_segment"
@@ -120,6 +123,7 @@ class _Segments:
         self.names: list[str] = []
         self.borders: dict[int, int] = {}
         self._running: list[str] = []
+        self._called: set[str] = set()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -127,9 +131,13 @@ class _Segments:
         self.names.clear()
         self.borders.clear()
         self._running.clear()
+        self._called.clear()
         try:
             self._switch()
             yield
+        except Exception as error:
+            at_fault(error, self._running[-1] if self._running else "", self._called)
+            raise
         finally:
             fx_traceback.current_meta.pop("custom", None)
 
@@ -140,6 +148,7 @@ class _Segments:
 
             def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
                 self._running.append(name)
+                self._called.add(name)
                 self._switch()
 
             def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
@@ -191,12 +200,14 @@ class _Step(nn.Module):
         segments: _Segments,
         layers: Layers | None,
         program: MeshProgram | None,
-        calls: Calls | None,
+        calls: Calls,
+        beside: Beside | None,
     ) -> None:
         super().__init__()
         self.model = model
-        self._program = program
         self._calls = calls
+        self._program = program
+        self._beside = beside
         self._layers = layers
         self._loss = loss
         self._rebuild = rebuild
@@ -208,18 +219,23 @@ class _Step(nn.Module):
             self._layers.begin(self._segments)
         program = self._program
         with (
+            self._calls.one(self._buffers),
             nullcontext() if program is None else program.state(self.model),
             self._segments.forward(),
-            nullcontext() if self._calls is None else self._calls.forward(),
+            buffers_in_place(self.model),
+            nullcontext() if self._beside is None else self._beside.forward(),
         ):
             returned = self._loss(self.model, self._rebuild(leaves))
             loss, count = loss_and_count(returned, self._loss)
             if program is not None:
                 loss = program.loss(loss)
                 count = program.loss(count) if isinstance(count, torch.Tensor) else count
+        if loss.is_complex():
+            raise ValueError(f"the loss{self._where()} is a complex number: return a real one")
         if not loss.requires_grad:
             raise ValueError(
-                f"the loss{self._where()} does not depend on any parameter that requires a gradient"
+                f"the loss{self._where()} does not depend on any parameter that requires a gradient (all are "
+                "frozen, or it is computed under torch.no_grad, of detached values or of whole numbers)"
             )
         if isinstance(count, torch.Tensor):
             return loss.reshape(()), count.reshape(()) if count.dim() else count
@@ -239,30 +255,56 @@ def export_joint(
     mode: FakeTensorMode,
     layers: Layers | None = None,
     meshes: OnMeshes | None = None,
-    calls: Calls | None = None,
+    beside: Beside | None = None,
 ) -> JointGraph:
     """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake.
 
     layers: the equal layers that are not all traced; `stretto.capture.expand` then gives the whole graph.
     meshes: where a program on several meshes lies.
-    calls: compares the calls of a spread model with those of the model alone.
+    beside: compares the calls of a spread model with those of the model alone.
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
-    step = _Step(model, loss, rebuild, segments, layers, program, calls)
+    calls = Calls((("", model), ("the loss", loss)), Rules(nodes_of, _draws, _constant_key))
+    step = _Step(model, loss, rebuild, segments, layers, program, calls, beside)
+
+    def export(left: Mapping[str, torch.Tensor]) -> JointGraph:
+        for name, tensor in left.items():
+            step.register_buffer(name, tensor)
+        with ExitStack() as stack:
+            joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
+        return _joint(joint.graph_module, segments, step)
+
     with (
-        ExitStack() as stack,
         torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
         mode,
         tracing_state(),
         fx_traceback.preserve_node_meta(),
         segments.hooks(model),
-        nullcontext() if calls is None else calls.installed(),
+        nullcontext() if beside is None else beside.installed(),
         nullcontext() if layers is None else layers.installed(),
         nullcontext() if program is None else program.installed(),
+        calls,
     ):
-        joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
-    module = joint.graph_module
+        joint = export({})
+        known = [] if layers is None else list(layers.calls)
+        calls.check(joint, export, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype))
+        if layers is not None:
+            layers.calls[:] = known
+    return joint
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    return is_dispatched(node.target) and draws_random(node.target, node.args, node.kwargs)
+
+
+def _constant_key(value: Any) -> Hashable:
+    with untraced():
+        elements = constant_value(value) if isinstance(value, torch.Tensor) else None
+        return id(value) if elements is None else (elements.dtype, elements.shape, repr(elements.tolist()))
+
+
+def _joint(module: torch.fx.GraphModule, segments: _Segments, step: _Step) -> JointGraph:
     inputs: dict[torch.fx.Node, tuple[str, str | int]] = {}
     for node in module.graph.find_nodes(op="placeholder"):
         inputs[node] = _input(node.meta["desc"])
@@ -306,7 +348,10 @@ def _output(desc: Any) -> tuple[str, str]:
                 "let it write into a copy (x = x.clone())"
             )
         if kind != "buffer":
-            raise ValueError(f"the model writes into its {kind} {name!r} in the forward; use a buffer")
+            raise ValueError(
+                f"the model writes into its {kind} {name!r} in the forward (nn.Embedding with max_norm does "
+                "so, too): write into a copy, or into a buffer"
+            )
         return "update", str(name)
     raise ValueError(f"the graph has an output of a kind that is not supported: {desc}")
 

@@ -5,25 +5,29 @@ Like `torch_adapter`, a room for private corners of PyTorch (2.11 to 2.13):
     torch.compiler._is_compiling_flag, _is_exporting_flag   what `torch.export` tells model code
     torch._C._set_mkldnn_enabled                            recurrent layers as plain ops
     torch.utils.checkpoint._checkpoint_hook                 whether the model asks to recompute
+    torch.autograd.Function.apply                           what runs a backward within a backward
     loggers of torch._functorch and torch._subclasses       tracebacks of the exporter's own
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
+
+from stretto.errors import CaptureError
 
 
 @contextmanager
 def tracing_state() -> Iterator[None]:
     """Everything that this room sets, for as long as the context lasts."""
-    with _checkpoints_told(), _exporting(), _plain_ops():
+    with _checkpoints_told(), _no_inner_backward(), _exporting(), _plain_ops():
         yield
 
 
@@ -82,3 +86,56 @@ def _checkpoints_told() -> Iterator[None]:
                 "a settings file) instead",
                 stacklevel=2,
             )
+
+
+_BACKWARD = torch.autograd.backward
+
+
+@contextmanager
+def _no_inner_backward() -> Iterator[None]:
+    """Refuse code that runs a backward of its own: what it adds to `.grad` is no part of any graph.
+
+    Functions that do so in their backward, as re-entrant checkpointing does, are refused where they are
+    called: nothing calls their backward while the graph is made if they are given what needs no gradient but
+    by `requires_grad_`, and the gradients of all that is in them would be lost.
+    """
+    backward, function = torch.autograd.backward, torch.autograd.Function
+    apply = function.__dict__["apply"]
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            "the code runs a backward of its own, whose gradients no plan has: let loss(model, microbatch) "
+            "return the loss, of which capture makes the backward, and take gradients within it by "
+            "torch.autograd.grad"
+        )
+
+    def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if _runs_backward(kind.backward):
+            ours = issubclass(kind, torch.utils.checkpoint.CheckpointFunction)
+            what = (
+                "torch.utils.checkpoint with use_reentrant=True" if ours else f"the function {kind.__name__}"
+            )
+            how = "give use_reentrant=False" if ours else "call what it wraps as it stands"
+            raise CaptureError(
+                f"{what} runs a backward of its own within the backward, whose gradients no plan has: {how}; "
+                "what is computed again is for recompute='full', 'selective' or a limit of Parallel to say"
+            )
+        return apply.__func__(kind, *args, **kwargs)
+
+    torch.autograd.backward = refuse
+    function.apply = classmethod(applied)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+        function.apply = apply  # type: ignore[method-assign]
+
+
+def _runs_backward(method: Any) -> bool:
+    """Whether a function's code names PyTorch's backward, or computes again and calls one."""
+    found = inspect.unwrap(method)
+    code = getattr(found, "__code__", None)
+    if code is None:
+        return False
+    named = any(found.__globals__.get(name) is _BACKWARD for name in code.co_names)
+    return named or ("backward" in code.co_names and bool({"autograd", "enable_grad"} & {*code.co_names}))

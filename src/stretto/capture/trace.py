@@ -23,6 +23,7 @@ from torch import nn
 from stretto import tree
 from stretto.capture import torch_adapter
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
+from stretto.capture.accepts import check_batch, check_model
 from stretto.capture.axes import partial_axes
 from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.count import count_of, mean_over
@@ -31,11 +32,12 @@ from stretto.capture.explain import explain
 from stretto.capture.mesh_program import OnMeshes
 from stretto.capture.proof import prove
 from stretto.capture.repeat import NotRepeatedError, layers_of
+from stretto.capture.state import State
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
 from stretto.loss import Loss
-from stretto.parallelize.alone import Calls, Found, Key, leaves_of, with_logits_of_one
+from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
@@ -51,7 +53,8 @@ class Traced:
     parameters: name -> (spec, first name of its tie, value name of its gradient or None).
     buffers: name -> (spec, value name of its update or None).
     whole, count, mean_over: as in `ir.program.Job`.
-    shards, partial: of parameters, as in `ir.program.Parameter`. borders: as in `torch_adapter.JointGraph`.
+    shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
+    borders: as in `torch_adapter.JointGraph`.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Traced:
     whole: tuple[str, ...] = ()
     count: Count | None = None
     mean_over: Count | None = None
+    frozen: frozenset[str] = frozenset()
 
 
 def trace(
@@ -126,8 +130,10 @@ def _trace(
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
-    shapes = tree.microbatch_shapes(batch, microbatches)
     leaves, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
+    check_batch(leaves)
+    shapes = tree.microbatch_shapes(batch, microbatches)
+    check_model(model)
     at = torch.device(device) if device is not None else _device_of(model)
     device_kind = at.type
     absent = device_kind == "cuda" and not torch.cuda.is_available()
@@ -144,18 +150,13 @@ def _trace(
             return torch.empty(shapes[name], dtype=dtype, device=at)
 
     fakes = [fake_leaf(name, leaf) for name, leaf in leaves.items()]
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise CaptureError(
-            f"cannot capture {type(model).__name__}\n  it holds a TorchScript module: give the Python module "
-            "that was scripted"
-        )
     ties = _ties(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
-    calls = None
+    beside = None
     if tensor is not None and meshes is None:
         alone = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor)
-        calls = Calls(model, leaves_of(tensor), tensor.size, alone, torch_adapter.mark_call)
+        beside = Beside(model, leaves_of(tensor), tensor.size, alone, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
         nullcontext() if tensor is None else spread(model, tensor),
@@ -170,12 +171,12 @@ def _trace(
         try:
             with CudaChoices() if absent else nullcontext():
                 joint = torch_adapter.export_joint(
-                    model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, calls
+                    model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
                 )
         except NotRepeatedError:
             raise
         except Exception as error:
-            raise explain(model, error) from error
+            raise explain(model, error, tensor) from error
 
     names: dict[torch.fx.Node, str] = {}
     parameters: dict[str, tuple[TensorSpec, str, str | None]] = {}
@@ -189,7 +190,7 @@ def _trace(
         elif kind == "buffer":
             buffers[name] = (state[name], None)
 
-    ops, constants = convert(joint, names, () if calls is None else calls.matched)
+    ops, constants = convert(joint, names, () if beside is None else beside.matched)
     if absent:
         made = with_cuda_results(traced.op for traced in ops)
         ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
@@ -245,6 +246,7 @@ def _trace(
         whole=given_whole,
         count=count,
         mean_over=divided,
+        frozen=frozenset(frozen),
     )
 
 
@@ -259,7 +261,7 @@ def _alone(
     tensor: TensorParallel,
 ) -> Mapping[Key, Found]:
     """The calls of the model alone."""
-    calls = Calls(model, leaves_of(tensor), tensor.size)
+    calls = Beside(model, leaves_of(tensor), tensor.size)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype),
         with_logits_of_one(model, tensor),
@@ -269,10 +271,13 @@ def _alone(
         calls.installed(),
         calls.forward(),
     ):
+        before = State(("", model), ("the loss", loss))
         try:
             loss(model, rebuild(fakes))
         except Exception as error:
             raise explain(model, error) from error
+        finally:
+            before.restore()
     return calls.found
 
 

@@ -7,7 +7,6 @@ devices and links, `Hardware` of the catalogue (by name such as `h100x64`, or a 
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
+from stretto.parse import parse_toml
 from stretto.settings_file import refusal
 
 
@@ -124,12 +124,12 @@ def memory_limit(description: Description | None, job: Job) -> int | None:
 
 def _from_toml(path: Path) -> Cluster | Hardware:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be read: {error.strerror}; give a cluster file, a name, or local"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UsageError(f"{path}: is not TOML: {error}") from None
     if "device" in found:
         return load_cluster(path)

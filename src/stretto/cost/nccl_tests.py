@@ -24,6 +24,7 @@ from typing import Any
 from stretto.cost.collectives import Collective
 from stretto.errors import UsageError
 from stretto.ir.curve import Curve
+from stretto.parse import parse_json
 
 PROGRAMS = {
     "all_reduce": Collective.ALL_REDUCE,
@@ -148,9 +149,13 @@ def _guess(path: Path, run: _Run) -> Collective:
 
 def _json_runs(path: Path, text: str) -> Iterator[_Run]:
     try:
-        whole = json.loads(text)
+        whole = parse_json(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}: is not JSON: {error.msg}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: is not readable as JSON: {error}") from None
+    if not isinstance(whole, dict):
+        raise UsageError(f"{path}: expected an object with config and results, as nccl-tests -J writes it")
     config, results = whole.get("config"), whole.get("results")
     if not isinstance(config, dict) or not isinstance(results, list):
         raise UsageError(f"{path}: expected the keys config and results, as nccl-tests -J writes them")

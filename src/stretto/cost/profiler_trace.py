@@ -14,7 +14,6 @@ Reads the one file; touches no device.
 from __future__ import annotations
 
 import gzip
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from stretto.errors import UsageError
 from stretto.ir.program import Op, TensorSpec, refs
+from stretto.parse import parse_json
 
 DTYPES = {
     "float": "float32",
@@ -171,7 +171,7 @@ def _events(path: Path) -> tuple[list[dict[str, Any]], str]:
     try:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        data = json.loads(text)
+        data = parse_json(text)
     except (OSError, EOFError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     except ValueError as error:

@@ -40,7 +40,7 @@ _MEANINGS = {
     Phase.B: "backward (I and W)",
 }
 
-_TOKEN = re.compile(r"^(\d+)([FIWB])(\d+)$")
+_TOKEN = re.compile(r"^(\d{1,18})([FIWB])(\d{1,18})$")
 _OVERLAP = re.compile(r"^\(([^()]*)\)OVERLAP_F_B$")
 
 

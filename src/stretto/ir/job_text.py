@@ -81,6 +81,7 @@ def encode_job(job: Job) -> dict[str, Any]:
                     "own_dtype": p.own_dtype,
                     "shards": [_encode_shard(s) for s in p.shards],
                     "partial": list(p.partial),
+                    **({"frozen": True} if p.frozen else {}),
                 }
             )
             for p in job.parameters
@@ -275,7 +276,8 @@ def _decode_shard(cursor: Cursor) -> Shard:
 
 
 def _decode_parameter(cursor: Cursor) -> Parameter:
-    fields = cursor.fields(("name", "spec", "stages", "grads", "tied_to", "own_dtype", "shards", "partial"))
+    required = ("name", "spec", "stages", "grads", "tied_to", "own_dtype", "shards", "partial")
+    fields = cursor.fields(required, ("frozen",))
     return Parameter(
         name=fields["name"].text(),
         spec=decode_spec(fields["spec"]),
@@ -285,6 +287,7 @@ def _decode_parameter(cursor: Cursor) -> Parameter:
         own_dtype=None if fields["own_dtype"].value is None else fields["own_dtype"].text(),
         shards=fields["shards"].sequence(_decode_shard),
         partial=fields["partial"].sequence(Cursor.text),
+        frozen="frozen" in fields and fields["frozen"].flag(),
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.ir.program import GETITEM, Arg, Const, Op, Ref, TensorSpec
 from stretto.ir.reading import SPECIAL_FLOATS, Cursor
+from stretto.parse import LARGEST
 
 MOST_FLOPS = 10**30
 """More than any op has: a year of a million devices of 10**16 flops a second is less."""
@@ -54,11 +55,17 @@ def encode_arg(arg: Arg, of: str) -> Any:
     )
 
 
-def decode_arg(cursor: Cursor) -> Arg:
+MOST_NESTED = 8
+"""Lists within lists of an argument. Ops of the dispatcher take lists of numbers and of values."""
+
+
+def decode_arg(cursor: Cursor, depth: int = 0) -> Arg:
     """An argument from JSON data. Raises UsageError with its path."""
     value = cursor.value
     if isinstance(value, list):
-        return cursor.sequence(decode_arg)
+        if depth == MOST_NESTED:
+            raise cursor.error(f"an argument has lists within lists, more than {MOST_NESTED} of them")
+        return cursor.sequence(lambda item: decode_arg(item, depth + 1))
     if value is None or isinstance(value, (bool, int, float)):
         return value
     text = cursor.text()
@@ -149,7 +156,10 @@ def _takes_a_part(op: Op) -> bool:
 
 
 def decode_spec(cursor: Cursor) -> TensorSpec:
-    return cursor.parsed(TensorSpec.parse)
+    spec = cursor.parsed(TensorSpec.parse)
+    if max(spec.nbytes, *(spec.stride or (0,))) > LARGEST:
+        raise cursor.error("a tensor is too large: its bytes and strides must be numbers of 63 bits")
+    return spec
 
 
 def _decode_outputs(cursor: Cursor) -> tuple[TensorSpec | None, ...]:

@@ -265,6 +265,8 @@ class Parameter:
     partial: axes along which every rank's gradient is an addend of the sum (a norm that sees a slice of the
         sequence); the addends are summed once a step. Along an axis over which the parameter is spread, those
         of the ranks that hold the same part.
+    frozen: it required no gradient when the step was captured; without `grads` and not frozen, it is one
+        that the loss does not depend on.
     """
 
     name: str
@@ -275,6 +277,7 @@ class Parameter:
     own_dtype: str | None = None
     shards: tuple[Shard, ...] = ()
     partial: tuple[str, ...] = ()
+    frozen: bool = False
 
     @property
     def held_nbytes(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from stretto.errors import UsageError
+from stretto.parse import parse_json
 
 T = TypeVar("T")
 
@@ -38,15 +39,13 @@ def read_json(text: str, where: str) -> Cursor:
         raise UsageError(f'{where}: {word} is not JSON; write infinite numbers as text, for example "inf"')
 
     try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        value = parse_json(text, object_pairs_hook=unique, parse_constant=constant)
     except json.JSONDecodeError as error:
         raise UsageError(
             f"{where}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}). "
             "Write the file again, or mend that place"
         ) from None
-    except RecursionError:
-        raise UsageError(f"{where}: not readable as JSON: nested too deeply") from None
-    except ValueError as error:  # a number with thousands of digits
+    except ValueError as error:
         raise UsageError(f"{where}: not readable as JSON ({error})") from None
     return Cursor(value, "", where)
 
@@ -65,7 +64,10 @@ class Cursor:
         return UsageError(f"{place}: {what}")
 
     def _wrong(self, expected: str) -> UsageError:
-        shown = json.dumps(self.value)
+        try:
+            shown = json.dumps(self.value)
+        except RecursionError:
+            shown = "what is nested too deeply"
         return self.error(f"expected {expected}, found {shown if len(shown) <= 60 else shown[:57] + '...'}")
 
     def text(self) -> str:

@@ -14,6 +14,7 @@ from safetensors.torch import load_model, save_model
 
 from stretto.errors import UsageError
 from stretto.models.gpt import GPT, GPTConfig
+from stretto.parse import parse_json
 
 MODEL_TYPE = "stretto-gpt"
 """What config.json calls this kind of model."""
@@ -35,7 +36,7 @@ def load_gpt(folder: str | Path) -> GPT:
     """
     folder = Path(folder)
     try:
-        data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        data = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
         if data.pop("model_type", None) != MODEL_TYPE:
             raise UsageError(f"{folder / CONFIG}: is of another kind of model; expected {MODEL_TYPE}")
         model = GPT(GPTConfig(**data))

@@ -94,7 +94,7 @@ class _Frame:
     calls: int = 0
 
 
-class Calls(TorchFunctionMode):
+class Beside(TorchFunctionMode):
     """Records the calls of a model that runs, or compares them with those that `alone` recorded.
 
     leaves: names of modules that are one call each. mark: told the number of the call that runs, then None.

@@ -12,6 +12,7 @@ from typing import Any
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.timeline import Span, SpanKind, Timeline
+from stretto.parse import parse_json
 from stretto.whole_file import write_file
 
 FORMAT = "stretto timeline"
@@ -62,7 +63,7 @@ def load_timeline(path: str | Path) -> Timeline:
     """Read what `save_json` wrote. Raises UsageError that names the file and what is wrong with it."""
     path = Path(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read the timeline {path}: {error.strerror}") from None
     except ValueError as error:

@@ -6,7 +6,6 @@ Any may be missing; the report says which. May touch `stretto.simulate`, to pred
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
+from stretto.parse import parse_json
 from stretto.report.jsonfile import load_timeline
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
@@ -95,7 +95,7 @@ def _load_directory(path: Path) -> Run:
 
 def _load_object(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
     if not isinstance(data, dict):
@@ -113,7 +113,7 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            data = json.loads(line.decode())
+            data = parse_json(line.decode())
         except ValueError as error:
             # A run that was killed may have left half a line at the end.
             if number == len(lines):

@@ -33,6 +33,13 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
             f"the batch has leaves {', '.join(given) or 'none'}; the plan was made for {', '.join(expected)}"
         )
     constants = tree.fixed(batch)
+    known = dict(job.fixed)
+    for path, text in constants.items():
+        if path not in known:
+            raise UsageError(
+                f"batch leaf {path!r} is {text}, and the batch that was captured did not have it: leaves "
+                "that are no tensors are constants of the plan. Leave it out, or capture anew with it"
+            )
     for path, text in job.fixed:
         if constants.get(path) != text:
             raise UsageError(
@@ -43,6 +50,10 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in expected.items():
         leaf = given[name]
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            raise UsageError(
+                f"batch leaf {name!r} is a sparse or nested tensor; the plan was made for a dense one"
+            )
         pieces = job.microbatches * job.size("dp")
         if name in job.whole:
             leaves[name] = _whole(name, leaf, spec, device)

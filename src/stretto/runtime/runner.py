@@ -26,6 +26,7 @@ from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
 from stretto.runtime.fit import agree, check_tensor, check_ties, fit_batch
+from stretto.runtime.frozen import Frozen
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.old_model import Cut, OldModel, warn_if_old
 from stretto.runtime.rank import RankState
@@ -133,6 +134,7 @@ class Runner:
                 assert isinstance(found, nn.Parameter)
                 self._parameters[k] = self._part(parameter, found)
         check_ties(self.plan.job, given)
+        self._frozen = Frozen(self.plan.job, given, self._parameters)
         for k, buffer in enumerate(self.plan.job.buffers):
             if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
                 found_buffer = held.get(buffer.name)
@@ -190,12 +192,15 @@ class Runner:
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters with their names in the model, each once, in the model's order."""
-        seen: set[int] = set()
-        for k, parameter in sorted(self._parameters.items()):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield self.plan.job.parameters[k].name, parameter
+        """This rank's parameters with their names in the model, each once, in the model's order.
+
+        A tied parameter has the first of its names, as in `model.named_parameters()`, on ranks too whose
+        stages use it by a later one: what is chosen by name is then the same for all copies.
+        """
+        known = self.plan.job.parameters
+        place = {parameter.name: k for k, parameter in enumerate(known)}
+        named = {known[k].tied_to: parameter for k, parameter in self._parameters.items()}
+        yield from sorted(named.items(), key=lambda item: place[item[0]])
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers with their names in the model."""
@@ -346,6 +351,7 @@ class Runner:
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device)
+        self._frozen.check()
         self._check_bound()
         if self.unfit is not None:
             raise RunError(f"the Runner has no whole values: {self.unfit}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from stretto.errors import StrettoError, UsageError
+from stretto.parse import parse_json
 from stretto.train.text import Say
 
 MANIFEST = "manifest.json"
@@ -76,7 +77,7 @@ def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: 
 def fault(folder: Path) -> str | None:
     """What is wrong with a built folder, or None when every file is as it was written."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, (size_bytes, checksum) in files.items():
             path = folder / name
             found_bytes = path.stat().st_size
@@ -93,7 +94,7 @@ def fault(folder: Path) -> str | None:
 
 def contents(folder: Path, names: Sequence[str]) -> str:
     """A digest of what is in these files of a built folder, by its manifest; equal in any place."""
-    files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    files = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps([files[name] for name in names]).encode()).hexdigest()[:16]
 
 

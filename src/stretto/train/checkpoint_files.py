@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
+from stretto.parse import parse_json
 from stretto.saving.folder import recover, sync_folder, write_synced
 
 FORMAT = "stretto checkpoint"
@@ -95,7 +96,7 @@ def read_state(checkpoint: Path) -> State:
     """What the checkpoint says of itself. Raises UsageError for a file that is not one of ours."""
     path = checkpoint / STATE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT or data["version"] != VERSION:
             raise UsageError(
                 f"{path}: format {data['format']!r}, version {data['version']}; this Stretto reads "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -16,6 +17,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STUCK_S = 3.0
 """How long a process has to end by itself after a signal. Python handles signals between two of its own
 instructions, and a rank may be inside a library, waiting for another rank."""
+AGAIN_S = 0.02
+"""When a signal is handled again that a callback has swallowed. Assumed: longer than most callbacks."""
 
 
 class Interrupted(BaseException):
@@ -32,6 +35,8 @@ class Interrupts:
 
     `received` stays set, because libraries turn exceptions that cross them into others of their own. When
     the process has not left `stuck_s` after a signal, `stuck` is called, in a thread; it ends the process.
+    Where Python handles the signal inside a callback or a destructor, which cannot raise, it would print the
+    exception and go on: the signal is handled once more, a moment later.
     """
 
     def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
@@ -40,9 +45,11 @@ class Interrupts:
         self._ending = False
         self._stuck = stuck
         self._left = threading.Event()
+        self._again: threading.Timer | None = None
 
     def __enter__(self) -> Interrupts:
         self._before = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        self._hook_before, sys.unraisablehook = sys.unraisablehook, self._swallowed
         # The interpreter writes a signal's number here at once, even while the main thread is elsewhere.
         self._heard, self._told = socket.socketpair()
         self._told.setblocking(False)
@@ -53,6 +60,9 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
+        sys.unraisablehook = self._hook_before
+        if self._again is not None:
+            self._again.cancel()
         signal.set_wakeup_fd(self._wakeup_before)
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
@@ -72,6 +82,17 @@ class Interrupts:
             self.received = Interrupted(signum)
             if not self._ending:
                 raise self.received
+
+    def _swallowed(self, told: sys.UnraisableHookArgs) -> None:
+        error = told.exc_value
+        if not isinstance(error, Interrupted) or error is not self.received or self._ending:
+            self._hook_before(told)
+            return
+        self.received = None
+        main = threading.main_thread().ident
+        self._again = threading.Timer(AGAIN_S, lambda: signal.pthread_kill(main or 0, error.signum))
+        self._again.daemon = True
+        self._again.start()
 
     def _watch(self) -> None:
         with self._heard:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import UsageError
+from stretto.parse import parse_json
 
 Say = Callable[[str], None]
 """Takes one line for the user."""
@@ -127,9 +128,10 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UsageError(f"{path}:{number}: is not JSON: {error.msg}") from None
+                    row = parse_json(line)
+                except ValueError as error:
+                    why = error.msg if isinstance(error, json.JSONDecodeError) else error
+                    raise UsageError(f"{path}:{number}: is not JSON: {why}") from None
                 text = row.get(text_field) if isinstance(row, dict) else None
                 if not isinstance(text, str):
                     keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__

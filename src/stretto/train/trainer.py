@@ -17,6 +17,7 @@ import math
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from stretto.train.checkpoint_files import State, find, latest_in, read_state, s
 from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
 from stretto.train.data import TextData, prepare_data
+from stretto.train.heartbeat import Heartbeat
 from stretto.train.heldout import HeldOut
 from stretto.train.layout import spread
 from stretto.train.lock import RunLock
@@ -50,13 +52,15 @@ from stretto.train.world import World, is_launched, leave, tell_all
 
 
 class Trainer:
-    """One rank's training run. `step` counts optimizer steps done; it may be read at any time."""
+    """One rank's training run. `step` counts optimizer steps done; it may be read at any time. `missed` is
+    called, by another thread, with the number of a rank that gives no sign of life."""
 
     def __init__(self, settings: TrainSettings, world: World) -> None:
         """Nothing happens yet; `run` does everything."""
         self.settings = settings
         self.world = world
         self.step = 0
+        self.missed: Callable[[int], None] = _nothing
         first = world.rank == 0
         self.progress = Progress(settings.training.steps, settings.training.log_every, first)
         self.metrics: Metrics | None = None
@@ -79,7 +83,8 @@ class Trainer:
             leave(self.world)
             return
         try:
-            self._train(data)
+            with Heartbeat(self.world, self.missed):
+                self._train(data)
             results = Results(
                 settings=self.settings,
                 plan=self.runner.plan,
@@ -282,6 +287,10 @@ class Trainer:
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(line)
+
+
+def _nothing(_: int) -> None:
+    """For a rank of a test, which nobody ends."""
 
 
 def _say_nothing(line: str) -> None:

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 from stretto.config import TrainSettings
+from stretto.train.heartbeat import LOST_AFTER_S
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere, wait_for_askers
 from stretto.train.notes import Cause, Note, leave_note, note_of
@@ -49,6 +50,16 @@ def work(settings: TrainSettings) -> int:
         # Another thread's view: the main one is inside a library, and the rank must end without it.
         _end(trainer.world, trainer, note_of(interrupted, place.rank, trainer.step, interrupted))
 
+    def missed(rank: int) -> None:
+        # Another thread's view, too: the main one waits for a rank that gives no sign of life.
+        message = (
+            f"rank {place.rank}: rank {rank} has given no sign of life for {LOST_AFTER_S:.0f} s; it was "
+            "stopped, or its machine hangs. Look at it; resume from the last checkpoint"
+        )
+        note = Note(place.rank, Cause.LOST, message, 1, trainer.step, time.time(), rank)
+        _end(trainer.world, trainer, note)
+
+    trainer.missed = missed
     with Interrupts(stuck) as interrupts:
         try:
             use_threads(threads(settings.training.threads_per_rank, place.local_size))

@@ -22,11 +22,13 @@ from stretto.verify.loss import loss_faults
 from stretto.verify.messages import message_faults
 from stretto.verify.repeats import repeat_faults
 from stretto.verify.schedule import action_faults
+from stretto.verify.shapes import shape_faults
 from stretto.verify.sharding import difference_faults, sharding_faults
 from stretto.verify.sums import sum_faults
 from stretto.verify.windows import window_faults
 
 PROOFS = (
+    shape_faults,
     sharding_faults,
     window_faults,
     communication_faults,

@@ -1,0 +1,79 @@
+"""What capture does with PyTorch's private corners around each run of the forward (2.11 to 2.13):
+
+torch._subclasses.functional_tensor.FunctionalTensor, and the slots of torch.fx.experimental.proxy_tensor
+                                                which node makes a tensor
+nn.Module._parameters, _buffers                 what a forward puts in their places
+torch._C.DisableTorchFunction, torch.utils._python_dispatch._disable_current_modes
+                                                looking at real tensors while a graph is made
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stretto.capture.carried import Traced
+from stretto.errors import CaptureError
+
+
+def nodes_of(tensors: Mapping[int, torch.Tensor]) -> Traced | None:
+    """The nodes that make tensors, while the graph is made."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    nodes = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, FunctionalTensor):
+            tensor = tensor.from_functional()
+        slot = get_proxy_slot(tensor, mode.tracer, None)
+        if slot is not None:
+            nodes[key] = slot.proxy.node
+    tracer: Any = mode.tracer
+    return Traced(tracer.graph, tracer.root, nodes)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """While the context lasts, ops are no part of the graph under way, and may read real tensors."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def buffers_in_place(model: nn.Module) -> Iterator[None]:
+    """Let a forward that puts another tensor in a buffer's place write it into the buffer at its end, since
+    the exporter sees only what is written in place. Raises CaptureError where it cannot be so."""
+    tables = [(name, sub._parameters, sub._buffers) for name, sub in model.named_modules()]
+    kept = [(dict(parameters), dict(buffers)) for _, parameters, buffers in tables]
+    yield
+    for (module, parameters, buffers), (own, held) in zip(tables, kept, strict=True):
+        changed = [key for key, p in own.items() if parameters.get(key) is not p]
+        if changed:
+            raise CaptureError(
+                f"the forward puts another tensor in the place of parameter {_path(module, changed[0])!r}: "
+                "let it compute a tensor under another name, or write into a buffer"
+            )
+        for key, before in held.items():
+            now = buffers.get(key)
+            if now is before or before is None:
+                continue
+            if now is None or now.shape != before.shape or now.dtype != before.dtype:
+                told = "nothing" if now is None else f"{now.dtype}{list(now.shape)}"
+                raise CaptureError(
+                    f"the forward puts {told} in the place of buffer {_path(module, key)!r}, which is "
+                    f"{before.dtype}{list(before.shape)}: write into it in place, with its shape and dtype"
+                )
+            with torch.no_grad():
+                before.copy_(now)
+            buffers[key] = before
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name

@@ -1,0 +1,59 @@
+"""JSON and TOML that others wrote, as data: what Python's own readers let through or end in is a ValueError.
+
+Numbers of hundreds of digits would end in an OverflowError somewhere later, deep nesting in a RecursionError.
+Knows nothing of what the data mean; touches no other room.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+LARGEST = (1 << 63) - 1
+"""The largest whole number that files may have: of 64 bits, as tensors' sizes and strides are."""
+TOO_DEEP = "it is nested too deeply"
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    parse_constant: Callable[[str], NoReturn] | None = None,
+) -> Any:
+    """The data of a JSON text. Raises ValueError with the reason (JSONDecodeError, with the place, for what
+    is not JSON). The hooks are those of `json.loads`."""
+    try:
+        return json.loads(
+            text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant, parse_int=_whole
+        )
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The data of a TOML text. Raises ValueError with the reason, TOMLDecodeError for what is not TOML."""
+    try:
+        found = tomllib.loads(text)
+        _check(found)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > len(str(LARGEST)) + 1 or abs(int(digits)) > LARGEST:
+        raise ValueError(f"a number of {len(digits.lstrip('-'))} digits is too large: {digits[:20]}...")
+    return int(digits)
+
+
+def _check(value: Any) -> None:
+    if isinstance(value, dict):
+        for item in value.values():
+            _check(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check(item)
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError("a whole number is too large: at most 63 bits")

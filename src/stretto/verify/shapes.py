@@ -1,0 +1,208 @@
+"""Proves that ops give what the plan says that they give: shapes and dtypes follow again from their inputs.
+
+A file may name the arguments of a product in the wrong order; every value is then there, and the step fails
+in the middle. So each op of PyTorch's own is called once with tensors that have a shape and no elements
+(device "meta"), and what it gives is compared with what the plan says.
+
+    1. Equal calls (op, shapes, dtypes and strides of inputs, all else) are made once in a process.
+    2. Called are ops of `torch.ops.aten` with tensors among their arguments, and no text: they compute. What
+       PyTorch cannot say without elements, or has no rule for, is left alone, and so is attention on
+       accelerators, of which results beside the first depend on the device.
+    3. A part of a tuple, and a gradient, are of the shape of what they are taken from, or belong to.
+
+Communication is for `stretto.verify.communication`. Touches `stretto.ir`, and PyTorch's ops on "meta".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from stretto.ir.plan import Plan
+from stretto.ir.program import DTYPE_BYTES, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
+from stretto.verify.fault import Fault
+
+Given = tuple[TensorSpec | None, ...]
+
+MOST_CALLS = 20_000
+"""Different calls whose results are kept. Assumed: some plans' worth."""
+
+DEVICE_ATTENTION = ("attention",)
+"""Words in the names of ops whose further results are the device's own."""
+
+
+def shape_faults(plan: Plan) -> list[Fault]:
+    """Every op that cannot be called so, or gives something else. References must be sound."""
+    job = plan.job
+    specs = _inputs(job)
+    for stage in job.stages:
+        for ops in stage.ops.values():
+            for op in ops:
+                specs[op.name] = op.outputs
+    return [*_ops(job, specs), *_gradients(job, specs)]
+
+
+def _inputs(job: Job) -> dict[str, Given]:
+    named = {f"param/{p.name}": p.spec for p in job.parameters}
+    named |= {f"buffer/{b.name}": b.spec for b in job.buffers}
+    named |= {f"const/{c.name}": c.spec for c in job.constants}
+    named |= {f"batch/{name}": spec for name, spec in job.batch}
+    given: dict[str, Given] = {name: (spec,) for name, spec in named.items()}
+    return given | {"tangent": (job.loss_spec,)}
+
+
+def _ops(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
+    seen: set[str] = set()
+    for stage in job.stages:
+        for phase, ops in stage.ops.items():
+            for op in ops:
+                if op.name in seen:
+                    continue  # what several stages compute
+                seen.add(op.name)
+                trouble = _trouble(op, specs, job.device)
+                if trouble:
+                    yield Fault(
+                        None,
+                        f"stage {stage.index}, {phase.value}, {op.name}",
+                        trouble,
+                        "Capture the step again",
+                    )
+
+
+def _trouble(op: Op, specs: Mapping[str, Given], device: str) -> str:
+    """Why the op does not give what the plan says; "" if it does, or nobody knows."""
+    if op.target == GETITEM:
+        parts, at = specs.get(op.args[0].name, ()), op.args[1]
+        if at >= len(parts):
+            return f"takes part {at} of {op.args[0].name}, which has {len(parts)}"
+        return "" if _alike(parts[at], op.outputs[0]) else f"is {op.outputs[0]}, but the part is {parts[at]}"
+    space, _, name = op.target.partition(".")
+    if space != "aten" or (device != "cpu" and any(word in name for word in DEVICE_ATTENTION)):
+        return ""
+    try:
+        args = _with_specs(op.args, specs)
+        kwargs = tuple((key, _with_specs(value, specs)) for key, value in op.kwargs)
+    except _UnknownError:
+        return ""
+    made, reason = _called(name, args, kwargs)
+    told = ", ".join(str(spec) for spec in _tensors((args, kwargs)))
+    if reason:
+        return f"{op.target} cannot take {told}: {reason}"
+    if made is None or len(made) != len(op.outputs):
+        return ""
+    for found, said in zip(made, op.outputs, strict=True):
+        if said is not None and found is not None and not _alike(found, said):
+            return f"{op.target} of {told} gives {_brief(found)}, but the plan says {_brief(said)}"
+    return ""
+
+
+def _gradients(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
+    """Step 3 of what a step leaves: gradients and buffers."""
+    for parameter in job.parameters:
+        for stage, phase, value in parameter.grads:
+            found = specs.get(value, (None,))[0]
+            if found is not None and found.shape != parameter.spec.shape:
+                yield Fault(
+                    None,
+                    f"stage {stage}, {phase.value}, {value}",
+                    f"is {_brief(found)}, but the gradient of {parameter.name!r}, which is "
+                    f"{_brief(parameter.spec)}",
+                    "Capture the step again",
+                )
+    for buffer in job.buffers:
+        for stage, phase, value in buffer.updates:
+            found = specs.get(value, (None,))[0]
+            if found is not None and not _alike(found, buffer.spec):
+                yield Fault(
+                    None,
+                    f"stage {stage}, {phase.value}, {value}",
+                    f"is {_brief(found)}, but updates the buffer {buffer.name!r}, which is "
+                    f"{_brief(buffer.spec)}",
+                    "Capture the step again",
+                )
+
+
+def _alike(one: TensorSpec | None, other: TensorSpec | None) -> bool:
+    return one is None or other is None or (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _brief(spec: TensorSpec) -> str:
+    return str(TensorSpec(spec.shape, spec.dtype))
+
+
+class _UnknownError(Exception):
+    """A value whose spec is not known."""
+
+
+def _with_specs(arg: Arg, specs: Mapping[str, Given]) -> Any:
+    """The argument with specs in the places of values."""
+    if isinstance(arg, Ref):
+        found = specs.get(arg.name, ())
+        if len(found) != 1 or found[0] is None:
+            raise _UnknownError
+        return found[0]
+    if isinstance(arg, tuple):
+        return tuple(_with_specs(item, specs) for item in arg)
+    # Equal numbers of other types are other arguments.
+    return arg if isinstance(arg, (Const, str)) or arg is None else (_Number, type(arg), arg)
+
+
+class _Number:
+    """Marks a number in a key."""
+
+
+def _tensors(arg: Any) -> Iterator[TensorSpec]:
+    if isinstance(arg, TensorSpec):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _tensors(item)
+
+
+@lru_cache(maxsize=MOST_CALLS)
+def _called(name: str, args: Any, kwargs: Any) -> tuple[Given | None, str]:
+    """Steps 1 and 2: what the op gives, None if nobody knows; and why it cannot be called, else ""."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    given = [*args, *(value for _, value in kwargs)]
+    specs = list(_tensors(tuple(given)))
+    if op is None or not specs or any(isinstance(value, str) for value in given):
+        return None, ""
+    if any(spec.dtype not in DTYPE_BYTES for spec in specs):
+        return None, ""
+    try:
+        with torch.no_grad():
+            made = op(*(_real(a) for a in args), **{key: _real(value) for key, value in kwargs})
+    except (NotImplementedError, AttributeError):
+        return None, ""
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        unknown = any(word in text for word in ("meta", "Meta", "fake", "data-dependent", "not implemented"))
+        return None, "" if unknown else text
+    except Exception:
+        return None, ""  # of the rules that decide without elements, which have exceptions of their own
+    parts = made if isinstance(made, (tuple, list)) else (made,)
+    return tuple(_spec(part) if isinstance(part, torch.Tensor) else None for part in parts), ""
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _real(value: Any) -> Any:
+    """An argument of a call, with tensors that have no elements."""
+    if isinstance(value, TensorSpec):
+        dtype = getattr(torch, value.dtype)
+        if value.stride is None:
+            return torch.empty(value.shape, dtype=dtype, device="meta")
+        return torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
+    if isinstance(value, tuple):
+        if len(value) == 3 and value[0] is _Number:
+            return value[2]
+        return [_real(item) for item in value]
+    if isinstance(value, Const):
+        return torch.device("meta") if value.kind == "device" else getattr(torch, value.text)
+    return value

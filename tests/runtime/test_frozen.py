@@ -1,0 +1,146 @@
+"""Parameters that are frozen, unfrozen or added after the capture: right gradients, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.models.gpt import next_token_loss
+from tests.capture.zoo import Chain, mean_square, rows
+from tests.runtime.equality import gpt, tokens
+
+CLUSTER = stretto.Cluster()
+AGAIN = "capture the step again, plan it and make a new Runner"
+
+
+def plan_of(model: nn.Module, **layout: int) -> stretto.Plan:
+    job = stretto.capture(model, rows(), mean_square, stretto.Parallel(microbatches=2, **layout))
+    return stretto.plan(job, CLUSTER, order="list")
+
+
+def frozen_chain() -> nn.Module:
+    model = Chain()
+    model.get_submodule("layers.0").requires_grad_(False)
+    return model
+
+
+def told(plan: stretto.Plan, models: list[nn.Module], work: Callable[[stretto.Runner], Any]) -> list[str]:
+    """What each rank refuses."""
+
+    def caught(runner: stretto.Runner) -> str:
+        try:
+            work(runner)
+        except stretto.UsageError as error:
+            return str(error)
+        return ""
+
+    return stretto.run_threads(plan, models.__getitem__, caught)
+
+
+def test_unfrozen_between_capture_and_runner() -> None:
+    plan = plan_of(frozen_chain(), pp=2)
+    with pytest.raises(stretto.UsageError) as caught:
+        stretto.run_threads(plan, lambda _: Chain(), lambda runner: runner.step(rows()))
+    assert "'layers.0.weight' was frozen when the step was captured, and requires a gradient now" in str(
+        caught.value
+    )
+    assert AGAIN in str(caught.value)
+
+
+def test_unfrozen_while_the_runner_lives_is_seen_on_all_ranks() -> None:
+    """On the rank too that holds no part of it, which would wait for the other else."""
+    plan = plan_of(frozen_chain(), pp=2)
+    models = [frozen_chain(), frozen_chain()]
+
+    def work(runner: stretto.Runner) -> None:
+        runner.step(rows())
+        models[runner.rank].get_submodule("layers.0").requires_grad_(True)
+        runner.step(rows())
+
+    found = told(plan, models, work)
+    assert all("'layers.0.weight' was frozen when the step was captured" in text for text in found)
+
+
+def test_unfrozen_by_the_runners_parameters() -> None:
+    plan = plan_of(frozen_chain())
+    models = [frozen_chain()]
+
+    def work(runner: stretto.Runner) -> None:
+        for parameter in runner.parameters():
+            parameter.requires_grad_(True)
+        runner.step(rows())
+
+    assert AGAIN in told(plan, models, work)[0]
+
+
+def test_frozen_after_the_capture_has_no_gradient_and_the_rest_is_right() -> None:
+    plan = plan_of(Chain(), pp=2)
+    model = frozen_chain()
+    (mean_square(model, rows()[:4]) + mean_square(model, rows()[4:])).div(2).backward()
+
+    def work(runner: stretto.Runner) -> dict[str, Tensor | None]:
+        runner.step(rows())
+        return {name: p.grad for name, p in runner.named_parameters()}
+
+    held = stretto.run_threads(plan, lambda _: frozen_chain(), work)
+    found = {name: grad for grads in held for name, grad in grads.items()}
+    torch.testing.assert_close(
+        found, {name: p.grad for name, p in model.named_parameters()}, rtol=1e-10, atol=0
+    )
+
+
+def test_the_models_flag_holds_for_the_parts_that_ranks_have_of_it() -> None:
+    """A spread parameter is trained in a tensor of the Runner's own, but the user freezes the model's."""
+    model, batch = gpt(True), tokens(4, columns=8)
+    with pytest.warns(UserWarning, match="is not spread"):
+        job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(tp=2, microbatches=2))
+    plan = stretto.plan(job, CLUSTER, order="list")
+    models = [copy.deepcopy(model) for _ in range(2)]
+    name = "blocks.0.mlp.up.weight"
+    assert {p.name: p.shards for p in job.parameters}[name]
+
+    def work(runner: stretto.Runner) -> list[bool]:
+        part, found = dict(runner.named_parameters())[name], []
+        whole = models[runner.rank].get_parameter(name)
+        for trains in (True, False, True):
+            whole.requires_grad_(trains)
+            part.grad = None
+            runner.step(batch)
+            found.append(part.grad is not None)
+        part.requires_grad_(False)  # of its own: stays so
+        part.grad = None
+        runner.step(batch)
+        return [*found, part.grad is not None]
+
+    assert stretto.run_threads(plan, models.__getitem__, work) == [[True, False, True, False]] * 2
+
+
+def test_a_parameter_that_the_captured_model_did_not_have() -> None:
+    model = Chain()
+    plan = plan_of(model)
+    model.get_submodule("layers.0").adapter = nn.Linear(8, 8).double()
+    with pytest.raises(stretto.UsageError) as caught:
+        stretto.Runner(plan, model)
+    said = (
+        "'layers.0.adapter.weight' (and 1 more) requires a gradient, and the model that was captured did not"
+    )
+    assert said in str(caught.value)
+    model.get_submodule("layers.0.adapter").requires_grad_(False)
+    stretto.Runner(plan, model).step(rows())
+
+
+def test_a_plan_file_says_what_was_frozen() -> None:
+    plan = plan_of(frozen_chain(), pp=2)
+    text = plan_to_text(plan)
+    assert text.count('"frozen": true') == 2
+    read = plan_from_text(text)
+    assert [p.name for p in read.job.parameters if p.frozen] == ["layers.0.weight", "layers.0.bias"]
+    with pytest.raises(stretto.UsageError, match=r"parameters\[0\].frozen: expected true or false, found 1"):
+        plan_from_text(text.replace('"frozen": true', '"frozen": 1', 1))
