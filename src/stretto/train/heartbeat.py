@@ -62,7 +62,7 @@ class Heartbeat:
         own, watched = self._world.rank, (self._world.rank + 1) % self._world.size
         seen, beats = b"", 0
         looked = heard = time.monotonic()
-        while not self._ended.wait(BEAT_S):
+        while not self._ended.wait(BEAT_S if beats else 0.0):  # the first beat at once
             now, beats = time.monotonic(), beats + 1
             if now - looked > 2 * BEAT_S + STORE_S:
                 heard = now
