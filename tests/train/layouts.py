@@ -47,6 +47,7 @@ def main(folder: Path, runs: list[str]) -> None:
     """Every rank trains every run."""
     torch.set_num_threads(1)
     trainer_room.make_plan = described  # type: ignore[assignment]
+    trainer_room.leave = lambda _: None  # the ranks go on to the next run
     world = join(environment())
     for run in runs:
         trainer = Trainer(load_settings(folder / f"{run}.toml"), world)
