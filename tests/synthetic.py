@@ -15,6 +15,9 @@ from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.schedule.lower import lower
 from stretto.schedule.sums import make_sums
 
+WORK = "made_up.work.default"
+"""An op of no library: of any operands, with any result, which nobody infers."""
+
 ACTIVATION = TensorSpec((256, 512), "float32")
 WEIGHT = TensorSpec((512, 512), "float32")
 
@@ -27,7 +30,7 @@ def make_job(stages: int, microbatches: int, activation: TensorSpec = ACTIVATION
     for s in range(stages):
 
         def op(name: str, *uses: str, spec: TensorSpec = activation, flops: int = 1000) -> Op:
-            return Op(name, "aten.mm.default", tuple(Ref(u) for u in uses), (), (spec,), flops=flops)
+            return Op(name, WORK, tuple(Ref(u) for u in uses), (), (spec,), flops=flops)
 
         source = "batch/x" if s == 0 else f"y{s - 1}"
         seed = "tangent" if s == last else f"dx{s + 1}"

@@ -20,7 +20,7 @@ from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.program import Arg, Job, Op, OverlapMode, Parameter, Ref, Shard, Stage, TensorSpec
 from stretto.schedule.lower import lower
 from stretto.schedule.sums import make_sums
-from tests.synthetic import ACTIVATION, chain
+from tests.synthetic import ACTIVATION, WORK, chain
 
 WEIGHT = TensorSpec((512, 256), "float32")
 NORM = TensorSpec((512,), "float32")
@@ -85,7 +85,7 @@ class _Stage:
 
     def op(self, phase: Phase, name: str, *uses: str, spec: TensorSpec = ACTIVATION) -> str:
         args = tuple(Ref(use) for use in uses)
-        self.programs[phase].append(Op(name, "aten.mm.default", args, (), (spec,), flops=1000))
+        self.programs[phase].append(Op(name, WORK, args, (), (spec,), flops=1000))
         return name
 
     def multiply(self, phase: Phase, at: str, letter: str, value: str, weight: str) -> str:

@@ -25,6 +25,7 @@ from stretto.ir.program import (
     Stage,
     TensorSpec,
 )
+from tests.synthetic import WORK
 from tests.verify.random_tensors import random_tensors
 
 ROWS = 64
@@ -196,7 +197,7 @@ class _Graph:
         if spec is None and len(rows) == 2 and source in self.home:
             chance = draw.random()
             if chance < 0.1:
-                view = Op(name, "aten.view.default", (Ref(source),), (), (self.specs[source],), alias=source)
+                view = Op(name, WORK, (Ref(source),), (), (self.specs[source],), alias=source)
                 return self._add(stage, phase, view)
             if chance < 0.15 and rows[0] % size == 0 and rows[0] > size > 1:
                 part = TensorSpec((rows[0] // size, *rows[1:]), "float32")
@@ -207,7 +208,7 @@ class _Graph:
         args = tuple(Ref(use) for use in reads)
         random = spec is None and draw.random() < 0.1
         return self._add(
-            stage, phase, Op(name, "aten.mm.default", args, (), (made,), random=random, flops=1000)
+            stage, phase, Op(name, WORK, args, (), (made,), random=random, flops=1000)
         )
 
     def _start(self, stage: int, phase: Phase, axis: str, kind: str) -> list[str]:
@@ -245,9 +246,9 @@ class _Graph:
         scalar = TensorSpec((), "float32")
         reads = tuple(Ref(name) for name in self._some(stage, Phase.F, 2))
         if not any(ref.name in self.differing for ref in reads):
-            self._add(stage, Phase.F, Op("loss", "aten.mean.default", reads, (), (scalar,)))
+            self._add(stage, Phase.F, Op("loss", WORK, reads, (), (scalar,)))
             return
-        self._add(stage, Phase.F, Op("part", "aten.mean.default", reads, (), (scalar,)))
+        self._add(stage, Phase.F, Op("part", WORK, reads, (), (scalar,)))
         start = self._communicate(stage, Phase.F, "tp", "all_reduce", "part", scalar)
         self._wait(stage, Phase.F, start, "loss")
 

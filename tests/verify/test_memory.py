@@ -17,7 +17,7 @@ from stretto.schedule.forward import forward_schedule
 from stretto.simulate import simulate
 from stretto.verify import verify
 from stretto.verify.memory import peak_bytes
-from tests.synthetic import ACTIVATION, WEIGHT, make_plan
+from tests.synthetic import ACTIVATION, WEIGHT, WORK, make_plan
 from tests.synthetic_comm import make_comm_costs, plan_with
 from tests.verify.comm_plans import comm_job, comm_plans
 from tests.verify.plans import BY_HAND, plan_of
@@ -71,7 +71,7 @@ def test_two_counts_with_collectives_agree(plan: Plan) -> None:
 
 
 def test_what_is_sent_is_held_until_the_wait() -> None:
-    def op(name: str, *args: Arg, target: str = "aten.mm.default", spec: TensorSpec = ACTIVATION) -> Op:
+    def op(name: str, *args: Arg, target: str = WORK, spec: TensorSpec = ACTIVATION) -> Op:
         alias = "s" if target == "comm.wait" else None
         return Op(name, target, args, (), (spec,), alias)
 

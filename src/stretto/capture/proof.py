@@ -34,6 +34,7 @@ from stretto.ir.placements import (
     RefusedError,
     is_thin,
     part,
+    placers_of,
 )
 from stretto.ir.program import CHUNK, STARTS, WAIT, Const, Op, Ref, Shard, TensorSpec
 from stretto.parallelize.tensor import AXIS
@@ -85,23 +86,11 @@ class _Proof:
 
     def __post_init__(self) -> None:
         self.specs = dict(self.given)
-        copies = {shard.copies for shard in self.shards.values()}
-        several = sorted(copies - {1})
-        if len(several) > 1:
-            raise CaptureError(
-                f"heads are shared by {several[0]} ranks in one module, by {several[1]} in another"
-            )
-        sizes = [self.size // several[0], several[0]] if several else [self.size]
-        self.placers = []
-        for number, size in enumerate(sizes):
-            if size == 1:
-                continue  # one part, which all ranks hold
-            held = {
-                f"param/{name}": part(shard.dim, shard.blocks)
-                for name, shard in self.shards.items()
-                if number == 0 or shard.copies == 1
-            }
-            self.placers.append((size, Placer(AXIS, self.size, held, exact=True)))
+        try:
+            placers = placers_of(AXIS, self.size, self.shards, exact=True)
+        except ValueError as error:
+            raise CaptureError(f"{error}: give both the same heads of keys, or one 'replicated'") from None
+        self.placers = [(placer.along, placer) for placer in placers]
         self.uses = Counter(name for item in self.ops for name in item.op.uses)
         self.roots = frozenset((*self.kept.values(), *(v for v in self.gradients.values() if v is not None)))
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from stretto.ir.dims import Dims, dims_of, operands
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, Ref, Shard, TensorSpec
 
 Kind = Literal["equal", "part", "sum", "stacked", "local"]
 
@@ -74,6 +74,36 @@ LOCAL = Placement("local")
 
 def part(dim: int, blocks: int = 1) -> Placement:
     return Placement("part", ((dim, blocks),))
+
+
+def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool) -> list[Placer]:
+    """What places the ops of a program whose parameters are spread so. shards: parameter -> its shard along the
+    axis.
+
+    One, or where ranks share shards two: along the first the shards differ, along the second (`copies` ranks in a
+    row) they are equal. Raises ValueError where different numbers of ranks share.
+    """
+    copies = sorted({shard.copies for shard in shards.values()} - {1})
+    if len(copies) > 1:
+        raise ValueError(
+            f"parts are shared by {copies[0]} ranks in one module, and by {copies[1]} in another"
+        )
+    sizes = [size // copies[0], copies[0]] if copies else [size]
+    return [
+        Placer(
+            axis,
+            size,
+            {
+                f"param/{name}": part(shard.dim, shard.blocks)
+                for name, shard in shards.items()
+                if number == 0 or shard.copies == 1
+            },
+            along=along,
+            exact=exact,
+        )
+        for number, along in enumerate(sizes)
+        if along > 1  # else one part, which all ranks hold
+    ]
 
 
 class RefusedError(Exception):
@@ -181,12 +211,15 @@ def _is_zero(op: Op) -> bool:
 class Placer:
     """Places the ops of a program one by one, along one axis.
 
-    axis, size: of the ranks. given: value -> placement, of values that no op makes (others are equal).
+    axis, size: of the ranks. along: how many of them differ, where they share parts. given: value -> placement, of values that no op makes (others are equal).
     exact: whether the order of gathered slices is followed (see the module).
     """
 
-    def __init__(self, axis: str, size: int, given: Mapping[str, Placement], *, exact: bool) -> None:
+    def __init__(
+        self, axis: str, size: int, given: Mapping[str, Placement], *, exact: bool, along: int | None = None
+    ) -> None:
         self._axis, self._size, self._exact = axis, size, exact
+        self.along = along or size
         self.values: dict[str, Placement] = dict(given)
         self._tuples: dict[str, tuple[Placement, ...]] = {}
         self._made: dict[str, Op] = {}
@@ -378,7 +411,7 @@ class Placer:
         if rule is None:
             if all(p.kind == "equal" for p in given):
                 return (EQUAL,) * max(len(op.outputs), 1)
-            if any(p.kind == "local" for p in given) or own:
+            if any(p.kind == "local" for p in given) or own or not self._exact:
                 return (LOCAL,) * max(len(op.outputs), 1)
             if all(p.kind in ("equal", "sum") for p in given):
                 raise NeedsEqualError([n for n, p in zip(names, given, strict=True) if p.kind == "sum"])

@@ -20,6 +20,7 @@ from stretto.verify.fault import Fault
 from stretto.verify.lifetimes import lifetime_faults
 from stretto.verify.loss import loss_faults
 from stretto.verify.messages import message_faults
+from stretto.verify.placements import placement_faults
 from stretto.verify.repeats import repeat_faults
 from stretto.verify.schedule import action_faults
 from stretto.verify.shapes import shape_faults
@@ -53,7 +54,7 @@ def plan_faults(plan: Plan) -> list[Fault]:
     found += action_faults(walked, trains=plan.job.trains)
     for proof in PROOFS:
         found += proof(plan)
-    return found or [*difference_faults(plan), *deadlock_faults(plan)]
+    return found or [*(difference_faults(plan) or placement_faults(plan)), *deadlock_faults(plan)]
 
 
 def _slots(plan: Plan, order: tuple[Instruction, ...]) -> tuple[Slot, ...]:
