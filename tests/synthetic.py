@@ -7,9 +7,11 @@ the next stage, gradients to the one before. Op times are the phase's time, halv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import Costs, Link
+from stretto.ir.gradients import PRODUCT
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.schedule.lower import lower
@@ -20,6 +22,11 @@ WORK = "made_up.work.default"
 
 ACTIVATION = TensorSpec((256, 512), "float32")
 WEIGHT = TensorSpec((512, 512), "float32")
+
+
+def product(op: Op) -> Op:
+    """The op as one whose result is added to a gradient as it is made; its note keeps shapes from being inferred."""
+    return replace(op, target=PRODUCT, kwargs=(("note", "made up"),))
 
 
 def make_job(stages: int, microbatches: int, activation: TensorSpec = ACTIVATION) -> Job:
@@ -38,7 +45,7 @@ def make_job(stages: int, microbatches: int, activation: TensorSpec = ACTIVATION
         if s == last:
             forward += (op("loss", f"y{s}", spec=TensorSpec((), "float32")),)
         into = (op(f"g{s}", seed, f"h{s}"), op(f"dx{s}", f"g{s}", f"param/w{s}"))
-        weight = (op(f"p{s}", f"g{s}", source), op(f"dw{s}", f"p{s}", spec=WEIGHT))
+        weight = (op(f"p{s}", f"g{s}", source), product(op(f"dw{s}", f"p{s}", spec=WEIGHT)))
         made.append(Stage(s, {Phase.F: forward, Phase.I: into, Phase.W: weight}))
         parameters.append(Parameter(f"w{s}", WEIGHT, (s,), ((s, Phase.W, f"dw{s}"),), f"w{s}"))
     return chain("synthetic", microbatches, made, parameters, activation)

@@ -12,7 +12,7 @@ from stretto.schedule.lower import lower
 from stretto.simulate import simulate
 from stretto.verify.memory import peak_bytes
 from tests.simulate.test_engine import schedule
-from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
+from tests.synthetic import ACTIVATION, WORK, make_costs, make_job, make_plan
 from tests.synthetic_comm import make_comm_costs
 
 A = ACTIVATION.nbytes
@@ -71,7 +71,7 @@ def test_a_product_is_added_where_the_gradient_is() -> None:
     # Weight (2), p0, and dw0 (2), which becomes the gradient: later ones are added to it (2).
     assert weight_peaks(part_of_gradient()) == (5, 5)
     # Any other op makes its result first, beside weight (2), gradient (2) and p0.
-    assert weight_peaks(part_of_gradient(target="aten.sum.default")) == (5, 7)
+    assert weight_peaks(part_of_gradient(target=WORK)) == (5, 7)
 
 
 def test_a_gradient_of_another_dtype_begins_as_a_copy() -> None:

@@ -10,7 +10,7 @@ from stretto.ir.program import Edge, Job, Op, Ref, Stage
 from stretto.schedule.families import make_schedule
 from stretto.schedule.lower import lower
 from stretto.schedule.sums import make_sums
-from tests.synthetic import ACTIVATION, make_costs, make_job
+from tests.synthetic import ACTIVATION, WEIGHT, WORK, make_costs, make_job
 
 
 def rich_job(stages: int, microbatches: int) -> Job:
@@ -21,12 +21,12 @@ def rich_job(stages: int, microbatches: int) -> Job:
     last = stages - 1
     ops = dict(job.stages[last].ops)
     ops[Phase.F] = (
-        Op("skip", "aten.add.Tensor", (Ref("h0"), Ref("param/w0")), (), (ACTIVATION,)),
+        Op("skip", WORK, (Ref("h0"), Ref("param/w0")), (), (ACTIVATION,)),
         *ops[Phase.F],
     )
     ops[Phase.W] = (
         *ops[Phase.W],
-        Op("dskip", "aten.mul.Tensor", (Ref("h0"), Ref("skip")), (), (ACTIVATION,)),
+        Op("dskip", WORK, (Ref("h0"), Ref("skip")), (), (WEIGHT,)),
     )
     parameters = list(job.parameters)
     parameters[0] = replace(

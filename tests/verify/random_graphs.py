@@ -72,6 +72,7 @@ class _Graph:
         self.specs: dict[str, TensorSpec] = {"batch/x": activation(ROWS)}
         self.home: dict[str, tuple[int, Phase]] = {}
         self.differing: set[str] = set()
+        self.waited: set[str] = set()
         """Values that are not the same on all ranks along tp."""
         self.edges: dict[tuple[str, int], Phase] = {}
         """(value, target stage) -> the phase that reads it first, as programs are made in this order."""
@@ -199,7 +200,8 @@ class _Graph:
             if chance < 0.1:
                 view = Op(name, WORK, (Ref(source),), (), (self.specs[source],), alias=source)
                 return self._add(stage, phase, view)
-            if chance < 0.15 and rows[0] % size == 0 and rows[0] > size > 1:
+            waited = source in self.waited
+            if chance < 0.15 and rows[0] % size == 0 and rows[0] > size > 1 and not waited:
                 part = TensorSpec((rows[0] // size, *rows[1:]), "float32")
                 args = (Ref(source), 0, "tp", size)
                 self.differing.add(name)
@@ -207,13 +209,15 @@ class _Graph:
         made = spec or activation(rows[0] if len(rows) == 2 and rows[1] == 8 else ROWS)
         args = tuple(Ref(use) for use in reads)
         random = spec is None and draw.random() < 0.1
-        return self._add(
-            stage, phase, Op(name, WORK, args, (), (made,), random=random, flops=1000)
-        )
+        return self._add(stage, phase, Op(name, WORK, args, (), (made,), random=random, flops=1000))
 
     def _start(self, stage: int, phase: Phase, axis: str, kind: str) -> list[str]:
         """The name of a collective that has started; none where the value has no fitting shape."""
-        own = [op.name for sub in PHASES for op in self.ops[stage][sub] if not op.collective]
+        # What was summed or gathered is whole on all ranks: that is summed by nobody.
+        made = (op for sub in PHASES for op in self.ops[stage][sub])
+        own = [op.name for op in made if not op.collective and op.target != WAIT]
+        if not own:
+            return []
         size = self.sizes[axis]
         source = self.draw.choice(own[-3:])
         rows, *rest = self.specs[source].shape or (0,)
@@ -239,6 +243,7 @@ class _Graph:
 
     def _wait(self, stage: int, phase: Phase, start: str, name: str = "") -> str:
         name = name or self._name(stage, phase)
+        self.waited.add(name)
         return self._add(stage, phase, Op(name, WAIT, (Ref(start),), (), (self.specs[start],), alias=start))
 
     def _loss(self, stage: int) -> None:

@@ -42,7 +42,7 @@ def test_views_take_nothing() -> None:
     plan = make_plan(make_schedule("1f1b", 1, 1))
     stage = plan.job.stages[0]
     forward = list(stage.ops[Phase.F])
-    view = Op("v0", "aten.view.default", (Ref("y0"),), (), (ACTIVATION,), alias="y0")
+    view = Op("v0", WORK, (Ref("y0"),), (), (ACTIVATION,), alias="y0")
     viewed = (*forward[:2], view, replace(forward[2], args=(Ref("v0"),)))
     job = replace(plan.job, stages=(Stage(0, {**stage.ops, Phase.F: viewed}),))
     window = plan.windows["0F"]

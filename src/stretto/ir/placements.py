@@ -139,6 +139,13 @@ VIEW_OPS = frozenset(
 EXPAND = "aten.expand.default"
 """Repeats dims of one element: where a rank has as many as it needs, the model alone may have more."""
 
+KNOWN_OPS = ("aten.",)
+"""Libraries whose ops give equal results of equal operands, unless they draw."""
+
+OWN_REDUCTIONS = ("aten.amax.default",)
+"""What the cross-entropy over a spread vocabulary does along it: each rank takes the highest of its own logits. A
+plan does not say which ops are the library's own; capture knows it."""
+
 FILLS = frozenset(
     f"aten.{name}.default"
     for name in (
@@ -282,6 +289,8 @@ class Placer:
             return (self.of(source) if several is None else several[int(op.args[1])],)
         if op.target in FILLS:
             return (self._filled(op),)
+        if not self._exact and not op.target.startswith(KNOWN_OPS):
+            return (LOCAL,) * max(len(op.outputs), 1)  # of what library, nobody knows
         names = operands(op)
         given = tuple(self.of(name) for name in names)
         if all(p is EQUAL for p in given) and op.target != EXPAND:
@@ -315,7 +324,7 @@ class Placer:
         return self.scattered(op, specs[source])
 
     def _gathered(self, source: str, held: Placement, spec: TensorSpec) -> Placement:
-        if held.kind == "local" or held.zero:
+        if held.kind == "local" or held.zero or (held.kind == "equal" and not self._exact):
             return EQUAL
         if held.kind != "part":
             raise RefusedError(f"{source} is {held} and is gathered from all ranks", (source,))
@@ -425,7 +434,7 @@ class Placer:
             try:
                 return self._with_parts(op, rule, names, given, specs)
             except RefusedError:
-                if own:
+                if own or (not self._exact and op.target in OWN_REDUCTIONS):
                     return (LOCAL,) * len(op.outputs)
                 raise
         addends = {at for at, p in enumerate(given) if p.kind == "sum"}
