@@ -25,7 +25,8 @@ WEIGHT = TensorSpec((512, 512), "float32")
 
 
 def product(op: Op) -> Op:
-    """The op as one whose result is added to a gradient as it is made; its note keeps shapes from being inferred."""
+    """The op as one whose result is added to a gradient as it is made; its note keeps shapes from being
+    inferred."""
     return replace(op, target=PRODUCT, kwargs=(("note", "made up"),))
 
 

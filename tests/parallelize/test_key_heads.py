@@ -27,7 +27,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def norms_compute_in_the_dtype_that_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of `transformers` compute in float32, to which they round gradients: addends otherwise than sums."""
+    """Those of `transformers` compute in float32, to which they round gradients: addends otherwise than
+    sums."""
     from transformers.models.qwen3 import modeling_qwen3
 
     def forward(self: Any, x: Tensor) -> Tensor:

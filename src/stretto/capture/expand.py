@@ -32,8 +32,9 @@ from stretto.ir.program import GETITEM, Arg, Constant, Op, Ref, TensorSpec
 class TracedOp:
     """An op with where it came from. segment: see `torch_adapter`; None for sums of gradients.
 
-    whole: the shape that the result has in the model alone, where that is known (`parallelize.alone`); scaled:
-    the op's bounds count a rank's part; own: it belongs to the library's own code, which knows what it does.
+    whole: the shape that the result has in the model alone, where that is known (`parallelize.alone`);
+    scaled: the op's bounds count a rank's part; own: it belongs to the library's own code, which knows what
+        it does.
     """
 
     op: Op

@@ -24,18 +24,17 @@ from dataclasses import dataclass, field, replace
 
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
-from stretto.ir.placements import (
+from stretto.ir.gathered import VIEW_OPS
+from stretto.ir.placement import (
     SUM,
-    VIEW_OPS,
     EqualReducedError,
     NeedsEqualError,
     Placement,
-    Placer,
     RefusedError,
     is_thin,
     part,
-    placers_of,
 )
+from stretto.ir.placements import Placer, placers_of
 from stretto.ir.program import CHUNK, STARTS, WAIT, Const, Op, Ref, Shard, TensorSpec
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import rooted, with_uses
@@ -292,7 +291,8 @@ class _Proof:
         if kinds != {"sum"}:
             held = next(p for _, placer in self.placers if (p := placer.of(now)).kind != "equal")
             raise CaptureError(
-                f"{where} differs between {AXIS} ranks: it is {held} ({_made_in(item)}). Name the module whose "
+                f"{where} differs between {AXIS} ranks: it is {held} ({_made_in(item)}). Name the "
+                f"module whose "
                 "output it takes 'colwise_gather_output', or leave it out of tp_plan"
             )
         self.renamed[now] = self._summed(replace(item), (now,))(now)
@@ -320,14 +320,16 @@ class _Proof:
                     item = self.made[self.at[now]] if now in self.at else None
                     raise CaptureError(
                         f"the gradient of parameter {name!r} is {have}, where the parameter is "
-                        f"{'whole' if want is None else want} ({_made_in(item)}): give its module the style that its "
+                        f"{'whole' if want is None else want} ({_made_in(item)}): give its module the "
+                        f"style that its "
                         "use needs in tp_plan ('colwise', 'rowwise'), or leave the modules around it out"
                     )
             if kinds == {"sum"}:
                 yield name, (AXIS,)
             elif len(kinds) > 1 or (shard is not None and shard.copies > 1 and kinds == {"equal"}):
                 raise CaptureError(
-                    f"the gradient of parameter {name!r} is a sum over some {AXIS} ranks and not over others: "
+                    f"the gradient of parameter {name!r} is a sum over some {AXIS} ranks and not over "
+                    f"others: "
                     "leave its module out of tp_plan"
                 )
 
@@ -335,7 +337,8 @@ class _Proof:
 
     def _refusal(self, item: TracedOp, what: str) -> CaptureError:
         return CaptureError(
-            f"{_made_in(item)} cannot be computed in parts ({item.op.name}, {item.op.target}): {self._said(what)}. "
+            f"{_made_in(item)} cannot be computed in parts ({item.op.name}, {item.op.target}): "
+            f"{self._said(what)}. "
             "Give the modules that make the two sides styles that agree in tp_plan (both 'colwise', or the "
             "spread one 'colwise_gather_output'), or leave the spread one out of it"
         )
@@ -355,7 +358,8 @@ class _Proof:
         return CaptureError(
             f"{_made_in(item)} makes a tensor of shape {list(item.whole or ())} in the model alone, and "
             f"{list(self.specs[op.name].shape)} on each of {self.size} {AXIS} ranks, where it is {held} "
-            f"({op.name}, {op.target}): the code counts what is spread otherwise than tp_plan spreads it. Divide "
+            f"({op.name}, {op.target}): the code counts what is spread otherwise than tp_plan spreads "
+            f"it. Divide "
             "the count by the style 'attributes:NAME', write -1 for it, or leave the module out of tp_plan"
         )
 

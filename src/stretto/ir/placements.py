@@ -25,63 +25,56 @@ equal, spread or added, not for the order of rows. Touches `stretto.ir` only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from stretto.ir.dims import Dims, dims_of, operands
+from stretto.ir.gathered import KEEP_ORDER, VIEW_OPS, ordered, stacked
+from stretto.ir.placed_by_rule import EXPAND, whole, with_local, with_parts
+from stretto.ir.placement import (
+    EQUAL,
+    LOCAL,
+    SUM,
+    EqualReducedError,
+    NeedsEqualError,
+    Placement,
+    RefusedError,
+    blocks_along,
+    cuts_at,
+    is_thin,
+    part,
+    uniform_view,
+    where_cut,
+)
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, Ref, Shard, TensorSpec
 
-Kind = Literal["equal", "part", "sum", "stacked", "local"]
+KNOWN_OPS = ("aten.",)
+"""Libraries whose ops give equal results of equal operands, unless they draw."""
 
-Factor = tuple[int, int]
-"""(number, size): a piece of a dim that moves as one."""
+OWN_REDUCTIONS = ("aten.amax.default",)
+"""What the cross-entropy over a spread vocabulary does along it: each rank takes the highest of its own
+logits. A plan does not say which ops are the library's own; capture knows it."""
 
+FILLS = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        *("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like"),
+        *("empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided"),
+        "new_empty_strided",
+    )
+)
+"""One number everywhere."""
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """How ranks hold one value.
-
-    at: of a part, (dim, blocks); several where they are the same slice of the elements.
-    uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
-    zero: nothing but zeros, which are as well an addend, a slice or a whole.
-    free: of a part of one element, or of one of each block: a view or a permutation within one of PyTorch's own
-        functions (`einsum` drops dims of one element) may have brought that element to any place.
-    home, now: of what is stacked, its factors in the order of the value, and those of each dim as it is.
-    """
-
-    kind: Kind
-    at: tuple[tuple[int, int], ...] = ()
-    uniform: frozenset[int] = frozenset()
-    zero: bool = False
-    free: bool = False
-    home: tuple[Factor, ...] = ()
-    now: tuple[tuple[Factor, ...], ...] = ()
-
-    def __str__(self) -> str:
-        if self.kind != "part":
-            return {"sum": "an addend of a sum", "equal": "whole", "local": "a rank's own"}.get(
-                self.kind, self.kind
-            )
-        dim, blocks = self.at[0]
-        return f"spread along dim {dim}" + (f" in {blocks} blocks" if blocks > 1 else "")
-
-
-EQUAL = Placement("equal")
-SUM = Placement("sum")
-LOCAL = Placement("local")
-
-
-def part(dim: int, blocks: int = 1) -> Placement:
-    return Placement("part", ((dim, blocks),))
+SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 
 
 def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool) -> list[Placer]:
-    """What places the ops of a program whose parameters are spread so. shards: parameter -> its shard along the
-    axis.
+    """What places the ops of a program whose parameters are spread so. shards: parameter -> its shard along
+    the axis.
 
-    One, or where ranks share shards two: along the first the shards differ, along the second (`copies` ranks in a
-    row) they are equal. Raises ValueError where different numbers of ranks share.
+    One, or where ranks share shards two: along the first the shards differ, along the second (`copies` ranks
+    in a row) they are equal. Raises ValueError where different numbers of ranks share.
     """
     copies = sorted({shard.copies for shard in shards.values()} - {1})
     if len(copies) > 1:
@@ -106,107 +99,6 @@ def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool
     ]
 
 
-class RefusedError(Exception):
-    """The op's result stands for nothing. The message says what is wrong; `names`: the values it is about."""
-
-    def __init__(self, what: str, names: Sequence[str] = ()) -> None:
-        super().__init__(what)
-        self.names = tuple(names)
-
-
-class NeedsEqualError(Exception):
-    """The op would be right if these addends were summed before."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(", ".join(names))
-        self.names = tuple(dict.fromkeys(names))
-
-
-class EqualReducedError(Exception):
-    """A sum over ranks of what all of them hold whole: the value itself."""
-
-
-VIEW_OPS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("view.default", "_unsafe_view.default", "reshape.default", "_reshape_alias.default"),
-        *("unsqueeze.default", "squeeze.dim", "squeeze.dims", "squeeze.default", "flatten.using_ints"),
-        "view_as.default",
-    )
-)
-"""The same elements in the same order in another shape."""
-
-EXPAND = "aten.expand.default"
-"""Repeats dims of one element: where a rank has as many as it needs, the model alone may have more."""
-
-KNOWN_OPS = ("aten.",)
-"""Libraries whose ops give equal results of equal operands, unless they draw."""
-
-OWN_REDUCTIONS = ("aten.amax.default",)
-"""What the cross-entropy over a spread vocabulary does along it: each rank takes the highest of its own logits. A
-plan does not say which ops are the library's own; capture knows it."""
-
-FILLS = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        *("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like"),
-        *("empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided"),
-        "new_empty_strided",
-    )
-)
-"""One number everywhere."""
-
-KEEP_ORDER = frozenset(("aten.clone.default", "aten._to_copy.default", "aten.contiguous.default"))
-SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
-
-
-def where_cut(shape: Sequence[int], dim: int, blocks: int) -> int:
-    """The number of elements behind which, within a rank's slice, the next rank's elements come."""
-    return shape[dim] // blocks * math.prod(shape[dim + 1 :])
-
-
-def cuts_at(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
-    """All (dim, blocks) that are the cut behind `inner` elements, the fewest blocks first."""
-    found = []
-    behind = 1
-    for dim in reversed(range(len(shape))):
-        if inner % behind == 0 and inner and shape[dim] % (inner // behind) == 0:
-            found.append((shape[dim] // (inner // behind), dim))
-        behind *= shape[dim]
-    return ((dim, blocks) for blocks, dim in sorted(found))
-
-
-def _blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> int | None:
-    """Blocks of slices of one length, put behind one another along the dim in which they are cut."""
-    lengths: dict[int, None] = {}
-    for held, spec in zip(given, specs, strict=True):
-        lengths.update((spec.shape[dim] // blocks, None) for d, blocks in held.at if d == dim)
-    for length in lengths:
-        total = 0
-        for held, spec in zip(given, specs, strict=True):
-            n = spec.shape[dim]
-            # What is the same all along it is as well so many slices.
-            fits = (dim, n // length) in held.at or held.zero or dim in held.uniform
-            if n % length or not fits:
-                break
-            total += n // length
-        else:
-            return total
-    return None
-
-
-def _places(held: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """All (dim, blocks) that a part may be."""
-    yield from held.at
-    if held.free and is_thin(held, shape):
-        yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in held.at)
-
-
-def is_thin(held: Placement, shape: Sequence[int]) -> bool:
-    """Whether a part is one element, or one of each block: it may be an addend as well."""
-    return held.kind == "part" and any(shape[dim] == blocks for dim, blocks in held.at)
-
-
 def _is_zero(op: Op) -> bool:
     name = op.target.split(".")[1]
     if "zeros" in name:
@@ -218,7 +110,8 @@ def _is_zero(op: Op) -> bool:
 class Placer:
     """Places the ops of a program one by one, along one axis.
 
-    axis, size: of the ranks. along: how many of them differ, where they share parts. given: value -> placement, of values that no op makes (others are equal).
+    axis, size: of the ranks. along: how many of them differ, where they share parts. given: value ->
+        placement, of values that no op makes (others are equal).
     exact: whether the order of gathered slices is followed (see the module).
     """
 
@@ -254,8 +147,8 @@ class Placer:
         try:
             found = self._placed(op, specs, own, scaled)
         except RefusedError:
-            # A whole of one element was used beside parts of one element: where the model alone repeats it, and
-            # sums its gradient over the repetitions, a rank does neither. That gradient is an addend.
+            # A whole of one element was used beside parts of one element: where the model alone repeats it,
+            # and sums its gradient over the repetitions, a rank does neither. That gradient is an addend.
             thin = {name: self.of(name) for name in operands(op) if self._is_thin(name, specs)}
             if not backward or not thin:
                 raise
@@ -332,19 +225,7 @@ class Placer:
         inner = where_cut(spec.shape, dim, blocks)
         if not self._exact or inner == math.prod(spec.shape):
             return EQUAL
-        home: list[Factor] = []
-        now: list[tuple[Factor, ...]] = []
-        ranks = (0, self._size)
-        for d, n in enumerate(spec.shape):
-            pieces: tuple[Factor, ...] = ((3 * d + 1, n),)
-            if d == dim:
-                pieces = ((3 * d + 1, blocks), (3 * d + 2, n // blocks))
-                home += [pieces[0], ranks, pieces[1]]
-            else:
-                home += pieces
-            now.append(pieces)
-        now[0] = (ranks, *now[0])
-        return Placement("stacked", home=tuple(home), now=tuple(now))
+        return stacked(spec, dim, blocks, self._size)
 
     def scattered(self, op: Op, spec: TensorSpec) -> Placement:
         """The slice that a rank gets of what is summed and scattered along dim 0."""
@@ -403,7 +284,7 @@ class Placer:
         scaled: bool,
     ) -> tuple[Placement, ...]:
         if any(p.kind == "stacked" for p in given):
-            return (self._ordered(op, given[0], specs[0]),)
+            return (ordered(op, given[0], specs[0]),)
         if op.target in VIEW_OPS:
             return (self._view(op, given[0], specs[0]),)
         if scaled and op.target in ("aten.slice.Tensor", "aten.select.int") and given[0].kind != "part":
@@ -429,10 +310,10 @@ class Placer:
                 f"{op.target} has no rule for a value that is {given[at]} ({names[at]})", (names[at],)
             )
         if any(p.kind == "local" for p in given):
-            return self._with_local(rule, given, op)
+            return with_local(rule, given, op)
         if any(p.kind == "part" for p in given):
             try:
-                return self._with_parts(op, rule, names, given, specs)
+                return with_parts(op, rule, names, given, specs)
             except RefusedError:
                 if own or (not self._exact and op.target in OWN_REDUCTIONS):
                     return (LOCAL,) * len(op.outputs)
@@ -444,27 +325,7 @@ class Placer:
                 if addends <= together and all(given[at].zero for at in rest):
                     return (SUM,) * len(op.outputs)
             raise NeedsEqualError([names[at] for at in sorted(addends)])
-        return self._equal(op, rule, given, specs)
-
-    def _ordered(self, op: Op, held: Placement, spec: TensorSpec) -> Placement:
-        """What was gathered is put in order."""
-        made = op.outputs[0]
-        now: list[tuple[Factor, ...]] | None = None
-        home = list(held.home)
-        if held.kind == "stacked" and made is not None and len(operands(op)) == 1:
-            if op.target in VIEW_OPS:
-                now = _regrouped([f for dim in held.now for f in dim], made.shape, home)
-            elif op.target in ("aten.permute.default", "aten.transpose.int"):
-                rule = dims_of(op, [spec])
-                assert rule is not None
-                now = [held.now[label] for label in rule.outputs[0] if label is not None]
-            elif op.target in KEEP_ORDER:
-                now = list(held.now)
-        if now is None:
-            raise RefusedError("a gathered value is used before its slices are in order", operands(op))
-        if [f for dim in now for f in dim if f[1] != 1] == [f for f in home if f[1] != 1]:
-            return EQUAL
-        return Placement("stacked", home=tuple(home), now=tuple(now))
+        return whole(op, rule, given, specs, self._exact)
 
     def _view(self, op: Op, held: Placement, spec: TensorSpec) -> Placement:
         made = op.outputs[0]
@@ -480,7 +341,7 @@ class Placer:
                 )
             return Placement("part", found, free=is_thin(held, spec.shape))
         if held.kind == "equal" and held.uniform:
-            return replace(held, uniform=_uniform_view(spec.shape, made.shape, held.uniform))
+            return replace(held, uniform=uniform_view(spec.shape, made.shape, held.uniform))
         return held
 
     def _split(self, op: Op, held: Placement, spec: TensorSpec) -> tuple[Placement, ...]:
@@ -522,10 +383,10 @@ class Placer:
             linear=(frozenset(range(len(given))),),
         )
         if any(p.kind == "part" for p in given):
-            blocks = _blocks_along(dim, given, specs)
+            blocks = blocks_along(dim, given, specs)
             along = () if blocks is None else ((dim, blocks),)
             try:
-                made = self._with_parts(op, rule, names, given, specs)[0]
+                made = with_parts(op, rule, names, given, specs)[0]
             except RefusedError:
                 if not along:
                     raise
@@ -536,185 +397,7 @@ class Placer:
             if all(given[k].zero for k in range(len(given)) if k not in addends):
                 return SUM
             raise NeedsEqualError([names[k] for k in sorted(addends)])
-        return self._equal(op, rule, given, specs)[0]
-
-    def _with_local(self, rule: Dims, given: Sequence[Placement], op: Op) -> tuple[Placement, ...]:
-        """A rank's own numbers beside a part make a part, in place; anything else is the rank's own."""
-        into = op.target.startswith(("aten.scatter", "aten.index_put"))
-        for position, held in enumerate(given):
-            if held.kind != "part" or (into and position):
-                continue
-            for dim, blocks in held.at:
-                label = rule.inputs[position][dim]
-                stays = label is not None and (label not in rule.whole or into)
-                if stays and all(label in out for out in rule.outputs):
-                    return tuple(part(out.index(label), blocks) for out in rule.outputs)
-        return (LOCAL,) * len(op.outputs)
-
-    def _with_parts(
-        self,
-        op: Op,
-        rule: Dims,
-        names: Sequence[str],
-        given: Sequence[Placement],
-        specs: Sequence[TensorSpec],
-    ) -> tuple[Placement, ...]:
-        parts = [at for at, p in enumerate(given) if p.kind == "part"]
-        reasons: list[str] = []
-        found: list[tuple[Placement, ...]] = []
-        needed: list[str] = []
-        for dim, blocks in _places(given[parts[0]], specs[parts[0]].shape):
-            label = rule.inputs[parts[0]][dim] if dim < len(rule.inputs[parts[0]]) else None
-            if label is None:
-                reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
-                continue
-            other = self._beside(rule, names, given, specs, label, blocks)
-            if other is not None:
-                reasons.append(other)
-                continue
-            if label in rule.whole:
-                reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, and the op needs that dim whole")
-                continue
-            sums = [names[at] for at, p in enumerate(given) if p.kind == "sum"]
-            if sums:
-                needed += sums
-                continue
-            if label in rule.summed and any(not given[at].zero for at in rule.added):
-                reasons.append(f"{names[0]} would be added once by every rank")
-                continue
-            made = []
-            for out in rule.outputs:
-                if label in out:
-                    made.append(part(out.index(label), blocks))
-                elif label in rule.summed:
-                    made.append(SUM)
-                else:
-                    break
-            if len(made) == len(rule.outputs):
-                found.append(tuple(made))
-        if needed and not found:
-            raise NeedsEqualError(needed)
-        if not found:
-            raise RefusedError(
-                reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}",
-                [names[at] for at in parts],
-            )
-        # A part may be taken for an addend later, where it must be (`is_thin`); not the other way.
-        first = min(found, key=lambda made: sum(p.kind == "sum" for p in made))
-        alike = [f for f in found if [p.kind for p in f] == [p.kind for p in first]]
-        moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
-        free = moved or any(given[at].free for at in parts)
-        return tuple(
-            Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)), free=free)
-            if p.kind == "part"
-            else p
-            for k, p in enumerate(first)
-        )
-
-    def _beside(
-        self,
-        rule: Dims,
-        names: Sequence[str],
-        given: Sequence[Placement],
-        specs: Sequence[TensorSpec],
-        label: int,
-        blocks: int,
-    ) -> str | None:
-        """What does not fit beside a part along a label; None where all does."""
-        for at, held in enumerate(given):
-            dims = [d for d, of in enumerate(rule.inputs[at]) if of == label]
-            if held.kind == "part":
-                if not any(d in dims and b == blocks for d, b in _places(held, specs[at].shape)):
-                    return f"{names[at]} is {held}, beside values that are spread otherwise"
-            elif held.zero or (held.kind == "equal" and all(d in held.uniform for d in dims)):
-                continue
-            elif dims and any(specs[at].shape[d] != blocks for d in dims):
-                # Where a slice is one element of each block, the whole is repeated beside it.
-                return f"{names[at]} is {held} on every rank, beside values that are spread"
-            elif dims and held.kind == "sum":
-                return f"{names[at]} is {held}, beside values that are spread"
-        return None
-
-    def _equal(
-        self, op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec]
-    ) -> tuple[Placement, ...]:
-        """All is whole: along which dims results are uniform."""
-        if op.random or (not self._exact and op.target != EXPAND and not any(
-            p.uniform for p in given
-        )):  # fmt: skip
-            return (EQUAL,) * len(op.outputs)
-        made = []
-        for out in rule.outputs:
-            uniform = set()
-            for d, label in enumerate(out):
-                if label is None or label in rule.whole:
-                    continue
-                if all(
-                    k in held.uniform or (op.target == EXPAND and spec.shape[k] == 1)
-                    for held, labels, spec in zip(given, rule.inputs, specs, strict=True)
-                    for k, of in enumerate(labels)
-                    if of == label
-                ):
-                    uniform.add(d)
-            zero = bool(rule.linear) and any(all(given[k].zero for k in group) for group in rule.linear)
-            made.append(
-                Placement("equal", uniform=frozenset(uniform), zero=zero) if uniform or zero else EQUAL
-            )
-        return tuple(made)
-
-
-def _uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:
-    """The uniform dims in another shape: those made of uniform dims alone, and of one element where one was."""
-    found: set[int] = set()
-    spans = list(_spans(before))
-    for dim, (first, last) in enumerate(_spans(after)):
-        if first == last:
-            here = [d for d, span in enumerate(spans) if span == (first, last)]
-            fits = any(d in uniform for d in here)
-        else:
-            here = [d for d, (a, b) in enumerate(spans) if a < last and b > first and a != b]
-            fits = all(d in uniform for d in here)
-        if fits:
-            found.add(dim)
-    return frozenset(found)
-
-
-def _spans(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """For each dim, how many rows there are of it and all before, without it and with it."""
-    rows = 1
-    for n in shape:
-        yield rows, rows * n
-        rows *= n
-
-
-def _regrouped(
-    factors: list[Factor], shape: Sequence[int], home: list[Factor]
-) -> list[tuple[Factor, ...]] | None:
-    """The factors, in their order, as dims of another shape; cut where they must be, in `home` as well."""
-    left = [f for f in factors if f[1] != 1]
-    fresh = 1000 + len(home)
-    dims: list[tuple[Factor, ...]] = []
-    for n in shape:
-        taken: list[Factor] = []
-        while n > 1:
-            if not left:
-                return None
-            number, size = left.pop(0)
-            if n % size == 0:
-                taken.append((number, size))
-                n //= size
-                continue
-            if size % n:
-                return None
-            first, second = (fresh, n), (fresh + 1, size // n)
-            fresh += 2
-            at = home.index((number, size))
-            home[at : at + 1] = [first, second]
-            taken.append(first)
-            left.insert(0, second)
-            n = 1
-        dims.append(tuple(taken))
-    return dims if not left else None
+        return whole(op, rule, given, specs, self._exact)[0]
 
 
 def _key(

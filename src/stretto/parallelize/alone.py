@@ -1,17 +1,18 @@
-"""The model alone beside the spread one: its calls must be the same, on tensors of the shapes that it would have.
+"""The model alone beside the spread one: its calls must be the same, on tensors of the shapes that it would
+have.
 
 A spread model runs the user's code on a rank's parts. That code may look at shapes, and make numbers of them:
 divide by `x.shape[-1]`, view as so many heads, branch. No rule for ops can see that such a number counts a
 part, where the model alone counts the whole. So the model alone is run first, on tensors without storage:
 
     1. Of each call of a PyTorch function in it: which, with what numbers, giving what shapes.
-    2. The spread model must make the same calls, in each module and visit of it. Numbers may differ where they
-       are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
+    2. The spread model must make the same calls, in each module and visit of it. Numbers may differ where
+       they are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
     3. each result's shape in the model alone goes to the op that makes it (`Found.whole`). The proof of
        placements (`stretto.capture.proof`) must come to it from the rank's shape and what is spread.
 
-Modules that are spread by a style are one call each: what is in them is the library's own. The model alone has
-its logits behind `SplitLogits`, too, of a single part, so that both run the same code.
+Modules that are spread by a style are one call each: what is in them is the library's own. The model alone
+has its logits behind `SplitLogits`, too, of a single part, so that both run the same code.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Beside(TorchFunctionMode):
         alone: Mapping[Key, Found] | None = None,
         mark: Callable[[int | None], None] = lambda _: None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: dict[Key, Found] = {}
         self.matched: list[Matched] = []
         self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
@@ -227,9 +228,10 @@ class Beside(TorchFunctionMode):
         self.matched.append(Matched(shapes, whole.shapes, scaled))
 
     def _repeats_left_out(self, key: Key) -> int:
-        """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys as
-        of queries leaves out: an unsqueeze behind the heads, `expand`, and a view that puts both dims together,
-        or `repeat_interleave`."""
+        """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys
+        as
+        of queries leaves out: an unsqueeze behind the heads, `expand`, and a view that puts both dims
+        together, or `repeat_interleave`."""
         assert self._alone is not None
         name, visit, at = key
         calls = [self._alone.get((name, visit, at + k)) for k in range(3)]
@@ -259,7 +261,8 @@ class Beside(TorchFunctionMode):
                 return True
         raise ValueError(
             f"tp: {function!r} {where} is called with {_first(here, alone)}, where the model alone calls it "
-            f"with {_first(alone, here)}: the number comes from the shape of what is spread. Give the module a number of its own, or leave the "
+            f"with {_first(alone, here)}: the number comes from the shape of what is spread. Give the "
+            f"module a number of its own, or leave the "
             "modules around it out of tp_plan"
         )
 
@@ -318,8 +321,8 @@ def with_logits_of_one(model: nn.Module, how: TensorParallel) -> Iterator[None]:
         with functions_given(whole_of):
             yield
     finally:
-        for put_back in reversed(undo):
-            put_back()
+        for action in reversed(undo):
+            action()
 
 
 def leaves_of(how: TensorParallel) -> frozenset[str]:

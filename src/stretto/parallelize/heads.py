@@ -93,8 +93,8 @@ KEYS = re.compile(r"(^|_)w?(k|v|kv|keys?|values?|key_value)(_|$)", re.IGNORECASE
 @dataclass(frozen=True, slots=True)
 class SharedHeads:
     """copies: module -> ranks that hold the same of its output features, more than one; some of these modules
-    have no style, or one that makes their output whole, and are to be 'colwise'. counts: their attention module
-    -> integer attribute -> the value on a rank."""
+    have no style, or one that makes their output whole, and are to be 'colwise'. counts: their attention
+    module -> integer attribute -> the value on a rank."""
 
     copies: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

@@ -2,10 +2,10 @@
 
 Capture has proved it of the step that it traced, with the shapes of the model alone beside it. Passes and
 planning have changed the programs since, and a plan file may be anybody's. So each op is placed again
-(`stretto.ir.placements`) from the parameters' shards on, through all stages: an addend that is used as if it were
-the sum, a sum over ranks of what is whole on each, a slice beside a whole, and gradients that are other than their
-parameters say. The order of gathered rows is not followed here, and what an op without a rule makes is taken
-as it is. May touch `stretto.ir`.
+(`stretto.ir.placements`) from the parameters' shards on, through all stages: an addend that is used as if it
+were the sum, a sum over ranks of what is whole on each, a slice beside a whole, and gradients that are other
+than their parameters say. The order of gathered rows is not followed here, and what an op without a rule
+makes is taken as it is. May touch `stretto.ir`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.ir.flow import PHASES
-from stretto.ir.placements import (
-    LOCAL,
-    EqualReducedError,
-    NeedsEqualError,
-    Placer,
-    RefusedError,
-    is_thin,
-    placers_of,
-)
+from stretto.ir.placement import LOCAL, EqualReducedError, NeedsEqualError, RefusedError, is_thin
+from stretto.ir.placements import Placer, placers_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Op, TensorSpec
 from stretto.verify.fault import Fault

@@ -1,0 +1,183 @@
+"""Rules for ops that move dims, cut them off or put them in, and that look rows up (`stretto.ir.dims`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.ir.dim_labels import Dims, Labels, broadcast, dim_of, each, labels_of, together
+from stretto.ir.program import Op, Ref, TensorSpec
+
+
+def permute(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[0].shape)
+    order = list(range(count))
+    if op.target == "aten.permute.default":
+        order = [dim_of(d, count) for d in op.args[1]]
+    elif op.target == "aten.transpose.int":
+        a, b = dim_of(op.args[1], count), dim_of(op.args[2], count)
+        order[a], order[b] = order[b], order[a]
+    elif count > 1:
+        order.reverse()  # t: of two dims
+    return Dims((labels_of(count),), (tuple(order),), linear=each(0))
+
+
+def changed(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """One operand whose dims stay, but for sizes: those that change, and those named, must be whole."""
+    made = op.outputs[0]
+    if made is None or len(made.shape) != len(specs[0].shape):
+        return None
+    labels = labels_of(len(made.shape))
+    whole = {d for d, (a, b) in enumerate(zip(specs[0].shape, made.shape, strict=True)) if a != b}
+    zero = True
+    if op.target == "aten.slice.Tensor":
+        dim = dim_of(op.args[1] if len(op.args) > 1 else 0, len(labels))
+        step = op.args[4] if len(op.args) > 4 else 1
+        if specs[0].shape[dim] != made.shape[dim] or step != 1:
+            whole.add(dim)
+    elif op.target == "aten.slice_backward.default":
+        whole.add(dim_of(op.args[2], len(labels)))
+        if specs[0].shape == made.shape:
+            whole.clear()
+    elif op.target in ("aten.flip.default", "aten.roll.default"):
+        at = 1 if op.target == "aten.flip.default" else 2
+        dims = op.args[at] if len(op.args) > at else ()
+        whole |= {dim_of(d, len(labels)) for d in dims} if dims else set(labels)
+    elif op.target in ("aten.tril.default", "aten.triu.default"):
+        whole |= set(labels[-2:])
+    elif op.target == "aten.constant_pad_nd.default":
+        pads = op.args[1]
+        whole |= {len(labels) - 1 - k // 2 for k, pad in enumerate(pads) if pad}
+        zero = len(op.args) < 3 or op.args[2] == 0
+    return Dims((labels,), (labels,), whole=frozenset(whole), linear=each(0) if zero else ())
+
+
+def select(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[0].shape)
+    dim = dim_of(op.args[1], count)
+    labels = labels_of(count)
+    return Dims((labels,), (labels[:dim] + labels[dim + 1 :],), whole=frozenset((dim,)), linear=each(0))
+
+
+def select_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[0].shape) + 1
+    dim = dim_of(op.args[2], count)
+    labels = labels_of(count)
+    return Dims((labels[:dim] + labels[dim + 1 :],), (labels,), whole=frozenset((dim,)), linear=each(0))
+
+
+def expand(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    made = op.outputs[0]
+    assert made is not None
+    return Dims((broadcast(specs[0], made.shape),), (labels_of(len(made.shape)),), linear=each(0))
+
+
+def repeat(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    made = op.outputs[0]
+    if made is None:
+        return None
+    labels = labels_of(len(made.shape))
+    skipped = len(made.shape) - len(specs[0].shape)
+    whole = frozenset(d for d, times in enumerate(op.args[1]) if times != 1)
+    return Dims((labels[skipped:],), (labels,), whole=whole, linear=each(0))
+
+
+def stack(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[0].shape)
+    dim = dim_of(op.args[1] if len(op.args) > 1 else 0, count + 1)
+    labels = labels_of(count)
+    out = (*labels[:dim], None, *labels[dim:])
+    return Dims(tuple(labels for _ in specs), (out,), linear=together(len(specs)))
+
+
+def unbind(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[0].shape)
+    dim = dim_of(op.args[1] if len(op.args) > 1 else 0, count)
+    labels = labels_of(count)
+    out = labels[:dim] + labels[dim + 1 :]
+    return Dims((labels,), tuple(out for _ in op.outputs), whole=frozenset((dim,)), linear=each(0))
+
+
+def scattered(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """slice_scatter, select_scatter: the second operand is put into a dim of the first."""
+    count = len(specs[0].shape)
+    dim = dim_of(op.args[2] if len(op.args) > 2 else 0, count)
+    labels = labels_of(count)
+    second = labels[:dim] + labels[dim + 1 :] if op.target == "aten.select_scatter.default" else labels
+    return Dims((labels, second), (labels,), whole=frozenset((dim,)), linear=together(2))
+
+
+# --- rows that are looked up ------------------------------------------------------------------------------
+
+
+def embedding(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[1].shape)
+    rows, columns = count, count + 1
+    index = labels_of(count)
+    return Dims(((rows, columns), index), ((*index, columns),), whole=frozenset((rows,)), linear=each(0))
+
+
+def embedding_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[1].shape)
+    rows, columns = count, count + 1
+    index = labels_of(count)
+    return Dims(
+        ((*index, columns), index),
+        ((rows, columns),),
+        whole=frozenset((rows,)),
+        summed=frozenset(index),
+        linear=each(0),
+    )
+
+
+def gather(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """gather, and the scatters into `self`: each other dim at its own place, if it is as long everywhere."""
+    count = len(specs[0].shape)
+    if any(len(spec.shape) != count for spec in specs) or not count:
+        return None
+    dim = dim_of(op.args[1], count)
+    labels = labels_of(count)
+    shapes = [spec.shape for spec in specs]
+    whole = {dim} | {d for d in labels if len({shape[d] for shape in shapes}) > 1}
+    linear: tuple[frozenset[int], ...] = ()
+    if op.target == "aten.gather.default":
+        linear = each(0)
+    elif op.target in ("aten.scatter_add.default", "aten.scatter.src"):
+        linear = (frozenset((0, 2)),)
+    return Dims(tuple(labels for _ in specs), (labels,), whole=frozenset(whole), linear=linear)
+
+
+def index_select(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[0].shape)
+    dim = dim_of(op.args[1], count)
+    labels = labels_of(count)
+    inside: Labels = (count,) if specs[1].shape else ()
+    out = (*labels[:dim], *((count,) if inside else (None,)), *labels[dim + 1 :])
+    return Dims((labels, inside), (out,), whole=frozenset((dim,)), linear=each(0))
+
+
+def index(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """x[indices]: dims that are indexed are whole; so are the indices' own."""
+    count = len(specs[0].shape)
+    given = tuple(op.args[1])
+    named = [d for d, arg in enumerate(given) if isinstance(arg, Ref)]
+    made = op.outputs[0]
+    if made is None or len(specs) != 1 + len(named):
+        return None
+    kept = [d for d in range(count) if d not in named]
+    extra = len(made.shape) - len(kept)
+    fresh = tuple(range(count, count + extra))
+    beside = bool(named) and named == list(range(named[0], named[0] + len(named)))
+    before = [d for d in kept if d < named[0]] if beside else []
+    out = (*before, *fresh, *(d for d in kept if d not in before))
+    inner = []
+    for spec in specs[1:]:
+        skipped = extra - len(spec.shape)
+        inner.append(tuple(fresh[skipped + d] if n != 1 else None for d, n in enumerate(spec.shape)))
+    return Dims((labels_of(count), *inner), (out,), whole=frozenset(named) | frozenset(fresh), linear=each(0))
+
+
+def topk(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    count = len(specs[0].shape)
+    at = op.args[2] if len(op.args) > 2 else -1
+    labels = labels_of(count)
+    return Dims((labels,), tuple(labels for _ in op.outputs), whole=frozenset((dim_of(at, count),)))

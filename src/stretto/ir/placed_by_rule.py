@@ -1,0 +1,150 @@
+"""What follows from an op's rule: placements of its results from those of its operands
+(`stretto.ir.placements`).
+
+Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.ir.dims import Dims
+from stretto.ir.placement import (
+    EQUAL,
+    LOCAL,
+    SUM,
+    NeedsEqualError,
+    Placement,
+    RefusedError,
+    is_thin,
+    part,
+    places_of,
+)
+from stretto.ir.program import Op, TensorSpec
+
+EXPAND = "aten.expand.default"
+"""Repeats dims of one element: where a rank has as many as it needs, the model alone may have more."""
+
+
+def with_local(rule: Dims, given: Sequence[Placement], op: Op) -> tuple[Placement, ...]:
+    """A rank's own numbers beside a part make a part, in place; anything else is the rank's own."""
+    into = op.target.startswith(("aten.scatter", "aten.index_put"))
+    for position, held in enumerate(given):
+        if held.kind != "part" or (into and position):
+            continue
+        for dim, blocks in held.at:
+            label = rule.inputs[position][dim]
+            stays = label is not None and (label not in rule.whole or into)
+            if stays and all(label in out for out in rule.outputs):
+                return tuple(part(out.index(label), blocks) for out in rule.outputs)
+    return (LOCAL,) * len(op.outputs)
+
+
+def with_parts(
+    op: Op,
+    rule: Dims,
+    names: Sequence[str],
+    given: Sequence[Placement],
+    specs: Sequence[TensorSpec],
+) -> tuple[Placement, ...]:
+    parts = [at for at, p in enumerate(given) if p.kind == "part"]
+    reasons: list[str] = []
+    found: list[tuple[Placement, ...]] = []
+    needed: list[str] = []
+    for dim, blocks in places_of(given[parts[0]], specs[parts[0]].shape):
+        label = rule.inputs[parts[0]][dim] if dim < len(rule.inputs[parts[0]]) else None
+        if label is None:
+            reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
+            continue
+        other = _beside(rule, names, given, specs, label, blocks)
+        if other is not None:
+            reasons.append(other)
+            continue
+        if label in rule.whole:
+            reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, and the op needs that dim whole")
+            continue
+        sums = [names[at] for at, p in enumerate(given) if p.kind == "sum"]
+        if sums:
+            needed += sums
+            continue
+        if label in rule.summed and any(not given[at].zero for at in rule.added):
+            reasons.append(f"{names[0]} would be added once by every rank")
+            continue
+        made = []
+        for out in rule.outputs:
+            if label in out:
+                made.append(part(out.index(label), blocks))
+            elif label in rule.summed:
+                made.append(SUM)
+            else:
+                break
+        if len(made) == len(rule.outputs):
+            found.append(tuple(made))
+    if needed and not found:
+        raise NeedsEqualError(needed)
+    if not found:
+        raise RefusedError(
+            reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}",
+            [names[at] for at in parts],
+        )
+    # A part may be taken for an addend later, where it must be (`is_thin`); not the other way.
+    first = min(found, key=lambda made: sum(p.kind == "sum" for p in made))
+    alike = [f for f in found if [p.kind for p in f] == [p.kind for p in first]]
+    moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
+    free = moved or any(given[at].free for at in parts)
+    return tuple(
+        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)), free=free)
+        if p.kind == "part"
+        else p
+        for k, p in enumerate(first)
+    )
+
+
+def _beside(
+    rule: Dims,
+    names: Sequence[str],
+    given: Sequence[Placement],
+    specs: Sequence[TensorSpec],
+    label: int,
+    blocks: int,
+) -> str | None:
+    """What does not fit beside a part along a label; None where all does."""
+    for at, held in enumerate(given):
+        dims = [d for d, of in enumerate(rule.inputs[at]) if of == label]
+        if held.kind == "part":
+            if not any(d in dims and b == blocks for d, b in places_of(held, specs[at].shape)):
+                return f"{names[at]} is {held}, beside values that are spread otherwise"
+        elif held.zero or (held.kind == "equal" and all(d in held.uniform for d in dims)):
+            continue
+        elif dims and any(specs[at].shape[d] != blocks for d in dims):
+            # Where a slice is one element of each block, the whole is repeated beside it.
+            return f"{names[at]} is {held} on every rank, beside values that are spread"
+        elif dims and held.kind == "sum":
+            return f"{names[at]} is {held}, beside values that are spread"
+    return None
+
+
+def whole(
+    op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec], exact: bool
+) -> tuple[Placement, ...]:
+    """All is whole: along which dims results are uniform."""
+    if op.random or (not exact and op.target != EXPAND and not any(
+        p.uniform for p in given
+    )):  # fmt: skip
+        return (EQUAL,) * len(op.outputs)
+    made = []
+    for out in rule.outputs:
+        uniform = set()
+        for d, label in enumerate(out):
+            if label is None or label in rule.whole:
+                continue
+            if all(
+                k in held.uniform or (op.target == EXPAND and spec.shape[k] == 1)
+                for held, labels, spec in zip(given, rule.inputs, specs, strict=True)
+                for k, of in enumerate(labels)
+                if of == label
+            ):
+                uniform.add(d)
+        zero = bool(rule.linear) and any(all(given[k].zero for k in group) for group in rule.linear)
+        made.append(Placement("equal", uniform=frozenset(uniform), zero=zero) if uniform or zero else EQUAL)
+    return tuple(made)

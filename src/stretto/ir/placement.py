@@ -1,0 +1,149 @@
+"""How tensor-parallel ranks hold one value, and where a slice lies among its elements
+(`stretto.ir.placements`).
+
+Touches `stretto.ir.program` only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stretto.ir.program import TensorSpec
+
+Kind = Literal["equal", "part", "sum", "stacked", "local"]
+
+Factor = tuple[int, int]
+"""(number, size): a piece of a dim that moves as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How ranks hold one value.
+
+    at: of a part, (dim, blocks); several where they are the same slice of the elements.
+    uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
+    zero: nothing but zeros, which are as well an addend, a slice or a whole.
+    free: of a part of one element, or of one of each block: a view or a permutation within one of PyTorch's
+        own functions (`einsum` drops dims of one element) may have brought that element to any place.
+    home, now: of what is stacked, its factors in the order of the value, and those of each dim as it is.
+    """
+
+    kind: Kind
+    at: tuple[tuple[int, int], ...] = ()
+    uniform: frozenset[int] = frozenset()
+    zero: bool = False
+    free: bool = False
+    home: tuple[Factor, ...] = ()
+    now: tuple[tuple[Factor, ...], ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind != "part":
+            return {"sum": "an addend of a sum", "equal": "whole", "local": "a rank's own"}.get(
+                self.kind, self.kind
+            )
+        dim, blocks = self.at[0]
+        return f"spread along dim {dim}" + (f" in {blocks} blocks" if blocks > 1 else "")
+
+
+EQUAL = Placement("equal")
+SUM = Placement("sum")
+LOCAL = Placement("local")
+
+
+def part(dim: int, blocks: int = 1) -> Placement:
+    return Placement("part", ((dim, blocks),))
+
+
+class RefusedError(Exception):
+    """The op's result stands for nothing. The message says what is wrong; `names`: the values it is about."""
+
+    def __init__(self, what: str, names: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.names = tuple(names)
+
+
+class NeedsEqualError(Exception):
+    """The op would be right if these addends were summed before."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = tuple(dict.fromkeys(names))
+
+
+class EqualReducedError(Exception):
+    """A sum over ranks of what all of them hold whole: the value itself."""
+
+
+def where_cut(shape: Sequence[int], dim: int, blocks: int) -> int:
+    """The number of elements behind which, within a rank's slice, the next rank's elements come."""
+    return shape[dim] // blocks * math.prod(shape[dim + 1 :])
+
+
+def cuts_at(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
+    """All (dim, blocks) that are the cut behind `inner` elements, the fewest blocks first."""
+    found = []
+    behind = 1
+    for dim in reversed(range(len(shape))):
+        if inner % behind == 0 and inner and shape[dim] % (inner // behind) == 0:
+            found.append((shape[dim] // (inner // behind), dim))
+        behind *= shape[dim]
+    return ((dim, blocks) for blocks, dim in sorted(found))
+
+
+def blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> int | None:
+    """Blocks of slices of one length, put behind one another along the dim in which they are cut."""
+    lengths: dict[int, None] = {}
+    for held, spec in zip(given, specs, strict=True):
+        lengths.update((spec.shape[dim] // blocks, None) for d, blocks in held.at if d == dim)
+    for length in lengths:
+        total = 0
+        for held, spec in zip(given, specs, strict=True):
+            n = spec.shape[dim]
+            # What is the same all along it is as well so many slices.
+            fits = (dim, n // length) in held.at or held.zero or dim in held.uniform
+            if n % length or not fits:
+                break
+            total += n // length
+        else:
+            return total
+    return None
+
+
+def places_of(held: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """All (dim, blocks) that a part may be."""
+    yield from held.at
+    if held.free and is_thin(held, shape):
+        yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in held.at)
+
+
+def is_thin(held: Placement, shape: Sequence[int]) -> bool:
+    """Whether a part is one element, or one of each block: it may be an addend as well."""
+    return held.kind == "part" and any(shape[dim] == blocks for dim, blocks in held.at)
+
+
+def uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:
+    """The uniform dims in another shape: those made of uniform dims alone, and of one element where one
+    was."""
+    found: set[int] = set()
+    spans = list(spans_of(before))
+    for dim, (first, last) in enumerate(spans_of(after)):
+        if first == last:
+            here = [d for d, span in enumerate(spans) if span == (first, last)]
+            fits = any(d in uniform for d in here)
+        else:
+            here = [d for d, (a, b) in enumerate(spans) if a < last and b > first and a != b]
+            fits = all(d in uniform for d in here)
+        if fits:
+            found.add(dim)
+    return frozenset(found)
+
+
+def spans_of(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """For each dim, how many rows there are of it and all before, without it and with it."""
+    rows = 1
+    for n in shape:
+        yield rows, rows * n
+        rows *= n
