@@ -79,7 +79,7 @@ def test_batches(batch: Any, message: str) -> None:
         (raising(AssertionError()), "AssertionError"),
         (lambda model, batch: torch.complex(*[mean_square(model, batch)] * 2), "is a complex number"),
         (torch.no_grad()(mean_square), "computed under torch.no_grad"),
-        (lambda model, batch: None, "must return a scalar tensor (a mean), not NoneType"),
+        (lambda model, batch: None, "returned None: it lacks a return; return its mean loss"),
         (lambda model: 1, "takes 1 positional argument but 2 were given"),
     ],
 )

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, StrettoError, UsageError
+from stretto.ir.action import Phase
 from stretto.models.gpt import next_token_loss
 from stretto.parallelize.styles import Style, parse_style, plan_of
 from stretto.parallelize.tensor import tensor_parallel
@@ -47,6 +48,10 @@ class Two(nn.Module):
 def mean(model: nn.Module, batch: Tensor) -> Tensor:
     out: Tensor = model(batch).square().mean()
     return out
+
+
+def mean_of_x(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return mean(model, batch["x"])
 
 
 def refused(make: Callable[[], Any], text: str, kind: type[StrettoError] = UsageError) -> None:
@@ -203,7 +208,7 @@ def test_a_loss_that_only_a_part_of_the_model_made() -> None:
 
     refused(
         lambda: capture(Two(), torch.randn(2, 4), loss, Parallel(tp=2), tp_plan={"up": "colwise"}),
-        "the loss differs between tp ranks",
+        "is spread along dim 1, and the op needs that dim whole",
         CaptureError,
     )
 
@@ -219,13 +224,9 @@ def test_a_parameter_used_in_parts_and_wholly() -> None:
             out: Tensor = self.down(self.up(x) * self.scale) * self.scale
             return out
 
-    refused(
-        lambda: capture(
-            Mixed(), torch.randn(2, 4), mean, Parallel(tp=2), tp_plan={"up": "colwise", "down": "rowwise"}
-        ),
-        "parameter 'scale' is used in parts by tp ranks in one place, and wholly in another",
-        CaptureError,
-    )
+    model, batch = Mixed().double(), {"x": torch.randn(2, 4, dtype=torch.float64)}
+    plan = {"up": "colwise", "down": "rowwise"}
+    assert_plain(capture(model, batch, mean_of_x, Parallel(tp=2), tp_plan=plan), model, mean_of_x, batch)
 
 
 def test_settings_that_do_nothing_are_refused() -> None:
@@ -252,12 +253,13 @@ class Gated(nn.Module):
 
 
 def test_a_whole_value_beside_a_spread_one() -> None:
+    """Its gradients are addends on the ranks, and are summed where they meet those of whole uses."""
     plan = {"up": "colwise", "down": "rowwise"}
-    refused(
-        lambda: capture(Gated(), torch.randn(2, 4), mean, Parallel(tp=2), tp_plan=plan),
-        "uses a value that all tp ranks hold whole beside one that is spread over them",
-        CaptureError,
-    )
+    model, batch = Gated().double(), {"x": torch.randn(2, 4, dtype=torch.float64)}
+    job = capture(model, batch, mean_of_x, Parallel(tp=2), tp_plan=plan)
+    assert_plain(job, model, mean_of_x, batch)
+    sums = [op for op in job.stages[0].ops[Phase.I] if op.target == "comm.all_reduce"]
+    assert len(sums) == 1, "both matrices' addends are summed at once"
 
 
 def test_a_buffer_that_would_differ() -> None:
@@ -277,7 +279,7 @@ def test_a_buffer_that_would_differ() -> None:
         lambda: capture(
             Counting(), torch.randn(2, 4), mean, Parallel(tp=2), tp_plan={"up": "colwise", "down": "rowwise"}
         ),
-        "buffer 'highest' would get other values on every tp rank",
+        "is spread along dim 1, and the op needs that dim whole",
         CaptureError,
     )
 

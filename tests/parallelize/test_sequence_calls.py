@@ -119,7 +119,7 @@ def its_matrices_by_hand(net: Net, x: Tensor) -> Tensor:
 
 def a_shorter_sequence(net: Net, x: Tensor) -> Tensor:
     x = net.blocks[0](x)
-    return net.blocks[1](x[:, :1])  # type: ignore[no-any-return]
+    return torch.cat((net.blocks[1](x[:, :1]), x[:, 1:]), 1)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ import stretto
 from stretto.ir.plan import Plan
 from stretto.runtime.shards import join
 from tests.parallelize.random_networks import Network, draw_network
+from tests.parallelize.unproved import without_proof
 
 LEAN, MANY = range(60), range(60, 660)
 TOLERANCE = 1e-9
@@ -128,13 +129,6 @@ def outcomes(seeds: range) -> tuple[Counter[str], list[str]]:
         if found not in ("right", "refused"):
             faults.append(found)
     return counts, faults
-
-
-def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off what proves that values along tp are what their uses need."""
-    from stretto.capture import axes
-
-    monkeypatch.setattr(axes, "_refuse_mixed", lambda *_: None)
 
 
 def check(seeds: range) -> None:

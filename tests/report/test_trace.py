@@ -93,7 +93,7 @@ def test_ops_lie_inside_their_actions(plan: Plan, timeline: Timeline) -> None:
     ) == count_ops(plan, [timeline])
     product = next(s for s in ops if s["name"] == "fm0.0")
     assert product["details"] == {
-        "op": "aten.mm.default",
+        "op": "made_up.work.default",
         "category": "F",
         "reads": "float32[256,512] float32[512,256]",
         "makes": "float32[256,512]",

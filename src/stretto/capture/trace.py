@@ -41,6 +41,7 @@ from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
+from stretto.parallelize.unseen import alone
 from stretto.passes import Graph, check_names, run_passes
 
 _log = logging.getLogger(__name__)
@@ -155,8 +156,8 @@ def _trace(
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     beside = None
     if tensor is not None and meshes is None:
-        alone = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor)
-        beside = Beside(model, leaves_of(tensor), tensor.size, alone, torch_adapter.mark_call)
+        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats)
+        beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
         nullcontext() if tensor is None else spread(model, tensor),
@@ -250,6 +251,16 @@ def _trace(
     )
 
 
+class _Unnumbered:
+    """Segments of a run of which nothing is kept."""
+
+    def __init__(self) -> None:
+        self.names = [""]
+
+    def follow(self, names: list[str]) -> None:
+        self.names.extend(names)
+
+
 def _alone(
     model: nn.Module,
     loss: Loss,
@@ -259,21 +270,29 @@ def _alone(
     at: torch.device,
     param_dtype: torch.dtype | None,
     tensor: TensorParallel,
+    repeats: bool,
 ) -> Mapping[Key, Found]:
-    """The calls of the model alone."""
+    """The calls of the model alone; of equal layers those that the trace has, too."""
     calls = Beside(model, leaves_of(tensor), tensor.size)
+    layers = layers_of(model) if repeats else None
+    if layers is not None:
+        layers.begin(_Unnumbered())
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype),
         with_logits_of_one(model, tensor),
+        alone(),
         mode,
         tracing_state(),
         torch.enable_grad(),
         calls.installed(),
+        nullcontext() if layers is None else layers.installed(),
         calls.forward(),
     ):
         before = State(("", model), ("the loss", loss))
         try:
             loss(model, rebuild(fakes))
+        except NotRepeatedError:
+            raise
         except Exception as error:
             raise explain(model, error) from error
         finally:

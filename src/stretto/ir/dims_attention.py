@@ -35,7 +35,7 @@ def norm_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     for at, spec in enumerate(specs):
         if at < 2:
             inputs.append(labels)
-        elif spec.shape == specs[0].shape[count - normed :]:
+        elif len(spec.shape) == normed != count or spec.shape == specs[0].shape[count - normed :]:
             inputs.append(last)
         else:  # mean, rstd
             inputs.append((*rows, *((None,) * (len(spec.shape) - len(rows)))))

@@ -37,10 +37,11 @@ POINTWISE = (
     | PRODUCTS
     | QUOTIENTS
     | FIRST_LINEAR
-    | frozenset(
-        f"aten.{name}.{kind}"
-        for name in ("add", "sub", "rsub", "div", "fmod", "remainder", "pow", "lerp", "floor_divide", "xlogy")
-        for kind in ("Scalar", "Tensor_mode", "Scalar_mode", "Tensor_Scalar", "Tensor_Tensor", "Tensor")
+    | _names(
+        "aten.",
+        "add.Scalar sub.Scalar rsub.Scalar fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar "
+        "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode lerp.Scalar "
+        "lerp.Tensor floor_divide.default floor_divide.Scalar xlogy.Tensor",
     )
     | frozenset(
         f"aten.{name}.{kind}"
@@ -64,7 +65,7 @@ POINTWISE = (
         "logical_or.default logical_xor.default masked_fill.Scalar masked_fill.Tensor where.self "
         "where.ScalarSelf where.ScalarOther where.Scalar addcmul.default addcdiv.default sinc.default "
         "lgamma.default digamma.default deg2rad.default rad2deg.default signbit.default heaviside.default "
-        "pow.Scalar erfcx.default special_erfcx.default copy.default _conj.default real.default "
+        "special_erfcx.default copy.default _conj.default real.default "
         "native_dropout.default bernoulli.p bernoulli.default rand_like.default randn_like.default "
         "mse_loss.default smooth_l1_loss.default huber_loss.default binary_cross_entropy.default "
         "log_sigmoid_forward.default isclose.default",

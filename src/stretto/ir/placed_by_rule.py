@@ -76,6 +76,8 @@ def with_parts(
                 made.append(part(out.index(label), blocks))
             elif label in rule.summed:
                 made.append(SUM)
+            elif len(rule.outputs) > 1 and all(of is None for of in out):
+                made.append(EQUAL)  # what a kernel notes for its backward
             else:
                 break
         if len(made) == len(rule.outputs):

@@ -52,7 +52,7 @@ from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, Ref, Sha
 KNOWN_OPS = ("aten.",)
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
-OWN_REDUCTIONS = ("aten.amax.default",)
+OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")
 """What the cross-entropy over a spread vocabulary does along it: each rank takes the highest of its own
 logits. A plan does not say which ops are the library's own; capture knows it."""
 
@@ -210,7 +210,7 @@ class Placer:
             return EQUAL
         if held.kind == "equal":
             raise EqualReducedError(source)
-        if held.kind not in ("sum", "local"):
+        if held.kind not in ("sum", "local") and self._exact:
             raise RefusedError(f"{source} is {held} and is summed over ranks", (source,))
         if op.target == "comm.all_reduce":
             return EQUAL

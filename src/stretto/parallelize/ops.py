@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.parallelize.unseen import unseen
+from stretto.parallelize.unseen import is_alone, unseen
 
 NAMESPACE = "stretto"
 
@@ -158,6 +158,8 @@ class _Pair(torch.autograd.Function):
 
 @unseen
 def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
+    if is_alone():
+        return x
     made: Tensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
     return made
 

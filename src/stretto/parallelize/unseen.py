@@ -39,6 +39,20 @@ def hidden() -> Iterator[None]:
         _state.depth -= 1
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """The model runs alone while the context lasts: what communicates gives what it is given."""
+    _state.alone = True
+    try:
+        yield
+    finally:
+        _state.alone = False
+
+
+def is_alone() -> bool:
+    return bool(getattr(_state, "alone", False))
+
+
 def unseen(function: Callable[P, R]) -> Callable[P, R]:
     """A function of the library's own."""
 
