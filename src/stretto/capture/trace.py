@@ -156,8 +156,10 @@ def _trace(
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     beside = None
     if tensor is not None and meshes is None:
-        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats)
-        beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
+        found, like = _alone(
+            model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats
+        )
+        beside = Beside(model, leaves_of(tensor), tensor.size, found, like, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
         nullcontext() if tensor is None else spread(model, tensor),
@@ -271,8 +273,8 @@ def _alone(
     param_dtype: torch.dtype | None,
     tensor: TensorParallel,
     repeats: bool,
-) -> Mapping[Key, Found]:
-    """The calls of the model alone; of equal layers those that the trace has, too."""
+) -> tuple[Mapping[Key, Found], Mapping[str, str]]:
+    """The calls of the model alone; of equal layers, the first stand for the others, which are named."""
     calls = Beside(model, leaves_of(tensor), tensor.size)
     layers = layers_of(model) if repeats else None
     if layers is not None:
@@ -297,7 +299,12 @@ def _alone(
             raise explain(model, error) from error
         finally:
             before.restore()
-    return calls.found
+    if layers is None:
+        return calls.found, {}
+    first: dict[int, str] = {}
+    for call in layers.calls:
+        first.setdefault(call.kind, call.layer)
+    return calls.found, {call.layer: first[call.kind] for call in layers.calls if not call.template}
 
 
 def _parts(model: nn.Module, tensor: TensorParallel | None) -> dict[int, tuple[int, ...]]:

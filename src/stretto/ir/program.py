@@ -167,13 +167,16 @@ class Op:
     flops: int = 0
     module: str = ""
     repeats: str = ""
+    _uses: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def uses(self) -> tuple[str, ...]:
         """Names of the values that the op reads, each once, in order of first use."""
-        names: dict[str, None] = dict.fromkeys(refs(self.args))
-        names.update(dict.fromkeys(refs(tuple(value for _, value in self.kwargs))))
-        return tuple(names)
+        if self._uses is None:  # every pass asks, several times
+            names: dict[str, None] = dict.fromkeys(refs(self.args))
+            names.update(dict.fromkeys(refs(tuple(value for _, value in self.kwargs))))
+            object.__setattr__(self, "_uses", tuple(names))
+        return self._uses or ()
 
     @property
     def collective(self) -> Collective | None:

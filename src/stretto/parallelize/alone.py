@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -65,6 +64,28 @@ CONVERSIONS = frozenset(
 """Functions that change the type of elements alone. While a graph is exported, some call another of them."""
 
 
+NUMBERS = frozenset(
+    [
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "__len__",
+    ]
+)
+"""Functions that give no tensor: what they give is compared where it is used."""
+
+TENSORS = frozenset(["T", "H", "mT", "mH", "data", "grad", "real", "imag"])
+"""Attributes that are tensors."""
+
+OPERATORS = ("OpOverload", "OpOverloadPacket")
+"""Ops of the dispatcher, which few call themselves: the proof looks at their own shapes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """One call: the function, its numbers, the shapes of its tensors."""
@@ -98,6 +119,7 @@ class _Frame:
 class Beside(TorchFunctionMode):
     """Records the calls of a model that runs, or compares them with those that `alone` recorded.
 
+    like: a layer whose calls were not recorded -> an equal one whose were.
     leaves: names of modules that are one call each. mark: told the number of the call that runs, then None.
     """
 
@@ -107,6 +129,7 @@ class Beside(TorchFunctionMode):
         leaves: Collection[str],
         size: int,
         alone: Mapping[Key, Found] | None = None,
+        like: Mapping[str, str] | None = None,
         mark: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         super().__init__()
@@ -117,6 +140,7 @@ class Beside(TorchFunctionMode):
         self._leaves = {id(m) for n, m in model.named_modules(remove_duplicate=False) if n in leaves}
         self._size = size
         self._alone = alone
+        self._like = like or {}
         self._mark = mark
         self._frames: list[_Frame] = []
         self._visits: dict[str, int] = {}
@@ -143,21 +167,24 @@ class Beside(TorchFunctionMode):
             if is_unseen() or not self._frames:
                 return
             name = self._names[id(module)]
+            if self._like:
+                name = self._recorded(name)
             if id(module) in self._leaves:
                 context = hidden()
                 context.__enter__()
                 self._mark(len(self.matched))
                 open_leaves.append((id(module), context))
                 return
-            visit = self._visits.get(name, 0)
-            self._visits[name] = visit + 1
+            own = self._names[id(module)]
+            visit = self._visits.get(own, 0)
+            self._visits[own] = visit + 1
             self._frames.append(_Frame(name, visit))
 
         def leave(module: nn.Module, _args: Any, output: Any) -> None:
             if open_leaves and open_leaves[-1][0] == id(module):
                 open_leaves.pop()[1].__exit__(None, None, None)
                 self._mark(None)
-                self._note(f"module {self._names[id(module)]}", (), output)
+                self._note("module", (), output)
             elif not is_unseen() and len(self._frames) > 1:
                 self._frames.pop()
 
@@ -176,18 +203,19 @@ class Beside(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-        if is_unseen() or operator or not self._frames:
+        given = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in NUMBERS or is_unseen() or not self._frames or func.__class__.__name__ in OPERATORS:
             return func(*args, **given)
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", name)
+            if name not in TENSORS:
+                return func(*args, **given)
         self._mark(len(self.matched))
         try:
             output = func(*args, **given)
         finally:
             self._mark(None)
-        name = getattr(func, "__name__", str(func))
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
         numbers: list[Any] = []
         if name in CONVERSIONS:
             self._note("to", (), output)
@@ -196,6 +224,16 @@ class Beside(TorchFunctionMode):
         _numbers(list(given.values()), numbers)
         self._note(name, tuple(numbers), output)
         return output
+
+    def _recorded(self, name: str) -> str:
+        """The name of a module in the layer that was recorded in the place of its own."""
+        end = len(name)
+        while end > 0:
+            layer = self._like.get(name[:end])
+            if layer is not None:
+                return layer + name[end:]
+            end = name.rfind(".", 0, end)
+        return name
 
     def _note(self, function: str, numbers: tuple[Any, ...], output: Any) -> None:
         shapes = _shapes(output)
