@@ -46,6 +46,7 @@ def with_parts(
     names: Sequence[str],
     given: Sequence[Placement],
     specs: Sequence[TensorSpec],
+    backward: bool = False,
 ) -> tuple[Placement, ...]:
     parts = [at for at, p in enumerate(given) if p.kind == "part"]
     reasons: list[str] = []
@@ -57,6 +58,8 @@ def with_parts(
             reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
             continue
         other = _beside(rule, names, given, specs, label, blocks)
+        if other is None and backward:
+            other = _counted_by_each(rule, names, given, specs)
         if other is not None:
             reasons.append(other)
             continue
@@ -100,6 +103,18 @@ def with_parts(
         else p
         for k, p in enumerate(first)
     )
+
+
+def _counted_by_each(
+    rule: Dims, names: Sequence[str], given: Sequence[Placement], specs: Sequence[TensorSpec]
+) -> str | None:
+    """A whole that is added to what may be addends: it is added to their sum, and not by every rank."""
+    thin = {at for at, p in enumerate(given) if p.kind == "part" and is_thin(p, specs[at].shape)}
+    for together in rule.linear:
+        whole = [at for at in together if given[at].kind == "equal" and not given[at].zero]
+        if len(together) > 1 and thin & together and whole:
+            return f"{names[whole[0]]} is whole on every rank, and is added to values that are spread"
+    return None
 
 
 def _beside(

@@ -120,6 +120,7 @@ class Placer:
     ) -> None:
         self._axis, self._size, self._exact = axis, size, exact
         self.along = along or size
+        self._backward = False
         self.values: dict[str, Placement] = dict(given)
         self._tuples: dict[str, tuple[Placement, ...]] = {}
         self._made: dict[str, Op] = {}
@@ -144,6 +145,7 @@ class Placer:
         that were all placed. Raises RefusedError, NeedsEqualError, EqualReducedError.
         """
         self._made[op.name] = op
+        self._backward = backward
         try:
             found = self._placed(op, specs, own, scaled)
         except RefusedError:
@@ -188,7 +190,7 @@ class Placer:
         given = tuple(self.of(name) for name in names)
         if all(p is EQUAL for p in given) and op.target != EXPAND:
             return (EQUAL,) * max(len(op.outputs), 1)
-        key = _key(op, names, given, specs, own, scaled)
+        key = (_key(op, names, given, specs, own, scaled), self._backward)
         found = self._known.get(key)
         if found is None:
             found = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
@@ -313,7 +315,7 @@ class Placer:
             return with_local(rule, given, op)
         if any(p.kind == "part" for p in given):
             try:
-                return with_parts(op, rule, names, given, specs)
+                return with_parts(op, rule, names, given, specs, self._backward)
             except RefusedError:
                 if own or (not self._exact and op.target in OWN_REDUCTIONS):
                     return (LOCAL,) * len(op.outputs)
@@ -386,7 +388,7 @@ class Placer:
             blocks = blocks_along(dim, given, specs)
             along = () if blocks is None else ((dim, blocks),)
             try:
-                made = with_parts(op, rule, names, given, specs)[0]
+                made = with_parts(op, rule, names, given, specs, self._backward)[0]
             except RefusedError:
                 if not along:
                     raise

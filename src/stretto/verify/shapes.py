@@ -169,10 +169,11 @@ def _called(name: str, args: Any, kwargs: Any) -> tuple[Given | None, str]:
     """Steps 1 and 2: what the op gives, None if nobody knows; and why it cannot be called, else ""."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-    # Names of a namespace's own attributes are no ops.
     given = [*args, *(value for _, value in kwargs)]
     specs = list(_tensors(tuple(given)))
-    if type(op).__name__ != "OpOverload" or not specs or any(isinstance(value, str) for value in given):
+    # Attributes of the namespace itself have names, too, and are no ops.
+    is_op = op is not None and type(op).__name__ == "OpOverload"
+    if op is None or not is_op or not specs or any(isinstance(value, str) for value in given):
         return None, ""
     if any(spec.dtype not in DTYPE_BYTES for spec in specs):
         return None, ""
