@@ -41,7 +41,8 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+
+from stretto.tensor.pytree_adapter import tree_leaves
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """What is raised `without_values` where what the results are depends on values."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from stretto.tensor.losses import BACKWARD_OF_ELEMENTS, NONE, OF_ELEMENTS
 from stretto.tensor.parts import SUMMED, FreeDim, numbered
+from stretto.tensor.pytree_adapter import tree_leaves
 
 aten = torch.ops.aten
 

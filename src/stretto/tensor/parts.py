@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
@@ -37,6 +36,7 @@ from stretto.tensor.dtensor_adapter import (
     spec_of,
     without_values,
 )
+from stretto.tensor.pytree_adapter import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Wrap = Callable[[torch.Tensor, Spec], DTensor]
 """Makes the tensor of a local part and a description."""
