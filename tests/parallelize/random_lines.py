@@ -42,7 +42,7 @@ POINTWISE = _rows("""
     {a} * torch.ones({a}.shape[-1], dtype={a}.dtype)
     {a}.masked_fill({a} < -1, 0.5)
     {a} ** 3
-    {a}.float().double()
+    {a}.to({a}.dtype)
     torch.zeros_like({a}) + {a}
     {a} * {a}.sigmoid()
     F.relu({a} * 1, inplace=True)
