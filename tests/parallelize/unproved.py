@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 
 import pytest
 
@@ -31,6 +31,6 @@ def unproved(
 
 def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off what proves that values along tp are what their uses need, and what looks at shapes."""
-    monkeypatch.setattr(sys.modules["stretto.capture.trace"], "prove", unproved)
+    monkeypatch.setattr(import_module("stretto.capture.trace"), "prove", unproved)
     monkeypatch.setattr(Beside, "_note", lambda *_: None)
-    monkeypatch.setattr(sys.modules["stretto.verify.plan"], "placement_faults", lambda _: [])
+    monkeypatch.setattr(import_module("stretto.verify.plan"), "placement_faults", lambda _: [])
