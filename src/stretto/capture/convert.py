@@ -84,7 +84,7 @@ def _tell_whole(ops: list[TracedOp], places: list[int], call: Matched) -> None:
             item = replace(item, scaled=True)
         made = item.op.outputs[0] if len(item.op.outputs) == 1 else None
         if left and made is not None and made.shape == left[-1][0]:
-            item = replace(item, whole=left.pop()[1])
+            item = replace(item, whole=left.pop()[1], repeated=call.repeated)
         ops[place] = item
 
 

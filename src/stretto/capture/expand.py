@@ -33,8 +33,8 @@ class TracedOp:
     """An op with where it came from. segment: see `torch_adapter`; None for sums of gradients.
 
     whole: the shape that the result has in the model alone, where that is known (`parallelize.alone`);
-    scaled: the op's bounds count a rank's part; own: it belongs to the library's own code, which knows what
-        it does.
+    scaled: the op's bounds count a rank's part; repeated: heads of keys before it stand for several; own: it
+        belongs to the library's own code, which knows what it does.
     """
 
     op: Op
@@ -42,6 +42,7 @@ class TracedOp:
     backward: bool
     whole: tuple[int, ...] | None = None
     scaled: bool = False
+    repeated: bool = False
     own: bool = False
 
 

@@ -256,7 +256,8 @@ class _Proof:
                 left[fits[0][0]] //= size
                 placer.values[op.name] = Placement("part", tuple(fits))
             elif held.kind == "equal":
-                for d in held.uniform:
+                one = {d for d, n in enumerate(spec.shape) if n == 1} if item.repeated else set()
+                for d in held.uniform | one:
                     factor = left[d] // max(spec.shape[d], 1)
                     # One number everywhere, of a part's size: a slice of what the model alone has there.
                     if left[d] == spec.shape[d] * factor and (

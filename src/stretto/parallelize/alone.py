@@ -102,11 +102,13 @@ Key = tuple[str, int, int]
 @dataclass(slots=True)
 class Matched:
     """A call of the spread model. local, whole: shapes of its results on a rank, and in the model alone.
-    scaled: its bounds count a rank's part."""
+    scaled: its bounds count a rank's part. repeated: heads of keys were repeated before, which a rank left
+        out."""
 
     local: tuple[Shape, ...]
     whole: tuple[Shape, ...]
     scaled: bool = False
+    repeated: bool = False
 
 
 @dataclass(slots=True)
@@ -114,6 +116,7 @@ class _Frame:
     name: str
     visit: int
     calls: int = 0
+    repeats: bool = False
 
 
 class Beside(TorchFunctionMode):
@@ -252,6 +255,7 @@ class Beside(TorchFunctionMode):
             if not left_out:
                 break
             frame.calls += left_out
+            frame.repeats = True
             whole = self._alone.get((frame.name, frame.visit, frame.calls))
         frame.calls += 1
         where = f"in {frame.name!r}" if frame.name else "in the model or the loss"
@@ -263,7 +267,7 @@ class Beside(TorchFunctionMode):
                 "tp_plan"
             )
         scaled = self._compare(function, numbers, whole.numbers, where)
-        self.matched.append(Matched(shapes, whole.shapes, scaled))
+        self.matched.append(Matched(shapes, whole.shapes, scaled, frame.repeats))
 
     def _repeats_left_out(self, key: Key) -> int:
         """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys
