@@ -76,7 +76,7 @@ def _place(
 ) -> Iterator[Fault]:
     for placer in placers:
         try:
-            placer.place(op, specs, backward=backward)
+            placer.place(op, specs, backward=backward and not op.repeats)  # else one of the forward
             continue
         except NeedsEqualError as error:
             what = (
