@@ -21,22 +21,22 @@ import pytest
 from hypothesis import settings
 
 from stretto.capture.trace import Traced
-from stretto.together import justify, search
+from stretto.order.whole_step import justify, search
 from tests.forks import end_server
 from tests.remembered import remembering
 
 LONG = (
     "train/test_kill.py",
     "train/test_agreement.py",
-    "schedule/order/test_order_equality.py",
+    "order/test_order_equality.py",
     "capture/test_mesh_reshards.py",
     "passes/test_passes.py",
     "runtime/test_buffers.py",
-    "schedule/order/test_windows_plans.py",
+    "order/test_windows_plans.py",
     "runtime/test_memory.py",
     "runtime/test_compile.py",
     "passes/test_recompute_overlap.py",
-    "test_together.py",
+    "order/test_whole_step.py",
     "test_public_face.py",
 )
 """Files that take longest, 15 to 60 s each. They come first: a worker that begins one last would leave the
@@ -50,7 +50,7 @@ settings.load_profile("repeatable" if os.environ.get("CI") else "desk")
 @pytest.fixture(autouse=True, scope="module")
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """The search for orders of all ranks together walks a tenth of the steps; not where it is tested."""
-    if request.module.__name__ in ("tests.test_together", "tests.test_pairs"):
+    if request.module.__name__ in ("tests.order.test_whole_step", "tests.order.test_whole_step_pairs"):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:

@@ -26,7 +26,14 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 
 # The last two: what sharding rules import when they are first asked, and the language of the tests.
-SHARED = ("torch", "stretto.capture", "stretto.planning", "stretto.runtime", "torch._dynamo", "pytest")
+SHARED = (
+    "torch",
+    "stretto.capture",
+    "stretto.planning.make_plan",
+    "stretto.runtime",
+    "torch._dynamo",
+    "pytest",
+)
 
 _server: list[subprocess.Popen[str]] = []
 

@@ -14,7 +14,7 @@ from stretto.ir.costs import Costs, Link
 from stretto.ir.gradients import PRODUCT
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
-from stretto.schedule.lower import lower
+from stretto.planning.lower import lower
 from stretto.schedule.sums import make_sums
 
 WORK = "made_up.work.default"

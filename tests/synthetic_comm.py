@@ -18,7 +18,7 @@ from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.program import Arg, Job, Op, OverlapMode, Parameter, Ref, Shard, Stage, TensorSpec
-from stretto.schedule.lower import lower
+from stretto.planning.lower import lower
 from stretto.schedule.sums import make_sums
 from tests.synthetic import ACTIVATION, WORK, chain
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from stretto.config import GPTSettings, HuggingFaceSettings, TrainSettings, load_settings
 from stretto.errors import UsageError
-from stretto.settings_file import _trees
+from stretto.files.settings_file import _trees
 
 Load = Callable[..., TrainSettings]
 

@@ -15,22 +15,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stretto.batch.tree import whole
     from stretto.capture import capture
-    from stretto.check import Check, check
+    from stretto.check.compare import Check, check
     from stretto.config import Parallel
-    from stretto.cost import Cluster
     from stretto.errors import CaptureError, PlanError, RunError, StrettoError, UsageError
     from stretto.ir.plan import Plan
     from stretto.ir.program import Job
     from stretto.ir.serialize import load_plan
     from stretto.ir.timeline import Timeline
-    from stretto.planning import plan
+    from stretto.planning.make_plan import plan
+    from stretto.price.cluster import Cluster
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.saving import load, save
     from stretto.simulate import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
-    from stretto.tree import whole
     from stretto.verify import verify
 
 __version__ = "0.1.0"
@@ -69,8 +69,8 @@ __all__ = [
 
 _HOMES = {
     "CaptureError": "stretto.errors",
-    "Check": "stretto.check",
-    "Cluster": "stretto.cost",
+    "Check": "stretto.check.compare",
+    "Cluster": "stretto.price.cluster",
     "GlobalTensor": "stretto.tensor.face",
     "Job": "stretto.ir.program",
     "Parallel": "stretto.config",
@@ -85,14 +85,14 @@ _HOMES = {
     "load": "stretto.saving",
     "load_plan": "stretto.ir.serialize",
     "local": "stretto.tensor.face",
-    "plan": "stretto.planning",
+    "plan": "stretto.planning.make_plan",
     "rehearse": "stretto.runtime.rehearse",
     "reshard": "stretto.tensor.face",
     "reshard_all": "stretto.tensor.face",
     "run_threads": "stretto.runtime",
     "save": "stretto.saving",
     "shard": "stretto.tensor.face",
-    "whole": "stretto.tree",
+    "whole": "stretto.batch.tree",
 }
 
 _WITH_SAVERS = ("Runner", "Timeline", "rehearse", "run_threads", "simulate")

@@ -2,7 +2,7 @@
 
 Each field's docstring is its documentation. The tree knows which values are possible and which belong
 together; what a value does is for its owner, and this room imports none of them. How a file is read,
-and how faults are told, is in `stretto.settings_file`.
+and how faults are told, is in `stretto.files.settings_file`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from stretto.errors import UsageError
-from stretto.settings_file import read_settings, refusal
+from stretto.files.settings_file import read_settings, refusal
 
 
 class Settings(BaseModel):

@@ -28,14 +28,14 @@ from stretto.bench.predict import (
 from stretto.bench.predict_grid import bits_per_s, is_calibrated
 from stretto.bench.transfer import all_reduces, transferred
 from stretto.bench.visits import calibration_of
-from stretto.cost.calibration import Calibration
 from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
+from stretto.price.calibration import Calibration
 from stretto.report.rundir import load_run
 
 

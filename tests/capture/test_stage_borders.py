@@ -14,7 +14,7 @@ from torch import nn
 import stretto
 from stretto.capture.evaluation import capture_evaluation
 from stretto.ir.action import Schedule, parse_slot
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli.cluster import cluster
-from stretto.cost.calibration import save_calibration
-from stretto.cost.cluster_file import load_cluster
-from stretto.cost.devices import devices
 from stretto.errors import UsageError
-from tests.cost.test_calibration import calibration
+from stretto.price.calibration import save_calibration
+from stretto.price.cluster_file import load_cluster
+from stretto.price.devices import devices
+from tests.price.test_calibration import calibration
 
 
 def run(*arguments: str) -> str:

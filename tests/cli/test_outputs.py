@@ -19,9 +19,9 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan, save_plan
 from stretto.simulate import predict
+from tests.files.test_whole_file import full_disk
 from tests.simulate.test_engine import ONE_F_ONE_B
 from tests.synthetic import make_plan
-from tests.test_whole_file import full_disk
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")

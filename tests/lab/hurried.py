@@ -11,10 +11,10 @@ import sys
 from typing import Any
 
 import stretto
-from stretto import planning
 from stretto.cli.main import main
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
+from stretto.planning import make_plan as planning
 from stretto.saving import folder
 
 _plan = planning.plan

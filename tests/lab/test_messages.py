@@ -18,7 +18,7 @@ SIZES = (2**18, 2**21, 2**23)
 RANKS = f"""
 import json, time
 import torch, torch.distributed as dist
-from stretto.cost.messages import measure_links
+from stretto.measure.messages import measure_links
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

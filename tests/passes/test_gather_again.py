@@ -12,7 +12,7 @@ from stretto.ir.flow import inputs_of
 from stretto.ir.program import Job, Op
 from stretto.passes.gather_again import gathers
 from stretto.passes.recompute import repeat
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.verify import verify
 from tests.parallelize.test_tensor_equality import MODELS, batch_of, step
 from tests.passes.test_passes import job_of

@@ -16,7 +16,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.program import Edge, Job
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 from stretto.passes.messages_in_parts import messages_in_parts
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.verify import verify
 from tests.capture.test_borders import SKIPS_BATCH, Skips, job_of, kinds, skips_job, skips_loss
 from tests.parallelize.test_tensor_equality import (

@@ -18,7 +18,7 @@ from stretto.ir.reading import Cursor
 from stretto.passes.recompute import costs_of_repeated, forget, is_repeated, repeat
 from stretto.passes.recompute_blocks import Blocks, numbered
 from stretto.passes.recompute_choice import recompute
-from stretto.planning import choose_schedule
+from stretto.planning.make_plan import choose_schedule
 from tests.passes.test_recompute_numbers import changed, job_of
 from tests.runtime.equality import made_up_costs
 

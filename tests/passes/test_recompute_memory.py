@@ -21,9 +21,9 @@ from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.recompute import forget
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
+from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import made_up_costs
-from tests.schedule.order.test_order_equality import costs_of
 from tests.train.tiny import write_settings
 
 CONFIG = GPTConfig(vocab_size=64, layers=6, hidden=128, heads=4, context=64)

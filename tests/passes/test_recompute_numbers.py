@@ -18,8 +18,8 @@ from stretto.ir.flow import PHASES
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.recompute import is_repeated
-from stretto.planning import choose_schedule
-from stretto.recomputed import recomputed
+from stretto.planning.make_plan import choose_schedule
+from stretto.planning.recomputed import recomputed
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.verify import verify

@@ -14,10 +14,10 @@ from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.models.gpt import next_token_loss
 from stretto.passes.recompute import is_repeated
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.verify import verify
+from tests.order.test_order_equality import costs_of, numbers
 from tests.parallelize.test_tensor_equality import batch_of, gpt
-from tests.schedule.order.test_order_equality import costs_of, numbers
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp sp": {"tp": 2, "sequence_parallel": True, "microbatches": 4},

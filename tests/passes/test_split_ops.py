@@ -13,7 +13,7 @@ from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import Job
 from stretto.passes.split_ops import chains, split_for_overlap
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.runtime.local import run_threads
 from stretto.verify import verify
 from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of

@@ -13,10 +13,10 @@ from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.dearest import dearest_ops
+from stretto.report.costliest import costliest_ops
 from stretto.report.detail import RECOMPUTATION, laid_over, op_category, runs_of, window_ops
 from stretto.report.findings import findings
-from stretto.report.tables import dearest_grid, traffic_grid
+from stretto.report.tables import costliest_grid, traffic_grid
 from stretto.report.text import timeline_text
 from stretto.report.traffic import axes_of, communication_of, traffic_of
 from stretto.report.words import format_us
@@ -139,7 +139,7 @@ def test_the_dearest_ops_come_first_and_shares_are_of_everything() -> None:
     plan = comm_plan()
     costs = {key: us * (5 if key[1].startswith("dw") else 1) for key, us in plan.costs.op_us.items()}
     plan = replace(plan, costs=replace(plan.costs, op_us=costs))
-    found = dearest_ops(plan, most=100)
+    found = costliest_ops(plan, most=100)
     assert found[0].made == "float32[512,256]"
     assert found[0].phases == "W"
     # Two stages of two blocks, four microbatches.
@@ -147,9 +147,9 @@ def test_the_dearest_ops_come_first_and_shares_are_of_everything() -> None:
     assert found[0].total_us == pytest.approx(500.0 * found[0].calls)
     assert sum(dear.share for dear in found) == pytest.approx(1.0)
     assert [dear.total_us for dear in found] == sorted((d.total_us for d in found), reverse=True)
-    merged = dearest_ops(plan, most=100, by_inputs=False)
+    merged = costliest_ops(plan, most=100, by_inputs=False)
     assert len({(d.target, d.made) for d in merged}) == len(merged) < len(found)
-    assert "measured" not in dearest_grid(found).head
+    assert "measured" not in costliest_grid(found).head
 
 
 def test_findings_say_what_is_exposed_where() -> None:

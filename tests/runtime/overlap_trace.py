@@ -24,7 +24,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.runtime.runner import Runner
 from tests.report.test_trace import Decoded
 

@@ -17,14 +17,14 @@ from stretto.config import Parallel
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.gpt import next_token_loss
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.runtime.generate import Started
 from stretto.runtime.rank import RankState
 from stretto.runtime.runner import Runner
 from stretto.runtime.transport import ThreadTransport
+from tests.order.test_order_equality import costs_of
 from tests.parallelize.test_tensor_equality import batch_of, gpt
 from tests.runtime.poison import PoisonError, PoisonTransport
-from tests.schedule.order.test_order_equality import costs_of
 
 Numbers = list[tuple[Tensor, dict[str, Tensor]]]
 

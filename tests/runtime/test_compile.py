@@ -18,13 +18,13 @@ from stretto.ir.action import Phase
 from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.compile import block_of, cut, find_stretch
 from stretto.runtime.generate import Externals, generate
 from stretto.runtime.inductor_adapter import require_compiler
+from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import TOLERANCE
-from tests.schedule.order.test_order_equality import costs_of
 
 
 def has_compiler() -> bool:

@@ -19,7 +19,7 @@ from stretto.capture.trace import trace
 from stretto.config import Parallel
 from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from tests.capture.zoo import Chain, mean_square, rows
 from tests.runtime.equality import FAMILIES, evenly, gpt, made_up_costs, plain, plan_of, tokens
 from tests.synthetic_comm import make_comm_costs

@@ -30,7 +30,7 @@ from stretto.ir.plan import Communicator, Plan
 from stretto.ir.program import Op
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.report.perfetto import to_perfetto
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport, LoadThread

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.backend.dispatch import INSTEAD, resolve
 from stretto.capture import capture
 from stretto.config import Parallel
-from stretto.dispatch import INSTEAD, resolve
 from tests.runtime.equality import assert_equal, plain, plan_of, run
 
 

@@ -18,9 +18,9 @@ from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.models.gpt import next_token_loss
+from stretto.planning.pair import whole
 from stretto.runtime.record import Marks, build_timeline, now
 from stretto.schedule.families import make_schedule
-from stretto.schedule.pair import whole
 from tests.capture.zoo import Chain, mean_square, rows
 from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, plan_of, tokens
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with

@@ -13,7 +13,7 @@ from tests.verify.plans import LOOPED, lowered, rich_job
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.posting import latest_posts, post_positions
 from stretto.verify import plan_faults

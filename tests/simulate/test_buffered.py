@@ -10,7 +10,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import Schedule
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.schedule.lower import lower
+from stretto.planning.lower import lower
 from stretto.simulate import simulate
 from tests.simulate.test_engine import NBYTES, RATE, lane, message, schedule
 from tests.synthetic import make_plan

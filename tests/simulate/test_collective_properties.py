@@ -15,7 +15,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.simulate import predict, simulate
-from tests.schedule.test_bounds_collectives import plans
+from tests.bounds.test_bounds_collectives import plans
 from tests.synthetic_comm import make_comm_plan
 
 

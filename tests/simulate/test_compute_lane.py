@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.control_groups import own_share, processor_quota
+from stretto.backend.control_groups import own_share, processor_quota
 from stretto.errors import UsageError
 from stretto.ir.costs import Quota
 from stretto.ir.curve import Curve

@@ -12,7 +12,7 @@ from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.program import Edge, Ref
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.schedule.lower import lower
+from stretto.planning.lower import lower
 from stretto.simulate import simulate
 from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
 from tests.synthetic_comm import plan_with

@@ -7,8 +7,8 @@ from dataclasses import replace
 from stretto.ir.action import Phase
 from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
 from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.planning.lower import lower
 from stretto.schedule.forward import forward_schedule
-from stretto.schedule.lower import lower
 from stretto.simulate import simulate
 from stretto.verify.memory import peak_bytes
 from tests.simulate.test_engine import schedule

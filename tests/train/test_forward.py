@@ -14,7 +14,7 @@ from stretto.capture.evaluation import capture_evaluation
 from stretto.errors import CaptureError, PlanError
 from stretto.ir.action import Phase
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.schedule.forward import forward_schedule
 from stretto.verify.plan import plan_faults
 

@@ -14,7 +14,7 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Item, ItemKind, Plan
 from stretto.ir.program import STARTS, WAIT, Arg, Op, Parameter, Ref, Stage, TensorSpec
-from stretto.schedule.lower import lower
+from stretto.planning.lower import lower
 from stretto.schedule.sums import make_sums
 from tests.verify.order_mutations import Mutation
 

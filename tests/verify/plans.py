@@ -7,8 +7,8 @@ from dataclasses import replace
 from stretto.ir.action import Phase, Schedule, parse_slot
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage
+from stretto.planning.lower import lower
 from stretto.schedule.families import make_schedule
-from stretto.schedule.lower import lower
 from stretto.schedule.sums import make_sums
 from tests.synthetic import ACTIVATION, WEIGHT, WORK, make_costs, make_job
 

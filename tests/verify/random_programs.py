@@ -15,7 +15,7 @@ from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import OVERLAP_MODES, WAIT, Job, OverlapMode
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from tests.verify.random_graphs import KINDS, random_axes, random_job
 

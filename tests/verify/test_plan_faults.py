@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from stretto import candidates
 from stretto.capture.trace import trace
 from stretto.errors import PlanError
 from stretto.ir.plan import Communicator
+from stretto.planning import candidates
+from stretto.planning.pair import pair
 from stretto.schedule.families import make_schedule
-from stretto.schedule.pair import pair
 from stretto.verify import plan_faults, verify
 from tests.capture.zoo import BatchNorm, mean_square, rows
 from tests.runtime.equality import job_of

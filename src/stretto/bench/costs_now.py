@@ -18,12 +18,12 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from stretto.bench.visits import Visits
-from stretto.cost.mean import mean_costs
-from stretto.cost.measured import Communication, measure_communication
 from stretto.ir.costs import Costs
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
+from stretto.measure.measured import Communication, measure_communication
+from stretto.price.mean import mean_costs
 from stretto.simulate import predict
 
 ROUNDS = 3

@@ -31,7 +31,7 @@ from stretto.bench.race import Times, race
 from stretto.errors import RunError
 from stretto.ir.timeline import SpanKind
 from stretto.models.gpt import Block, GPTConfig
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES
 
 TORCH_1F1B = "torch 1f1b"

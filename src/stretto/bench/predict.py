@@ -36,11 +36,11 @@ from stretto.bench.costs_now import CostsNow, with_costs
 from stretto.bench.kept import Keep, keep_run
 from stretto.bench.layers import Layers
 from stretto.bench.visits import Visits, calibration_of
-from stretto.cost.calibration import Calibration, save_calibration
-from stretto.cost.profile import typical
 from stretto.ir.program import Job, OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.measure.profile import typical
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.price.calibration import Calibration, save_calibration
 
 CPU = torch.device("cpu")
 

@@ -19,11 +19,11 @@ import torch
 from stretto.bench.in_lab import CORES, lab_of, run_worker
 from stretto.bench.predict import CALIBRATION, FIGURES, Cell, Found
 from stretto.bench.transfer import transferred
-from stretto.cost.calibration import load_calibration
 from stretto.errors import PlanError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.lab.rates import parse_rate
+from stretto.price.calibration import load_calibration
 
 CALIBRATED_SHAPES = ("deep", "long")
 CALIBRATED_RATES = ("100mbit", "1gbit", "unlimited")

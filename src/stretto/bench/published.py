@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.bench.published_steps import Factors, Row, errors, records, shipped, sizes, steps_report
-from stretto.cost.analytic import megatron_flops
-from stretto.cost.collectives import Collective, collective_curve
-from stretto.cost.devices import device
-from stretto.cost.fabric import Group
 from stretto.ir.curve import Curve
+from stretto.price.analytic import megatron_flops
+from stretto.price.collectives import Collective, collective_curve
+from stretto.price.devices import device
+from stretto.price.fabric import Group
 
 
 def sweeps() -> dict[tuple[str, str, int], list[tuple[float, float]]]:

@@ -1,7 +1,7 @@
 """Training steps that others measured, predicted; and the few factors that are fitted on half of them.
 
 The rows are vTrain's (Bang et al., MICRO 2024): single-node and multi-node steps of GPT models. A row's time
-is predicted by `stretto.cost.analytic` with the catalogue's figures; what no sheet tells (launches, shortest
+is predicted by `stretto.price.analytic` with the catalogue's figures; what no sheet tells (launches, shortest
 kernels, the framework's own time) is fitted on every second single-node row. Reads the package's data files.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 
-from stretto.cost.analytic import MEGATRON_DEEPSPEED, Layout, Software, Transformer, step_time
-from stretto.cost.collectives import CollectiveModel
-from stretto.cost.devices import GB_PER_S, device
-from stretto.cost.efficiency import Roof
+from stretto.price.analytic import MEGATRON_DEEPSPEED, Layout, Software, Transformer, step_time
+from stretto.price.collectives import CollectiveModel
+from stretto.price.devices import GB_PER_S, device
+from stretto.price.efficiency import Roof
 
 STEP_DEVICE = "a100-80gb"
 """vTrain says A100 and no more; its 39.1B rows with 16 stages of tp 1 hold 44 GB of parameters, gradients and
@@ -83,7 +83,7 @@ def shipped() -> Factors:
 
 def records(name: str) -> Iterator[dict[str, str]]:
     """The rows of a packaged data file."""
-    text = resources.files("stretto.cost").joinpath(f"data/{name}").read_text(encoding="utf-8")
+    text = resources.files("stretto.price").joinpath(f"data/{name}").read_text(encoding="utf-8")
     return csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
 
 

@@ -31,13 +31,13 @@ from stretto.bench.kept import keep_run
 from stretto.bench.race import race
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
-from stretto.cost.measured import measured_costs
 from stretto.errors import RunError
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
+from stretto.measure.measured import measured_costs
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning import choose_schedule, make_plan
+from stretto.planning.make_plan import choose_schedule, make_plan
 from stretto.runtime.shards import part_of
 
 SAME = 1e-5

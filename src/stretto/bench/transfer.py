@@ -2,9 +2,9 @@
 
 1. The ops of the calibrated shapes, timed beside the cell (`stretto.bench.visits`), are a calibration: an op
    of the same signature is looked up, a product comes from a fit, others lie between ops of the same kind
-   with less and more work (`stretto.cost.priced`).
+   with less and more work (`stretto.price.priced`).
 2. Links and collectives at the cell's rate lie between those of the calibrated rates
-   (`stretto.cost.at_rate`). What ranks and collectives do to each other is that of calibrated plans that
+   (`stretto.price.at_rate`). What ranks and collectives do to each other is that of calibrated plans that
    communicate alike: with sequence parallelism, or without. What starts and waits take on the compute lane
    is a line over bytes, through those of all calibrated plans.
 3. The cell's plan, the very order that ran, is simulated with these costs; nothing else that was measured in
@@ -18,15 +18,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from stretto.cost.at_rate import costs_at_rate
-from stretto.cost.calibration import Calibration
-from stretto.cost.calls import Calls, calls_us, line_through
-from stretto.cost.mean import with_mean_processors
-from stretto.cost.priced import priced_ops
 from stretto.ir.costs import Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Job
+from stretto.measure.calls import Calls, calls_us, line_through
+from stretto.price.at_rate import costs_at_rate
+from stretto.price.calibration import Calibration
+from stretto.price.mean import with_mean_processors
+from stretto.price.priced import priced_ops
 from stretto.simulate import predict
 
 Key = tuple[str, str]

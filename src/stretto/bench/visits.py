@@ -16,13 +16,13 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from stretto.cost.calibration import Calibration
-from stretto.cost.measured import Compute, agreed_ops
-from stretto.cost.op_cache import Timing, signature
-from stretto.cost.profile import Profile, profile
-from stretto.cost.roofline import sizes_of, specs_of, traffic_bytes
-from stretto.cost.time_ops import machine_of
 from stretto.ir.program import Job
+from stretto.measure.measured import Compute, agreed_ops
+from stretto.measure.op_cache import Timing, signature
+from stretto.measure.profile import Profile, profile
+from stretto.measure.time_ops import machine_of
+from stretto.price.calibration import Calibration
+from stretto.price.roofline import sizes_of, specs_of, traffic_bytes
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.batch.loss import Loss
 from stretto.capture.borders import scatter_borders
 from stretto.capture.explain import explain
 from stretto.capture.meshes import on_meshes, place_on_meshes
@@ -18,7 +19,6 @@ from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
-from stretto.loss import Loss
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 

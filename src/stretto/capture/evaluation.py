@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.batch.loss import Loss
 from stretto.capture.split import place
 from stretto.capture.stages import cut
 from stretto.capture.trace import Traced, trace
@@ -24,7 +25,6 @@ from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.forward import forward_only
 from stretto.ir.program import Job, Op
-from stretto.loss import Loss
 from stretto.parallelize.tensor import TensorParallel
 
 Reading = tuple[str, str]

@@ -23,13 +23,13 @@ from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from stretto.batch.loss import Loss, loss_and_count
 from stretto.capture.calls_adapter import buffers_in_place, nodes_of, untraced
 from stretto.capture.carried import Calls, Rules
 from stretto.capture.explain import at_fault
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
-from stretto.loss import Loss, loss_and_count
 from stretto.parallelize.alone import Beside
 from stretto.parallelize.unseen import OWN
 

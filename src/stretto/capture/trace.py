@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto import tree
+from stretto.batch import tree
+from stretto.batch.loss import Loss
 from stretto.capture import torch_adapter
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.accepts import check_batch, check_model
@@ -36,7 +37,6 @@ from stretto.capture.state import State
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
-from stretto.loss import Loss
 from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread

@@ -1,5 +1,5 @@
 """`stretto calibrate`: measure this machine, or under torchrun this cluster, for later planning. Thin: the
-measuring is done in `stretto.cost.calibrate`.
+measuring is done in `stretto.measure.calibrate`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 
 if TYPE_CHECKING:
-    from stretto.cost.calibration import Calibration
-    from stretto.cost.op_cache import Machine
+    from stretto.measure.op_cache import Machine
+    from stretto.price.calibration import Calibration
 
 SHOWN = 12
 """Warnings that are printed; the count of the others is told."""
@@ -99,11 +99,11 @@ def _calibrate(
     import torch
     import torch.distributed as dist
 
-    from stretto.cost.calibrate import Outcome, calibrate_communication, calibrate_ops
-    from stretto.cost.calibration import save_calibration
-    from stretto.cost.op_cache import Machine, OpCache
-    from stretto.cost.profiler_trace import read_trace
-    from stretto.cost.time_ops import machine_of
+    from stretto.measure.calibrate import Outcome, calibrate_communication, calibrate_ops
+    from stretto.measure.op_cache import Machine, OpCache
+    from stretto.measure.profiler_trace import read_trace
+    from stretto.measure.time_ops import machine_of
+    from stretto.price.calibration import save_calibration
 
     found = [read_trace(trace) for trace in traces]
     # A trace alone is an input as good as a plan. Nothing is measured then: it may be of another machine.
@@ -190,7 +190,7 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, alone: bool) ->
     added, which may say no more of its machine than the kind of its device."""
     import torch.distributed as dist
 
-    from stretto.cost.calibration import Calibration, load_calibration
+    from stretto.price.calibration import Calibration, load_calibration
 
     found = Calibration(machine, path.name)
     if rank == 0 and path.exists() and not fresh:

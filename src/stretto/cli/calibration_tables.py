@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from stretto.cost.calibration import Calibration, RankTiming
+    from stretto.price.calibration import Calibration, RankTiming
 
 
 def print_communication(console: Console, found: Calibration) -> None:

@@ -11,13 +11,13 @@ from rich.table import Table
 
 from stretto.cli.calibration_tables import print_communication
 from stretto.cli.outputs import check_output
-from stretto.cost.cluster_file import Hardware, find_cluster, save_cluster
-from stretto.cost.devices import GB_PER_S, Device, Figure, devices
 from stretto.errors import UsageError
+from stretto.price.cluster_file import Hardware, find_cluster, save_cluster
+from stretto.price.devices import GB_PER_S, Device, Figure, devices
 
 if TYPE_CHECKING:
-    from stretto.cost.calibration import Calibration
-    from stretto.cost.cluster import Cluster, Description
+    from stretto.price.calibration import Calibration
+    from stretto.price.cluster import Cluster, Description
 
 WIDTH = 120
 """Columns of the tables, wherever they are printed."""
@@ -91,7 +91,7 @@ def show(
 def _found(name: str) -> Description:
     if not name.endswith((".toml", ".json")) and name != "local":
         return find_cluster(name)
-    from stretto.cost.cluster import describe  # here, as it loads PyTorch
+    from stretto.price.cluster import describe  # here, as it loads PyTorch
 
     found = describe(name)
     if found is None:
@@ -101,7 +101,7 @@ def _found(name: str) -> Description:
 
 def _print_other(console: Console, name: str, found: Cluster | Calibration) -> None:
     """Equal devices and links by their fields, or what was measured."""
-    from stretto.cost.cluster import Cluster
+    from stretto.price.cluster import Cluster
 
     if isinstance(found, Cluster):
         console.print(f"{name}: equal devices joined by equal links", markup=False)

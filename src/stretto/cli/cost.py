@@ -1,6 +1,6 @@
 """`stretto cost`: a plan's dearest ops and communications, what they take, and how that is known.
 
-Thin: ops are grouped by `stretto.report.dearest`; communications are read off the predicted timeline here.
+Thin: ops are grouped by `stretto.report.costliest`; communications are read off the predicted timeline here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.report.dearest import Dear, dearest_ops
+from stretto.report.costliest import Dear, costliest_ops
 from stretto.report.rundir import load_run
 from stretto.report.traffic import communication_of
 from stretto.report.words import format_bytes, format_share, format_us
@@ -64,7 +64,7 @@ def run(
     ran = planned if measured is None else load_run(measured)
     if measured is not None and ran.plan is not None and ran.plan.job != planned.plan.job:
         raise UsageError(f"--run {measured}: its plan is of another job than {plan}; give a run of this plan")
-    ops = dearest_ops(planned.plan, ran.measured, top)
+    ops = costliest_ops(planned.plan, ran.measured, top)
     assert planned.simulated is not None
     communications = dearest_communications(planned.plan, planned.simulated, ran.measured)[:top]
     if as_json:

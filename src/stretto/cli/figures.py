@@ -11,7 +11,7 @@ from rich.console import Console
 
 from stretto.cli.outputs import check_output, saving
 from stretto.errors import UsageError
-from stretto.whole_file import write_file
+from stretto.files.whole_file import write_file
 
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 """The option, which every bench command has."""

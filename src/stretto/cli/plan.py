@@ -13,10 +13,10 @@ import typer
 import stretto
 from stretto.cli.outputs import check_output
 from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
-from stretto.cost.calibration import Calibration
-from stretto.cost.cluster import Description, describe
-from stretto.cost.cluster_file import Hardware
 from stretto.errors import UsageError
+from stretto.price.calibration import Calibration
+from stretto.price.cluster import Description, describe
+from stretto.price.cluster_file import Hardware
 
 plan = typer.Typer(add_completion=False)
 

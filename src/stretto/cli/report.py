@@ -11,16 +11,16 @@ from rich.console import Console
 
 from stretto.cli.outputs import check_output, saving
 from stretto.errors import UsageError
+from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
-from stretto.report.dearest import dearest_ops
+from stretto.report.costliest import costliest_ops
 from stretto.report.findings import findings
 from stretto.report.html import render
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
-from stretto.report.tables import comparison_grid, dearest_grid, ranks_grid, summary_grid, traffic_grid
+from stretto.report.tables import comparison_grid, costliest_grid, ranks_grid, summary_grid, traffic_grid
 from stretto.report.text import timeline_text
-from stretto.whole_file import write_file
 
 WIDTH = 100
 """Columns of the terminal that are used at most, so that a report can be pasted anywhere."""
@@ -76,9 +76,9 @@ def _print(found: Run) -> None:
         console.print(ranks_grid(timeline).rich())
         console.print(traffic_grid([timeline]).rich())
     if found.plan is not None:
-        dearest = dearest_ops(found.plan, found.measured, most=DEAREST, by_inputs=False)
+        dearest = costliest_ops(found.plan, found.measured, most=DEAREST, by_inputs=False)
         if dearest:
-            console.print(dearest_grid(dearest).rich())
+            console.print(costliest_grid(dearest).rich())
     for timeline in timelines:
         console.print(timeline_text(timeline, console.width), highlight=False)
     for note in found.notes:

@@ -12,12 +12,12 @@ import typer
 
 from stretto.cli.outputs import check_output, saving
 from stretto.errors import UsageError
+from stretto.files.whole_file import write_file
 from stretto.ir.action import Schedule
 from stretto.schedule.csv import read_csv, to_csv
 from stretto.schedule.draw import describe_timing, to_ascii, to_json, to_svg
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import UNIT_TIMES, parse_times, time_schedule
-from stretto.whole_file import write_file
 
 schedule = typer.Typer(add_completion=False)
 

@@ -1,6 +1,6 @@
 """Costs: what ops, messages and collectives take; and what a simulation with them says of a plan.
 
-Numbers with their units and their sources; how they are found is the business of `stretto.cost`.
+Numbers with their units and their sources; `stretto.price` and `stretto.measure` find them.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Costs:
         stood for half of it takes half of that longer (`stretto.simulate.compute_lane`).
     unsteady: ranks' speeds; None where they are steady, or nobody knows.
     op_how[(stage, op name)]: how an op's time is known, in a word, where `source` does not say it for all
-        (`stretto.cost.priced`).
+        (`stretto.price.priced`).
     """
 
     op_us: Mapping[tuple[int, str], float] = field(repr=False)

@@ -19,9 +19,9 @@ import math
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.files.parse import LARGEST
 from stretto.ir.program import GETITEM, Arg, Const, Op, Ref, TensorSpec
 from stretto.ir.reading import SPECIAL_FLOATS, Cursor
-from stretto.parse import LARGEST
 
 MOST_FLOPS = 10**30
 """More than any op has: a year of a million devices of 10**16 flops a second is less."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from stretto.errors import UsageError
-from stretto.parse import parse_json
+from stretto.files.parse import parse_json
 
 T = TypeVar("T")
 

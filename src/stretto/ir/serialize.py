@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
+from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule, parse_slot
 from stretto.ir.cost_text import decode_costs, decode_prediction, encode_costs, encode_prediction
 from stretto.ir.job_text import Line, decode_job, decode_overlap, encode_job
@@ -20,7 +21,6 @@ from stretto.ir.op_text import one_line
 from stretto.ir.plan import VERSION, Bucket, Communicator, Instruction, Item, Plan, Window
 from stretto.ir.reading import Cursor, read_json
 from stretto.ir.references import broken_references
-from stretto.whole_file import write_file
 
 FORMAT = "stretto-plan"
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.batch.loss import Loss
 from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import UsageError
-from stretto.loss import Loss
 from stretto.models.gpt import (
     GPT,
     GPTConfig,

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 
 from stretto.errors import UsageError
+from stretto.files.parse import parse_json
 from stretto.models.gpt import GPT, GPTConfig
-from stretto.parse import parse_json
 
 MODEL_TYPE = "stretto-gpt"
 """What config.json calls this kind of model."""

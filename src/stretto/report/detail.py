@@ -16,7 +16,7 @@ from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import Job, Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import time_of
-from stretto.schedule.lower import window_name
+from stretto.schedule.windows import window_name
 
 RECOMPUTATION = "R"
 """Category of a forward op that the backward repeats."""

@@ -12,15 +12,15 @@ from importlib.resources import files
 from typing import Any
 
 from stretto.ir.timeline import Timeline
+from stretto.report.costliest import costliest_ops
 from stretto.report.curve import draw_loss
-from stretto.report.dearest import dearest_ops
 from stretto.report.findings import findings
 from stretto.report.pack import packed
 from stretto.report.rundir import Run
 from stretto.report.tables import (
     Grid,
     comparison_grid,
-    dearest_grid,
+    costliest_grid,
     ranks_grid,
     summary_grid,
     traffic_grid,
@@ -153,9 +153,9 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     if timelines:
         body.append(_section(traffic_grid(timelines)))
     if run.plan is not None:
-        dearest = dearest_ops(run.plan, run.measured)
+        dearest = costliest_ops(run.plan, run.measured)
         if dearest:
-            body.append(_section(dearest_grid(dearest, reads=True)))
+            body.append(_section(costliest_grid(dearest, reads=True)))
     return body
 
 

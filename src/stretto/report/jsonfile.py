@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import UsageError
+from stretto.files.parse import parse_json
+from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase
 from stretto.ir.timeline import Span, SpanKind, Timeline
-from stretto.parse import parse_json
-from stretto.whole_file import write_file
 
 FORMAT = "stretto timeline"
 VERSION = 1

@@ -20,12 +20,12 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
+from stretto.files.whole_file import write_file
 from stretto.ir.plan import Plan
 from stretto.ir.program import TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import measured_op_us, shapes_in, shapes_out, span_category, specs_of
 from stretto.report.flows import OpSlice, count_ops, flows_of, nested_ops
-from stretto.whole_file import write_file
 
 NS_PER_US = 1000
 SEQUENCE = 1

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import UsageError
+from stretto.files.parse import parse_json
 from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
-from stretto.parse import parse_json
 from stretto.report.jsonfile import load_timeline
 from stretto.simulate import predict, simulate
 from stretto.verify import verify

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.words import format_bytes, format_share, format_us
-from stretto.whole_file import write_file
 
 WIDTH_PX = 1200
 LEFT_PX = 84

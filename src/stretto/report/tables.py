@@ -13,7 +13,7 @@ from rich.table import Table
 
 from stretto.ir.costs import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
-from stretto.report.dearest import Dear
+from stretto.report.costliest import Dear
 from stretto.report.traffic import axes_of, traffic_of
 from stretto.report.words import KINDS, format_bytes, format_change, format_flops, format_share, format_us
 
@@ -151,7 +151,7 @@ def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
     return Grid(title, head, tuple(rows))
 
 
-def dearest_grid(found: Sequence[Dear], *, reads: bool = False) -> Grid:
+def costliest_grid(found: Sequence[Dear], *, reads: bool = False) -> Grid:
     """The dearest ops: what they cost over all stages and microbatches, and how fast they work.
 
     reads: say what they read as well, which takes room."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.schedule.bound_words import format_us
+from stretto.bounds.words import format_us
 
 KIB = 1024
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto import tree
+from stretto.batch import tree
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec

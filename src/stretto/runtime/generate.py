@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stretto.dispatch import op_key, resolve
+from stretto.backend.dispatch import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends

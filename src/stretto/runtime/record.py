@@ -19,7 +19,7 @@ from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
-from stretto.runtime.turns import Call, Turn, Turns, turns_of
+from stretto.runtime.op_attribution import Call, Turn, Turns, turns_of
 
 now = time.perf_counter_ns
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from stretto.backend.heap import keep_freed_memory
 from stretto.errors import RunError, UsageError
-from stretto.heap import keep_freed_memory
 from stretto.ir.plan import Plan
 from stretto.ir.program import Parameter
 from stretto.ir.timeline import Timeline

@@ -12,8 +12,9 @@ A rank whose connection breaks or stays silent is named, except in a collective,
    that are made in different orders would wait for each other for ever. An accelerator's communicators are
    used once then, because they connect on first use.
 3. No lane comes to be later: what starts on a lane that was not opened is refused.
-4. Gloo's threads of lanes do not take the core of one that holds what they need (`stretto.gloo_adapter`);
-   during a step the thread that computes gives way to them (`stretto.giving_way`).
+4. Gloo's threads of lanes do not take the core of one that holds what they need
+   (`stretto.backend.gloo_adapter`); during a step the thread that computes gives way to them
+   (`stretto.backend.idle_class`).
 5. A buffer that a transfer reads or writes is held by its handle until it was waited for.
 """
 
@@ -31,9 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto import collectives, gloo_adapter
+from stretto.backend import collectives, gloo_adapter
+from stretto.backend.idle_class import keeping_core, lanes_first
 from stretto.errors import LostRankError, RunError, UsageError
-from stretto.giving_way import keeping_core, lanes_first
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.transport import Handle, not_open

@@ -18,8 +18,8 @@ from torch import nn
 from stretto.errors import UsageError
 from stretto.ir.plan import Communicator
 from stretto.ir.program import Job
+from stretto.runtime.all_or_none import together
 from stretto.runtime.shards import part_of, pieces_of, whole_spec
-from stretto.runtime.together import together
 
 if TYPE_CHECKING:
     from stretto.runtime.runner import Runner

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from stretto.errors import StrettoError, UsageError
 from stretto.runtime import Runner
-from stretto.runtime.together import on_first, together, together_slowly
+from stretto.runtime.all_or_none import on_first, together, together_slowly
 from stretto.saving import folder, tensors
 from stretto.saving import optimizer as states
 from stretto.saving.held import held_model, known_names, owned_model

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.errors import StrettoError
-from stretto.runtime.together import on_first, together_slowly
+from stretto.runtime.all_or_none import on_first, together_slowly
 from stretto.runtime.transport import Transport
 from stretto.saving.folder import Unwritable
 from stretto.saving.parts import Parts, PartsReader, PartsWriter

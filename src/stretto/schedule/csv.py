@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import UsageError
+from stretto.files.whole_file import write_file
 from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
-from stretto.whole_file import write_file
 
 
 @dataclass(frozen=True, slots=True)

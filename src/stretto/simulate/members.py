@@ -3,8 +3,8 @@ ahead of it or behind.
 
 Knows nothing of ops or lanes; the walk asks when ranks work and where they meet. Two ways to say it:
 
-`Smooth`  no rank is told from another: the slowest comes behind evenly (`stretto.schedule.apart`), and a wait
-          stands for it. What plans are made with, since an order is not to be fitted to one chance.
+`Smooth`  no rank is told from another: the slowest comes behind evenly (`stretto.simulate.straggler`), and
+          a wait stands for it. What plans are made with, since an order is not to be fitted to one chance.
 `Members` every rank is fast for a while and slow for a while (`Costs.unsteady`):
     1. The first rank is walked, and does its work at the speeds that it has meanwhile.
     2. The others do the same work at speeds of their own. What `Costs.skew` says beyond what such speeds
@@ -26,7 +26,7 @@ from random import Random
 from statistics import NormalDist
 
 from stretto.ir.costs import Costs
-from stretto.schedule.apart import Apart
+from stretto.simulate.straggler import Straggler
 
 MOST_MEMBERS = 16
 """Ranks of a place that are told apart; of more, the last is hardly later. Assumed."""
@@ -41,12 +41,12 @@ Behind = Sequence[float]
 class Smooth:
     """See above. Its ranks start collectives and messages together."""
 
-    __slots__ = ("_apart",)
+    __slots__ = ("_straggler",)
 
     behind: Behind = ()
 
     def __init__(self, costs: Costs) -> None:
-        self._apart = Apart(costs.skew, costs.quota_skew)
+        self._straggler = Straggler(costs.skew, costs.quota_skew)
 
     def last(self, axes: Sequence[str] | None = None) -> Behind:
         """For each rank, by how much the last of those with which it has collectives of these axes (of all,
@@ -55,17 +55,17 @@ class Smooth:
 
     def work(self, now_us: float, work_us: float) -> float:
         """From now on, the ranks do so much work: how long it takes the first."""
-        self._apart.work(work_us)
+        self._straggler.work(work_us)
         return work_us
 
     def stop(self, work_us: float) -> None:
         """A quota has stopped the place as it stops so much work of ranks that never stand."""
-        self._apart.stop(work_us)
+        self._straggler.stop(work_us)
 
     def late_us(self, slack_us: float) -> float:
         """How long the first rank stands for the last at a wait for a collective that has been done for so
         long."""
-        return self._apart.meet(slack_us)
+        return self._straggler.meet(slack_us)
 
     def meet(self, came_us: float, there_us: float, sent_behind: Behind = ()) -> None:
         """The first rank came to a wait, and what it waits for was there at `there_us`; for each of the

@@ -1,14 +1,14 @@
 """A plan's prediction: the simulated step's accounts by rank, and the bound that it is measured against.
 
-May touch `stretto.ir`, `stretto.schedule.bounds` and this room.
+May touch `stretto.ir`, `stretto.bounds.step` and this room.
 """
 
 from __future__ import annotations
 
+from stretto.bounds.step import lower_bound
 from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
-from stretto.schedule.bounds import lower_bound
 from stretto.simulate.typical import simulate
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from stretto.errors import StrettoError, UsageError
-from stretto.parse import parse_json
+from stretto.files.parse import parse_json
 from stretto.train.text import Say
 
 MANIFEST = "manifest.json"

@@ -13,7 +13,7 @@ import torch
 
 from stretto.errors import StrettoError
 from stretto.runtime import Runner
-from stretto.runtime.together import on_first
+from stretto.runtime.all_or_none import on_first
 from stretto.saving import face, tensors
 from stretto.saving.folder import unwritable
 from stretto.saving.parts import Part

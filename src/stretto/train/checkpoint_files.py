@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
-from stretto.parse import parse_json
+from stretto.files.parse import parse_json
 from stretto.saving.folder import recover, sync_folder, write_synced
 
 FORMAT = "stretto checkpoint"

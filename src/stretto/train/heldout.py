@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from stretto.batch.loss import Loss
 from stretto.capture.evaluation import capture_evaluation
-from stretto.cost.profile import profile
-from stretto.loss import Loss
+from stretto.measure.profile import profile
 from stretto.parallelize.tensor import TensorParallel
-from stretto.planning import make_plan
+from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.train.dataset import TokenDataset
 

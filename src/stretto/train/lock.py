@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from stretto.config import TrainSettings
 from stretto.errors import StrettoError, UsageError
-from stretto.whole_file import write_file
+from stretto.files.whole_file import write_file
 
 LOCK = ".lock"
 OWNER = ".owner.json"

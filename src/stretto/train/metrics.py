@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
-from stretto.whole_file import write_file
+from stretto.files.whole_file import write_file
 
 NAMES = {
     "loss": "loss/train",

@@ -14,12 +14,12 @@ from typing import Any
 
 from stretto.config import TrainSettings
 from stretto.errors import StrettoError
+from stretto.files.whole_file import write_file
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.html import render
 from stretto.report.rundir import load_run
 from stretto.simulate import simulate
-from stretto.whole_file import write_file
 
 TRACE = "trace.perfetto-trace"
 REPORT = "report.html"

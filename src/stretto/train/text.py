@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import UsageError
-from stretto.parse import parse_json
+from stretto.files.parse import parse_json
 
 Say = Callable[[str], None]
 """Takes one line for the user."""

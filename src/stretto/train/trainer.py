@@ -29,7 +29,7 @@ from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.ir.timeline import Timeline
 from stretto.models.build import build_model, counted_loss_function
-from stretto.planning import plan as make_plan
+from stretto.planning.make_plan import plan as make_plan
 from stretto.runtime import Runner
 from stretto.train import checkpoint
 from stretto.train.agreement import Checkpoint, agreed_checkpoint

@@ -1,0 +1,192 @@
+"""Batches as trees: named leaves, and the tree again from leaves.
+
+A batch is a tensor, or dicts, lists and tuples of tensors; other leaves (numbers, strings, None) are
+constants of the step. The first dim of every tensor is the batch, unless it is marked with `whole`.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.batch.constants import text_of
+from stretto.errors import UsageError
+
+NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
+"""What `whole` makes a tensor of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """A leaf of the batch of which every microbatch is given the whole; `whole` makes it."""
+
+    tensor: torch.Tensor
+
+
+def whole(value: Any) -> Whole:
+    """Mark a leaf of a batch that is not cut: every microbatch is given all of it, as a tensor.
+
+    value: a tensor of any shape (positions for all rows, weights of classes), or a number, which becomes a
+        tensor without dims, of int64 or float64. It may be another one in every step, of the same shape.
+
+        batch = {"input_ids": ids, "labels": labels, "num_items_in_batch": stretto.whole(tokens)}
+
+    Raises UsageError for anything else.
+    """
+    if isinstance(value, Whole):
+        return value
+    if isinstance(value, torch.Tensor):
+        return Whole(value)
+    if isinstance(value, float):
+        # As precise as a number of Python is to a model that computes in float64.
+        return Whole(torch.tensor(value, dtype=torch.float64))
+    if isinstance(value, NUMBERS):
+        try:
+            return Whole(torch.tensor(value))
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise UsageError(f"stretto.whole cannot make a tensor of it: {error}") from None
+    raise UsageError(f"stretto.whole marks a tensor or a number, not {type(value).__name__}")
+
+
+def flatten(batch: Any) -> dict[str, torch.Tensor]:
+    """Leaf name -> tensor, in a fixed order. Names are paths such as `input_ids` or `0.mask`; a batch that
+    is one tensor has the name `batch`."""
+    leaves: dict[str, torch.Tensor] = {}
+
+    def walk(item: Any, path: str) -> None:
+        if isinstance(item, (torch.Tensor, Whole)):
+            leaves[_new(path or "batch", leaves)] = item.tensor if isinstance(item, Whole) else item
+        elif isinstance(item, Mapping):
+            for key, value in item.items():
+                walk(value, f"{path}.{key}" if path else str(key))
+        elif isinstance(item, (list, tuple)):
+            for position, value in enumerate(item):
+                walk(value, f"{path}.{position}" if path else str(position))
+
+    walk(batch, "")
+    return leaves
+
+
+def whole_leaves(batch: Any) -> tuple[str, ...]:
+    """Names of the leaves that are marked with `whole`, in the order of `flatten`."""
+    names: list[str] = []
+
+    def walk(item: Any, path: str) -> None:
+        if isinstance(item, Whole):
+            names.append(path or "batch")
+        elif isinstance(item, Mapping):
+            for key, value in item.items():
+                walk(value, f"{path}.{key}" if path else str(key))
+        elif isinstance(item, (list, tuple)):
+            for position, value in enumerate(item):
+                walk(value, f"{path}.{position}" if path else str(position))
+
+    walk(batch, "")
+    return tuple(names)
+
+
+def fixed(batch: Any) -> dict[str, str]:
+    """Path -> text of the leaves that are no tensors, and of empty dicts, lists and tuples: equal texts for
+    equal leaves alone. Capture makes them constants of the step. Raises UsageError for leaves without one."""
+    leaves: dict[str, str] = {}
+
+    def walk(item: Any, path: str) -> None:
+        if isinstance(item, Mapping) and item:
+            for key, value in item.items():
+                walk(value, f"{path}.{key}" if path else str(key))
+        elif isinstance(item, (list, tuple)) and item:
+            for position, value in enumerate(item):
+                walk(value, f"{path}.{position}" if path else str(position))
+        elif not isinstance(item, (torch.Tensor, Whole)):
+            leaves[_new(path or "batch", leaves)] = text_of(item, path or "batch")
+
+    walk(batch, "")
+    return leaves
+
+
+def _new(path: str, leaves: Mapping[str, Any]) -> str:
+    if path in leaves:
+        raise UsageError(f"the batch has two leaves that are both called {path!r}: name one otherwise")
+    return path
+
+
+def rebuilder(batch: Any) -> Callable[[Sequence[Any]], Any]:
+    """A function from leaves, in the order of `flatten`, to a tree shaped like `batch`."""
+
+    def rebuild(leaves: Sequence[Any]) -> Any:
+        left = iter(leaves)
+
+        def walk(item: Any) -> Any:
+            if isinstance(item, (torch.Tensor, Whole)):
+                return next(left)
+            if isinstance(item, Mapping):
+                return {key: walk(value) for key, value in item.items()}
+            if isinstance(item, tuple) and hasattr(item, "_fields"):
+                return type(item)(*(walk(value) for value in item))
+            if isinstance(item, (list, tuple)):
+                return type(item)(walk(value) for value in item)
+            return item
+
+        return walk(batch)
+
+    return rebuild
+
+
+def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
+    """The shape of each leaf of one microbatch. Raises UsageError when the batch does not divide."""
+    leaves, given_whole = flatten(batch), whole_leaves(batch)
+    if not leaves:
+        raise UsageError("the batch holds no tensor; expected a tensor, or a tree (dict, list) of tensors")
+    cut = {name: leaf for name, leaf in leaves.items() if name not in given_whole}
+    if not cut:
+        raise UsageError(
+            "every leaf of the batch is marked with stretto.whole, so that no microbatch is a part of it; "
+            "leave the marks off those whose first dim is the batch"
+        )
+    for name, leaf in cut.items():
+        if leaf.dim() == 0:
+            raise UsageError(
+                f"batch leaf {name!r} has no dims, so that it cannot be cut into microbatches: mark it "
+                f"stretto.whole(x), and every microbatch is given it; it may be another in every step"
+            )
+        if leaf.shape[0] == 0:
+            raise UsageError(
+                f"batch leaf {name!r} has no rows; give a batch of the size that will be trained on"
+            )
+    _check_rows({name: leaf.shape for name, leaf in cut.items()})
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    for name, leaf in cut.items():
+        if leaf.shape[0] % microbatches:
+            raise UsageError(
+                f"batch leaf {name!r} has {leaf.shape[0]} rows, which do not divide into {microbatches} "
+                f"microbatches; use a batch of a multiple of {microbatches}, or other microbatches"
+            )
+        shapes[name] = torch.Size((leaf.shape[0] // microbatches, *leaf.shape[1:]))
+    return shapes
+
+
+def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
+    """All leaves that are cut have as many rows."""
+    sizes: dict[int, str] = {}
+    for name, shape in shapes.items():
+        sizes.setdefault(shape[0], name)
+    if len(sizes) == 1:
+        return
+    told = ", ".join(f"{name!r} has {size}" for size, name in sizes.items())
+    if 1 in sizes:
+        name, rows = sizes.pop(1), max(sizes)
+        rest = ", -1" * (len(shapes[name]) - 1)
+        raise UsageError(
+            f"batch leaf {name!r} has 1 row, and {sizes[rows]!r} has {rows}: if it is for all rows, mark it "
+            f"stretto.whole(x), and every microbatch is given it; or give each row its own, "
+            f"x.expand({rows}{rest})"
+        )
+    raise UsageError(
+        f"the leaves of the batch differ in their first dim: {told} rows. Bring the dim of the batch first "
+        "(x.transpose(0, 1), and back in the loss), or mark what is the same for all rows stretto.whole(x)"
+    )

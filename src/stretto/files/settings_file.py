@@ -1,0 +1,248 @@
+"""Reads a tree of settings from a TOML file and overrides, and words its faults for the user.
+
+Works on any pydantic tree; which settings there are is for `stretto.config`. It may read the one file
+that it is given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, time
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from stretto.errors import UsageError
+from stretto.files.parse import parse_toml
+
+Tree = TypeVar("Tree", bound=BaseModel)
+
+
+def read_settings(
+    kind: type[Tree],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    defaults: Mapping[str, object] | None = None,
+) -> Tree:
+    """Read the tree `kind` from the TOML file `path`, changed by `overrides` such as `optimizer.lr=1e-3`.
+
+    `defaults` fill top-level keys that neither gives. Raises UsageError that lists every fault with the
+    file or override, the key, the value, and what is allowed.
+    """
+    values = _read_toml(Path(path))
+    origin = _apply_overrides(values, overrides)
+    for key, value in (defaults or {}).items():
+        values.setdefault(key, value)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        lines: dict[str, list[str]] = {}
+        for fault in error.errors(include_url=False):
+            holder, key = _key_path(kind, fault)
+            source = next((text for name, text in origin.items() if _within(key, name)), str(path))
+            start, rest = _explain(kind, holder, key, fault)
+            # Where a word or a list is allowed, pydantic reports a fault for each: they are one.
+            lines.setdefault(f"{source}: {start}", []).append(rest)
+        raise UsageError("\n".join(_join(start, rests) for start, rests in lines.items())) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such settings file") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: is a folder; name the settings file in it") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text (byte {error.start}); settings are TOML") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: is not TOML: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, str]:
+    """Change `values` in place; returns where each overridden key came from, for messages."""
+    origin: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        parts = key.split(".")
+        if not equals or not all(parts):
+            raise UsageError(
+                f"--set {override}: expected KEY=VALUE with a dotted key, for example --set optimizer.lr=1e-3"
+            )
+        table = values
+        for depth, part in enumerate(parts[:-1], start=1):
+            below = table.setdefault(part, {})
+            if not isinstance(below, dict):
+                raise UsageError(
+                    f"--set {override}: {'.'.join(parts[:depth])} = {below!r} is a value; "
+                    f"it has no {parts[depth]!r}"
+                )
+            table = below
+        if text.strip():
+            table[parts[-1]] = _parse_value(text)
+        else:
+            table.pop(parts[-1], None)
+        origin[key] = f"--set {override}"
+    return origin
+
+
+def _parse_value(text: str) -> Any:
+    """The TOML value that `text` spells, or else the text itself, so that names need no quotes."""
+    try:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
+        return text.strip()
+    # No setting is a date, but a name may look like one.
+    if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
+        return text.strip()
+    return parsed["value"]
+
+
+def refusal(what: str, known: Sequence[str], error: ValidationError) -> UsageError:
+    """A wrong argument of a settings class that code calls by itself: what, which key, what to do."""
+    told: list[str] = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+            told.append(f"unknown argument {key}{hint}")
+        else:
+            said = _message(fault).removeprefix("Value error, ")
+            told.append(f"{key} = {fault['input']!r}: {said}" if key else said)
+    return UsageError(f"{what}: {'; '.join(told)}")
+
+
+def _within(key: str, name: str) -> bool:
+    return key == name or key.startswith(name + ".")
+
+
+def _trees(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The settings classes named anywhere in a field's annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _trees(argument)
+
+
+def _key_path(kind: type[BaseModel], fault: ErrorDetails) -> tuple[type[BaseModel], str]:
+    """The settings class that the fault is in, and the key as the user writes it.
+
+    Pydantic's location also holds marks of its own: the chosen member of a union, or the type that was
+    tried; they are no keys and are left out.
+    """
+    candidates = [kind]
+    key = ""
+    loc = fault["loc"]
+    for depth, part in enumerate(loc):
+        if isinstance(part, int):
+            key += f"[{part}]"
+            continue
+        unknown = fault["type"] == "extra_forbidden" and depth == len(loc) - 1
+        if unknown or any(part in tree.model_fields for tree in candidates):
+            key = f"{key}.{part}" if key else part
+            if not unknown:
+                below = [one for tree in candidates for one in _trees(_annotation(tree, part))]
+                candidates = below or candidates
+        else:
+            candidates = [tree for tree in candidates if part in _tags(tree)] or candidates
+    return candidates[0], key
+
+
+def _annotation(tree: type[BaseModel], name: str) -> Any:
+    field = tree.model_fields.get(name)
+    return field.annotation if field is not None else None
+
+
+def _tags(tree: type[BaseModel]) -> tuple[Any, ...]:
+    """The values of `kind` that choose this member of a union."""
+    return get_args(_annotation(tree, "kind"))
+
+
+def _explain(
+    root: type[BaseModel], holder: type[BaseModel], key: str, fault: ErrorDetails
+) -> tuple[str, str]:
+    """What is wrong, and what is allowed instead."""
+    what, value = fault["type"], fault["input"]
+    context = fault.get("ctx", {})
+    if what == "extra_forbidden":
+        kinds = _other_kinds(root, holder, key)
+        if kinds:
+            own = " or ".join(repr(tag) for tag in _tags(holder))
+            others = " or ".join(kinds)
+            return f"{key} = {value!r}", f"is no setting of kind {own}, but of {others}; drop it"
+        return f"{key} = {value!r}", f"there is no such setting; {_nearest(root, holder, key)}"
+    if what == "missing":
+        return key, f"is missing; {_meaning(holder, key)}"
+    if what in ("union_tag_invalid", "union_tag_not_found"):
+        given = f"{key}.kind = {context['tag']!r}" if "tag" in context else f"{key}.kind is missing"
+        known = [repr(tag) for one in _members(root, key) for tag in _tags(one)]
+        return given, f"expected {' or '.join(known)}"
+    if what in ("model_type", "model_attributes_type"):
+        return f"{key} = {value!r}", f"expected a table, [{key}]"
+    if what == "value_error":
+        return key, str(context["error"])
+    message = _message(fault)
+    return f"{key} = {value!r}", message[0].lower() + message[1:]
+
+
+def _message(fault: ErrorDetails) -> str:
+    """Pydantic's words; but a list is what TOML calls a tuple, and what code may give as well."""
+    return re.sub(r"\b([Tt])uple\b", lambda found: "List" if found[1] == "T" else "list", fault["msg"])
+
+
+def _join(start: str, rests: list[str]) -> str:
+    """One fault's text; a fault between tables has a line for each."""
+    source = start.removesuffix(": ")
+    return "\n".join(f"{source}: {line}" for line in ", or ".join(rests).split("\n"))
+
+
+def _members(root: type[BaseModel], key: str) -> list[type[BaseModel]]:
+    """The members of the union at `key`."""
+    trees = [root]
+    for part in key.split("."):
+        trees = [one for tree in trees for one in _trees(_annotation(tree, part))]
+    return trees
+
+
+def _other_kinds(root: type[BaseModel], holder: type[BaseModel], key: str) -> list[str]:
+    """The kinds of the same table that know the key, where the one that was chosen does not."""
+    table, _, leaf = key.rpartition(".")
+    members = _members(root, table) if table and "kind" in holder.model_fields else []
+    return [
+        repr(tag) for one in members if one is not holder and leaf in one.model_fields for tag in _tags(one)
+    ]
+
+
+def _meaning(holder: type[BaseModel], key: str) -> str:
+    field = holder.model_fields.get(key.rpartition(".")[2])
+    text = " ".join((field.description or "").split()) if field is not None else ""
+    return f"it is: {text}" if text else "give it a value"
+
+
+def _nearest(root: type[BaseModel], holder: type[BaseModel], key: str) -> str:
+    """The known key that an unknown one was probably meant to be, or else all that its table knows."""
+    table, _, leaf = key.rpartition(".")
+    here = {name: f"{table}.{name}" if table else name for name in holder.model_fields}
+    everywhere = list(dict.fromkeys(_all_keys(root)))
+    begun = [here[name] for name in here if name.startswith(leaf)]
+    likely = [name for name in everywhere if name.rpartition(".")[2] == leaf]
+    likely = likely or (begun if len(begun) == 1 else [])
+    likely = likely or [here[name] for name in difflib.get_close_matches(leaf, here, n=1)]
+    likely = likely or difflib.get_close_matches(leaf, everywhere, n=1, cutoff=0.8)  # optimizer_lr
+    return f"did you mean {' or '.join(likely)}?" if likely else f"known are {', '.join(here.values())}"
+
+
+def _all_keys(tree: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of the tree in full, tables after their own name; members of a union may repeat one."""
+    for name, field in tree.model_fields.items():
+        yield prefix + name
+        for below in _trees(field.annotation):
+            yield from _all_keys(below, f"{prefix}{name}.")

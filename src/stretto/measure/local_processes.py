@@ -1,0 +1,211 @@
+"""Processes of this machine started to measure between: Gloo over loopback, one thread each.
+
+A single process that plans for several ranks has nobody to talk to. `measure_between` starts as many as are
+needed, has each run `python -m stretto.measure.local_processes`, and hands back what rank 0 told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import StrettoError
+from stretto.ir.costs import CollectiveCost, Link
+from stretto.ir.curve import Curve
+from stretto.ir.mesh import Mesh
+from stretto.measure.calls import Calls
+from stretto.measure.measure_collectives import Measured, measure_collectives
+from stretto.measure.messages import measure_both_ways, measure_links
+from stretto.measure.wanted import Wanted
+
+MOST_PROCESSES = 8
+"""More are not started: each needs memory for the framework. Larger axes are scaled from what these show."""
+
+TIMEOUT_S = 300.0
+
+
+BOTH_WAYS_BYTES = 1_048_576
+"""Bytes of the messages that go both ways at once: an activation's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What was found between processes. link: None when it was not asked for; both_ways as
+    `messages.measure_both_ways` tells it; spread as in `messages.FoundLink`; collectives by (axis, kind)."""
+
+    link: Link | None
+    both_ways: float
+    spread: float
+    collectives: dict[tuple[str, str], Measured]
+
+
+def measure_between(
+    mesh: Mesh, wanted: Sequence[Wanted], link: bool, timeout_s: float = TIMEOUT_S
+) -> Between:
+    """Messages between two processes (if `link`), and the collectives that are wanted, between processes.
+
+    mesh: axes beside pp; when it has more than `MOST_PROCESSES` ranks, its largest axes are halved until
+    it fits, and times are scaled as a ring's are (`scaled`); their source says so.
+
+    Raises StrettoError when the processes cannot be started or fail.
+    """
+    small = fitting(mesh)
+    asked = {
+        "mesh": small.sizes,
+        "wanted": [[w.axis, w.kind, list(w.sizes), w.dtype] for w in wanted],
+        "link": link,
+    }
+    told = _run(max(small.world, 2 if link else 1), json.dumps(asked), timeout_s)
+    found: dict[tuple[str, str], Measured] = {}
+    for entry in told["collectives"]:
+        cost = CollectiveCost(
+            Curve.of(entry["curve"]),
+            entry["processor_us_per_mb"],
+            entry["slowdown"],
+            f"{entry['source']}, loopback",
+            entry["pace"],
+            entry["processor_us"],
+            entry["slower"],
+        )
+        axis, kind = entry["axis"], entry["kind"]
+        cost = scaled(cost, small.size(axis), mesh.size(axis))
+        found[axis, kind] = Measured(cost, Calls(*entry["calls"]), entry["spread"])
+    if not link:
+        return Between(None, 1.0, 0.0, found)
+    measured = Link(**told["link"])
+    return Between(measured, told["both_ways"], told["spread"], found)
+
+
+def fitting(mesh: Mesh) -> Mesh:
+    """The mesh with its largest axes halved, never below 2, until it has `MOST_PROCESSES` ranks or fewer."""
+    sizes = dict(mesh.sizes)
+    while Mesh(tuple(sizes.items())).world > MOST_PROCESSES and max(sizes.values()) > 2:
+        largest = max(sizes, key=lambda axis: sizes[axis])
+        sizes[largest] = max(2, sizes[largest] // 2)
+    return Mesh(tuple(sizes.items()))
+
+
+def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
+    """The cost of a ring of `wish` members from that of one of `members`.
+
+    Latency goes with the steps, n - 1, and bytes with (n - 1) / n (Patarasuk and Yuan 2009).
+    """
+    if members == wish:
+        return cost
+    steps = (wish - 1) / (members - 1)
+    part = steps * members / wish
+    latency = cost.curve.points[0][1]
+    points = [(nbytes, latency * steps + (us - latency) * part) for nbytes, us in cost.curve.points]
+    return replace(
+        cost,
+        curve=Curve(tuple(points)),
+        processor_us_per_mb=cost.processor_us_per_mb * part,
+        processor_us=cost.processor_us * steps,
+        source=f"{cost.source}; scaled to {wish} ranks as a ring",
+    )
+
+
+def _run(world: int, asked: str, timeout_s: float) -> Any:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "GROUP_"))}
+    common = {**inherited, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    theirs, mine = os.pipe()  # nothing is written: that this process is there keeps it open
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "stretto.measure.local_processes", asked],
+            env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    os.close(theirs)
+    try:
+        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise StrettoError(
+            f"measuring communication between {world} local processes took over {timeout_s:.0f} s; give "
+            "the cluster as a description (stretto.Cluster) instead"
+        ) from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        os.close(mine)
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    if failed:
+        lines = [line for rank in failed for line in outputs[rank][1].strip().splitlines()[-1:]]
+        raise StrettoError(
+            f"measuring communication between {world} local processes failed: {lines[0] if lines else ''}"
+        )
+    return json.loads(outputs[0][0].strip().splitlines()[-1])
+
+
+def _probe(asked: Any) -> None:
+    """One of the processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cpu = torch.device("cpu")
+    told: dict[str, Any] = {"collectives": []}
+    if asked["link"]:
+        # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
+        link = measure_links([(0, 1)], cpu).get((0, 1))
+        both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
+        if link is not None:
+            told["both_ways"] = both_ways
+            told["link"] = asdict(replace(link.link, source="measured, loopback"))
+            told["spread"] = link.spread
+    mesh = Mesh(tuple((axis, size) for axis, size in asked["mesh"]))
+    wanted = [Wanted(axis, kind, tuple(sizes), dtype) for axis, kind, sizes, dtype in asked["wanted"]]
+    if mesh.world < dist.get_world_size():
+        assert not wanted, "a mesh of one rank has no collectives"
+    for (axis, kind), one in measure_collectives(mesh, wanted, cpu).items():
+        cost = one.cost
+        told["collectives"].append(
+            {
+                "axis": axis,
+                "kind": kind,
+                "curve": cost.curve.to_list(),
+                "processor_us_per_mb": cost.processor_us_per_mb,
+                "processor_us": cost.processor_us,
+                "slowdown": cost.slowdown,
+                "pace": cost.pace,
+                "slower": cost.slower,
+                "source": cost.source,
+                "calls": astuple(one.calls),
+                "spread": one.spread,
+            }
+        )
+    if dist.get_rank() == 0:
+        print(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def _end_with_the_asker() -> None:
+    """End this process when the one that started it is gone, however that ended: then its end of the pipe is
+    closed. A signal's default action runs no `finally`."""
+
+    def watch() -> None:
+        os.read(0, 1)  # not by `sys.stdin`, whose lock the interpreter wants when this process ends by itself
+        os._exit(1)
+
+    threading.Thread(target=watch, name="asker", daemon=True).start()
+
+
+if __name__ == "__main__":
+    _end_with_the_asker()
+    _probe(json.loads(sys.argv[1]))

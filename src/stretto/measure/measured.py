@@ -1,0 +1,310 @@
+"""Costs of a job measured where it will run, in "local" planning.
+
+When the ranks of the plan are running (`torch.distributed` has as many), each measures its place's stages
+while all others measure theirs, as they will compute; then messages of every pair of places, at all other
+coordinates at once; then the collectives of every axis, all groups at once. What ranks that do equal work
+found is merged by the median, so all hold equal costs. Ops are measured before communication and once more
+after it: a machine that others use has good and bad seconds. In a single process all stages are measured one
+after the other, and communication between processes started for it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import UsageError
+from stretto.ir.action import Schedule
+from stretto.ir.costs import NO_LINK, CollectiveCost, Costs, Link, Quota, Unsteady
+from stretto.ir.mesh import Mesh
+from stretto.ir.program import WAIT, Job, Stage
+from stretto.measure.calls import calls_us
+from stretto.measure.compute_loop import looped_ops
+from stretto.measure.local_processes import measure_between
+from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
+from stretto.measure.messages import measure_links
+from stretto.measure.profile import STOLEN, Profile, device_name, profile
+from stretto.measure.quota import agreed_quota
+from stretto.measure.unsteady import Pieces, unsteady_of
+from stretto.measure.wanted import wanted_collectives
+from stretto.price.roofline import ACTION_US
+
+
+def measured_costs(job: Job, schedule: Schedule) -> Costs:
+    """Measure the job's ops, messages and collectives.
+
+    Raises UsageError when ranks were started but cannot talk, or there is no device of the job's kind.
+    """
+    device = device_of(job)
+    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    if dist.is_initialized() and dist.get_world_size() == mesh.world and mesh.world > 1:
+        return _together(job, schedule, mesh, device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise UsageError(
+            "several ranks were started, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before stretto.plan, so that all ranks agree on the costs"
+        )
+    found = profile(job, device)
+    wanted = wanted_collectives(job)
+    link: Link = NO_LINK
+    collectives: dict[tuple[str, str], Measured] = {}
+    if schedule.ranks > 1 or wanted:
+        between = measure_between(Mesh(job.axes), wanted, link=schedule.ranks > 1)
+        link, collectives = between.link or NO_LINK, between.collectives
+    return Costs(
+        with_calls(job, found.op_us, collectives),
+        {},
+        link,
+        ACTION_US,
+        found.source,
+        costs_by_lane(collectives),
+        cold=found.cold,
+    )
+
+
+def device_of(job: Job) -> torch.device:
+    """The device that the job's ops are measured on. Raises UsageError when this machine has none."""
+    if job.device != "cuda":
+        return torch.device(job.device)
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "the job was captured for cuda, and this machine has no such device to measure: describe the "
+            'cluster (cluster="h100x8", a file, stretto.Cluster(...)), or capture for the cpu'
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def memory_here(job: Job) -> int | None:
+    """Bytes of the smallest device that a rank of the job has, equal on all ranks; None on processors.
+
+    Raises UsageError when this machine has no device of the job's kind.
+    """
+    device = device_of(job)
+    if device.type != "cuda":
+        return None
+    found: list[Any] = [torch.cuda.get_device_properties(device).total_memory]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, found[0])
+    return int(min(found))
+
+
+def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) -> Costs:
+    place = mesh.coordinates(dist.get_rank())["pp"]
+    dist.barrier()  # so that all ranks load the machine at the same time, as in a step
+    mine = profile(job, device, schedule.stages_of(place))
+    communication = measure_communication(job, schedule, mine.op_us)
+    dist.barrier()
+    mine = profile(job, device, schedule.stages_of(place), mine)
+    source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
+    return communication.costs(job, agreed_ops(job, mine), source)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What all ranks found of a job's computing ops; `cold` and `unsteady` as in `stretto.ir.costs.Costs`.
+
+    skew: how much longer the slowest rank of a place takes than they do on average; thread_skew: the same of
+    the time in which their threads computed, without that in which they were stopped.
+    """
+
+    op_us: Mapping[tuple[int, str], float]
+    skew: float = 0.0
+    thread_skew: float = 0.0
+    cold: float = 0.0
+    unsteady: Unsteady | None = None
+
+    def on(self, costs: Costs) -> Costs:
+        """The costs with what is known of how ranks compute. Under a quota what ranks differ by in time, and
+        not in what their threads compute, is what they are stopped for; and their spells, which were told by
+        the time of their threads, are as much longer as those are stopped."""
+        costs = replace(costs, skew=self.skew, cold=self.cold, unsteady=self.unsteady)
+        quota = costs.quota
+        if quota is None:
+            return costs
+        skew, unsteady = min(self.skew, self.thread_skew), self.unsteady
+        if unsteady is not None:
+            unsteady = replace(unsteady, spell_us=unsteady.spell_us / quota.share)
+        return replace(costs, skew=skew, unsteady=unsteady, quota=replace(quota, skew=self.skew - skew))
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """What all ranks found of a job's messages and collectives: links by pair of places, collectives by
+    (axis, kind); `shared` and `quota` as in `stretto.ir.costs.Costs`."""
+
+    links: Mapping[tuple[int, int], Link]
+    collectives: Mapping[tuple[str, str], Measured]
+    shared: tuple[str, ...]
+    quota: Quota | None
+
+    def costs(self, job: Job, compute: Compute, source: str) -> Costs:
+        """With what is known of the job's computing ops."""
+        costs = Costs(
+            with_calls(job, compute.op_us, self.collectives),
+            self.links,
+            next(iter(self.links.values()), NO_LINK),
+            ACTION_US,
+            source,
+            costs_by_lane(self.collectives),
+            self.shared,
+            quota=self.quota,
+        )
+        return compute.on(costs)
+
+
+def measure_communication(
+    job: Job, schedule: Schedule, op_us: Mapping[tuple[int, str], float]
+) -> Communication:
+    """Measure a job's messages and collectives between the running ranks; each of them calls this.
+
+    op_us: what the ops of the calling rank's stages take; ranks may differ.
+    """
+    device = device_of(job)
+    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    place = mesh.coordinates(dist.get_rank())["pp"]
+    pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
+    here = [job.stages[stage] for stage in schedule.stages_of(place)]
+    busiest = max(here, key=lambda stage: compute_between_us([stage], op_us))
+    computes = device.type == "cpu" and compute_between_us([busiest], op_us) > 0.0
+    compute = looped_ops(job, busiest, device, op_us) if computes else None
+    links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh, compute)
+    # Under a quota a collective pays for what the compute before it has spent. All else that compute does to
+    # it is to let ranks come apart, which `skew` says.
+    quota = agreed_quota(device)
+    between_us = compute_between_us(here, op_us) if quota is not None else 0.0
+    collectives = measure_collectives(
+        mesh, wanted_collectives(job), device, between_us, compute, lateness=False
+    )
+    shared = shared_axes(mesh, [axis for axis, _ in job.axes])
+    told: list[Any] = [None] * mesh.world
+    dist.all_gather_object(told, links)
+    found: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    for some in told:
+        for pair, link in some.items():
+            found[pair].append(link.link)
+    merged = {pair: typical_link(found[pair]) for pair in sorted(found)}
+    return Communication(merged, collectives, shared, quota)
+
+
+def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], float]) -> float:
+    """How long a place computes between two of its collectives, on average."""
+    ops = [(stage.index, op) for stage in stages for ops in stage.ops.values() for op in ops]
+    starts = sum(op.collective is not None for _, op in ops)
+    return sum(op_us[index, op.name] for index, op in ops) / max(starts, 1)
+
+
+def agreed_ops(job: Job, mine: Profile) -> Compute:
+    """What all ranks found together, equal on all of them; every running rank calls it with its own.
+
+    Ranks are compared from one wait to the next. Under a quota, whose periods begin for each rank in its own
+    time, one rank stands in this stretch and the other in the next.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    by_clock = stretches(job, {index: of.met_shares for index, of in mine.rounds.items()})
+    by_thread = stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()})
+    pieces = Pieces.of(longest.op_shares) if (longest := mine.longest) is not None else None
+    dist.all_gather_object(told, (dict(mine.op_us), by_clock, by_thread, mine.cold, pieces))
+    return Compute(
+        _merged(op_us for op_us, *_ in told),
+        skew_of([of for _, of, *_ in told]),
+        skew_of([of for _, _, of, *_ in told]),
+        statistics.fmean(cold for *_, cold, _ in told),
+        unsteady_of([pieces for *_, pieces in told if pieces is not None]),
+    )
+
+
+def stretches(
+    job: Job, shares_of: Mapping[int, Mapping[str, Sequence[float]]]
+) -> dict[int, list[list[float]]]:
+    """Stage -> the stretches of its programs between waits for collectives, where its ranks meet: what each
+    took, by round, in microseconds. shares_of: by stage and op, the same; empty where it
+    was not taken."""
+    found: dict[int, list[list[float]]] = {}
+    for index, shares in shares_of.items():
+        found[index] = []
+        if not shares:
+            continue
+        for ops in job.stages[index].ops.values():
+            for wait, stretch in groupby(ops, key=lambda op: op.target == WAIT):
+                if not wait:
+                    together = zip(*(shares[op.name] for op in stretch), strict=True)
+                    found[index].append([sum(times) for times in together])
+    return found
+
+
+def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
+    """How much longer the slowest rank of a place computes than its ranks do on average, as a share.
+
+    ranks: what `stretches` says of each; ranks that hold a stage did the same round at one time. Whole
+    programs would show less: what hinders one rank in one stretch hinders the other in the next. Whole
+    rounds in which something else had a rank's processor do not count (`profile.STOLEN`); a single short
+    stretch may be many times as long by a quota's stop. 0 where no two ranks share a stage.
+    """
+    by_stage: dict[int, list[Sequence[Sequence[float]]]] = defaultdict(list)
+    for rank in ranks:
+        for stage, of in rank.items():
+            by_stage[stage].append(of)
+    slowest_us = mean_us = 0.0
+    for sharing in by_stage.values():
+        # By rank and round, in all stretches.
+        totals = [[sum(round_us) for round_us in zip(*of, strict=True)] for of in sharing]
+        # A rank that is slow in every round is what is looked for, and not stolen from.
+        most_us = [STOLEN * statistics.median(of) if of else 0.0 for of in totals]
+        counts = [
+            all(us <= at_most for us, at_most in zip(together, most_us, strict=True))
+            for together in zip(*totals, strict=False)
+        ]
+        for rounds in zip(*sharing, strict=True):
+            for counted, together in zip(counts, zip(*rounds, strict=False), strict=True):
+                if counted:
+                    slowest_us += max(together)
+                    mean_us += statistics.fmean(together)
+    return slowest_us / mean_us - 1.0 if mean_us else 0.0
+
+
+def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
+    """The median of what ranks of one place found for each op."""
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for table in tables:
+        for key, us in table.items():
+            found[key].append(us)
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def typical_link(links: list[Link]) -> Link:
+    """The median of each figure of links that do equal work."""
+    return Link(
+        statistics.median(link.latency_us for link in links),
+        statistics.median(link.bytes_per_us for link in links),
+        statistics.median(link.processor_us_per_mb for link in links),
+        links[0].source,
+        statistics.median(link.slower for link in links),
+        statistics.median(link.buffered_bytes for link in links),
+    )
+
+
+def with_calls(
+    job: Job, op_us: Mapping[tuple[int, str], float], collectives: Mapping[tuple[str, str], Measured]
+) -> dict[tuple[int, str], float]:
+    """Op times with what the transport's calls take added to every op that starts a collective or waits."""
+    found = dict(op_us)
+    for key, us in calls_us(job, {name: one.calls for name, one in collectives.items()}).items():
+        if key in found:
+            found[key] += us
+    return found
+
+
+def costs_by_lane(
+    collectives: Mapping[tuple[str, str], Measured],
+) -> dict[tuple[str, str], CollectiveCost]:
+    """As a plan's costs hold them: an axis' communicator has the axis' name."""
+    return {key: measured.cost for key, measured in collectives.items()}

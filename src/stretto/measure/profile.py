@@ -1,0 +1,390 @@
+"""Op times of a job's programs, measured on the device that will run them.
+
+    1. Inputs are made up from their specs: small random numbers, zeros for integers (a valid index into
+       anything), the real shapes and layouts.
+    2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
+    3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
+       that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
+       Rounds of several visits count together, so that one bad moment of the machine does not decide.
+    4. Stages whose ops are equal (target, arguments' specs) are measured once.
+    5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
+    6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
+       while it is multiplied, which takes less than a product and a sum.
+    7. Where others share the core (`cost.crowd`), or a quota stops the rank, an op's share is its thread's
+       time. By the clock a short op takes its own time in most rounds and a stop on top in some, which look
+       like theft (`STOLEN`), and a long one always has its stops: of one rate of arithmetic a quota of half a
+       core made two, 60 and 32 GFLOP/s below and above three milliseconds.
+    8. What follows a wait takes longer: rounds in which the rank pauses wherever the step may wait are held
+       against those of 3, which never stand (`cost.pauses`). They come first, all of them together, because
+       what has not stood for a while is fast for a while.
+
+Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in the runtime.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from stretto.backend.heap import keep_freed_memory
+from stretto.backend.synchronise import synchronise
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, inputs_of, is_external
+from stretto.ir.gradients import Addend, addends
+from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
+from stretto.measure.core_share import has_quota, part_of
+from stretto.measure.fake_collectives import function_of
+from stretto.measure.pauses import TOGETHER_US, Paused, Pauses
+
+ROUNDS = 5
+"""Counted rounds after one warm-up, in each visit."""
+
+STOLEN = 2.0
+"""A round that took more than this many times the median does not count: something else had the processor.
+All others do. A step is a sum of what rounds take, fast and slow; of the faster three quarters alone, a
+machine whose speed goes up and down by a tenth would promise steps 6 to 9 % too fast."""
+
+LEAST_ROUND_US = 20_000.0
+"""Shorter rounds are repeated more often, up to `MOST_ROUNDS`, so that noise averages out."""
+
+MOST_ROUNDS = 25
+
+
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times of one job on one device. op_us[(stage, op name)]; rounds: by stage, what they were made from."""
+
+    op_us: Mapping[tuple[int, str], float]
+    source: str
+    rounds: Mapping[int, Rounds] = field(default_factory=dict, repr=False)
+
+    @property
+    def longest(self) -> Rounds | None:
+        """Those of the stage that takes the longest; None without any."""
+        return max(self.rounds.values(), key=lambda of: statistics.fmean(of.straight_us), default=None)
+
+    @property
+    def cold(self) -> float:
+        """As in `stretto.ir.costs.Costs`; 0 where the step never waits, or the device is no processor."""
+        waiting = [of for of in self.rounds.values() if of.paused]
+        if not waiting:
+            return 0.0
+        straight_us = sum(typical(of.straight_us) for of in waiting)
+        paused_us = sum(typical([one.us for one in of.paused]) for of in waiting)
+        stood = statistics.fmean(one.stood for of in waiting for one in of.paused)
+        return max(0.0, paused_us / straight_us - 1.0) / stood if straight_us and stood else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What the rounds of one stage took. shares: by op, with clocks; thread_shares: the same of the computing
+    thread, on a processor; totals: by phase, without clocks; straight_us: of the computing
+    thread, all phases; paused: where the step may wait."""
+
+    shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    thread_shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
+    straight_us: list[float] = field(default_factory=list)
+    paused: list[Paused] = field(default_factory=list)
+
+    def copy(self) -> Rounds:
+        """The same rounds, to which others can be added."""
+        return Rounds(
+            _copied(self.shares),
+            _copied(self.thread_shares),
+            _copied(self.totals),
+            list(self.straight_us),
+            list(self.paused),
+        )
+
+    @property
+    def op_shares(self) -> Mapping[str, list[float]]:
+        """Step 7: by op, what it took in each round."""
+        clock_us = sum(map(sum, self.totals.values()))
+        held_back = part_of(sum(self.straight_us), clock_us) < 1.0 and self.thread_shares
+        return self.thread_shares if held_back else self.shares
+
+    @property
+    def met_shares(self) -> Mapping[str, list[float]]:
+        """By op, what it took in each round for who waits for this rank: a quota's stops are in it, at which
+        ranks come apart; turns of a shared core are not, which are others' compute."""
+        return self.shares if has_quota() else self.op_shares
+
+
+def _copied(lists: Mapping[_Key, Sequence[float]]) -> dict[_Key, list[float]]:
+    return defaultdict(list, {key: list(of) for key, of in lists.items()})
+
+
+def profile(
+    job: Job,
+    device: torch.device,
+    stages: Sequence[int] | None = None,
+    before: Profile | None = None,
+    least_rounds: int = ROUNDS,
+) -> Profile:
+    """Measure the ops of `stages` (all by default) on `device`.
+
+    before: of the same job, stages and device, some time ago; its rounds count as much as the new ones.
+    least_rounds: that count, after one for warmth; more of short programs.
+
+    Memory: the parameters, saved values and gradients of one microbatch of one stage at a time.
+    """
+    if device.type == "cpu":
+        keep_freed_memory()  # as the step does
+    op_us: dict[tuple[int, str], float] = {}
+    rounds: dict[int, Rounds] = {}
+    done: dict[Any, tuple[int, list[str]]] = {}
+    for index in stages if stages is not None else range(len(job.stages)):
+        stage = job.stages[index]
+        key = _shape_of(job, stage)
+        names = [op.name for phase in PHASES for op in stage.ops[phase]]
+        if key in done:
+            like, like_names = done[key]
+            for name, other in zip(names, like_names, strict=True):
+                op_us[index, name] = op_us[like, other]
+            continue
+        done[key] = (index, names)
+        # Dropout draws; the user's generator must not notice.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            rounds[index] = before.rounds[index].copy() if before is not None else Rounds()
+            measured = _measure(job, stage, device, rounds[index], least_rounds)
+        op_us.update(((index, name), us) for name, us in measured.items())
+    return Profile(op_us, f"measured on {device_name(device)}", rounds)
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself, with the threads that compute on a processor."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    threads = torch.get_num_threads()
+    return f"this processor, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def _measure(
+    job: Job, stage: Stage, device: torch.device, rounds: Rounds, least_rounds: int
+) -> dict[str, float]:
+    made = make_inputs(job, stage, device)
+    calls = make_calls(job, stage, device)
+    grads: dict[str, torch.Tensor] = {}
+    waits = bool(job.edges) or any(op.target == WAIT for ops in stage.ops.values() for op in ops)
+    pausing = waits and device.type == "cpu"
+    with torch.no_grad():
+        pauses = Pauses() if pausing else None
+        warm = _run(calls, made, grads, device, None, pauses)
+        # Pauses are no part of a round's length: with them short programs would get too few rounds.
+        warm_us = pauses.end().us if pauses is not None else sum(warm.values())
+        crowded = pauses is not None and pauses.part < 1.0 and not has_quota()
+        longer = LEAST_ROUND_US / max(warm_us, 1.0)
+        count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
+        for _ in range(count if pausing else 0):
+            pauses = Pauses(TOGETHER_US if crowded else 0.0)
+            _run(calls, made, grads, device, None, pauses)
+            rounds.paused.append(pauses.end())
+        for _ in range(count):
+            _run(calls, made, grads, device, rounds)
+            begin_ns = time.thread_time_ns()
+            for phase, us in _run(calls, made, grads, device, None).items():
+                rounds.totals[phase].append(us)
+            rounds.straight_us.append((time.thread_time_ns() - begin_ns) / 1000.0)
+    result: dict[str, float] = {}
+    found = rounds.op_shares
+    for phase in PHASES:
+        shares = {op.name: typical(found[op.name]) for op in stage.ops[phase]}
+        total = sum(shares.values())
+        scale = typical(rounds.totals[phase]) / total if total else 0.0
+        result |= {name: us * scale for name, us in shares.items()}
+        result |= {op.name: 0.0 for op in stage.ops[phase] if op.target == WAIT}
+    return result
+
+
+def typical(times: Sequence[float]) -> float:
+    """The mean of the times that count (`STOLEN`), which need not be microseconds."""
+    most = STOLEN * statistics.median(times)
+    return statistics.fmean(took for took in times if took <= most)
+
+
+def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
+    """Step 1: every value that the stage reads and does not make."""
+    specs: dict[str, TensorSpec] = {f"param/{p.name}": p.spec for p in job.parameters}
+    specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
+    specs |= {f"batch/{name}": spec for name, spec in job.batch}
+    specs |= {edge.value: edge.spec for edge in job.edges if edge.target == stage.index}
+    constants = {f"const/{c.name}": c for c in job.constants}
+    made_here = {op.name for ops in stage.ops.values() for op in ops}
+    made: dict[str, torch.Tensor] = {}
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    for phase in PHASES:
+        for name in inputs_of(stage, phase):
+            if name in made or name in made_here:
+                continue
+            if name == "tangent":
+                dtype = getattr(torch, job.loss_spec.dtype)
+                made[name] = torch.tensor(job.tangent, dtype=dtype, device=device)
+            elif name in constants:
+                found = constants[name]
+                dtype = getattr(torch, found.spec.dtype)
+                made[name] = torch.tensor(found.data, dtype=dtype, device=device).reshape(found.spec.shape)
+            else:
+                made[name] = random_tensor(specs[name], generator, device)
+    return made
+
+
+def random_tensor(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """A made-up value: small random numbers, zeros for integers, which are valid indices into anything."""
+    dtype = getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        value = (torch.randn(spec.shape, generator=generator) * 0.02).to(device, dtype)
+    else:
+        value = torch.zeros(spec.shape, dtype=dtype, device=device)
+    if spec.stride is None or 0 in spec.stride:
+        return value
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device).copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One op, ready to be called on a table of values. dead: what nothing after it reads."""
+
+    op: Op
+    function: Callable[..., Any]
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    dead: tuple[str, ...]
+    addends: tuple[Addend, ...]
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        arguments = [_value(a, values) for a in self.args]
+        return self.function(*arguments, **{key: _value(a, values) for key, a in self.kwargs})
+
+    def run(self, values: dict[str, Any], grads: dict[str, torch.Tensor]) -> None:
+        """Call it, keep what it makes, and drop what is dead then."""
+        values[self.op.name] = self._add(values, grads) if self.addends else self(values)
+        for name in self.dead:
+            values.pop(name, None)
+
+    def _add(self, values: Mapping[str, Any], grads: dict[str, torch.Tensor]) -> Any:
+        """Step 6: the call of an op that makes a gradient, or several, which are added to `grads`."""
+        held = grads.get(self.op.name)
+        if held is not None and self.addends[0].product:
+            left, right = (_value(a, values) for a in self.args)
+            return torch.addmm(held, left, right, out=held)
+        value = self(values)
+        if held is not None:
+            held.add_(value)
+        else:
+            grads[self.op.name] = value.clone() if self.addends[0].copied else value
+        return value
+
+
+def _value(arg: Arg, values: Mapping[str, Any]) -> Any:
+    if isinstance(arg, Ref):
+        return values[arg.name]
+    if isinstance(arg, tuple):
+        return [_value(item, values) for item in arg]
+    return arg
+
+
+def fixed_argument(arg: Arg, device: torch.device) -> Arg:
+    """Constants of the framework in the place of their names."""
+    if isinstance(arg, Const):
+        return device if arg.kind == "device" else getattr(torch, arg.text)
+    if isinstance(arg, tuple):
+        return tuple(fixed_argument(item, device) for item in arg)
+    return arg
+
+
+def make_calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list[OpCall]]:
+    """The stage's programs with what dies after each op: what nothing later in the stage reads."""
+    last: dict[str, str] = {}
+    for phase in PHASES:
+        for op in stage.ops[phase]:
+            last[op.name] = op.name
+            for name in op.uses:
+                last[name] = op.name
+    dying: dict[str, list[str]] = {}
+    for name, reader in last.items():
+        if not is_external(name):
+            dying.setdefault(reader, []).append(name)
+    grads = addends(job, stage.index)
+    result: dict[Phase, list[OpCall]] = {}
+    for phase in PHASES:
+        result[phase] = [
+            OpCall(
+                op,
+                function_of(op.target, device),
+                tuple(fixed_argument(a, device) for a in op.args),
+                tuple((key, fixed_argument(a, device)) for key, a in op.kwargs),
+                tuple(dying.get(op.name, ())),
+                grads.get(op.name, ()),
+            )
+            for op in stage.ops[phase]
+        ]
+    return result
+
+
+def _run(
+    calls: Mapping[Phase, Sequence[OpCall]],
+    given: Mapping[str, torch.Tensor],
+    grads: dict[str, torch.Tensor],
+    device: torch.device,
+    rounds: Rounds | None,
+    pauses: Pauses | None = None,
+) -> dict[Phase, float]:
+    """Steps 2, 3, 7 and 8: one microbatch through F, I and W; microseconds of each phase.
+
+    Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
+    fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
+    """
+    threads = rounds is not None and device.type == "cpu"  # on an accelerator the thread computes nothing
+    values: dict[str, Any] = dict(given)
+    result: dict[Phase, float] = {}
+    for phase in PHASES:
+        synchronise(device)
+        begin = time.perf_counter_ns()
+        for call in calls[phase]:
+            start, mine = time.perf_counter_ns(), time.thread_time_ns() if threads else 0
+            call.run(values, grads)
+            if rounds is not None:
+                synchronise(device)
+                rounds.shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
+                if threads:
+                    rounds.thread_shares[call.op.name].append((time.thread_time_ns() - mine) / 1000.0)
+            if pauses is not None and call.op.target == WAIT:
+                pauses.pause()
+        synchronise(device)
+        result[phase] = (time.perf_counter_ns() - begin) / 1000.0
+        if pauses is not None:
+            pauses.pause()  # before the next program there may be a message to wait for
+    return result
+
+
+def _shape_of(job: Job, stage: Stage) -> Any:
+    """What makes two stages equal in cost: the ops' targets, arguments and shapes, names aside."""
+    number: dict[str, int] = {}
+    specs = {f"param/{p.name}": p.spec for p in job.parameters}
+    specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
+
+    def plain(arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            known = number.setdefault(arg.name, len(number))
+            return ("ref", known, specs.get(arg.name, arg.name if arg.name.startswith("batch/") else None))
+        if isinstance(arg, tuple):
+            return tuple(plain(item) for item in arg)
+        return arg
+
+    found: list[Any] = []
+    for phase in PHASES:
+        for op in stage.ops[phase]:
+            number.setdefault(op.name, len(number))
+            kwargs = tuple((key, plain(a)) for key, a in op.kwargs)
+            found.append((phase, op.target, plain(op.args), kwargs, op.outputs))
+    return tuple(found)

@@ -1,0 +1,184 @@
+"""Op times out of a PyTorch profiler's trace of an ordinary run, as calibration input.
+
+The trace is what `torch.profiler.profile(record_shapes=True)` exports (`export_chrome_trace`, .json or
+.json.gz). An event of category `cpu_op` is one call of the dispatcher, with the dims and types of its inputs;
+nested events are calls that it made, so each stands for itself.
+
+    on a processor     an op's time is its event's duration
+    on an accelerator  it is the time of the kernels launched within the event, which carry the innermost
+                       op's `External id`
+
+Reads the one file; touches no device.
+"""
+
+from __future__ import annotations
+
+import gzip
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import UsageError
+from stretto.files.parse import parse_json
+from stretto.ir.program import Op, TensorSpec, refs
+
+DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "long int": "int64",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "bool": "bool",
+}
+"""What traces call dtypes: names of C++ types, as `libtorch` prints them."""
+
+NO_NAME = "traced device"
+
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """One op of a trace by name and inputs. us: the median of its `count` calls."""
+
+    name: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    us: float
+    count: int
+
+    @property
+    def key(self) -> str:
+        """As `trace_key` makes it for an op of a program."""
+        return _key(self.name, self.dtype, self.shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """ops: as `read_profiler_trace` gives them. kind: of the device that they ran on, "cpu" or "cuda";
+    device: its name, empty for a processor's, which traces do not tell."""
+
+    ops: list[TracedOp]
+    kind: str
+    device: str
+
+
+def read_profiler_trace(path: str | Path) -> list[TracedOp]:
+    """Ops of a trace by (name, dtype, shapes of the tensors that they read), most time first.
+
+    Raises UsageError when the file is no trace, or was recorded without shapes.
+    """
+    return read_trace(path).ops
+
+
+def read_trace(path: str | Path) -> Trace:
+    """A trace's ops, and what they ran on. Raises UsageError as `read_profiler_trace` does."""
+    path = Path(path)
+    events, device = _events(path)
+    calls = [e for e in events if e.get("cat") == "cpu_op" and e.get("ph") == "X"]
+    if not calls:
+        raise UsageError(f"{path}: holds no ops (events of category cpu_op): record the CPU's activity too")
+    with_shapes = [e for e in calls if "Input Dims" in e.get("args", {})]
+    if not with_shapes:
+        raise UsageError(
+            f"{path}: was recorded without shapes: give torch.profiler.profile(record_shapes=True)"
+        )
+    on_device = _device_us(events, calls)
+    times: dict[tuple[str, str, tuple[tuple[int, ...], ...]], list[float]] = defaultdict(list)
+    for event in with_shapes:
+        given = event["args"]
+        shapes, dtype = _inputs(given.get("Input Dims", []), given.get("Input type", []))
+        us = on_device[id(event)] if on_device is not None else float(event.get("dur", 0.0))
+        if shapes:
+            times[str(event.get("name")), dtype, shapes].append(us)
+    found = [
+        TracedOp(name, dtype, shapes, statistics.median(us), len(us))
+        for (name, dtype, shapes), us in times.items()
+    ]
+    ops = sorted(found, key=lambda op: (-op.us * op.count, op.key))
+    return Trace(ops, "cpu", "") if on_device is None else Trace(ops, "cuda", device or NO_NAME)
+
+
+def trace_key(op: Op, specs: Mapping[str, TensorSpec]) -> str:
+    """The key of a program's op among traced ones: `aten::mm float32 [64,128] [128,512]`."""
+    read = [specs[name] for name in (*refs(op.args), *refs(tuple(v for _, v in op.kwargs))) if name in specs]
+    namespace, _, rest = op.target.partition(".")
+    name = f"{namespace}::{rest.split('.')[0]}"
+    shapes = tuple(spec.shape for spec in read if spec.shape)
+    return _key(name, next((spec.dtype for spec in read), ""), shapes)
+
+
+def _key(name: str, dtype: str, shapes: Iterable[Sequence[int]]) -> str:
+    return " ".join((name, dtype, *(f"[{','.join(map(str, shape))}]" for shape in shapes)))
+
+
+def _inputs(dims: Sequence[Any], types: Sequence[Any]) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """Shapes of the tensors among an event's inputs, those in lists too, and the first's dtype.
+
+    A number's dims are empty, and so are those of a tensor of one number, which is left out with it.
+    """
+    shapes: list[tuple[int, ...]] = []
+    dtype = ""
+    for at, shape in enumerate(dims):
+        kind = str(types[at]) if at < len(types) else ""
+        of_list = bool(shape) and isinstance(shape[0], list)
+        for one in shape if of_list else [shape]:
+            if one:
+                shapes.append(tuple(int(n) for n in one))
+        if not dtype and kind in DTYPES:
+            dtype = DTYPES[kind]
+    return tuple(shapes), dtype
+
+
+def _device_us(
+    events: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
+) -> dict[int, float] | None:
+    """id of a call's event -> time of the kernels launched within it; None when the trace has no kernels."""
+    kernels: dict[Any, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") in DEVICE_WORK:
+            kernels[event.get("args", {}).get("External id")] += float(event.get("dur", 0.0))
+    if not kernels:
+        return None
+    found: dict[int, float] = {}
+    by_thread: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for call in calls:
+        by_thread[call.get("tid")].append(call)
+    for thread in by_thread.values():
+        thread.sort(key=lambda e: (float(e["ts"]), -float(e.get("dur", 0.0))))
+        around: list[Mapping[str, Any]] = []
+        for call in thread:
+            while around and float(around[-1]["ts"]) + float(around[-1].get("dur", 0.0)) <= float(call["ts"]):
+                around.pop()
+            own = kernels.get(call.get("args", {}).get("External id"), 0.0)
+            found[id(call)] = own
+            for outer in around:
+                found[id(outer)] += own
+            around.append(call)
+    return found
+
+
+def _events(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The events, and the name of the first accelerator, empty where there is none."""
+    try:
+        raw = path.read_bytes()
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        data = parse_json(text)
+    except (OSError, EOFError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not a profiler's trace: not JSON ({error})") from None
+    events = data.get("traceEvents") if isinstance(data, dict) else data
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise UsageError(f"{path}: not a profiler's trace: it has no list of traceEvents")
+    devices = data.get("deviceProperties") if isinstance(data, dict) else None
+    first = devices[0] if isinstance(devices, list) and devices else None
+    return events, str(first.get("name", "")) if isinstance(first, dict) else ""

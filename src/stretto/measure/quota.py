@@ -1,0 +1,68 @@
+"""The quota under which running ranks compute, and how fast they are while it lasts.
+
+    1. What each rank's control group says (`stretto.backend.control_groups`); the tightest counts for all.
+    2. Its speed: ranks rest for a while and then compute for a part of what they may, again and again, each
+       in its own time. A rank that has a core for itself then has a whole processor; one whose neighbours are
+       allowed the rest of its core shares it with those that happen to compute.
+
+Touches no file but the kernel's, and no network.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.backend.control_groups import own_share, processor_quota
+from stretto.backend.idle_class import lanes_first
+from stretto.ir.costs import Quota
+from stretto.measure.products import products_on
+
+BURSTS = 40
+"""Rests and bursts that are measured. Assumed: they take half a second with a period of 10 ms."""
+
+REST = (0.2, 0.8)
+"""Of a period, the least and the most that a rank rests. Assumed: as long as a step's waits."""
+
+BURST = 0.6
+"""Of what a rank may compute in a period, so that no burst meets the end of it. Assumed."""
+
+
+def agreed_quota(device: torch.device) -> Quota | None:
+    """The quota under which all ranks compute, equal on all of them; every running rank calls it.
+
+    None when one of them has none that holds back the threads that it computes with.
+    """
+    found = processor_quota() if device.type == "cpu" else None
+    share = own_share(torch.get_num_threads())
+    mine = (found[0], share) if found is not None and share < 1.0 else None
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    if None in told:
+        return None
+    period_us, share = min(told, key=lambda quota: quota[1])
+    dist.all_gather_object(told, burst_speed(period_us, share, dist.get_rank()))
+    return Quota(period_us, share, min(1.0, max(share, statistics.fmean(told))))
+
+
+def burst_speed(period_us: float, share: float, rank: int) -> float:
+    """Step 2 on one rank: its part of a processor in bursts; `rank` draws its rests."""
+    compute = products_on(torch.device("cpu"))
+    draw = random.Random(rank)
+    burst_ns = BURST * share * period_us * 1e3
+    wall_ns = mine_ns = 0
+    with torch.no_grad(), lanes_first():
+        compute()
+        for _ in range(BURSTS):
+            time.sleep(draw.uniform(*REST) * period_us / 1e6)
+            begin, mine = time.perf_counter_ns(), time.thread_time_ns()
+            while time.thread_time_ns() - mine < burst_ns:
+                compute()
+            wall_ns += time.perf_counter_ns() - begin
+            mine_ns += time.thread_time_ns() - mine
+    return min(1.0, mine_ns / wall_ns)

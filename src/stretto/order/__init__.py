@@ -1,0 +1,36 @@
+"""Orders of ops in a window: what must be kept, policies that choose, and the registry of policies.
+
+`register` makes a policy of one's own known; `docs/overlap.md` shows how.
+"""
+
+from stretto.order.arrange import Arranger
+from stretto.order.at_once import waits_at_once
+from stretto.order.depend import NOTHING, Node, Outside, Role, WindowGraph, make_graph
+from stretto.order.exact import exact_order
+from stretto.order.improve import improve_order
+from stretto.order.listing import list_order
+from stretto.order.policies import POLICIES, Policy, legal_order, policy_of, register
+from stretto.order.replay import Replay, replay
+from stretto.order.storages import Storage
+
+__all__ = [
+    "NOTHING",
+    "POLICIES",
+    "Arranger",
+    "Node",
+    "Outside",
+    "Policy",
+    "Replay",
+    "Role",
+    "Storage",
+    "WindowGraph",
+    "exact_order",
+    "improve_order",
+    "legal_order",
+    "list_order",
+    "make_graph",
+    "policy_of",
+    "register",
+    "replay",
+    "waits_at_once",
+]

@@ -1,0 +1,67 @@
+"""All windows of a plan put in order, each kind once: windows that differ in names alone share one order.
+
+May touch `stretto.ir` and this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Window
+from stretto.ir.program import Job
+from stretto.order.depend import NOTHING, Outside, WindowGraph, make_graph
+from stretto.order.improve import improve_order
+from stretto.order.policies import DEFAULT, legal_order
+
+
+class Arranger:
+    """Orders windows, and remembers the orders of those that it has seen."""
+
+    def __init__(
+        self,
+        job: Job,
+        costs: Costs,
+        stage_ranks: Sequence[int],
+        policy: str = DEFAULT,
+        rounds: int | None = None,
+    ) -> None:
+        """policy: a name of `stretto.order.policies`. rounds: instead of it, local search
+        with so many rounds. The costs are those of every window."""
+        self._job = job
+        self._costs = costs
+        self._stage_ranks = stage_ranks
+        self._policy = policy
+        self._rounds = rounds
+        self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._windows: dict[tuple[object, ...], Window] = {}
+
+    def arrange(self, window: Window, outside: Outside = NOTHING) -> Window:
+        """The window in the policy's order; as it is when nothing in it communicates over an axis.
+
+        outside: as in `make_graph`. Raises UsageError for a policy that is unknown or gives an illegal
+        order.
+        """
+        name = window.name, outside.key()
+        if name not in self._windows:
+            self._windows[name] = self._arranged(window, outside)
+        return self._windows[name]
+
+    def graph(self, window: Window, outside: Outside = NOTHING) -> WindowGraph:
+        """What the policy is given."""
+        return make_graph(self._job, self._costs, window, self._stage_ranks, outside)
+
+    def _arranged(self, window: Window, outside: Outside) -> Window:
+        graph = self.graph(window, outside)
+        if not graph.communicates:
+            return window
+        key = graph.key()
+        order = self._orders.get(key)
+        if order is None:
+            if self._rounds is None:
+                order = legal_order(self._policy, graph)
+            else:
+                order = improve_order(graph, rounds=self._rounds)
+            self._orders[key] = order
+        return replace(window, items=tuple(graph.nodes[index].item for index in order))

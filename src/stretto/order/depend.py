@@ -1,0 +1,274 @@
+"""What an order of a window's items must respect, and what each item costs: the graph that policies order.
+
+    1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
+       for its time on the lane of its axis; a wait for a collective; a message's wait and its send.
+    2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
+       value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
+       before the backward's first op: lower bounds count on actions of a microbatch in this order.
+    3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
+       their order, and an order of ops must not change numbers. Nothing else is written in place before
+       the window's end, and draws of random ops do not depend on when they happen.
+    4. The memory that nodes make and read, so that a policy can keep a limit.
+
+May touch `stretto.ir` and this room's storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from stretto.ir.action import Phase
+from stretto.ir.costs import Costs
+from stretto.ir.flow import PHASES
+from stretto.ir.plan import Item, ItemKind, Window
+from stretto.ir.program import WAIT, Job, Op
+from stretto.ir.transfers import axis_time, message_us, time_of
+from stretto.order.storages import Storage, find_storages
+
+
+class Role(StrEnum):
+    """What a node is for the scheduler."""
+
+    COMPUTE = "compute"
+    START = "start"
+    FINISH = "finish"
+    RECEIVE = "receive"
+    SEND = "send"
+
+
+Ends = Mapping[tuple[int, int], float]
+"""(part, edge) -> microseconds: something about the message of an edge that a part waits for, or sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What other ranks do while a window runs: its heads and tails.
+
+    arrivals: from the window's begin until a message can be used; 0 for those that are not named.
+    tails: how long before the window's end a message should go; 0 for those that are not named.
+    """
+
+    arrivals: Ends = field(default_factory=dict)
+    tails: Ends = field(default_factory=dict)
+
+    def key(self) -> tuple[object, ...]:
+        return tuple(sorted(self.arrivals.items())), tuple(sorted(self.tails.items()))
+
+
+NOTHING = Outside()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One item. work_us: on the compute lane.
+
+    lane, time_us, load: of the collective that a START starts: its axis, its time when it has its lane for
+        itself, the share of the compute lane's speed that it takes. For a SEND `time_us` is the message's
+        time; for a RECEIVE, and for a FINISH whose start stands in an earlier window, when it can be used,
+        counted from the window's begin.
+    tail_us: for a SEND, how long before the window's end it should go, because another rank waits for it.
+    start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
+    lazy: costs nothing and allocates nothing (waits, views), so it may stand directly before its first user.
+    """
+
+    item: Item
+    role: Role
+    work_us: float = 0.0
+    lane: str = ""
+    time_us: float = 0.0
+    load: float = 0.0
+    start: int = -1
+    lazy: bool = False
+    tail_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowGraph:
+    """A window's nodes in the captured order (its parts one after the other), and what must precede what.
+
+    before[n], after[n]: the nodes that n needs, and those that need n; both ascending. A legal order names
+    every node once, each after all of `before`. skew: `Costs.working_skew`.
+    """
+
+    window: Window
+    nodes: tuple[Node, ...] = field(repr=False)
+    before: tuple[tuple[int, ...], ...] = field(repr=False)
+    after: tuple[tuple[int, ...], ...] = field(repr=False)
+    storages: tuple[Storage, ...] = field(repr=False)
+    skew: float = 0.0
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for windows that differ in names alone: the same order serves them."""
+        nodes = tuple(
+            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy, n.tail_us)
+            for n in self.nodes
+        )
+        storages = tuple((s.nbytes, s.maker, s.users, s.kept) for s in self.storages)
+        return nodes, self.before, storages, self.skew
+
+    @property
+    def work_us(self) -> float:
+        """All work on the compute lane."""
+        return sum(node.work_us for node in self.nodes)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any collective is started or waited for: without one there is nothing to order for."""
+        return any(node.role in (Role.START, Role.FINISH) for node in self.nodes)
+
+
+def make_graph(
+    job: Job,
+    costs: Costs,
+    window: Window,
+    stage_ranks: Sequence[int],
+    outside: Outside = NOTHING,
+) -> WindowGraph:
+    """The graph of a window. outside: what is known of other ranks.
+
+    Raises PlanError for a collective without a cost.
+    """
+    maker = _Maker(job, costs, window, stage_ranks, outside)
+    return maker.make()
+
+
+class _Maker:
+    def __init__(
+        self,
+        job: Job,
+        costs: Costs,
+        window: Window,
+        stage_ranks: Sequence[int],
+        outside: Outside,
+    ) -> None:
+        self.job = job
+        self.costs = costs
+        self.window = window
+        self.stage_ranks = stage_ranks
+        self.outside = outside
+        stages = {stage for stage, _ in window.parts}
+        # Where phases use one name, that of the window counts.
+        self.ops: list[dict[str, Op]] = [
+            {
+                op.name: op
+                for sub in sorted(PHASES, key=lambda made: made in phase.parts)
+                for op in job.stages[stage].ops[sub]
+            }
+            for stage, phase in window.parts
+        ]
+        self.bytes_in = {
+            (edge.target, edge.value): edge.spec.nbytes for edge in job.edges if edge.target in stages
+        }
+        # By part: those before it of its stage and microbatch, the last first.
+        self.earlier = [
+            [k for k in reversed(window.mates(part)) if k < part] for part in range(len(window.parts))
+        ]
+        self.made: dict[tuple[int, str], int] = {}
+        """(part, value) -> the node that makes it."""
+
+    def make(self) -> WindowGraph:
+        nodes: list[Node] = []
+        needs: list[set[int]] = []
+        sent: dict[int, int] = {}
+        last_add: dict[int, int] = {}
+        adds = self._adds()
+        for at, item in enumerate(self.window.items):
+            need: set[int] = set()
+            if item.kind is ItemKind.OP:
+                op = self.ops[item.part][str(item.ref)]
+                # 2. What it reads.
+                need |= {made for u in op.uses if (made := self._maker(item.part, u)) >= 0}
+                # 3. One order of additions.
+                for parameter in adds.get((item.part, op.name), ()):
+                    if parameter in last_add:
+                        need.add(last_add[parameter])
+                    last_add[parameter] = at
+                self.made[item.part, op.name] = at
+                nodes.append(self._op(item, op))
+            else:
+                edge = self.job.edges[int(item.ref)]
+                if item.kind is ItemKind.SEND:
+                    if (item.part, edge.value) in self.made:
+                        need.add(self.made[item.part, edge.value])
+                    sent[edge.index] = at
+                    ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
+                    link = self.costs.link(*ends)
+                    us = message_us(link, edge.spec.nbytes) if ends[0] != ends[1] else 0.0
+                    tail_us = self.outside.tails.get((item.part, edge.index), 0.0)
+                    nodes.append(Node(item, Role.SEND, time_us=us, tail_us=tail_us))
+                else:
+                    if edge.index in sent:
+                        need.add(sent[edge.index])  # from a part of the same rank, perhaps for the same data
+                    self.made[item.part, edge.value] = at
+                    when = self.outside.arrivals.get((item.part, edge.index), 0.0)
+                    nodes.append(Node(item, Role.RECEIVE, time_us=when, lazy=True))
+            needs.append(need)
+        self._forward_first(needs)
+        after: list[list[int]] = [[] for _ in nodes]
+        for at, need in enumerate(needs):
+            for other in sorted(need):
+                after[other].append(at)
+        return WindowGraph(
+            self.window,
+            tuple(nodes),
+            tuple(tuple(sorted(need)) for need in needs),
+            tuple(tuple(found) for found in after),
+            find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
+            self.costs.working_skew,
+        )
+
+    def _forward_first(self, needs: list[set[int]]) -> None:
+        """Step 2: what F ends with comes before what the backward of its microbatch begins with."""
+        parts = self.window.parts
+        ops: dict[int, list[int]] = {}
+        for at, item in enumerate(self.window.items if self.window.shares else ()):
+            if item.kind is ItemKind.OP:
+                ops.setdefault(item.part, []).append(at)
+        for part, own in ops.items():
+            for mate in self.earlier[part]:
+                if parts[mate][1] is Phase.F is not parts[part][1]:
+                    of_forward = ops.get(mate, [])
+                    read = {n for at in of_forward for n in needs[at]}
+                    ends = {at for at in of_forward if at not in read}
+                    for at in own:
+                        if needs[at].isdisjoint(own):
+                            needs[at] |= ends
+
+    def _maker(self, part: int, value: str) -> int:
+        """The node that makes a value, in the part or before it; -1 for what an earlier window makes."""
+        for place in (part, *self.earlier[part]):
+            if (place, value) in self.made:
+                return self.made[place, value]
+        return -1
+
+    def _op(self, item: Item, op: Op) -> Node:
+        """Step 1 for an op."""
+        stage, _ = self.window.parts[item.part]
+        work_us = time_of(self.costs, stage, op)
+        asked = op.collective
+        if asked is not None:
+            time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes)
+            return Node(item, Role.START, work_us, asked.axis, time.us, time.load)
+        if op.target == WAIT:
+            start = self._maker(item.part, op.uses[0])
+            us = 0.0
+            begun = self.ops[item.part].get(op.uses[0])
+            if start < 0 and begun is not None and begun.collective is not None:
+                # It may have started just before the window: its wait comes as late as can be.
+                asked = begun.collective
+                us = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes).us
+            return Node(item, Role.FINISH, work_us, time_us=us, start=start, lazy=True)
+        view = op.alias is not None and not work_us
+        return Node(item, Role.COMPUTE, work_us, lazy=view)
+
+    def _adds(self) -> dict[tuple[int, str], list[int]]:
+        """(part, value) -> the parameters to whose gradients it is added, by index."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for index, parameter in enumerate(self.job.parameters):
+            for stage, phase, value in parameter.grads:
+                for part, (at, runs) in enumerate(self.window.parts):
+                    if at == stage and phase in runs.parts:
+                        found.setdefault((part, value), []).append(index)
+        return found

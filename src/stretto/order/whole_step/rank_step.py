@@ -1,0 +1,124 @@
+"""A rank whose step is one window: its graph, its collectives, and what must be before each of them starts.
+
+May touch `stretto.ir`, `stretto.schedule` and `stretto.simulate`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from stretto.ir.plan import Plan
+from stretto.order import Role, WindowGraph
+from stretto.simulate.windows import Call, make_ready
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """A start, and what must be before it: the waits, and the work on the compute lane behind them."""
+
+    start: int
+    waits: tuple[int, ...]
+    work: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One rank's only window. By node:
+
+    calls: its collective. lazy: whether it stands directly before its first user. waits: whether it waits for
+    what comes over a lane or a link. named: whether it stands for itself: neither lazy nor a wait. needs:
+    what it needs that does not stand for itself, in an order in which it can stand, itself last.
+    count, after: of waits and of what stands for itself, how many of them it needs, directly or through what
+    is lazy, and which of them need it.
+
+    leads: its starts by part, in their order.
+    """
+
+    graph: WindowGraph
+    microbatches: tuple[int, ...]
+    calls: tuple[Call | None, ...]
+    leads: tuple[tuple[Lead, ...], ...]
+    lazy: tuple[bool, ...]
+    waits: tuple[bool, ...]
+    named: tuple[bool, ...]
+    needs: tuple[tuple[int, ...], ...]
+    count: tuple[int, ...]
+    after: tuple[tuple[int, ...], ...]
+
+
+def make_whole(plan: Plan, graph: WindowGraph, microbatches: tuple[int, ...], little: float) -> Whole:
+    """A rank's window ready to be walked. graph: of the plan's window; microbatches: of its parts.
+
+    little: of a microbatch's work on a rank, what an op takes at most that stands directly before its first
+        user, as views do.
+
+    Raises PlanError for ops or collectives without a cost.
+    """
+    leads: dict[int, list[Lead]] = defaultdict(list)
+    for index, node in enumerate(graph.nodes):
+        if node.role is Role.START:
+            leads[node.item.part].append(_lead(graph, index))
+    calls = make_ready(plan, graph.window.name).calls
+    lazy = _lazy(graph, microbatches, little)
+    waits = tuple(node.role in (Role.FINISH, Role.RECEIVE) for node in graph.nodes)
+    named = tuple(not one and not other for one, other in zip(lazy, waits, strict=True))
+    needs: list[dict[int, None]] = []
+    events: list[dict[int, None]] = []
+    after: list[list[int]] = [[] for _ in graph.nodes]
+    for index, before in enumerate(graph.before):  # nodes stand behind what they use
+        mine: dict[int, None] = {}
+        met: dict[int, None] = {}
+        for needed in before:
+            mine.update({} if named[needed] else needs[needed])
+            met.update({needed: None} if named[needed] or waits[needed] else events[needed])
+        mine[index] = None
+        needs.append(mine)
+        events.append(met)
+        if named[index] or waits[index]:
+            for event in met:
+                after[event].append(index)
+    return Whole(
+        graph,
+        microbatches,
+        calls,
+        tuple(map(tuple, leads.values())),
+        lazy,
+        waits,
+        named,
+        tuple(map(tuple, needs)),
+        tuple(map(len, events)),
+        tuple(map(tuple, after)),
+    )
+
+
+def _lazy(graph: WindowGraph, microbatches: tuple[int, ...], little: float) -> tuple[bool, ...]:
+    """Waits, views, and ops that take little, if what they lead to is more than these."""
+    little_us = little * sum(node.work_us for node in graph.nodes) / len(set(microbatches))
+    lazy = [node.lazy for node in graph.nodes]
+    leads = [False] * len(lazy)
+    for index in reversed(range(len(lazy))):  # users stand behind what they use
+        node = graph.nodes[index]
+        leads[index] = any(not lazy[user] or leads[user] for user in graph.after[index])
+        if node.role is Role.COMPUTE and node.work_us <= little_us:
+            lazy[index] = node.lazy or leads[index]
+    return tuple(lazy)
+
+
+def _lead(graph: WindowGraph, start: int) -> Lead:
+    waits: list[int] = []
+    work: list[int] = []
+    seen = {start}
+    todo = [start]
+    while todo:
+        for index in graph.before[todo.pop()]:
+            if index in seen:
+                continue
+            seen.add(index)
+            if graph.nodes[index].role in (Role.FINISH, Role.RECEIVE):
+                waits.append(index)
+            else:
+                if graph.nodes[index].work_us:
+                    work.append(index)
+                todo.append(index)
+    return Lead(start, tuple(waits), tuple(work))

@@ -1,0 +1,336 @@
+"""Orders for a step in which each rank has one window: the best found over urgencies of its ops.
+
+    1. How urgent an op is: the longest path from it to the end of its microbatch, over all ranks and lanes,
+       less a part of the step for every microbatch before its own. Without that part all forwards come first;
+       with much of it, microbatches follow one another as in 1F1B.
+    2. That part (SLOPES) and the patience of each rank (`together.choose`) are tried: first equal for all
+       ranks, then rank by rank, the best kept. This for each way to let messages leave in pairs
+       (`together.pairs`), and without pairs; the most promising go on.
+    3. Then rounds, each with another urgency of one or two stretches, or of some actions, or another
+       patience, or a message paired otherwise; what does not make the step longer is kept.
+    4. All this with more and with fewer of the small ops placed for themselves (LITTLE): with fewer, a round
+       changes more. The best of these go on.
+    5. Then the steps are pushed to their end and back (`together.justify`), and single ops are moved
+       (`together.moves`): a few for each, many for the best.
+
+Steps walked are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every
+machine. May touch `stretto.ir`, `stretto.schedule` and this room.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
+
+from stretto.ir.action import Action, Overlap, Phase
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Item, Plan, Window
+from stretto.ir.program import Job
+from stretto.order import Role, make_graph
+from stretto.order.improve import stretches
+from stretto.order.whole_step.choose import choose
+from stretto.order.whole_step.justify import justify
+from stretto.order.whole_step.moves import move_ops
+from stretto.order.whole_step.pairs import MORE, Borders, borders, paired
+from stretto.order.whole_step.rank_step import Whole, make_whole
+from stretto.order.whole_step.walk import Chosen
+from stretto.schedule.windows import make_window, window_name
+
+SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
+"""Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
+
+PATIENCE = (0.0, 0.5, 1.0)
+"""Tried for each rank. Assumed."""
+
+MOST = 300
+"""Steps walked by one search, in steps 2 and 3."""
+
+WORK = 1_600_000
+"""These times the items that all ranks run in one: jobs with many get fewer. Measured: 5 s on one core."""
+
+STALE = 150
+"""So many steps without a gain end the search. Assumed."""
+
+GAIN = 0.0005
+"""Share of a step that counts as a gain. Assumed."""
+
+FEWEST = 60
+"""Where fewer steps than this may be walked, the search is not worth its while. Assumed."""
+
+LITTLE = (0.0005, 0.003, 0.01)
+"""Of a microbatch's work on a rank, what ops take at most that are placed directly before their first user,
+as views are. On GPTs over pp=2 tp=2 the first is five ops of six and 2 % of the time. Measured on the tensor
+race of hidden 2048: the search comes to 1.176, 1.133 and 1.126 of the bound, to 1.138 with 0.02 and 1.157
+with 0.04; when ops have been moved 1.146, 1.118 and 1.113 are left."""
+
+PAIRING = 0.1
+"""Share of the rounds that pair a message otherwise. Assumed."""
+
+PROMISING = 2
+"""Ways to pair messages, for each of LITTLE, that are searched beyond slopes. Where a search ends is within
+2 % a matter of luck. Measured on the tensor race of hidden 2048 over pp=2: of eight with other draws, 300
+rounds each, the worst came to 1.140 of the bound and the best to 1.121."""
+
+FINALISTS = 3
+"""Searches that go on, whose steps are pushed, and whose ops are moved, at most. Assumed."""
+
+A_FINALIST_US = 1_000_000.0
+"""Of a step, what is worth one finalist beyond the first: it takes some 20 s, once. Assumed."""
+
+LONGER = 1_000
+"""Rounds more for each of FINALISTS. On the same step these gain up to another 2 %."""
+
+LONGER_WORK = 3_300_000
+"""These times items. Measured: 13 s on one core."""
+
+A_WALK_US = 10_000.0
+"""Of a step, what is worth one of these rounds. They take some 10 ms, once. Assumed."""
+
+TRIAL = 0.25
+"""Of the moves for one job, those by which finalists are compared. Assumed."""
+
+CLOSE = 1.01
+"""A step this close to its bound needs no search. Assumed."""
+
+Key = tuple[int, Phase, Item]
+"""An item of any microbatch: stage, phase, and the item as of part 0."""
+
+
+def order_together(plan: Plan, bound_us: float) -> dict[str, Window] | None:
+    """The windows with the shortest step that the search finds.
+
+    plan: each rank has one window, in the captured order. bound_us: no order is faster. None for a step with
+    too many items to walk it often, and where no order lets all ranks reach their end.
+    """
+    items = sum(len(window.items) for window in plan.windows.values())
+    allowed = min(MOST, WORK // max(1, items))
+    if allowed < FEWEST:
+        return None
+    searches = [
+        search for ready in _ready(plan, LITTLE) for search in _searches(plan, bound_us, allowed, ready)
+    ]
+    # 5.
+    enough_us = CLOSE * bound_us
+    found: list[tuple[Chosen, Sequence[Whole]]] = []
+    searches.sort(key=lambda search: search.step_us)
+    finalists = min(FINALISTS, 1 + int(searches[0].step_us / A_FINALIST_US)) if searches[0].best else 0
+    for search in searches[:finalists]:
+        if search.best is not None:
+            search.go_on(min(LONGER, LONGER_WORK // items, int(search.step_us / A_WALK_US)))
+            pushed = justify(plan, search.wholes, search.best, enough_us, search.pairs)
+            found.append((move_ops(plan, search.wholes, pushed, enough_us, share=TRIAL), search.wholes))
+    if not found:
+        return None
+    best, wholes = min(found, key=lambda one: one[0].measure_us)
+    best = move_ops(plan, wholes, best, enough_us)
+    return {
+        whole.graph.window.name: replace(
+            whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
+        )
+        for whole, order in zip(wholes, best.orders, strict=True)
+    }
+
+
+def _searches(plan: Plan, bound_us: float, allowed: int, ready: _Ready) -> list[_Search]:
+    """Steps 2 and 3 with one size of ops that are placed for themselves."""
+    apart = borders(plan)
+    pairs = dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)])
+    searches = [_Search(plan, bound_us, allowed, ready, each) for each in pairs]
+    for search in searches:
+        search.slopes()
+    best = sorted(searches, key=lambda search: search.step_us)[:PROMISING]
+    for search in best:
+        search.rounds()
+    return best
+
+
+def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key, float]:
+    """Step 1: the longest path from an item to the end of its microbatch, itself and lanes included."""
+    nodes = {}
+    after: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    receives: dict[int, tuple[int, int]] = {}
+    for stage in range(len(job.stages)):
+        slot = Overlap((Action(stage, Phase.F, 0), Action(stage, Phase.B, 0)))
+        graph = make_graph(job, costs, make_window(job, slot), stage_ranks)
+        for index, node in enumerate(graph.nodes):
+            nodes[stage, index] = graph.window.parts[node.item.part][1], node
+            after[stage, index] = [(stage, other) for other in graph.after[index]]
+            if node.role is Role.RECEIVE:
+                receives[int(node.item.ref)] = stage, index
+    for place, (_, node) in nodes.items():
+        if node.role is Role.SEND:
+            after[place].append(receives[int(node.item.ref)])
+    found: dict[tuple[int, int], float] = {}
+    for place in TopologicalSorter(after).static_order():
+        _, node = nodes[place]
+        leads = node.role in (Role.START, Role.SEND) and after[place]
+        behind_us = max((found[other] for other in after[place]), default=0.0)
+        found[place] = node.work_us + (node.time_us if leads else 0.0) + behind_us
+    return {
+        (stage, nodes[stage, index][0], replace(nodes[stage, index][1].item, part=0)): us
+        for (stage, index), us in found.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Where the search stands: by rank, the urgency of nodes, and patience; messages that leave together."""
+
+    urgency: tuple[tuple[float, ...], ...]
+    patience: tuple[float, ...]
+    pairs: Borders = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A step ready to be searched. tails_us: by rank and node, step 1 without its second part; groups: the
+    stretches of ops that lead to one communication, as (rank, nodes)."""
+
+    wholes: tuple[Whole, ...]
+    tails_us: tuple[tuple[float, ...], ...]
+    groups: tuple[tuple[int, list[int]], ...]
+
+
+def _ready(plan: Plan, littles: Sequence[float]) -> list[_Ready]:
+    """The step with each size of ops that are placed for themselves."""
+    job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
+    slots = [slot for (slot,) in plan.schedule.orders]
+    graphs = [make_graph(job, costs, plan.windows[window_name(slot)], ranks) for slot in slots]
+    known_us = tails_us(job, costs, ranks)
+    tails = tuple(
+        tuple(
+            known_us[*graph.window.parts[node.item.part], replace(node.item, part=0)] for node in graph.nodes
+        )
+        for graph in graphs
+    )
+    groups = tuple((rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph))
+    microbatches = [tuple(action.microbatch for action in slot.actions) for slot in slots]
+    return [
+        _Ready(
+            tuple(make_whole(plan, *one, little) for one in zip(graphs, microbatches, strict=True)),
+            tails,
+            groups,
+        )
+        for little in littles
+    ]
+
+
+class _Search:
+    def __init__(self, plan: Plan, bound_us: float, allowed: int, ready: _Ready, pairs: Borders = ()) -> None:
+        self._plan = plan
+        self._bound_us = bound_us
+        self._left = allowed
+        self._stale = 0
+        self._enough_stale = STALE
+        self._mark_us = float("inf")
+        self._ready = ready
+        self.wholes = ready.wholes
+        self._point = _Point((), (), pairs)
+        self._draw = random.Random(0)
+        self.best: Chosen | None = None
+
+    @property
+    def step_us(self) -> float:
+        """Of the best step so far."""
+        return float("inf") if self.best is None else self.best.step_us
+
+    @property
+    def pairs(self) -> Borders:
+        """Messages that leave together in it."""
+        return self._point.pairs
+
+    def _try(self, point: _Point) -> bool:
+        """Walk the step, and keep the point if the step does not get longer."""
+        self._left -= 1
+        self._stale += 1
+        found = choose(self._plan, self.wholes, point.urgency, point.patience, point.pairs)
+        if found is None or (self.best is not None and found.step_us > self.best.step_us):
+            return False
+        if found.step_us < self._mark_us * (1.0 - GAIN):
+            self._mark_us, self._stale = found.step_us, 0
+        self.best, self._point = found, point
+        return True
+
+    def _enough(self) -> bool:
+        if self._left <= 0 or self._stale >= self._enough_stale:
+            return True
+        return self.best is not None and self.best.step_us <= CLOSE * self._bound_us
+
+    # --- step 2 -------------------------------------------------------------------------------------
+
+    def slopes(self) -> None:
+        ranks = range(len(self.wholes))
+        tried = [((slope,) * len(ranks), (wait,) * len(ranks)) for slope in SLOPES for wait in PATIENCE[:2]]
+        best = tried[0]
+        for one in tried:
+            if not self._enough() and self._try(self._sloped(*one)):
+                best = one
+        for rank in ranks:
+            for slope in SLOPES:
+                best = self._other(best, rank, slope, best[1][rank])
+            for wait in PATIENCE:
+                best = self._other(best, rank, best[0][rank], wait)
+
+    def _other(
+        self, best: tuple[tuple[float, ...], tuple[float, ...]], rank: int, slope: float, wait: float
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The best so far, or it with these of one rank."""
+        slopes = (*best[0][:rank], slope, *best[0][rank + 1 :])
+        waits = (*best[1][:rank], wait, *best[1][rank + 1 :])
+        if (slopes, waits) == best or self._enough() or not self._try(self._sloped(slopes, waits)):
+            return best
+        return slopes, waits
+
+    def _sloped(self, slopes: Sequence[float], patience: tuple[float, ...]) -> _Point:
+        each_us = self._bound_us / self._plan.job.microbatches
+        return _Point(
+            tuple(
+                tuple(
+                    us - slopes[rank] * each_us * whole.microbatches[node.item.part]
+                    for us, node in zip(self._ready.tails_us[rank], whole.graph.nodes, strict=True)
+                )
+                for rank, whole in enumerate(self.wholes)
+            ),
+            patience,
+            self._point.pairs,
+        )
+
+    # --- step 3 -------------------------------------------------------------------------------------
+
+    def go_on(self, rounds: int) -> None:
+        """So many rounds more, at most."""
+        self._left, self._stale, self._enough_stale = rounds, 0, 2 * STALE
+        self.rounds()
+
+    def rounds(self) -> None:
+        if self.best is None or not self._ready.groups:
+            return
+        draw = self._draw
+        each_us = self._bound_us / self._plan.job.microbatches
+        while not self._enough():
+            urgency = [list(of) for of in self._point.urgency]
+            patience = list(self._point.patience)
+            pairs = list(self._point.pairs)
+            kind = draw.random()
+            if pairs and draw.random() < PAIRING:
+                at = draw.randrange(len(pairs))
+                pairs[at] = pairs[at].moved(draw)
+            elif kind < 0.5:
+                for _ in range(draw.choice((1, 1, 2, 3))):
+                    rank, group = draw.choice(self._ready.groups)
+                    change_us = draw.gauss(0.0, 0.4) * each_us
+                    for index in group:
+                        urgency[rank][index] += change_us
+            elif kind < 0.92:
+                for _ in range(draw.choice((1, 1, 2))):
+                    rank = draw.randrange(len(self.wholes))
+                    part = draw.randrange(len(self.wholes[rank].microbatches))
+                    change_us = draw.gauss(0.0, draw.choice((0.1, 0.5))) * each_us
+                    for index, node in enumerate(self.wholes[rank].graph.nodes):
+                        if node.item.part == part:
+                            urgency[rank][index] += change_us
+            else:
+                patience[draw.randrange(len(patience))] = draw.choice((0.0, 0.25, 0.5, 0.75, 1.0, 1.5))
+            self._try(_Point(tuple(map(tuple, urgency)), tuple(patience), tuple(pairs)))

@@ -1,0 +1,1 @@
+"""What ops and communication take: models of devices and fabrics, clusters, calibration files."""

@@ -1,0 +1,249 @@
+"""Clusters of accelerators, by name or from a file: what ops, messages and collectives cost on them.
+
+A name is a device of the catalogue and a count, `h100x1024`. A file is a few lines of TOML, all but the
+first two optional:
+
+    device = "h100"
+    count = 1024
+    node_devices = 8                # devices that the fast links of a node join
+
+    [figures]                       # what differs from the catalogue, in its units
+    nic_gbit = 200
+
+    [measured]                      # outputs of nccl-tests on this cluster, beside this file
+    nccl_tests = ["all_reduce_8.txt", "all_reduce_16.json"]
+
+Reads such a file and those that it names; touches no device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from stretto.errors import UsageError
+from stretto.files.settings_file import read_settings
+from stretto.files.whole_file import write_file
+from stretto.ir.costs import CollectiveCost, Link
+from stretto.ir.curve import Curve
+from stretto.measure.nccl_tests import read_nccl_tests
+from stretto.price.collectives import Collective, CollectiveModel, collective_curve
+from stretto.price.devices import Device, Figure, device, devices
+from stretto.price.efficiency import Matmul, Roof, op_us
+from stretto.price.fabric import Fabric, Group, axis_group
+
+_NAME = re.compile(r"^(?P<device>.+)x(?P<count>[1-9]\d*)$")
+
+Positive = Annotated[float, Field(gt=0)]
+Part = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Figures(_Strict):
+    """Figures that differ from the catalogue's, in its units."""
+
+    peak_tflops: Positive | None = None
+    """Half precision, dense."""
+    memory_gb: Positive | None = None
+    """Memory of a device."""
+    memory_tbps: Positive | None = None
+    """Rate of that memory, TB/s."""
+    cores: Annotated[int, Field(gt=0)] | None = None
+    """Multiprocessors, compute units."""
+    link_gbps: Positive | None = None
+    """All fast links of a device, one direction, GB/s."""
+    peer_gbps: Positive | None = None
+    """From one device to one other of its node, GB/s."""
+    nic_gbit: Positive | None = None
+    """A device's share of its node's network cards, Gbit/s."""
+    link_efficiency: Part | None = None
+    """Part of the links' rate that collectives reach."""
+    nic_efficiency: Part | None = None
+    """Part of the network cards' rate that collectives reach."""
+    in_switch: Annotated[float, Field(ge=0)] | None = None
+    """Bus rate of a reduction in the switch over `link_gbps`; 0 where there is none."""
+    matmul: Part | None = None
+    """Part of the peak that a large matmul reaches."""
+    memory: Part | None = None
+    """Part of the memory's rate that streaming kernels reach."""
+    k_ramp: Annotated[float, Field(ge=0)] | None = None
+    """Depth at which a matmul tile's prologue takes as long as its loop."""
+    kernel_us: Annotated[float, Field(ge=0)] | None = None
+    """Shortest time of a kernel."""
+    launch_us: Annotated[float, Field(ge=0)] | None = None
+    """Time of the host for one op."""
+    unaligned: Part | None = None
+    """What is left of `matmul` where a dim is no multiple of 8."""
+    slowdown: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Part of the compute's speed that is lost while a collective is in flight."""
+
+
+class MeasuredFiles(_Strict):
+    """What was measured on the cluster itself."""
+
+    nccl_tests: list[str] = []
+    """Outputs of nccl-tests, text or JSON; paths are beside the cluster file."""
+
+
+class ClusterFile(_Strict):
+    """The text form of a cluster."""
+
+    device: str
+    """A device of the catalogue; `stretto cluster list` shows them."""
+    count: Annotated[int, Field(gt=0)]
+    """Devices in all."""
+    node_devices: Annotated[int, Field(gt=0)] | None = None
+    """Devices that the fast links of a node join; the catalogue's by default."""
+    figures: Figures = Figures()
+    """What differs from the catalogue."""
+    measured: MeasuredFiles = MeasuredFiles()
+    """Calibration."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Equal accelerators in equal nodes, and what things cost on them.
+
+    measured: collectives as benchmarks gave them, by (kind, group size); `text` is what a file says of it.
+    """
+
+    name: str
+    device: Device
+    count: int
+    measured: Mapping[tuple[Collective, int], Curve]
+    text: ClusterFile
+
+    @cached_property
+    def roof(self) -> Roof:
+        return self.device.roof()
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        return self.device.fabric()
+
+    @cached_property
+    def collectives(self) -> CollectiveModel:
+        return CollectiveModel(self.fabric, self.measured)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.count // self.device.node_devices)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a device."""
+        return self.device.memory_bytes
+
+    def op_us(self, flops: float, bytes_moved: float, dims: Matmul | None = None) -> float:
+        """Microseconds of an op on the device, its launch not counted; see `efficiency.op_us`."""
+        return op_us(flops, bytes_moved, dims, self.roof)
+
+    def group(self, mesh: Mapping[str, int], axis: str) -> Group:
+        """Where the groups of an axis lie; mesh: axis sizes, outermost first. Raises UsageError."""
+        return axis_group(mesh, axis, self.fabric.node_devices)
+
+    def collective(self, kind: Collective | str, mesh: Mapping[str, int], axis: str) -> CollectiveCost:
+        """What collectives of an axis cost, as a plan carries it. Raises UsageError for an unknown axis."""
+        group = self.group(mesh, axis)
+        curve = self.collectives.curve(kind, group)
+        known = curve == self.measured.get((Collective(kind), group.size))
+        where = f"{group.per_node} on each of {group.nodes} nodes" if group.nodes > 1 else "in one node"
+        told = "measured by nccl-tests" if known else f"model of {self.name}"
+        return CollectiveCost(curve, 0.0, self.device.slowdown, f"{told}: {axis} {where}")
+
+    def place_link(self, mesh: Mapping[str, int], sender: int, receiver: int) -> Link:
+        """What a message between two pipeline places costs; mesh: axis sizes with pp outermost."""
+        stride = math.prod(size for axis, size in mesh.items() if axis != "pp")
+        return self.link(sender * stride, receiver * stride)
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """What a message between two ranks costs; ranks fill nodes in order."""
+        same = sender // self.fabric.node_devices == receiver // self.fabric.node_devices
+        curve = collective_curve(Collective.P2P, Group(2, 1) if same else Group(1, 2), self.fabric)
+        # A plan's link is one straight line: its latency is that of few bytes, its rate that of many.
+        (x0, y0), (x1, y1) = curve.points[-2:]
+        where = "in a node" if same else "between nodes"
+        return Link(curve.us(0.0), (x1 - x0) / (y1 - y0), 0.0, f"model of {self.name}, {where}")
+
+
+def named_cluster(name: str) -> Hardware:
+    """A cluster by name, `h100x1024`. Raises UsageError that lists the known devices."""
+    match = _NAME.match(name)
+    if match is None or match["device"] not in devices():
+        known = ", ".join(devices())
+        raise UsageError(
+            f"unknown cluster {name!r}: {_unknown(name)}. A name is <device>x<count>, for "
+            f"example h100x1024; known devices are {known}. For another, write a cluster file"
+        )
+    return _resolve(name, ClusterFile(device=match["device"], count=int(match["count"])), Path())
+
+
+def _unknown(name: str) -> str:
+    """What a name that is no cluster's lacks."""
+    device, _, count = name.rpartition("x")
+    if name in devices() or (device in devices() and not count):
+        return "its count is missing"
+    if device in devices():
+        return f"its count is {count!r}, and must be a whole number, 1 or more"
+    match = _NAME.match(name)
+    return f"no device is called {(match['device'] if match else name)!r}"
+
+
+def load_cluster(path: str | Path) -> Hardware:
+    """Read a cluster file. Raises UsageError that names the file, the key and what is expected."""
+    path = Path(path)
+    text = read_settings(ClusterFile, path)
+    try:
+        return _resolve(path.stem, text, path.parent)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def find_cluster(name_or_path: str) -> Hardware:
+    """A cluster by name, or by a file's path (it ends in .toml). Raises UsageError."""
+    return load_cluster(name_or_path) if name_or_path.endswith(".toml") else named_cluster(name_or_path)
+
+
+def save_cluster(hardware: Hardware, path: str | Path) -> None:
+    """Write the cluster file that `load_cluster` reads back. Raises UsageError when it cannot be written."""
+    text = hardware.text
+    lines = [f'device = "{text.device}"', f"count = {text.count}"]
+    if text.node_devices is not None:
+        lines.append(f"node_devices = {text.node_devices}")
+    given = {key: value for key, value in text.figures if value is not None}
+    if given:
+        lines += ["", "[figures]", *(f"{key} = {value!r}" for key, value in given.items())]
+    if text.measured.nccl_tests:
+        names = ", ".join(f'"{name}"' for name in text.measured.nccl_tests)
+        lines += ["", "[measured]", f"nccl_tests = [{names}]"]
+    try:
+        write_file(path, "\n".join(lines) + "\n")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _resolve(name: str, text: ClusterFile, folder: Path) -> Hardware:
+    found = device(text.device)
+    given = dict(text.figures)
+    if text.node_devices is not None:
+        given["node_devices"] = text.node_devices
+    figures = dict(found.figures)
+    for key, value in given.items():
+        if value is not None:
+            figures[key] = Figure(value, "read", f"cluster file {name}")
+    if {"link_gbps", "peer_gbps", "link_efficiency"} & {k for k, value in given.items() if value is not None}:
+        figures.pop("ring_gbps", None)  # it was measured over other links, and would hide what is given
+    measured: dict[tuple[Collective, int], Curve] = {}
+    for file in text.measured.nccl_tests:
+        measured |= read_nccl_tests(folder / file)
+    return Hardware(name, replace(found, figures=figures), text.count, measured, text)

@@ -1,0 +1,181 @@
+"""How long a collective takes on a fabric: rings, trees, reductions in the switch, direct exchange.
+
+Terms. `nbytes` is the full tensor: what is reduced (all_reduce), the gathered result (all_gather), the input
+(reduce_scatter, broadcast, p2p), one rank's input (all_to_all). Bus rate: what a link carries; a ring of n
+moves (n-1)/n of the tensor over every link, and twice that to reduce and gather.
+
+    1. An algorithm says how many steps its longest chain has within nodes and between them, and how many
+       bytes its busiest link carries.
+    2. A protocol says what the start, a step within a node and a step between nodes take, and which part
+       of the bus rate it reaches. Libraries have one for few bytes (flags beside the data, no barrier) and
+       one for many (large pieces). 1 and 2 give a straight line, latency + bytes / rate.
+    3. The library takes the fastest, so the time is the lowest of the lines, as a `Curve`.
+
+The form follows NCCL's own tuning model (latency by algorithm, protocol and hop; bus rate by protocol) and
+Thakur et al. 2005 (IJHPCA 19) for the step counts. Touches no file and no device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stretto.ir.curve import Curve
+from stretto.price.fabric import Fabric, Group, Topology
+
+
+class Collective(StrEnum):
+    """What is communicated."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    P2P = "p2p"
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """What a library's way of sending takes.
+
+    start_us: once; ring_step_us: a step of a ring within a node; tree_step_us: a step of a chain of a tree
+    within a node, whose pieces are smaller; node_step_us: a step between nodes; rate: part of the bus rate.
+    """
+
+    start_us: float
+    ring_step_us: float
+    tree_step_us: float
+    node_step_us: float
+    rate: float
+
+
+PROTOCOLS = (
+    Protocol(4.9, 1.87, 0.4, 12.5, 0.06),
+    Protocol(44.0, 1.5, 0.1, 16.0, 1.0),
+)
+"""Few bytes, many bytes. Fitted on the all-reduce sweeps of 2 to 128 A100 that NetX-lab/Echo and vTrain
+publish (NCCL's own tables have steps of 0.6 to 20 us for the same). Assumed of other devices."""
+
+
+SWITCH_MEMBERS = 4
+"""Members of a node from which a reduction in the switch is used: below, a ring moves as little. Assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Step 1: an algorithm on a group. `moved` is the busiest link's part of the tensor."""
+
+    ring_steps: float
+    tree_steps: float
+    node_steps: float
+    moved: float
+    bytes_per_us: float
+
+
+def collective_us(kind: Collective | str, nbytes: float, group: Group, fabric: Fabric) -> float:
+    """Microseconds of one collective that has its links for itself.
+
+    A group of one takes no time; otherwise the time is finite and positive, grows with `nbytes`, and is the
+    latency alone for 0 bytes. Raises ValueError for negative bytes.
+    """
+    return collective_curve(kind, group, fabric).us(nbytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def collective_curve(kind: Collective | str, group: Group, fabric: Fabric) -> Curve:
+    """The time over bytes; see `collective_us`. This is what a plan carries."""
+    kind = Collective(kind)
+    if group.size == 1:
+        return Curve(((0.0, 0.0),))
+    return Curve.lowest(
+        (
+            protocol.start_us
+            + route.ring_steps * protocol.ring_step_us
+            + route.tree_steps * protocol.tree_step_us
+            + route.node_steps * protocol.node_step_us,
+            route.moved / (route.bytes_per_us * protocol.rate),
+        )
+        for route in _routes(kind, group, fabric)
+        for protocol in PROTOCOLS
+    )
+
+
+def bus_bytes_per_us(group: Group, fabric: Fabric) -> float:
+    """Bus rate of a ring through all members: the slower of the links in a node and of the network cards of
+    the members there (those of others serve the groups of others)."""
+    within = fabric.bus_bytes_per_us(group.per_node) if group.per_node > 1 else math.inf
+    return within if group.nodes == 1 else min(within, _cards(group, fabric))
+
+
+def _cards(group: Group, fabric: Fabric) -> float:
+    return fabric.nic_bytes_per_us * fabric.nic_efficiency * group.per_node
+
+
+def _routes(kind: Collective, group: Group, fabric: Fabric) -> list[_Route]:
+    n, k, m = group.size, group.per_node, group.nodes
+    bus = bus_bytes_per_us(group, fabric)
+    direct = fabric.topology is Topology.MESH
+    if kind is Collective.P2P:
+        rate = fabric.pair_bytes_per_us() if m == 1 else fabric.nic_bytes_per_us * fabric.nic_efficiency
+        return [_Route(1.0 if m == 1 else 0.0, 0.0, 0.0 if m == 1 else 1.0, 1.0, rate)]
+    # Once around: a ring passes every member; devices that are all joined exchange in one step. Between
+    # nodes, a ring crosses m - 1 times and a tree is log2(m) deep.
+    around = (1.0 if direct else k - 1.0) if k > 1 else 0.0
+    if kind is Collective.ALL_TO_ALL:
+        within = (k - 1) / (n * fabric.bus_bytes_per_us(k)) if k > 1 else 0.0
+        if direct and k > 1:
+            within = 1.0 / (n * fabric.pair_bytes_per_us())  # one slice on each of its links at once
+        between = (m - 1) / (m * bus / k) if m > 1 else 0.0
+        return [_Route(around, 0.0, m - 1.0, within + between, 1.0)]
+    depth = math.log2(m)
+    part = (n - 1) / n
+    if kind is Collective.BROADCAST:
+        # A pipeline through all members; on links of their own, pieces to all that all pass on.
+        routes = [_Route(around, 0.0, m - 1.0, 1.0, bus), _Route(0.0, around, depth, 1.0, bus)]
+        if direct and m == 1:
+            routes = [_Route(1.0, 0.0, 0.0, 1.0, fabric.pair_bytes_per_us())]
+            routes.append(_Route(2.0, 0.0, 0.0, 2.0 * (k - 1) / k, bus))
+        return routes
+    turns = 2.0 if kind is Collective.ALL_REDUCE else 1.0
+    routes = [_Route(turns * around, 0.0, turns * (m - 1.0), turns * part, bus)]
+    if m > 1:
+        # To reduce and send back, a double binary tree moves the whole tensor each way; to gather or
+        # scatter, halving over log2(m) levels moves what a ring does (Sanders et al. 2009; Thakur).
+        moved = 2.0 if kind is Collective.ALL_REDUCE else part
+        routes.append(_Route(0.0, turns * around, turns * depth, moved, bus))
+    if fabric.in_switch and k >= SWITCH_MEMBERS:
+        if kind is Collective.ALL_REDUCE:
+            # The switch adds, so a device sends its tensor once; between nodes each sends its own part. Both
+            # go on at the same time.
+            switch = 2.0 * (k - 1) / (k * fabric.device_bytes_per_us * fabric.in_switch)
+            between = 2.0 * (m - 1) / (m * _cards(group, fabric))
+            routes.append(_Route(0.0, 2.0, 2.0 * depth, max(switch, between), 1.0))
+        else:
+            routes.append(_Route(0.0, 1.0, depth, part, bus))
+    return routes
+
+
+@dataclass(frozen=True)
+class CollectiveModel:
+    """The fabric's times, with measured ones in their place where a benchmark gave them.
+
+    measured: curves by (kind, group size), of dense groups: those that fill their nodes.
+    """
+
+    fabric: Fabric
+    measured: Mapping[tuple[Collective, int], Curve]
+
+    def curve(self, kind: Collective | str, group: Group) -> Curve:
+        """The time over bytes of a collective of this group."""
+        known = self.measured.get((Collective(kind), group.size))
+        if known is not None and group.is_dense:
+            return known
+        return collective_curve(kind, group, self.fabric)
+
+    def us(self, kind: Collective | str, nbytes: float, group: Group) -> float:
+        """Microseconds; see `collective_us`."""
+        return self.curve(kind, group).us(nbytes)

@@ -1,0 +1,151 @@
+"""Costs of a job on a cluster of the catalogue: ops by shape, collectives and messages by where ranks lie.
+
+    op          `efficiency.op_us`: products by their dims, fused attention by those of its products, all else
+                by the bytes moved. Views and waits take nothing on the device.
+    launches    the host's launches of a program may take longer than its ops (`efficiency.run_us`); what is
+                missing is then spread evenly over the ops that launch.
+    collective  the model of `cluster_file.Hardware` at the axis' place on the fabric (tp within a node)
+    message     the link of two places of the pipeline
+
+Reads a description, touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from stretto.backend.dispatch import resolve
+from stretto.errors import UsageError
+from stretto.ir.action import Schedule
+from stretto.ir.costs import Costs
+from stretto.ir.mesh import Mesh
+from stretto.ir.program import CHUNK, INDEX, STARTS, Job, Op, Ref, TensorSpec
+from stretto.measure.wanted import wanted_collectives
+from stretto.price.cluster_file import Hardware
+from stretto.price.efficiency import Matmul, matmul_dims, matmul_us, run_us
+from stretto.price.roofline import ACTION_US, FREE, specs_of, traffic_bytes
+from stretto.price.sharing import sharing
+
+FP32_PART = 1 / 16
+"""Rate of products in float32 over that in half precision: 19.5 of 312 TFLOP/s on the A100's sheet; assumed
+of other devices. PyTorch uses no TF32 unless it is told to."""
+
+BACKWARD_PRODUCTS = 5
+"""Products of a fused attention's backward, of its forward's 2: the scores again, and four gradients (Dao et
+al. 2022, arXiv 2205.14135, algorithm 4)."""
+
+
+def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
+    """The costs of a job on named hardware; its world fills nodes in rank order.
+
+    Raises UsageError when the job needs more devices than the cluster has.
+    """
+    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    sizes = dict(mesh.sizes)
+    if mesh.world > hardware.count:
+        layout = ", ".join(f"{axis} = {size}" for axis, size in mesh.sizes)
+        raise UsageError(
+            f"{layout} needs {mesh.world} devices, but {hardware.name} has {hardware.count}: name a larger "
+            "cluster, or lay the job out smaller"
+        )
+    pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
+    links = {(a, b): hardware.place_link(sizes, a, b) for a, b in pairs if a != b}
+    # What no pair names (the step's loss, tied gradients) goes from the first place to the last.
+    far = hardware.place_link(sizes, 0, max(1, schedule.ranks - 1))
+    collectives = {
+        (wanted.axis, wanted.kind): hardware.collective(wanted.kind, sizes, wanted.axis)
+        for wanted in wanted_collectives(job)
+    }
+    leaving = {axis for axis, size in mesh.sizes if size > 1 and hardware.group(sizes, axis).nodes > 1}
+    shared = sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1)
+    source = f"roofline of {hardware.name} by shape"
+    return Costs(program_times(job, hardware), links, far, ACTION_US, source, collectives, shared)
+
+
+def program_times(job: Job, hardware: Hardware) -> dict[tuple[int, str], float]:
+    """(stage, op name) -> microseconds on the compute lane."""
+    specs = specs_of(job)
+    sizes = {name: spec.nbytes for name, spec in specs.items()}
+    launch_us = hardware.roof.efficiency.launch_us
+    found: dict[tuple[int, str], float] = {}
+    for stage in job.stages:
+        for ops in stage.ops.values():
+            launching = [op for op in ops if not _is_free(op)]
+            times = {op.name: device_us(op, specs, sizes, hardware) for op in launching}
+            whole = run_us(times.values(), len(launching), hardware.roof)
+            # An op that only starts a communication still costs its launch.
+            missing = max(0.0, whole - sum(times.values())) / max(len(launching), 1)
+            for op in ops:
+                us = times[op.name] + missing if op.name in times else 0.0
+                found[stage.index, op.name] = max(us, launch_us) if op.target in STARTS else us
+    return found
+
+
+def device_us(op: Op, specs: Mapping[str, TensorSpec], sizes: dict[str, int], hardware: Hardware) -> float:
+    """Microseconds of one op on the device alone."""
+    moved = traffic_bytes(op, sizes)
+    if op.target in STARTS:
+        # An all-reduce sums in a copy of its own; the others make a buffer.
+        return hardware.op_us(0.0, moved) if op.target == "comm.all_reduce" else 0.0
+    shapes = [specs[name].shape for name in _tensors(op) if name in specs]
+    part = _rate_part(op)
+    attention = attention_product(op, specs)
+    if attention is not None:
+        product, count = attention
+        one = matmul_us(product, 0.0, hardware.roof) - hardware.roof.efficiency.kernel_us
+        return max(count * one / part, hardware.op_us(0.0, moved))
+    dims = matmul_dims(op.target, shapes)
+    us = hardware.op_us(float(op.flops), moved, dims)
+    if part == 1.0 or not op.flops:
+        return us
+    # Products of float32 are slower only where arithmetic binds, not traffic.
+    return max(hardware.op_us(op.flops / part, moved), us)
+
+
+def attention_product(op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Matmul, float] | None:
+    """(one product, how many of its size) of a fused attention, None for other ops.
+
+    A causal mask halves the products, because blocks above the diagonal are passed over.
+    """
+    if "scaled_dot_product" not in op.target:
+        return None
+    backward = "_backward" in op.target
+    names = _tensors(op)[1:3] if backward else _tensors(op)[:2]
+    query, key = (specs[name].shape for name in names)
+    batch = 1
+    for size in query[:-2]:
+        batch *= size
+    product = Matmul(query[-2], key[-2], query[-1], batch)
+    count = BACKWARD_PRODUCTS if backward else 2
+    return product, count / 2 if _is_causal(op) else float(count)
+
+
+def _is_causal(op: Op) -> bool:
+    given = dict(op.kwargs).get("is_causal")
+    if given is not None:
+        return bool(given)
+    at = _argument(op.target, "is_causal")
+    return at is not None and at < len(op.args) and op.args[at] is True
+
+
+@cache
+def _argument(target: str, name: str) -> int | None:
+    """Where an op's schema has an argument."""
+    schema = getattr(resolve(target), "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index(name) if name in names else None
+
+
+def _tensors(op: Op) -> list[str]:
+    """Names of the tensor arguments by position, repeated ones included: a product may square its input."""
+    return [arg.name for arg in op.args if isinstance(arg, Ref)]
+
+
+def _rate_part(op: Op) -> float:
+    dtype = next((spec.dtype for spec in op.outputs if spec is not None), "bfloat16")
+    return FP32_PART if dtype in ("float32", "float64") else 1.0
+
+
+def _is_free(op: Op) -> bool:
+    return op.alias is not None or op.target in (*FREE, INDEX, CHUNK)

@@ -1,0 +1,78 @@
+"""The dearest ops of a step: equal calls on equal shapes taken together, by what they cost in all.
+
+May touch `stretto.ir`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import Timeline
+from stretto.ir.transfers import time_of
+from stretto.report.detail import measured_op_us, op_category, shapes_in, shapes_out, specs_of
+
+
+@dataclass(slots=True)
+class Dear:
+    """Calls of one target on equal shapes, over all stages and microbatches. measured_us is None where not
+    all of them were measured. example: the module of the first one. source: how their predicted times are
+    known."""
+
+    target: str
+    shapes: str
+    made: str
+    example: str
+    phases: str = ""
+    calls: int = 0
+    total_us: float = 0.0
+    measured_us: float | None = 0.0
+    flops: int = 0
+    nbytes: int = 0
+    share: float = 0.0
+    source: str = ""
+    _phases: set[str] = field(default_factory=set)
+    _sources: dict[str, None] = field(default_factory=dict)
+
+
+def costliest_ops(
+    plan: Plan, measured: Timeline | None = None, most: int = 12, *, by_inputs: bool = True
+) -> list[Dear]:
+    """The `most` groups of ops that cost most, the dearest first; times are microseconds of the whole step,
+    over all stages and microbatches, `share` is of all ops' time.
+
+    by_inputs: False takes calls together that make equal shapes, whatever they read.
+    """
+    specs = specs_of(plan.job)
+    times = measured_op_us(measured)
+    times_a_step = plan.job.microbatches
+    groups: dict[tuple[str, str, str], Dear] = {}
+    everything_us = 0.0
+    for stage in plan.job.stages:
+        for phase, ops in stage.ops.items():
+            for op in ops:
+                us = time_of(plan.costs, stage.index, op)
+                if not us:
+                    continue
+                everything_us += us * times_a_step
+                key = (op.target, shapes_in(op, specs) if by_inputs else "", shapes_out(op))
+                dear = groups.setdefault(key, Dear(*key, op.module))
+                dear._phases.add(op_category(op, phase))
+                dear._sources[plan.costs.how(stage.index, op.name)] = None
+                dear.calls += times_a_step
+                dear.total_us += us * times_a_step
+                dear.flops += op.flops * times_a_step
+                dear.nbytes += op.nbytes * times_a_step
+                took_us = times.get((stage.index, op.name))
+                if took_us is None or dear.measured_us is None:
+                    dear.measured_us = None
+                else:
+                    dear.measured_us += took_us * times_a_step
+    found = sorted(groups.values(), key=lambda d: (-d.total_us, d.target, d.shapes))[:most]
+    order: dict[str, int] = defaultdict(int, {letter: at for at, letter in enumerate("FIWR")})
+    for dear in found:
+        dear.share = dear.total_us / everything_us
+        dear.source = ", ".join(dear._sources)
+        dear.phases = "".join(sorted(dear._phases, key=lambda p: order[p]))
+    return found

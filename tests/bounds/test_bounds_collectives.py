@@ -1,0 +1,237 @@
+"""Bounds with collectives: hand cases, words, and that no order of ops beats them, whatever overlaps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.bounds.machine import Beside, Work, one_machine
+from stretto.bounds.step import lower_bound
+from stretto.errors import PlanError
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
+from stretto.ir.curve import Curve
+from stretto.ir.plan import Plan
+from stretto.planning.pair import whole
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.timing import peak_live
+from stretto.simulate import simulate
+from tests.bounds.test_bounds import overlapped, virtual
+from tests.synthetic_comm import ACTIVATION, KINDS, make_comm_costs, make_comm_job, plan_with, shuffled
+
+
+def test_a_microbatch_alone_waits_for_its_collectives() -> None:
+    job = make_comm_job(1, 1, blocks=3)
+    bound = lower_bound(job, (0,), make_comm_costs(job, op_us=10, collective_us=1000))
+    # Six collectives in a chain, and on it m and y of each block, y0, d0 (or the loss) and dx0.
+    assert bound.parts["critical path"] == pytest.approx(6 * 1000 + 12 * 10 + 4 * 10)
+
+
+def test_the_load_of_a_lane_binds() -> None:
+    job = make_comm_job(1, 10)
+    costs = make_comm_costs(job, op_us=1, collective_us=1000)
+    bound = lower_bound(job, (0,), costs)
+    # fm0.0 before the first; by0.0 and dx0 after the last; the norm's sum is small and comes once.
+    once_us = 1000 * 2048 / ACTIVATION.nbytes
+    assert bound.parts["rank 0 tp"] == pytest.approx(1 + 10 * 2000 + 2 + once_us, rel=1e-4)
+    assert bound.binds.startswith("rank 0's tp collectives (10 x 2 ms")
+
+
+def test_collectives_hidden_by_compute_leave_compute_to_bind() -> None:
+    job = make_comm_job(1, 10)
+    bound = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=10))
+    assert bound.binds.startswith("rank 0's compute (10 x 10 ms)")
+
+
+def test_lost_speed_counts_where_it_cannot_fall_into_idle_time() -> None:
+    job = make_comm_job(1, 10)
+    free = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=100))
+    slow = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=100, slowdown=0.5))
+    # Twenty collectives of 100 us, each at half speed, but for what the head and the tail may take.
+    assert slow.us - free.us == pytest.approx(20 * 50, rel=0.5)
+    assert "lost to communication" in slow.binds
+
+
+def test_a_lane_goes_slower_beside_compute_that_fits_nowhere_else() -> None:
+    job = make_comm_job(1, 10)
+    costs = make_comm_costs(job, op_us=100, collective_us=1000)
+    paced = {key: replace(cost, pace=0.75) for key, cost in costs.collectives.items()}
+    steady, slow = (
+        lower_bound(job, (0,), made).parts["rank 0 tp"] for made in (costs, replace(costs, collectives=paced))
+    )
+    # Ten microbatches of ten ops, but for 100 us of head and 200 of tail: a quarter is lost beside them.
+    assert slow - steady == pytest.approx(0.25 * (10 * 1000 - 100 - 200))
+    assert "2.42 ms slower beside compute" in lower_bound(job, (0,), replace(costs, collectives=paced)).binds
+    # A rank that has stood computes twice as fast as its times say.
+    limited = replace(costs, collectives=paced, quota=Quota(100.0, 0.5))
+    faster = lower_bound(job, (0,), limited).parts["rank 0 tp"]
+    assert faster == pytest.approx(slow - 0.25 * 5000, rel=0.01)
+
+
+def test_a_lane_loses_no_more_than_its_own_time_beside_compute() -> None:
+    work = Work(beside=Beside(130.0, 0.75, 7.0))
+    work.add(10.0, 20.0, 100.0)
+    found = one_machine(work, 5)
+    assert found is not None
+    assert (found.us, found.slowed_us) == (pytest.approx(530 + 0.25 * 93), pytest.approx(0.25 * 93))
+    work.beside = Beside(1e6, 0.75)
+    found = one_machine(work, 5)
+    assert found is not None
+    assert found.slowed_us == pytest.approx(500 / 0.75 - 500)
+    work.beside = Beside(25.0, 0.75)
+    found = one_machine(work, 5)
+    assert found is not None
+    assert found.slowed_us == 0.0, "all of it fits before the head and after the tail"
+
+
+def test_gradients_of_data_parallel_ranks_are_summed_after_all_that_adds_to_them() -> None:
+    job = make_comm_job(1, 3, axes=(("dp", 4),))
+    bound = lower_bound(job, (0,), make_comm_costs(job, op_us=100, collective_us=500))
+    # Every op of every microbatch, but by0.0 and dx0 of the last, comes before the sums of W's gradients.
+    sum_us = 500 * (512 * 256 * 4 + 2048) / ACTIVATION.nbytes
+    assert bound.parts["rank 0 dp"] == pytest.approx(3 * 700 + sum_us)
+
+
+def test_shared_cards_carry_messages_and_collectives() -> None:
+    job = make_comm_job(2, 10)
+    kwargs = {"op_us": 1.0, "collective_us": 500.0, "bytes_per_us": ACTIVATION.nbytes / 500}
+    alone = lower_bound(job, (0, 1), make_comm_costs(job, **kwargs))
+    shared = lower_bound(job, (0, 1), make_comm_costs(job, **kwargs, shared=("tp",)))
+    # Each microbatch: a message of 500 us and two collectives of 500 us on one direction.
+    # The message leaves after a collective; then the lane of the next place has two for each microbatch, and
+    # a message back, a collective and two ops follow.
+    assert alone.parts["rank 0 sends"] == pytest.approx(503 + 500 + 10 * 1000 + 1007)
+    # The first collective leaves the card after 501 us. Then the next place's card has 1500 us for each, and
+    # a message back and another collective, with their ops, follow.
+    assert shared.parts["rank 0 sends"] == pytest.approx(1 + 500 + 10 * 1500 + 1008)
+    assert shared.us > alone.us
+
+
+def test_a_limit_of_live_microbatches_binds() -> None:
+    job = replace(make_comm_job(3, 12), max_live=1)
+    bound = lower_bound(job, (0, 1, 2), make_comm_costs(job, op_us=100, collective_us=50))
+    assert bound.binds.startswith("stage 0's limit of 1 live microbatch (12 x ")
+    # With one live microbatch nothing overlaps: twelve round trips.
+    plan = plan_with(
+        job,
+        make_schedule("1f1b", 3, 12, max_live=1),
+        make_comm_costs(job, op_us=100, collective_us=50),
+    )
+    assert simulate(plan).step_us == pytest.approx(bound.us, rel=0.15)
+
+
+def test_a_familys_own_limit_can_be_asked_about() -> None:
+    order = make_schedule("1f1b", 4, 16)
+    job = make_comm_job(4, 16)
+    costs = make_comm_costs(job, op_us=100, latency_us=1000)
+    own = lower_bound(job, order, costs, max_live=peak_live(order))
+    assert own.binds.startswith("stage 0's limit of 4 live microbatches (16 x 9.3 ms / 4)")
+    assert own.us > lower_bound(job, order, costs).us
+    assert own.us <= simulate(plan_with(job, order, costs)).step_us
+
+
+def test_a_collective_without_a_cost_is_refused() -> None:
+    job = make_comm_job(2, 2)
+    costs = replace(make_comm_costs(job), collectives={})
+    with pytest.raises(PlanError, match="all_reduce on 'tp' has no cost"):
+        lower_bound(job, (0, 1), costs)
+
+
+def test_equal_stages_are_bounded_as_unequal_ones_are() -> None:
+    """Stages that differ in nothing share their distances; a hair of difference must change nothing else."""
+    job = make_comm_job(5, 4, blocks=2, sequence=True)
+    costs = make_comm_costs(job, op_us=100)
+    names = {key: us + 1e-9 * at for at, (key, us) in enumerate(costs.op_us.items())}
+    same, unequal = (lower_bound(job, range(5), c) for c in (costs, replace(costs, op_us=names)))
+    assert same.parts == {name: pytest.approx(us) for name, us in unequal.parts.items()}
+
+
+def test_a_quota_gives_a_stretch_little_more_than_its_time() -> None:
+    """A chain of long ops takes their times, less what a rank that stood has left of two periods, once before
+    an op and once behind it."""
+    job = make_comm_job(1, 1, axes=(), blocks=4)
+    costs = make_comm_costs(job, op_us=1000.0)
+    free = lower_bound(job, (0,), costs).parts["critical path"]
+    limited = lower_bound(job, (0,), replace(costs, quota=Quota(100.0, 0.5))).parts["critical path"]
+    assert free - 200.0 - 1e-6 <= limited < free
+    short = lower_bound(job, (0,), replace(costs, quota=Quota(1e6, 0.5))).parts["critical path"]
+    assert free / 2.0 - 1000.0 <= short <= free / 2.0, "while the quota lasts, ops go at full speed"
+
+
+# --- the property ------------------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    ranks = draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 5))
+    kind = draw(st.sampled_from([*FAMILIES, "virtual", "overlapped", "whole"]))
+    max_live = None
+    if kind == "virtual":
+        order = virtual(ranks, 2, microbatches)
+    elif kind == "overlapped":
+        order = overlapped(make_schedule("1f1b", ranks, microbatches))
+    elif kind == "whole":
+        joined = whole(make_schedule("1f1b", ranks, microbatches))
+        assert joined is not None
+        order = joined
+    else:
+        if kind != "gpipe":
+            max_live = draw(st.none() | st.integers(1, 3))
+        order = make_schedule(kind, ranks, microbatches, max_live=max_live)
+    axes = draw(st.sampled_from([(), (("tp", 2),), (("dp", 2),), (("dp", 2), ("tp", 4))]))
+    job = make_comm_job(
+        order.stages,
+        microbatches,
+        axes=axes,
+        blocks=draw(st.integers(1, 3)),
+        sequence=draw(st.booleans()),
+        tied=draw(st.booleans()),
+    )
+    job = replace(job, max_live=max_live)
+    time_us = st.floats(0, 200)
+    op_us = {key: draw(time_us) for key in make_comm_costs(job).op_us}
+
+    def link() -> Link:
+        rate = ACTIVATION.nbytes / draw(st.floats(0.1, 300))
+        lost_us = draw(st.sampled_from([0, 20, 100, 600]))
+        return Link(draw(st.floats(0, 100)), rate, lost_us, slower=draw(slower))
+
+    def collective() -> CollectiveCost:
+        latency_us, each_us = draw(st.floats(0, 50)), draw(st.floats(0.1, 400))
+        curve = Curve(((0.0, latency_us), (float(ACTIVATION.nbytes), latency_us + each_us)))
+        return CollectiveCost(
+            curve,
+            draw(st.sampled_from([0.0, 50.0, 900.0])),
+            draw(st.sampled_from([0.0, 0.2, 0.9])),
+            pace=draw(st.sampled_from([1.0, 0.6])),
+            processor_us=draw(st.sampled_from([0.0, 30.0])),
+            slower=draw(slower),
+        )
+
+    slower = st.sampled_from([0.0, 0.5, 1.0])
+    links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
+    collectives = {(axis, kind): collective() for axis, _ in axes for kind in KINDS}
+    shared = draw(st.sampled_from([(), ("tp",), ("dp", "tp")]))
+    action_us = draw(st.sampled_from([0.0, 15.0]))
+    skew = draw(st.sampled_from([0.0, 0.1]))
+    limits = (Quota(150.0, 0.5), Quota(1000.0, 0.2), Quota(150.0, 0.5, 0.7), Quota(20.0, 0.5))
+    quota = draw(st.sampled_from([None, None, *limits]))
+    cold = draw(st.sampled_from([0.0, 0.25]))
+    costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota, cold=cold)
+    plan = plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
+    return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans())
+def test_no_order_of_ops_beats_any_bound(plan: Plan) -> None:
+    timeline = simulate(plan)
+    bound = lower_bound(plan.job, plan.schedule, plan.costs)
+    assert bound.us == max(bound.parts.values())
+    for name, us in bound.parts.items():
+        assert us <= timeline.step_us * (1 + 1e-9) + 1e-6, name
+    own = lower_bound(plan.job, plan.schedule, plan.costs, max_live=peak_live(plan.schedule))
+    assert own.us <= timeline.step_us * (1 + 1e-9) + 1e-6, own.binds

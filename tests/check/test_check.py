@@ -1,0 +1,200 @@
+"""`check` finds plans of tensor parallelism that train another model, which nothing else can see."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stretto
+from stretto.check.compare import LOW_PRECISION_TOLERANCE, TOLERANCE
+from stretto.cli.check import make
+from stretto.config import Parallel, load_settings
+from stretto.errors import CaptureError, RunError, UsageError
+from stretto.models.build import huggingface_loss
+from stretto.models.gpt import GPT, Block, GPTConfig, next_token_loss
+from stretto.parallelize.styles import GPT2_PLAN
+from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
+from tests.parallelize.unproved import without_proof
+from tests.runtime.equality import from_transformers
+
+torch.set_num_threads(1)
+
+SPREAD = Parallel(tp=2, microbatches=2)
+SLICED = Parallel(tp=2, sequence_parallel=True, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [(gpt, next_token_loss), pytest.param(gpt2, huggingface_loss, marks=pytest.mark.slow)],
+    ids=["gpt", "gpt2"],
+)
+def test_right_plans_pass(model: Any, loss: Any) -> None:
+    found = stretto.check(model(), batch_of(), loss, Parallel(pp=2, tp=2, sequence_parallel=True))
+    assert found.tolerance == TOLERANCE
+    assert found.world == 4
+    assert len(found.differences) == 1 + len(list(model().parameters()))
+    assert 0 < found.differences[0].relative < 1e-12, "all that differs is rounding"
+    assert "0 of" in str(found)
+
+
+def test_the_callers_model_and_batch_stay_as_they_are() -> None:
+    model, batch = gpt(), batch_of()
+    state, given = copy.deepcopy(model.state_dict()), copy.deepcopy(batch)
+    stretto.check(model, batch, next_token_loss, SLICED)
+    assert all(p.dtype is torch.float32 and p.grad is None for p in model.parameters())
+    assert model.training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, given[name]) for name, value in batch.items())
+
+
+def test_a_packed_matrix_that_is_called_colwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture refuses it; a check names it where capture let it pass."""
+    plan = {**GPT2_PLAN, "transformer.h.*.attn.c_attn": "colwise"}
+    with pytest.raises(CaptureError, match=r"transformer\.h\.0\.attn cannot be computed in parts"):
+        stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
+    without_proof(monkeypatch)
+    with pytest.raises(RunError, match=r"transformer\.h\.0\.attn\.c_attn\.weight") as caught:
+        stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
+    told = str(caught.value)
+    assert "transformer.h.*.attn is wrong when it is spread alone" in told
+    assert "transformer.h.*.mlp is wrong" not in told
+    assert "embedding and head is wrong" not in told
+    assert "packed_colwise:K" in told
+
+
+class Shifted(Block):
+    """Adds the token before, in the block's own code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+def test_code_of_a_block_that_mixes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=8), seed=3)
+    model.blocks = nn.ModuleList(Shifted(model.config) for _ in range(2))
+    assert not stretto.check(model, batch_of(), next_token_loss, SPREAD).wrong
+    with pytest.raises(CaptureError, match="is spread along dim 1, and the op needs that dim whole"):
+        stretto.check(model, batch_of(), next_token_loss, SLICED)
+    without_proof(monkeypatch)
+    with pytest.raises(RunError, match="without sequence_parallel it is right") as caught:
+        stretto.check(model, batch_of(), next_token_loss, SLICED)
+    assert "mixes tokens" in str(caught.value)
+
+
+class Normed(nn.Module):
+    """A norm over features that ranks share, between the two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_plan = {"inner": "colwise", "outer": "rowwise"}
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.outer(F.layer_norm(self.inner(x), self.inner(x).shape[-1:]))
+        return found
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    value: Tensor = (model(x) - 1).square().mean()
+    return value
+
+
+def test_a_sum_over_features_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CaptureError, match="the number comes from the shape of what is spread"):
+        stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
+    with monkeypatch.context() as patched:
+        without_proof(patched)
+        with pytest.raises(RunError, match=r"the model is wrong when it is spread alone.*'inner': 'colwise'"):
+            stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
+    plan = {"inner": "colwise_gather_output", "outer": "rowwise_split_input"}
+    assert not stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD, tp_plan=plan).wrong
+
+
+class Counting(nn.Module):
+    """Computes something else from its third call on, which capture does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ self.weight * (1 if self.calls < 3 else 2)
+
+
+def test_a_model_that_differs_on_one_rank_too() -> None:
+    with pytest.raises(RunError, match="on one rank it differs, too"):
+        stretto.check(Counting(), torch.randn(4, 6), squares, Parallel(dp=2, microbatches=2))
+
+
+def test_dropout_is_compared_in_evaluation() -> None:
+    found = stretto.check(gpt(dropout=0.5), batch_of(), next_token_loss, SPREAD)
+    assert found.evaluated
+    assert not found.wrong
+    assert "in evaluation" in str(found)
+
+
+class Noisy(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ F.dropout(self.weight, 0.5)
+
+
+def test_refusals() -> None:
+    with pytest.raises(UsageError, match="draws random numbers in evaluation too"):
+        stretto.check(Noisy(), torch.randn(4, 6), squares, Parallel())
+    with pytest.raises(UsageError, match="meta device"):
+        stretto.check(gpt().to("meta"), batch_of(), next_token_loss, SPREAD)
+    with pytest.raises(UsageError, match="128 are too many"):
+        stretto.check(gpt(), batch_of(), next_token_loss, Parallel(dp=64, tp=2))
+    broken = gpt()
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    with pytest.raises(UsageError, match="loss is nan"):
+        stretto.check(broken, batch_of(), next_token_loss, SPREAD)
+
+
+def test_models_that_compute_in_float32_have_a_wider_tolerance() -> None:
+    model = from_transformers(
+        "Gemma2ForCausalLM", **SMALL, head_dim=8, sliding_window=4, attn_implementation="eager"
+    )
+    found = stretto.check(model, batch_of(), huggingface_loss, SPREAD)
+    assert found.tolerance == LOW_PRECISION_TOLERANCE
+    assert stretto.check(gpt(), batch_of(), next_token_loss, SPREAD, tolerance=1e-3).tolerance == 1e-3
+
+
+SETTINGS = """
+[model]
+kind = "gpt"
+layers = 2
+hidden = 32
+heads = 4
+context = 16
+vocab_size = 64
+[data]
+sequence_length = 8
+[parallel]
+tp = 2
+microbatches = 2
+[training]
+global_batch = 8
+steps = 1
+"""
+
+
+@pytest.mark.filterwarnings("ignore:the tensor-parallel plan:UserWarning")
+def test_from_settings(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SETTINGS)
+    found = make(load_settings(path, ["parallel.sequence_parallel=true", "parallel.recompute=full"]))
+    assert found.world == 2
+    assert not found.wrong
+    styles = '"blocks.*.attention.qkv" = "packed_colwise:3", "blocks.*.attention.out" = "rowwise"'
+    with pytest.raises(CaptureError, match=r"blocks\.0\.attention cannot be computed in parts"):
+        make(load_settings(path, [f"parallel.tp_plan={{{styles}}}"]))

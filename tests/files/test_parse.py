@@ -1,0 +1,94 @@
+"""Files of others: numbers of hundreds of digits and deep nesting are refused in words, by every reader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stretto
+from stretto.config import load_settings
+from stretto.files.parse import LARGEST, parse_json, parse_toml
+from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.measure.nccl_tests import read_nccl_tests
+from stretto.measure.profiler_trace import read_trace
+from stretto.models.pretrained import load_gpt
+from stretto.price.calibration import load_calibration
+from stretto.price.cluster_file import load_cluster
+from stretto.report.jsonfile import load_timeline
+from stretto.schedule.csv import read_csv
+from stretto.train.checkpoint_files import read_state
+from tests.capture.zoo import Chain, mean_square, rows
+
+DIGITS = "9" * 400
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("text", [DIGITS, f"-{DIGITS}", "9" * 5000, f'{{"a": [{LARGEST + 1}]}}', DEEP])
+def test_what_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"too large|too deeply"):
+        parse_json(text)
+    with pytest.raises(ValueError, match=r"too large|too deeply|Exceeds the limit"):
+        parse_toml(f"key = {text}" if not text.startswith("{") else f"key = {LARGEST + 1}")
+
+
+def test_the_largest() -> None:
+    assert parse_json(f"[{LARGEST}, -{LARGEST}, 1.5]") == [LARGEST, -LARGEST, 1.5]
+    assert parse_toml(f"key = {LARGEST}") == {"key": LARGEST}
+
+
+def plan_text() -> str:
+    job = stretto.capture(Chain(), rows(), mean_square, stretto.Parallel(pp=2, microbatches=2))
+    return plan_to_text(stretto.plan(job, stretto.Cluster(), order="list"))
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [leaf for key, item in items for leaf in leaves(item, (*path, key))]
+    return found or [(path, value)]
+
+
+def test_a_plan_with_either_anywhere() -> None:
+    """One place of each kind: positions in lists count as one."""
+    text = plan_text()
+    kinds = {
+        tuple(0 if isinstance(k, int) else k for k in path): path for path, _ in leaves(json.loads(text))
+    }
+    for path in kinds.values():
+        for trouble in (DIGITS, "[" * 1000 + "]" * 1000, "[" * 900 + "]" * 900):
+            data = json.loads(text)
+            place = data
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = "HERE"
+            with pytest.raises(stretto.StrettoError):
+                stretto.verify(plan_from_text(json.dumps(data).replace('"HERE"', trouble)))
+
+
+READERS: list[tuple[Callable[[Path], Any], str, str]] = [
+    (load_settings, "run.toml", "[training]\nsteps = %s"),
+    (load_cluster, "cluster.toml", "device = %s"),
+    (load_calibration, "calibration.json", '{"version": %s}'),
+    (load_timeline, "timeline.json", '{"format": %s}'),
+    (lambda path: read_state(path.parent), "state.json", '{"format": %s}'),
+    (lambda path: load_gpt(path.parent), "config.json", '{"model_type": %s}'),
+    (read_nccl_tests, "nccl.json", '{"config": %s}'),
+    (read_trace, "trace.json", '{"traceEvents": %s}'),
+    (read_csv, "schedule.csv", "0F%s"),
+]
+
+
+@pytest.mark.parametrize(("read", "name", "content"), READERS, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize("trouble", [DIGITS, "9" * 5000, DEEP], ids=["digits", "more", "deep"])
+def test_files_with_either(
+    read: Callable[[Path], Any], name: str, content: str, trouble: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(content % trouble)
+    with pytest.raises(stretto.UsageError) as caught:
+        read(path)
+    assert str(tmp_path) in str(caught.value)
+    assert len(str(caught.value)) < 6000

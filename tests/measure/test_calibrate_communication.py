@@ -1,0 +1,114 @@
+"""`stretto calibrate` between processes: what it finds of collectives, messages and ranks, and going on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.measure import calibrate
+from stretto.measure.time_ops import machine_of
+from stretto.price.calibration import Calibration, RankTiming, load_calibration, save_calibration
+from tests.price.comm_job import comm_job
+from tests.runtime.launch import launch
+
+RANKS = """
+import sys
+from stretto.cli.calibrate import calibrate as app
+from stretto.measure import calibrate, sweep
+
+calibrate.KINDS, calibrate.SIZES = ("all_reduce",), (65_536, 4_096)
+sweep.PRODUCTS, sweep.LINEAR_SIZES, sweep.ELEMENTS, sweep.ATTENTIONS = ((64, 64, 64),), (), (1 << 10,), ()
+app(["--cluster-out", sys.argv[1], "--threads", "1"], standalone_mode=False)
+"""
+
+
+def nothing(what: str, done: int, of: int) -> None:
+    """Nobody looks."""
+
+
+@pytest.mark.slow
+@pytest.mark.quiet
+def test_running_ranks_find_collectives_messages_and_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    script, out = tmp_path / "ranks.py", tmp_path / "c.json"
+    script.write_text(RANKS)
+    launch(4, script, str(out))
+    found = load_calibration(out)
+    assert {(one.kind, one.members, one.stride) for one in found.collectives} == {
+        ("all_reduce", 2, 1),
+        ("all_reduce", 2, 2),
+        ("all_reduce", 4, 1),
+    }
+    for one in found.collectives:
+        assert one.hosts == 1
+        assert one.cost.curve.us(65_536) >= one.cost.curve.us(4_096) > 1.0
+        assert one.cost.processor_us + one.cost.processor_us_per_mb > 0.0, "compute loses something to it"
+        assert one.calls.start_us > 0.0
+    assert [link.stride for link in found.links] == [1, 2]
+    for link in found.links:
+        assert link.back is not None
+        assert link.link.bytes_per_us > 10.0
+        assert link.back.bytes_per_us > 10.0
+        assert link.both_ways > 0.5
+    assert found.ranks is not None
+    assert found.ranks.skew >= 0.0
+    assert found.ranks.unsteady is not None, "rounds are enough to tell how steady ranks are"
+    # What is there is not measured again, but for the ranks, with which everything else is measured.
+    launch(4, script, str(out))
+    again = load_calibration(out)
+    assert (again.collectives, again.links, again.ops) == (found.collectives, found.links, found.ops)
+    assert again.ranks is not None
+
+
+@pytest.mark.quiet
+def test_one_process_measures_between_others_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "KINDS", ("all_reduce",))
+    monkeypatch.setattr(calibrate, "SIZES", (65_536,))
+    monkeypatch.setattr(calibrate, "LOCAL_GROUPS", (2,))
+    monkeypatch.setattr(calibrate, "NOISY_GROUP", -1.0)
+    monkeypatch.setattr(calibrate, "NOISY", -1.0)
+    cpu = torch.device("cpu")
+    outcome = calibrate.Outcome(Calibration(machine_of(cpu)))
+    calibrate.calibrate_communication(outcome, [], cpu, nothing)
+    found = outcome.calibration
+    (one,) = found.collectives
+    assert (one.kind, one.members, one.stride) == ("all_reduce", 2, 1)
+    assert any("all_reduce of 2 ranks, 1 apart: rounds differ" in warning for warning in outcome.warnings)
+    (link,) = found.links
+    assert link.link.source == "measured, loopback"
+    assert any("messages between ranks 1 apart: rounds differ" in warning for warning in outcome.warnings)
+    assert found.ranks is not None
+    assert found.ranks.cold >= 0.0
+    assert found.ranks.unsteady is None, "one rank has nobody to be held against"
+
+    def fail(*given: object, **named: object) -> None:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(calibrate, "measure_between", fail)
+    found.ranks = RankTiming(skew=0.25)
+    calibrate.calibrate_communication(outcome, [], cpu, nothing)
+    assert outcome.calibration.collectives == [one]
+    assert outcome.calibration.ranks == RankTiming(skew=0.25), "what running ranks have found stays"
+    save_calibration(found, tmp_path / "c.json")
+    assert load_calibration(tmp_path / "c.json").links[0].both_ways == pytest.approx(
+        link.both_ways, abs=0.001
+    )
+
+
+def test_a_jobs_own_sizes_come_first() -> None:
+    job = comm_job(2, 2, tp=2, rows=64, hidden=128)
+    whole = 64 * 128 * 4
+    sizes = calibrate._sizes("all_reduce", [job])
+    assert whole in sizes
+    assert sizes.index(whole) < sizes.index(calibrate.SIZES[0])
+    assert set(calibrate.SIZES) <= set(sizes)
+    assert len(sizes) == len(set(sizes))
+    assert calibrate._sizes("all_reduce", []) == calibrate.SIZES
+    large = comm_job(2, 2, tp=2, rows=2**16, hidden=2**11)
+    assert max(calibrate._sizes("all_reduce", [large])) <= calibrate.MOST_BYTES

@@ -1,0 +1,495 @@
+"""Measuring with real ops and real processes: figures are checked for sense and agreement, not for size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import stretto
+from stretto.cli import calibrate as calibrate_command
+from stretto.cli.calibrate import calibrate as calibrate_app
+from stretto.cli.cost import cost as cost_app
+from stretto.errors import StrettoError
+from stretto.ir.action import Phase
+from stretto.ir.costs import CollectiveCost, Costs, Link, Quota, Unsteady
+from stretto.ir.curve import Curve
+from stretto.ir.mesh import Mesh
+from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
+from stretto.measure import calibrate, time_ops
+from stretto.measure.core_share import pace_alone, part_of
+from stretto.measure.fake_collectives import function_of
+from stretto.measure.local_processes import MOST_PROCESSES, fitting, scaled
+from stretto.measure.measured import Compute, skew_of, stretches
+from stretto.measure.op_cache import signature
+from stretto.measure.profile import Profile, Rounds, profile, typical
+from stretto.measure.sweep import linear_ops, sweep_ops
+from stretto.measure.time_ops import distinct_ops, time_op
+from stretto.price.calibration import load_calibration, save_calibration
+from tests.price.comm_job import comm_job
+from tests.runtime.launch import launch
+
+CPU = torch.device("cpu")
+
+RANKS = """
+import json, os, sys
+import torch, torch.distributed as dist
+from stretto.measure import contention
+from stretto.price.cluster import costs_of
+from stretto.ir.cost_text import encode_costs
+from stretto.ir.job_text import Line
+from stretto.schedule.families import make_schedule
+from tests.price.comm_job import comm_job
+
+# That ranks agree does not hang on how long they measure.
+contention.ALONE_S, contention.MOST_COLLECTIVES = 0.03, 6
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+job = comm_job(2, tp=2, rows=32, hidden=64)
+costs = costs_of(job, make_schedule("1f1b", 2, 2), "local")
+text = json.dumps(encode_costs(costs), default=lambda line: line.value)
+told = [None] * 4
+dist.all_gather_object(told, text)
+if dist.get_rank() == 0:
+    print(json.dumps([told[0], len(set(told))]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.quiet
+def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
+    """Two places with two tensor-parallel ranks each: ops, messages, collectives, equal everywhere."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    first, *_ = launch(4, script)
+    text, different = json.loads(first.strip().splitlines()[-1])
+    assert different == 1, "ranks hold different costs"
+    costs = json.loads(text)
+    assert costs["source"].endswith("4 ranks at once")
+    assert {(link["from"], link["to"]) for link in costs["links"]} == {(0, 1), (1, 0)}
+    whole = 32 * 64 * 4
+    assert {(c["communicator"], c["kind"]) for c in costs["collectives"]} == {
+        ("tp", "all_gather"),
+        ("tp", "all_reduce"),
+        ("tp", "reduce_scatter"),
+    }
+    for one in costs["collectives"]:
+        assert whole in [nbytes for nbytes, _ in one["curve"]]
+        assert all(us > 1.0 for _, us in one["curve"])
+        assert one["source"] == "measured, 2 ranks, all groups at once"
+    assert costs["shared"] == [], "ranks of one host share no network card"
+    job = comm_job(2, tp=2, rows=32, hidden=64)
+    for stage in job.stages:
+        for op in (op for ops in stage.ops.values() for op in ops):
+            us = costs["op_us"][str(stage.index)][op.name]
+            assert us > 0, "a wait has a call to return from, a view a line to run"
+
+
+@pytest.mark.quiet
+def test_one_process_measures_collectives_between_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Profile, "cold", 0.25)
+    plan = stretto.plan(comm_job(1, tp=2, rows=16, hidden=32), cluster="local")
+    found = plan.costs.collectives["tp", "all_reduce"]
+    assert found.source == "measured, 2 ranks, loopback"
+    assert found.curve.us(16 * 32 * 4) > 1.0
+    assert plan.costs.default_link.source == "no messages"
+    assert plan.costs.cold == 0.25, "as ops were found"
+
+
+def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> None:
+    assert typical([1.0, 1.0, 1.6]) == pytest.approx(1.2)
+    assert typical([1.0, 1.0, 1.6, 50.0]) == pytest.approx(1.2)
+
+
+def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
+    fast = {0: [[100.0, 200.0], [50.0, 50.0]]}
+    slow = {0: [[120.0, 180.0], [50.0, 50.0]]}
+    other = {1: [[70.0, 100.0], [50.0, 50.0]]}
+    assert skew_of([fast, slow]) == pytest.approx(420 / 400 - 1)
+    assert skew_of([fast, other]) == 0.0, "no two share a place"
+    assert skew_of([fast, slow, other]) == pytest.approx((420 + 270) / (400 + 270) - 1)
+    assert skew_of([]) == 0.0
+    one, stolen = {0: [[50.0, 50.0, 60.0]]}, {0: [[50.0, 9000.0, 50.0]]}
+    assert skew_of([one, stolen]) == pytest.approx(110 / 105 - 1), "something else had the processor"
+    slow = {0: [[300.0, 250.0]]}
+    ranks = [{0: [[100.0, 100.0]]}, {0: [[100.0, 100.0]]}, slow]
+    assert skew_of(ranks) == pytest.approx(550 / 316.667 - 1, rel=1e-3), (
+        "one that is always slow is not stolen from"
+    )
+    steady, stopped = {0: [[5.0, 5.0], [100.0, 100.0]]}, {0: [[5.0, 20.0], [100.0, 100.0]]}
+    assert skew_of([steady, stopped]) == pytest.approx(225 / 217.5 - 1), "a quota's stop counts"
+
+
+def test_under_a_quota_ranks_come_apart_by_what_they_compute_and_by_what_they_are_stopped_for() -> None:
+    costs = Costs({}, {}, Link(0.0, 1.0), 0.0, "made up")
+    found = Compute({}, skew=0.2, thread_skew=0.05, cold=0.1)
+    assert (found.on(costs).skew, found.on(costs).cold) == (0.2, 0.1)
+    limited = found.on(replace(costs, quota=Quota(100.0, 0.5)))
+    assert limited.quota is not None
+    assert limited.quota.skew == pytest.approx(0.15)
+    assert (limited.skew, limited.working_skew) == (0.05, pytest.approx(0.2))
+    # Spells are told by the time of threads, which half of a processor stretches to twice that.
+    unsteady = replace(found, unsteady=Unsteady(0.1, 30.0, 0.5))
+    assert unsteady.on(costs).unsteady == Unsteady(0.1, 30.0, 0.5)
+    assert unsteady.on(limited).unsteady == Unsteady(0.1, 60.0, 0.5)
+    # Threads that differ by more than the clock says: by no more than that.
+    assert Compute({}, 0.1, 0.3).on(limited).skew == 0.1
+
+
+def test_a_stretch_lies_between_two_waits() -> None:
+    job = comm_job(2, tp=2)
+    ops = [op for made in job.stages[0].ops.values() for op in made]
+    times = {op.name: [float(n), 10.0 * n] for n, op in enumerate(ops)}
+    found = stretches(job, {0: times})
+    waits = [float(n) for n, op in enumerate(ops) if op.target == WAIT]
+    assert waits, "else nothing is cut"
+    assert len(found[0]) > len(job.stages[0].ops), "programs are cut at their waits"
+    assert sum(first for first, _ in found[0]) == sum(range(len(ops))) - sum(waits)
+    assert all(second == 10.0 * first for first, second in found[0])
+
+
+def test_on_a_shared_core_ops_are_told_by_the_time_of_their_thread() -> None:
+    """By the clock an op that met another's turn seems ten times as long as its equals."""
+    clock = {"met": [5000.0, 500.0], "equal": [500.0, 500.0]}
+    thread = {"met": [250.0, 250.0], "equal": [250.0, 260.0]}
+    for mine_us, counts in ((500.0, thread), (1000.0, clock)):
+        totals = {Phase.F: [1010.0, 1020.0]}
+        of = Rounds(shares=clock, thread_shares=thread, totals=totals, straight_us=[mine_us, mine_us])
+        assert of.op_shares is counts
+        assert of.copy().op_shares == counts
+    assert Rounds(shares=clock, totals={Phase.F: [1010.0]}, straight_us=[1.0]).op_shares is clock, (
+        "on an accelerator nothing is known of the thread"
+    )
+    assert [part_of(50.0, 100.0), part_of(95.0, 100.0), part_of(0.0, 0.0)] == [0.5, 1.0, 1.0]
+
+
+def test_under_a_quota_who_waits_for_a_rank_meets_its_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread tells what an op takes on average; the clock, when a rank is ready for a collective."""
+    clock = {"stopped": [5500.0, 500.0], "equal": [500.0, 500.0]}
+    thread = {"stopped": [250.0, 250.0], "equal": [250.0, 260.0]}
+    of = Rounds(clock, thread, {Phase.F: [1010.0, 1020.0]}, [500.0, 500.0])
+    for quota, met in ((True, clock), (False, thread)):
+        monkeypatch.setattr("stretto.measure.profile.has_quota", lambda quota=quota: quota)
+        assert of.op_shares is thread
+        assert of.met_shares is met
+
+
+def test_what_a_thread_had_of_its_core_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0, "mine": 0}
+
+    def product() -> None:
+        clock["now"] += 3_000_000
+        clock["mine"] += 1_000_000
+
+    for module in ("crowd", "products"):
+        monkeypatch.setattr(f"stretto.measure.{module}.time.perf_counter_ns", lambda: clock["now"])
+    monkeypatch.setattr("stretto.measure.core_share.time.thread_time_ns", lambda: clock["mine"])
+    monkeypatch.setattr("stretto.measure.core_share.products_on", lambda device: product)
+    monkeypatch.setattr("stretto.measure.core_share.own_share", lambda threads: 1.0)
+    product_us, part = pace_alone(CPU)
+    assert (product_us, part) == (pytest.approx(3000.0), pytest.approx(1 / 3))
+    monkeypatch.setattr("stretto.measure.core_share.own_share", lambda threads: 0.5)
+    assert pace_alone(CPU)[1] == 0.5, "what the quota says"
+
+
+def test_large_axes_are_measured_small() -> None:
+    assert fitting(Mesh((("dp", 8), ("tp", 8)))).world <= MOST_PROCESSES
+    assert fitting(Mesh((("tp", 4),))).sizes == (("tp", 4),)
+    assert fitting(Mesh((("dp", 64), ("tp", 2)))).sizes == (("dp", 4), ("tp", 2))
+    cost = CollectiveCost(Curve(((0.0, 10.0), (100.0, 30.0))), 8.0, 0.0, "x")
+    assert scaled(cost, 2, 2) is cost
+    wide = scaled(cost, 2, 4)
+    assert wide.curve.points == ((0.0, 30.0), (100.0, 60.0)), "3 steps for 1; 3/4 of the bytes for 1/2"
+    assert wide.processor_us_per_mb == 12.0
+
+
+@pytest.mark.parametrize("target", STARTS)
+def test_starts_make_the_buffer_of_their_result(target: str) -> None:
+    x = torch.randn(4, 3)
+    arguments = ("tp", 2) if target == "comm.all_gather" else ("sum", "tp", 2)
+    made = function_of(target, CPU)(x, *arguments)
+    rows = {"comm.all_reduce": 4, "comm.all_gather": 8, "comm.reduce_scatter": 2}[target]
+    assert made.shape == (rows, 3)
+    assert made.data_ptr() != x.data_ptr()
+
+
+def test_a_rank_of_coordinate_0_stands_for_all() -> None:
+    index = function_of(INDEX, CPU)("tp", 4)
+    assert (index.item(), index.dtype, index.dim()) == (0, torch.int64, 0)
+    x = torch.arange(12).reshape(2, 6)
+    assert function_of(CHUNK, CPU)(x, 1, "tp", 3).tolist() == [[0, 1], [6, 7]]
+
+
+def test_waits_are_counted_as_nothing_and_starts_as_their_buffer() -> None:
+    job = comm_job(1, tp=2)
+    times = profile(job, CPU).op_us
+    assert times[0, "y0"] == 0.0
+    assert times[0, "a0"] > 0.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_sweep_makes_what_it_says(device: str) -> None:
+    """Every op runs on its specs and gives its result's shape, on tensors without values."""
+    meta = torch.device("meta")
+    for op, specs in sweep_ops(device):
+        given = {
+            name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=meta)
+            for name, spec in specs.items()
+        }
+        arguments = [given[arg.name] if isinstance(arg, Ref) else arg for arg in op.args]
+        made = function_of(op.target, meta)(*arguments)
+        made = made[0] if isinstance(made, tuple) else made
+        assert op.outputs[0] is not None
+        assert tuple(made.shape) == op.outputs[0].shape, signature(op, specs)
+
+
+def test_the_sweep_has_linear_layers_as_autograd_lays_them_out() -> None:
+    layer, x = torch.nn.Linear(16, 32, bias=False), torch.randn(8, 16, requires_grad=True)
+    job = stretto.capture(
+        torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), layer),
+        x.detach(),
+        loss=lambda model, mb: model(mb).sin().sum(),
+        parallel=stretto.Parallel(microbatches=1),
+    )
+    swept = {signature(op, specs) for op, specs in linear_ops((8,), ((16, 32),), "float32")}
+    assert len(swept) == 3
+    assert swept < set(distinct_ops([job]))
+
+
+def test_more_work_takes_longer() -> None:
+    def product(side: int) -> float:
+        spec = TensorSpec((side, side), "float32")
+        op = Op("y", "aten.mm.default", (Ref("a"), Ref("b")), (), (spec,), flops=2 * side**3)
+        timing = time_op(op, {"a": spec, "b": spec}, CPU)
+        assert (timing.flops, timing.nbytes) == (2 * side**3, 3 * 4 * side**2)
+        return timing.us
+
+    assert product(32) < product(512)
+
+
+def test_an_op_that_cannot_run_alone_is_said() -> None:
+    spec = TensorSpec((2, 3), "float32")
+    op = Op("y", "aten.mm.default", (Ref("a"), Ref("b")), (), (spec,))
+    with pytest.raises(StrettoError, match=r"aten.mm.default\(float32.* cannot be measured on its own"):
+        time_op(op, {"a": spec, "b": spec}, CPU)
+
+
+def test_equal_ops_are_measured_once() -> None:
+    job = comm_job(3, tp=2)
+    found = distinct_ops([job, job])
+    # Stages are equal but for the first, which reads the batch, and the last, which makes the loss.
+    everything = sum(len(ops) for stage in job.stages for ops in stage.ops.values())
+    assert len(found) < everything / 2
+    assert not any(key.startswith(("comm.wait", "getitem")) for key in found)
+
+
+def calibrate_into(path: Path, *arguments: str) -> tuple[int, str, BaseException | None]:
+    done = CliRunner().invoke(calibrate_app, [*arguments, "--cluster-out", str(path), "--ops-only"])
+    return done.exit_code, done.output, done.exception
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(time_ops, "ROUND_US", 100.0)
+    path = tmp_path / "plan.json"
+    stretto.plan(comm_job(1, tp=1, rows=8, hidden=16), cluster=stretto.Cluster()).save(path)
+    return path
+
+
+def test_a_plan_says_of_each_op_how_its_time_is_known(plan_file: Path, tmp_path: Path) -> None:
+    out, plan_path = tmp_path / "c.json", tmp_path / "priced.json"
+    assert calibrate_into(out, str(plan_file))[0] == 0
+    # More rows: their products are no longer those that were measured.
+    stretto.plan(comm_job(1, tp=1, rows=16, hidden=16), cluster=str(out)).save(plan_path)
+    document = json.loads(CliRunner().invoke(cost_app, [str(plan_path), "--json", "--top", "99"]).output)
+    told = {op["source"] for op in document["ops"]}
+    assert "interpolated" in told
+    assert told <= {"measured", "fitted", "interpolated", "roofline"}
+    table = CliRunner().invoke(cost_app, [str(plan_path)]).output
+    assert "known" in table
+    assert "interpolated" in table
+    stretto.plan(comm_job(1, tp=1), cluster=stretto.Cluster()).save(plan_path)
+    assert "known" not in CliRunner().invoke(cost_app, [str(plan_path)]).output, "one source says it of all"
+
+
+def test_calibrating_for_a_plan_prices_it_by_lookup(plan_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "c.json"
+    status, text, _ = calibrate_into(out, str(plan_file))
+    assert status == 0, text
+    job = comm_job(1, tp=1, rows=8, hidden=16)
+    assert set(load_calibration(out).ops) == set(distinct_ops([job]))
+    plan = stretto.plan(job, cluster=str(out))
+    assert plan.costs.source.endswith(
+        f"ops {len([o for p in job.stages[0].ops.values() for o in p])} measured"
+    )
+    again, text, _ = calibrate_into(out, str(plan_file))
+    assert again == 0
+    assert "(0 measured now" in text, "what is kept is not measured again"
+    again, text, _ = calibrate_into(out, str(plan_file), "--fresh")
+    assert f"({len(load_calibration(out).ops)} measured now, 0 known)" in text
+
+
+def test_a_run_that_is_cut_short_keeps_what_is_there(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.json"
+    calls: list[str] = []
+
+    def some(op, specs, device):  # type: ignore[no-untyped-def]
+        calls.append(op.target)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return time_op(op, specs, device)
+
+    monkeypatch.setattr(calibrate, "time_op", some)
+    status, _, error = calibrate_into(out, str(plan_file))
+    assert status == 1
+    assert isinstance(error, StrettoError)
+    assert error.exit_status == 1
+    assert "stopped before the end" in str(error)
+    assert "run the same command" in str(error)
+    assert len(load_calibration(out).ops) == 3
+    status, text, _ = calibrate_into(out, str(plan_file))
+    assert status == 0
+    assert "3 known" in text
+    assert set(load_calibration(out).ops) == set(distinct_ops([comm_job(1, tp=1, rows=8, hidden=16)]))
+
+
+def test_a_run_that_fails_keeps_what_is_there(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.json"
+
+    def fail(*given: object) -> None:
+        raise StrettoError("the network is gone")
+
+    monkeypatch.setattr(calibrate, "calibrate_communication", fail)
+    done = CliRunner().invoke(calibrate_app, [str(plan_file), "--cluster-out", str(out)])
+    assert isinstance(done.exception, StrettoError)
+    assert str(done.exception) == "the network is gone"
+    assert set(load_calibration(out).ops) == set(distinct_ops([comm_job(1, tp=1, rows=8, hidden=16)]))
+
+
+def test_a_run_that_is_killed_has_written_a_part(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.json"
+    monkeypatch.setattr(calibrate_command, "KEEP_S", 0.0)
+    seen: list[int] = []
+
+    def look(op, specs, device):  # type: ignore[no-untyped-def]
+        seen.append(len(load_calibration(out).ops))
+        return time_op(op, specs, device)
+
+    monkeypatch.setattr(calibrate, "time_op", look)
+    assert calibrate_into(out, str(plan_file))[0] == 0
+    assert seen == list(range(len(seen)))
+
+
+def test_a_run_goes_on_from_the_file_of_one_that_was_killed(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.json"
+    assert calibrate_into(out, str(plan_file))[0] == 0
+    known = load_calibration(out)
+    dropped = sorted(known.ops)[0]
+    del known.ops[dropped]
+    save_calibration(known, out)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))  # which a killed run has not written
+    status, text, _ = calibrate_into(out, str(plan_file))
+    assert status == 0
+    assert f"(1 measured now, {len(known.ops)} known)" in text
+    assert dropped in load_calibration(out).ops
+
+
+def test_what_was_noisy_when_it_was_measured_is_told_again(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calibrate_into(tmp_path / "c.json", str(plan_file))[0] == 0
+    monkeypatch.setattr(calibrate, "NOISY", -1.0)
+    _, text, _ = calibrate_into(tmp_path / "c.json", str(plan_file))
+    assert "rounds differed by" in text
+    assert "--fresh measures it again" in text.replace("\n", " ")
+
+
+def test_a_trace_alone_is_input_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trace, out = tmp_path / "trace.json", tmp_path / "c.json"
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        torch.mm(torch.ones(8, 16), torch.ones(16, 4))
+    recorded.export_chrome_trace(str(trace))
+    status, text, _ = calibrate_into(out, "--from-profile", str(trace))
+    assert status == 0, text
+    found = load_calibration(out)
+    assert found.ops == {}, "no sweep"
+    assert found.collectives == [], "what is measured here says nothing of the machine that was traced"
+    assert found.machine.kind == "cpu"
+    assert "aten::mm float32 [8,16] [16,4]" in found.traced
+
+
+def test_another_machines_file_is_not_added_to(plan_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "c.json"
+    assert calibrate_into(out, str(plan_file))[0] == 0
+    out.write_text(out.read_text().replace('"threads": ', '"threads": 9'))
+    _, _, error = calibrate_into(out, str(plan_file))
+    assert isinstance(error, stretto.UsageError)
+    assert "is of another machine" in str(error)
+    assert "--fresh" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x.txt"], r"x.txt: give a plan \(.json\) or settings \(.toml\)"),
+        (["--device", "tpu"], "--device tpu: give cpu or cuda"),
+        (["--cluster-out", "c.toml"], "a calibration is a .json file"),
+        (["--cluster-out", "/nowhere/c.json"], "the folder .* does not exist"),
+    ],
+)
+def test_wrong_usage_is_said(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(calibrate_app, arguments)
+    assert isinstance(done.exception, stretto.UsageError)
+    with pytest.raises(stretto.UsageError, match=message):
+        raise done.exception
+
+
+def test_noise_is_told_with_the_op(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "NOISY", -1.0)
+    _, text, _ = calibrate_into(tmp_path / "c.json", str(plan_file))
+    assert "warning: aten.mm.default(float32[8,16], float32[16,64]): rounds differ by" in text.replace(
+        "\n", " "
+    )
+
+
+def test_the_dearest_ops_and_communications_of_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = stretto.plan(comm_job(2, 4, tp=2, rows=256, hidden=512), cluster="h100x8")
+    plan.save(path)
+    done = CliRunner().invoke(cost_app, [str(path), "--json", "--top", "3"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.output)
+    assert [len(document[key]) for key in ("ops", "communications")] == [3, 3]
+    first = document["ops"][0]
+    assert first["target"] == "aten.mm.default"
+    assert first["each_us"] * first["calls"] == pytest.approx(first["total_us"])
+    assert first["source"] == "roofline of h100x8 by shape"
+    totals = [one["total_us"] for one in document["communications"]]
+    assert totals == sorted(totals, reverse=True)
+    reduce = document["communications"][0]
+    assert (reduce["axis"], reduce["kind"], reduce["nbytes"]) == ("tp", "all_reduce", 256 * 512 * 4)
+    assert reduce["count"] == 2 * 4, "one a stage and microbatch"
+    assert reduce["alone_us"] == pytest.approx(
+        plan.costs.collectives["tp", "all_reduce"].curve.us(reduce["nbytes"])
+    )
+    assert reduce["measured_us"] is None
+    whole = json.loads(CliRunner().invoke(cost_app, [str(path), "--json", "--top", "99"]).output)
+    assert sum(op["share"] for op in whole["ops"]) == pytest.approx(1.0)
+    assert sum(one["share"] for one in whole["communications"]) == pytest.approx(1.0)
+    table = CliRunner().invoke(cost_app, [str(path)])
+    assert "Dearest ops" in table.output
+    assert "model of h100x8: tp in one node" in table.output

@@ -1,0 +1,134 @@
+"""Op times out of a profiler's trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import stretto
+from stretto.capture.trace import trace as capture
+from stretto.ir.flow import PHASES
+from stretto.measure.op_cache import Machine
+from stretto.measure.profiler_trace import read_profiler_trace, read_trace
+from stretto.price.calibration import Calibration
+from stretto.price.priced import priced_ops
+from tests.capture.zoo import mean_square
+from tests.runtime.equality import evenly
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(32, 64)
+        self.b = torch.nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.nn.functional.gelu(self.a(x)))
+
+
+def test_a_captured_plan_is_priced_from_an_ordinary_run(tmp_path: Path) -> None:
+    """A plain training step is recorded; the ops of the captured job are found in it."""
+    model, rows = Small(), torch.randn(16, 32)
+    for _ in range(2):
+        model(rows).square().mean().backward()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        for _ in range(3):
+            model(rows).square().mean().backward()
+    path = tmp_path / "trace.json.gz"
+    recorded.export_chrome_trace(str(path))
+    traced = read_profiler_trace(path)
+    products = {op.key: op for op in traced if op.name in ("aten::addmm", "aten::mm")}
+    assert products["aten::addmm float32 [64] [16,32] [32,64]"].count == 3
+    assert all(op.us > 0 for op in products.values())
+
+    job = evenly(capture(model, rows, mean_square, microbatches=1), 1, 1)
+    machine = Machine("here", torch.__version__, 1)
+    found = Calibration(machine, traced={op.key: op.us for op in traced})
+    priced = priced_ops(job, found)
+    seen = {
+        op.target: (priced[0, op.name], op)
+        for phase in PHASES
+        for op in job.stages[0].ops[phase]
+        if op.target
+        in ("aten.addmm.default", "aten.mm.default", "aten.gelu.default", "aten.gelu_backward.default")
+    }
+    assert len(seen) >= 3
+    for target, (one, _) in seen.items():
+        assert one.how == "traced", target
+        assert one.us in {op.us for op in traced if op.name == f"aten::{target.split('.')[1]}"}
+    # What the run did not have is priced by what it had.
+    rest = {one.how for (_, name), one in priced.items() if one.how not in ("traced", "free")}
+    assert rest <= {"roofline"}
+
+
+def event(
+    name: str, ts: float, dur: float, number: int, dims: list[object], cat: str = "cpu_op"
+) -> dict[str, object]:
+    given = {"External id": number, "Input Dims": dims, "Input type": ["c10::BFloat16"] * len(dims)}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": given}
+
+
+def test_on_an_accelerator_an_ops_kernels_count(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    dims: list[object] = [[4, 8], [8, 2]]
+    events = [
+        event("aten::linear", 0, 100, 1, dims),
+        event("aten::mm", 10, 30, 2, dims),  # within linear
+        event("aten::cat", 200, 10, 3, [[[4, 8], [4, 8]], []]),
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "gemm",
+            "ts": 300,
+            "dur": 70,
+            "tid": 9,
+            "args": {"External id": 2},
+        },
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "fill",
+            "ts": 390,
+            "dur": 5,
+            "tid": 9,
+            "args": {"External id": 1},
+        },
+    ]
+    path.write_text(json.dumps({"deviceProperties": [{"id": 0, "name": "H1"}], "traceEvents": events}))
+    trace = read_trace(path)
+    assert (trace.kind, trace.device) == ("cuda", "H1")
+    found = {op.key: op.us for op in trace.ops}
+    assert found == {
+        "aten::linear bfloat16 [4,8] [8,2]": 75.0,
+        "aten::mm bfloat16 [4,8] [8,2]": 70.0,
+        "aten::cat bfloat16 [4,8] [4,8]": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not a profiler's trace: not JSON"),
+        (b"{}", "it has no list of traceEvents"),
+        (b'{"traceEvents": [1]}', "it has no list of traceEvents"),
+        (b'{"traceEvents": []}', "holds no ops"),
+        (
+            json.dumps({"traceEvents": [{"cat": "cpu_op", "ph": "X", "name": "aten::mm"}]}).encode(),
+            "recorded without shapes: give .*record_shapes=True",
+        ),
+        # Without a time of writing: every worker that collects the tests must find the same bytes.
+        (gzip.compress(b"{}", mtime=0)[:-4], "cannot read"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(stretto.UsageError, match=rf"trace.json.*{message}|{message}.*trace.json"):
+        read_profiler_trace(path)
+    with pytest.raises(stretto.UsageError, match=r"cannot read .*: No such file"):
+        read_profiler_trace(tmp_path / "none.json")

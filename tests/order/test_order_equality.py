@@ -1,0 +1,134 @@
+"""Overlap never changes numbers: losses and gradients of every mode are those of `off`, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.ir.costs import CollectiveCost, Costs
+from stretto.ir.curve import Curve
+from stretto.ir.plan import Plan
+from stretto.ir.program import WAIT, Job
+from stretto.ir.transfers import is_free
+from stretto.models.gpt import next_token_loss
+from stretto.planning.make_plan import make_plan
+from stretto.runtime.local import run_threads
+from stretto.runtime.runner import Runner
+from tests.parallelize.test_tensor_equality import (
+    MODELS,
+    assert_plan_is_plain,
+    batch_of,
+    gpt,
+    loss_of,
+)
+from tests.runtime.equality import made_up_costs
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+COLLECTIVE_US = 100.0
+"""Long enough for windows to gain what lets them come first (`stretto.planning.candidates.WORTH`)."""
+
+
+def costs_of(job: Job) -> Costs:
+    """Made-up costs under which collectives take about as long as compute, and waits and views nothing."""
+    costs = made_up_costs(job)
+    free = {
+        (stage.index, op.name)
+        for stage in job.stages
+        for ops in stage.ops.values()
+        for op in ops
+        if is_free(op) or op.target == WAIT
+    }
+    op_us = {key: us for key, us in costs.op_us.items() if key not in free}
+    curve = Curve(((0.0, COLLECTIVE_US),))
+    found = {(axis, kind): CollectiveCost(curve) for axis, _ in job.axes for kind in KINDS}
+    return replace(costs, op_us=op_us, collectives=found, action_us=0.0)
+
+
+def numbers(plan: Plan, model: nn.Module) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Loss and gradients of every rank."""
+
+    def work(runner: Runner) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = runner.step(batch_of())
+        return loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+
+    return run_threads(plan, lambda _: copy.deepcopy(model), work)
+
+
+LAYOUTS = (
+    {"tp": 2, "microbatches": 4},
+    {"tp": 2, "sequence_parallel": True, "microbatches": 4},
+    {"pp": 2, "tp": 2, "microbatches": 4, "schedule": "1f1b"},
+    {"pp": 2, "tp": 2, "sequence_parallel": True, "microbatches": 4, "schedule": "zb-h1"},
+)
+
+CELLS = [
+    pytest.param(
+        layout,
+        tied,
+        # A tie is one more sum between stages: one of the layouts has it here, the others in the longer run.
+        # What differs from that one and the sequence's is in `tests/runtime/test_buffers.py`, too.
+        marks=[pytest.mark.slow]
+        if tied != (layout.get("schedule") == "1f1b")
+        or layout.get("schedule") == "zb-h1"
+        or layout == {"tp": 2, "microbatches": 4}
+        else [],
+        id=" ".join(["tied" if tied else "untied", *(f"{k}={v}" for k, v in layout.items())]),
+    )
+    for layout in LAYOUTS
+    for tied in (False, True)
+]
+
+
+@pytest.mark.parametrize(("layout", "tied"), CELLS)
+def test_all_modes_give_the_numbers_of_off(layout: dict[str, int], tied: bool) -> None:
+    model = gpt(tie_embeddings=tied, dropout=0.1).double()
+    job = capture(model, batch_of(), next_token_loss, Parallel(**layout))
+    costs = costs_of(job)
+    plans = {mode: make_plan(job, costs, overlap=mode) for mode in ("off", "local", "window")}
+    assert [plan.overlap for plan in plans.values()] == ["off", "local", "window"]
+    steps = [plan.prediction.step_us for plan in plans.values() if plan.prediction is not None]
+    assert steps[0] > steps[1] > steps[2]
+    if layout.get("schedule") == "1f1b":
+        shared = [window for window in plans["window"].windows.values() if window.shares]
+        assert len(shared) == 2, "one window a rank, with F and B of each microbatch"
+    expected = numbers(plans["off"], model)
+    for mode in ("local", "window"):
+        for (loss, grads), (same_loss, same_grads) in zip(numbers(plans[mode], model), expected, strict=True):
+            assert torch.equal(loss, same_loss)
+            assert grads.keys() == same_grads.keys()
+            for name, grad in grads.items():
+                assert torch.equal(grad, same_grads[name]), f"{mode}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt", LAYOUTS[2]),
+        ("llama", LAYOUTS[1]),
+        *(
+            pytest.param(name, layout, marks=pytest.mark.slow)
+            for name, layout in (
+                ("gpt2", LAYOUTS[2]),
+                ("gpt", {**LAYOUTS[2], "schedule": "gpipe"}),
+                ("gpt", {**LAYOUTS[2], "schedule": "eager-1f1b"}),
+                ("gpt", {**LAYOUTS[3], "schedule": "zb-h2"}),
+                ("gpt", {"tp": 2, "dp": 2, "sequence_parallel": True, "microbatches": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_windows_have_the_numbers_of_the_plain_model(name: str, layout: dict[str, int]) -> None:
+    model, loss = MODELS[name]().double(), loss_of(name)
+    job = capture(model, batch_of(), loss, Parallel(**layout))
+    plan = make_plan(job, costs_of(job), overlap="window")
+    assert plan.overlap == "window", plan.overlap_why
+    assert_plan_is_plain(plan, model, loss, batch_of())

@@ -1,0 +1,60 @@
+"""Any job, layout, schedule and costs: what planning makes in any mode is proved, is never predicted to be
+slower than waiting at once, and runs each op once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.ir.plan import ItemKind
+from stretto.planning.candidates import communicates
+from stretto.planning.make_plan import make_plan
+from stretto.schedule.families import FAMILIES
+from stretto.verify import verify
+from tests.synthetic_comm import make_comm_costs
+from tests.verify.comm_plans import AXES, comm_job
+
+TIMES = st.sampled_from([0.0, 1.0, 30.0, 100.0, 250.0, 1000.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_planning_makes_is_proved(data: st.DataObject) -> None:
+    axes = data.draw(st.sampled_from(AXES))
+    job = comm_job(
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 6)),
+        axes,
+        blocks=data.draw(st.integers(1, 3)),
+        sequence=data.draw(st.booleans()),
+        tied=data.draw(st.booleans()),
+    )
+    costs = make_comm_costs(
+        job,
+        op_us=data.draw(TIMES),
+        start_us=data.draw(st.sampled_from([0.0, 5.0])),
+        collective_us=data.draw(TIMES),
+        latency_us=data.draw(TIMES),
+        slowdown=data.draw(st.sampled_from([0.0, 0.3])),
+        shared=tuple(axis for axis, _ in axes if data.draw(st.booleans())),
+    )
+    family = data.draw(st.sampled_from(sorted(FAMILIES)))
+    off = make_plan(job, costs, schedule=family, overlap="off")
+    assert off.prediction is not None
+    for mode in ("local", "window"):
+        plan = make_plan(job, costs, schedule=family, overlap=mode, order="list")
+        verify(plan)
+        assert plan.prediction is not None
+        if communicates(job):
+            assert plan.prediction.step_us <= off.prediction.step_us * (1 + 1e-9)
+        for window in plan.windows.values():
+            ops = [(item.part, item.ref) for item in window.items if item.kind is ItemKind.OP]
+            wanted = [
+                (part, op.name)
+                for part, (stage, phase) in enumerate(window.parts)
+                for sub in phase.parts
+                for op in plan.job.stages[stage].ops[sub]
+            ]
+            assert Counter(ops) == Counter(wanted)

@@ -1,0 +1,474 @@
+"""Steps with one window a rank: what may share a window, orders of all ranks together, and their proofs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from stretto.errors import PlanError
+from stretto.ir.action import Action, Overlap, Phase
+from stretto.ir.costs import Costs, Quota
+from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
+from stretto.ir.program import WAIT, Buffer, Job
+from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.order import Role, list_order, make_graph
+from stretto.order.replay import Memory
+from stretto.order.whole_step import justify as justifying
+from stretto.order.whole_step import moves, order_together, search
+from stretto.order.whole_step.choose import choose
+from stretto.order.whole_step.follow import Steps, follow
+from stretto.order.whole_step.justify import justify
+from stretto.order.whole_step.moves import move_ops
+from stretto.order.whole_step.rank_step import Whole, make_whole
+from stretto.order.whole_step.walk import Chosen
+from stretto.planning import candidates
+from stretto.planning.lower import lower
+from stretto.planning.make_plan import make_plan
+from stretto.planning.pair import whole
+from stretto.runtime.compile import cut
+from stretto.schedule.families import make_schedule
+from stretto.schedule.windows import make_window
+from stretto.simulate import compute_lane, simulate
+from stretto.verify import plan_faults, verify
+from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
+from tests.verify.comm_plans import comm_job
+
+
+def job_of(
+    microbatches: int = 6, stages: int = 2, blocks: int = 2, collective_us: float = 100.0
+) -> tuple[Job, Costs]:
+    """A job whose collectives share cards with messages."""
+    job = comm_job(stages, microbatches, (("tp", 2),), blocks=blocks)
+    return job, make_comm_costs(job, collective_us=collective_us, latency_us=20.0, shared=("tp",))
+
+
+def whole_plan(job: Job, costs: Costs) -> Plan:
+    """One window a rank, in the captured order."""
+    schedule = whole(make_schedule("1f1b", len(job.stages), job.microbatches))
+    assert schedule is not None
+    return plan_with(job, schedule, costs, overlap="window")
+
+
+def wholes_of(plan: Plan) -> list[Whole]:
+    """By rank, its window ready to be walked."""
+    found = []
+    for (slot,) in plan.schedule.orders:
+        window = make_window(plan.job, slot)
+        graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
+        found.append(make_whole(plan, graph, tuple(action.microbatch for action in slot.actions), 0.0005))
+    return found
+
+
+def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
+    """The plan with the orders that were found."""
+    windows = {
+        one.graph.window.name: replace(
+            one.graph.window, items=tuple(one.graph.nodes[index].item for index in order)
+        )
+        for one, order in zip(wholes, found.orders, strict=True)
+    }
+    done, orders, _ = lower(plan.job, plan.schedule, overlap="window", windows=windows)
+    return replace(plan, windows=done, orders=orders)
+
+
+def poor_step() -> tuple[Plan, list[Whole], Chosen]:
+    """A step with long collectives whose microbatches all go on at once."""
+    plan = whole_plan(*job_of(collective_us=300.0))
+    made = search._Search(plan, 1.0, 1, search._ready(plan, [0.0005])[0])
+    point = made._sloped((0.0, 0.0), (0.0, 0.0))
+    poor = choose(plan, made.wholes, point.urgency, point.patience)
+    assert poor is not None
+    return plan, list(made.wholes), poor
+
+
+def step_us(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_us
+
+
+# What may share a window.
+
+
+def test_a_forward_and_a_backward_of_one_microbatch_are_one_window() -> None:
+    job, costs = job_of(microbatches=1, stages=1)
+    parts = (Action(0, Phase.F, 0), Action(0, Phase.B, 0))
+    window = make_window(job, Overlap(parts))
+    assert (window.name, window.shares) == ("0F+0B=0,0", (0, 0))
+    graph = make_graph(job, costs, window, (0,))
+    made = {node.item.ref: at for at, node in enumerate(graph.nodes) if node.item.part == 0}
+    backward = {op.name: op for sub in Phase.B.parts for op in job.stages[0].ops[sub]}
+    reads = [
+        (at, made[name])
+        for at, node in enumerate(graph.nodes)
+        if node.item.part == 1
+        for name in backward[str(node.item.ref)].uses
+        if name in made
+    ]
+    assert reads, "B reads what F has saved"
+    assert all(source in graph.before[at] for at, source in reads)
+    # What F makes goes with its last reader in B: nothing is left but what leaves.
+    memory = Memory(graph)
+    for index in list_order(graph):
+        memory.take(index)
+    assert memory.peak > 0
+    assert memory.held == 0
+
+
+def test_parts_of_two_microbatches_need_nothing_of_each_other() -> None:
+    job, costs = job_of(microbatches=2, stages=1)
+    window = make_window(job, Overlap((Action(0, Phase.F, 1), Action(0, Phase.B, 0))))
+    assert (window.name, window.shares) == ("0F+0B", ())
+    graph = make_graph(job, costs, window, (0,))
+    parts = [node.item.part for node in graph.nodes]
+    assert all(parts[at] == parts[n] for at, needs in enumerate(graph.before) for n in needs)
+
+
+def test_a_backward_before_the_forward_that_it_reads_is_refused() -> None:
+    job, costs = job_of(microbatches=2)
+    plan = whole_plan(job, costs)
+    assert plan_faults(plan) == []
+    window = plan.windows[str(next(i.ref for i in plan.orders[1] if i.kind is InstructionKind.RUN))]
+    backward = next(part for part, (_, phase) in enumerate(window.parts) if phase is Phase.B)
+    first = [item for item in window.items if item.part == backward]
+    rest = [item for item in window.items if item.part != backward]
+    broken = replace(plan, windows={**plan.windows, window.name: replace(window, items=(*first, *rest))})
+    said = [str(fault) for fault in plan_faults(broken)]
+    assert any("which 1F of the same microbatch brings later, at item" in fault for fault in said), said
+    assert any("of 1F of the same microbatch, item" in fault for fault in said), said
+
+
+def test_all_of_a_forward_comes_before_the_backward_of_its_microbatch() -> None:
+    """Also what the backward does not read: lower bounds count on it."""
+    job, costs = job_of(microbatches=1)
+    plan = whole_plan(job, costs)
+    window = plan.windows["1F+1B=0,0"]
+    graph = make_graph(job, costs, window, plan.schedule.stage_ranks)
+    needs: list[set[int]] = []
+    for before in graph.before:
+        needs.append(set(before).union(*(needs[n] for n in before)))
+    ops = {
+        part: [at for at, n in enumerate(graph.nodes) if n.item.part == part and n.item.kind is ItemKind.OP]
+        for part in (0, 1)
+    }
+    assert all(set(ops[0]) <= needs[at] for at in ops[1])
+    # The last op of F behind the first of B: read by nobody, and refused all the same.
+    items = list(window.items)
+    items.insert(ops[1][0], items.pop(ops[0][-1]))
+    broken = replace(plan, windows={**plan.windows, window.name: replace(window, items=tuple(items))})
+    [said] = [str(fault) for fault in plan_faults(broken)]
+    assert "of 1F of the same microbatch, item" in said
+
+
+def test_a_run_binds_microbatches_as_its_window_says() -> None:
+    job, costs = job_of(microbatches=2, stages=1)
+    slots = (
+        Overlap((Action(0, Phase.F, 0), Action(0, Phase.B, 0), Action(0, Phase.F, 1))),
+        Action(0, Phase.B, 1),
+    )
+    schedule = replace(make_schedule("1f1b", 1, 2), orders=(slots,))
+    plan = plan_with(job, schedule, costs, overlap="window")
+    assert plan_faults(plan) == []
+
+    def bound(microbatches: tuple[int, ...]) -> Plan:
+        order = tuple(
+            Instruction(i.kind, i.ref, microbatches) if len(i.microbatches) == 3 else i
+            for i in plan.orders[0]
+        )
+        return replace(plan, orders=(order,))
+
+    said = [str(fault) for fault in plan_faults(bound((0, 1, 1)))]
+    wrong = "binds parts to microbatches as [0, 1, 1], but the window's order is for [0, 0, 2]"
+    assert any(wrong in fault for fault in said), said
+
+
+@pytest.mark.parametrize("shares", [(0,), (0, 0, 1), (1, 1, 2), (0, 2, 2)])
+def test_what_no_window_can_share_is_refused(shares: tuple[int, ...]) -> None:
+    job, costs = job_of(microbatches=2, stages=1)
+    slot = Overlap((Action(0, Phase.F, 0), Action(0, Phase.B, 0), Action(0, Phase.F, 1)))
+    schedule = replace(make_schedule("1f1b", 1, 2), orders=((slot, Action(0, Phase.B, 1)),))
+    plan = plan_with(job, schedule, costs, overlap="window")
+    name = next(name for name, window in plan.windows.items() if window.shares)
+    broken = replace(plan.windows[name], shares=shares)
+    with pytest.raises(PlanError, match="names, for each part, the first part of its stage"):
+        verify(replace(plan, windows={**plan.windows, name: broken}))
+
+
+def test_compiled_stretches_do_not_pass_a_part_of_their_microbatch() -> None:
+    job, _ = job_of(microbatches=2, stages=1)
+    ops = {(0, op.name): op for ops in job.stages[0].ops.values() for op in ops}
+    computes = [
+        next(op.name for op in job.stages[0].ops[phase] if not op.target.startswith("comm."))
+        for phase in (Phase.F, Phase.I)
+    ]
+    items = tuple(
+        Item(ItemKind.OP, part, name) for part, name in ((1, computes[1]), (0, computes[0]), (1, computes[1]))
+    )
+    together = Window("0F+0B=0,0", ((0, Phase.F), (0, Phase.B)), items, (0, 0))
+    assert cut(together, ops) == [(0,), (1,), (2,)]
+    assert cut(replace(together, shares=()), ops) == [(0, 2), (1,)]
+
+
+# Orders of all ranks together.
+
+
+@pytest.mark.parametrize(
+    ("stages", "quota", "cold", "skew"),
+    [
+        (2, None, 0.0, 0.0),
+        (3, None, 0.0, 0.0),
+        (2, Quota(200.0, 0.5), 0.0, 0.0),
+        (2, None, 2.0, 0.0),
+        (2, None, 0.0, 0.2),
+    ],
+)
+def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long(
+    stages: int, quota: Quota | None, cold: float, skew: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_lane, "MEMORY_US", 500.0)  # steps of this job are short
+    job, costs = job_of(microbatches=4, stages=stages, blocks=1)
+    plan = whole_plan(job, replace(costs, quota=quota, cold=cold, skew=skew))
+    wholes = wholes_of(plan)
+    draw = random.Random(stages)
+    steps = set()
+    for _ in range(12):
+        urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes]
+        found = choose(plan, wholes, urgency, [draw.choice((0.0, 0.5, 2.0)) for _ in wholes])
+        assert found is not None
+        for one, order in zip(wholes, found.orders, strict=True):
+            place = {index: at for at, index in enumerate(order)}
+            assert len(place) == len(one.graph.nodes)
+            assert all(place[n] < place[at] for at, needs in enumerate(one.graph.before) for n in needs)
+        made = in_order(plan, wholes, found)
+        verify(made)
+        # The loss and `action_us` are the simulation's alone.
+        assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
+        steps.add(round(found.step_us))
+        # The same orders, given: nothing stands between that the walk would not have chosen.
+        named = [Steps(one) for one in wholes]
+        given = [mine.named(order) for mine, order in zip(named, found.orders, strict=True)]
+        again = follow(plan, named, given)
+        assert again is not None
+        assert again.step_us == pytest.approx(found.step_us, rel=0.02)
+        verify(in_order(plan, wholes, again))
+    assert len(steps) > 1, "urgencies matter"
+
+
+def test_what_takes_little_stands_directly_before_its_first_user() -> None:
+    job, costs = job_of(microbatches=2, blocks=1)
+    short = set(sorted(key for key, us in costs.op_us.items() if us)[::2])
+    few = {key: 0.01 if key in short else us for key, us in costs.op_us.items()}
+    plan = whole_plan(job, replace(costs, op_us=few))
+    wholes = wholes_of(plan)
+    draw = random.Random(1)
+    found = choose(
+        plan, wholes, [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes], [0.0, 0.0]
+    )
+    assert found is not None
+    seen = 0
+    for one, order in zip(wholes, found.orders, strict=True):
+        for at, index in enumerate(order):
+            node = one.graph.nodes[index]
+            if not one.lazy[index] or node.lazy:
+                continue
+            seen += 1
+            assert node.work_us == 0.01
+            behind = next(other for other in order[at:] if not one.lazy[other])
+            needs, todo = {behind}, [behind]
+            while todo:
+                more = set(one.graph.before[todo.pop()]) - needs
+                needs |= more
+                todo += more
+            assert index in needs
+    assert seen > len(short), "in two microbatches"
+
+
+def test_a_lane_works_rather_than_stand_for_a_slower_rank_of_its_place() -> None:
+    job, costs = job_of(stages=1)
+    plan = whole_plan(job, replace(costs, skew=0.3))
+    unaware = replace(plan, costs=costs)
+    wholes = wholes_of(plan)
+    draw = random.Random(0)
+    taken: list[tuple[float, float]] = []
+    for _ in range(10):
+        urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes]
+        found = [choose(each, wholes, urgency, [0.0]) for each in (plan, unaware)]
+        knows, not_so = (simulate(in_order(plan, wholes, one)).step_us for one in found if one is not None)
+        taken.append((knows, not_so))
+    assert sum(knows for knows, _ in taken) < 0.99 * sum(not_so for _, not_so in taken)
+
+
+def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves, "A_MOVE_US", 50.0)  # steps of this job are short
+    plan, wholes, poor = poor_step()
+    found = move_ops(plan, wholes, poor, 0.0)
+    assert found.step_us < poor.step_us
+    steps = [Steps(one) for one in wholes]
+    before = follow(plan, steps, [mine.named(order) for mine, order in zip(steps, poor.orders, strict=True)])
+    assert before is not None
+    assert 0.0 < found.exposed_us <= before.exposed_us < len(steps) * before.step_us
+    moved = in_order(plan, wholes, found)
+    verify(moved)
+    assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)
+    # A step that is short enough is left; so is one that is too short to be worth a move.
+    assert move_ops(plan, wholes, poor, poor.step_us) is poor
+    with monkeypatch.context() as patch:
+        patch.setattr(moves, "WORK", 1)
+        assert move_ops(plan, wholes, poor, 0.0) is poor, "too many ops to move"
+    monkeypatch.setattr(moves, "A_MOVE_US", 2.0 * poor.step_us)
+    assert move_ops(plan, wholes, poor, 0.0) is poor
+
+
+def test_pushed_steps_are_shorter_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, wholes, poor = poor_step()
+    found = justify(plan, wholes, poor, 0.0)
+    assert found.step_us < poor.step_us
+    pushed = in_order(plan, wholes, found)
+    verify(pushed)
+    assert simulate(pushed).step_us == pytest.approx(found.step_us, rel=0.02)
+    assert justify(plan, wholes, poor, 0.0).orders == found.orders
+    assert justify(plan, wholes, poor, poor.step_us) is poor, "a step that is short enough is left"
+    monkeypatch.setattr(justifying, "WORK", 1)
+    assert justify(plan, wholes, poor, 0.0) is poor, "too many ops to push"
+
+
+def test_a_pushed_step_keeps_what_ops_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of(microbatches=3)
+    plan = whole_plan(job, costs)
+    wholes = wholes_of(plan)
+    draw = random.Random(0)
+    found = choose(
+        plan, wholes, [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes], [0.0, 0.0]
+    )
+    assert found is not None
+    pushing = justifying._Pushing(plan, wholes)
+    off = {
+        (rank, index): draw.gauss(0.0, 200.0)
+        for rank, one in enumerate(wholes)
+        for index in range(len(one.graph.nodes))
+    }
+    begins = pushing.begins_us(found, off)
+    for rank, one in enumerate(wholes):
+        nodes, timing = one.graph.nodes, found.timings[rank]
+        assert timing.stretch >= 1.0
+        for index, users in enumerate(one.graph.after):
+            took_us = nodes[index].work_us * timing.stretch
+            assert all(begins[rank][index] + took_us <= begins[rank][user] + 1e-6 for user in users)
+            if nodes[index].role is Role.START:
+                flies_us = timing.lane_us[index]
+                finishes = [user for user in users if nodes[user].start == index]
+                assert all(begins[rank][index] + flies_us <= begins[rank][user] + 1e-6 for user in finishes)
+        busy = sorted(
+            (begins[rank][index], begins[rank][index] + node.work_us * timing.stretch)
+            for index, node in enumerate(nodes)
+            if node.work_us
+        )
+        assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(busy)), "one op at a time"
+    for send, (rank, receive) in pushing._arrives.items():
+        flies_us = wholes[send[0]].graph.nodes[send[1]].time_us
+        assert begins[send[0]][send[1]] + flies_us <= begins[rank][receive] + 1e-6
+
+
+def test_a_lane_gives_the_last_time_that_is_free() -> None:
+    draw = random.Random(0)
+    lane, taken = justifying._Lane(), set[int]()
+    for _ in range(60):
+        end, us = draw.randint(20, 200), draw.randint(1, 9)
+        begin = lane.put(float(end), float(us))
+        last = next(t for t in range(end - us, -10_000, -1) if taken.isdisjoint(range(t, t + us)))
+        assert begin == last
+        taken |= set(range(last, last + us))
+
+
+def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> None:
+    job, costs = job_of(microbatches=2)
+    plan = whole_plan(job, costs)
+    draw = random.Random(0)
+    for one in wholes_of(plan):
+        steps = Steps(one)
+        order = steps.named(range(len(one.graph.nodes)))
+        for _ in range(200):
+            at, far = draw.randrange(len(order)), draw.randint(-20, 20)
+            moved = moves._moved(steps, order, at, far)
+            assert sorted(moved) == sorted(order)
+            assert [index for index in moved if index != order[at]] == order[:at] + order[at + 1 :]
+            to = moved.index(order[at])
+            assert abs(to - at) <= abs(far)
+            if to != at + far:
+                # It stands beside what stopped it, or at an end.
+                beside = moved[to - 1 if far < 0 else to + 1] if 0 < to < len(moved) - 1 else None
+                first, last = (beside, order[at]) if far < 0 else (order[at], beside)
+                assert beside is None or steps.ancestors[last or 0] >> (first or 0) & 1
+            order = moved
+        done: set[int] = set()
+        for index in order:
+            assert all(n in done for n in range(index) if one.named[n] and steps.ancestors[index] >> n & 1)
+            done.add(index)
+
+
+def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
+    job, _ = job_of(microbatches=4)
+    # An op that leads to the next collective takes less than a collective of another microbatch would.
+    costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
+    plan = whole_plan(job, costs)
+    made = search._Search(plan, 1.0, 1, search._ready(plan, [0.0005])[0])
+    impatient = made._sloped((0.3, 0.3), (0.0, 0.0))
+    orders = [choose(plan, made.wholes, impatient.urgency, patience) for patience in ((0.0, 0.0), (5.0, 5.0))]
+    assert orders[0] is not None
+    assert orders[1] is not None
+    assert orders[0].orders != orders[1].orders
+
+
+def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of()
+    monkeypatch.setattr(search, "MOST", 100)
+    monkeypatch.setattr(justifying, "MOST", 60)
+    plan = make_plan(job, costs, schedule="1f1b", overlap="window")
+    assert all(window.shares for window in plan.windows.values())
+    verify(plan)
+    text = plan_to_text(plan)
+    assert text == plan_to_text(make_plan(job, costs, schedule="1f1b", overlap="window"))
+    assert plan_from_text(text) == plan
+    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: None)
+    assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
+
+
+def test_the_only_rank_of_a_pipeline_may_have_one_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of(stages=1, collective_us=400.0)
+    plan = make_plan(job, costs, schedule="1f1b", overlap="window")
+    assert [window.shares for window in plan.windows.values()] == [(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10)]
+    verify(plan)
+    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: None)
+    assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
+
+
+def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Plan] = []
+    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: asked.append(plan))
+
+    def tried(job: Job, costs: Costs, schedule: str = "1f1b") -> bool:
+        asked.clear()
+        make_plan(job, costs, schedule=schedule, overlap="window")
+        return bool(asked)
+
+    job, costs = job_of(microbatches=4, blocks=1)
+    assert tried(job, costs)
+    assert not tried(job, costs, "zb-h1"), "I and W are apart"
+    assert not tried(*job_of(microbatches=13, stages=4, blocks=1)), "it would cost more with every microbatch"
+    plan = make_plan(replace(job, max_live=3), costs, schedule="1f1b", overlap="window")
+    assert not asked[1:]
+    assert plan.overlap in ("local", "window")
+    summed = next(op for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
+    written = Buffer("seen", ACTIVATION, (0,), ((0, Phase.F, summed.name),))
+    assert not tried(replace(job, buffers=(written,)), costs), "forwards would read what is not written yet"
+
+
+def test_a_step_that_is_too_long_to_be_walked_often_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = whole_plan(*job_of(microbatches=2, blocks=1))
+    assert order_together(plan, 1.0) is not None
+    monkeypatch.setattr(search, "WORK", 100)
+    assert order_together(plan, 1.0) is None

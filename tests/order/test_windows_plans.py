@@ -1,0 +1,234 @@
+"""Plans with ordered windows: chosen by prediction, proved, equal for equal input, no dearer for more
+microbatches; pairs, and communications that go on between windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from stretto.errors import PlanError, TooLargeError, UsageError
+from stretto.ir.action import Overlap, Phase, Schedule, Slot
+from stretto.ir.plan import ItemKind, Plan
+from stretto.ir.program import WAIT, Job, Op, OverlapMode, Ref, TensorSpec
+from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.order import arrange, legal_order, list_order, register
+from stretto.order.depend import WindowGraph
+from stretto.planning.across import across, split_stages
+from stretto.planning.candidates import Candidate, why_less
+from stretto.planning.lower import captured_windows
+from stretto.planning.make_plan import make_plan
+from stretto.planning.pair import pair
+from stretto.schedule.families import make_schedule
+from stretto.verify import verify
+from tests.synthetic_comm import ACTIVATION, make_comm_costs
+from tests.verify.comm_plans import comm_job
+
+
+def job_of(stages: int, microbatches: int, *, blocks: int = 1, sequence: bool = False) -> Job:
+    return comm_job(stages, microbatches, (("tp", 2),), blocks=blocks, sequence=sequence)
+
+
+def plan_of(job: Job, **settings: object) -> Plan:
+    return make_plan(job, make_comm_costs(job, collective_us=100.0), schedule="1f1b", **settings)  # type: ignore[arg-type]
+
+
+def step_us(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_us
+
+
+@pytest.mark.parametrize(
+    ("stages", "sequence"),
+    [(1, False), (2, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((1, True), (2, False)))],
+)
+def test_more_overlap_is_never_slower(stages: int, sequence: bool) -> None:
+    job = job_of(stages, 6, blocks=3, sequence=sequence)
+    off, local, window = (plan_of(job, overlap=mode) for mode in ("off", "local", "window"))
+    assert step_us(off) > step_us(local) > step_us(window)
+    assert [plan.overlap for plan in (off, local, window)] == ["off", "local", "window"]
+    assert any(isinstance(slot, Overlap) for order in window.schedule.orders for slot in order)
+    assert plan_of(job).overlap == "window", "the job's own wish"
+    assert "overlap          window" in str(window)
+
+
+def test_off_waits_for_each_collective_at_once() -> None:
+    plan = plan_of(job_of(1, 2, blocks=2), overlap="off")
+    ops = {op.name: op for ops in plan.job.stages[0].ops.values() for op in ops}
+    for window in plan.windows.values():
+        names = [str(item.ref) for item in window.items if item.kind is ItemKind.OP]
+        for name, after in pairwise(names):
+            if ops[name].collective is not None:
+                assert (ops[after].target, ops[after].uses) == (WAIT, (name,))
+
+
+def test_one_live_microbatch_leaves_nothing_to_pair_and_says_so() -> None:
+    plan = plan_of(replace(job_of(1, 4, blocks=2), max_live=1))
+    assert plan.overlap == "local"
+    needs = [f"pairs need {live} live microbatches, and max_live is 1" for live in (2, 3, 4)]
+    needs.append("one window a rank may hold 4 live microbatches, and max_live is 1")
+    assert plan.overlap_why == "; ".join(needs)
+    assert plan.overlap_why in str(plan)
+
+
+def test_without_time_on_lanes_nothing_is_moved() -> None:
+    job = job_of(1, 4)
+    plan = make_plan(job, make_comm_costs(job, collective_us=0.0))
+    assert plan.overlap == "off"
+    assert plan.overlap_why.startswith("window is predicted to take 1.000 times as long")
+
+
+def test_windows_that_gain_less_than_costs_can_tell_are_not_taken() -> None:
+    job = job_of(1, 6, blocks=3)
+    little, more = (make_plan(job, make_comm_costs(job, collective_us=us)) for us in (8.0, 15.0))
+    assert little.overlap == "local"
+    assert little.overlap_why == "window is predicted to gain 1.2 %, which is less than costs can tell"
+    assert (more.overlap, more.overlap_why) == ("window", "")
+
+
+def test_a_window_that_was_refused_is_not_called_too_little() -> None:
+    def candidate(overlap: OverlapMode, step_us: float) -> Candidate:
+        return Candidate(overlap, step_us, lambda: pytest.fail("nothing is made"))
+
+    local = candidate("local", 100.0)
+    for step_us, why in (
+        (80.0, "window is refused: too large"),
+        (99.0, "window is predicted to gain 1.0 %, which is less than costs can tell"),
+        (101.0, "window is predicted to take 1.010 times as long"),
+    ):
+        found = [local, candidate("window", step_us)]
+        assert why_less("window", local, found, ["window is refused: too large"]) == why
+
+
+def test_modes_and_policies_are_checked() -> None:
+    job = job_of(1, 2)
+    with pytest.raises(UsageError, match="overlap is 'on'; choose one of: off, local, window"):
+        plan_of(job, overlap="on")
+    with pytest.raises(UsageError, match="unknown ordering policy 'best'"):
+        plan_of(job, order="best")
+
+
+def test_windows_that_are_too_large_for_a_policy_are_done_without() -> None:
+    def picky(graph: WindowGraph) -> tuple[int, ...]:
+        if len(graph.window.parts) > 1:
+            raise TooLargeError("a pair is too many for this one")
+        return list_order(graph)
+
+    register("picky", picky)
+    plan = plan_of(job_of(1, 6, blocks=3), order="picky")
+    assert (plan.overlap, plan.overlap_why) == ("local", "a pair is too many for this one")
+    register(
+        "picky", lambda graph: picky(replace(graph, window=replace(graph.window, parts=((0, Phase.F),) * 2)))
+    )
+    with pytest.raises(TooLargeError, match="too many for this one"):
+        plan_of(job_of(1, 6), order="picky")
+
+
+def test_equal_jobs_give_equal_files_that_read_back() -> None:
+    texts = [plan_to_text(plan_of(job_of(2, 4, blocks=2))) for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert plan_to_text(plan_from_text(texts[0])) == texts[0]
+
+
+def test_each_kind_of_window_is_ordered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(name: str, graph: object) -> tuple[int, ...]:
+        calls.append(name)
+        return legal_order(name, graph)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(arrange, "legal_order", counted)
+    counts = []
+    for stages, microbatches in ((4, 8), (4, 24), (6, 24)):
+        calls.clear()
+        plan_of(job_of(stages, microbatches, blocks=2))
+        counts.append(len(calls))
+    # Neither with microbatches nor with stages that are equal but for their names; how long warm-ups are,
+    # which few microbatches make shorter, decides which ends there are.
+    assert max(counts) - min(counts) <= 3
+
+
+def shown(paired: Schedule | None) -> list[str]:
+    assert paired is not None
+    return [" ".join(str(slot).replace("OVERLAP_F_B", "") for slot in order) for order in paired.orders]
+
+
+def test_pairs_of_one_stage() -> None:
+    alone = make_schedule("1f1b", 1, 5)
+    assert shown(pair(alone)) == ["0F0 (0F1;0B0) (0F2;0B1) (0F3;0B2) (0F4;0B3) 0B4"]
+    assert shown(pair(alone, width=2)) == ["0F0 0F1 (0F2;0B0;0F3;0B1) (0F4;0B2) 0B3 0B4"]
+    assert shown(pair(alone, ends=True)) == ["(0F0;0F1) (0F2;0B0) (0F3;0B1) (0F4;0B2) (0B3;0B4)"]
+    wide = ["(0F0;0F1) (0F2;0B0;0F3;0B1) (0F4;0B2) (0B3;0B4)"]
+    assert shown(pair(alone, ends=True, width=2)) == wide
+    assert pair(make_schedule("gpipe", 1, 1)) is None
+    first = pair(alone)
+    assert first is not None
+    assert pair(first) is None
+
+
+def test_ends_of_pairs_share_windows() -> None:
+    paired = pair(make_schedule("1f1b", 3, 6), ahead=1, ends=True)
+    assert shown(paired) == [
+        "(0F0;0F1;0F2;0F3) 0F4 (0F5;0B0) (0B1;0B2;0B3;0B4) 0B5",
+        "(1F0;1F1;1F2) (1F3;1B0) (1F4;1B1) (1F5;1B2) (1B3;1B4;1B5)",
+        "2F0 (2F1;2B0) (2F2;2B1) (2F3;2B2) (2F4;2B3) (2F5;2B4) 2B5",
+    ]
+    # I and W apart: a window for all would sum W of one microbatch before that of an earlier one.
+    split = pair(make_schedule("zb-h2", 2, 6), ends=True)
+    assert split is not None
+    for plain, order in zip(make_schedule("zb-h2", 2, 6).orders, split.orders, strict=True):
+        assert weights(order) == weights(plain)
+
+
+def weights(order: Sequence[Slot]) -> list[int]:
+    """Microbatches in the order in which their weight gradients are made."""
+    return [a.microbatch for slot in order for a in slot.actions if Phase.W in a.phase.parts]
+
+
+def with_gather_in_w(job: Job) -> Job:
+    """Each stage gathers something for its norm's gradient in W, of a value that F has made."""
+    stages = []
+    for stage in job.stages:
+        weight = list(stage.ops[Phase.W])
+        at = next(k for k, op in enumerate(weight) if op.name.startswith("dn"))
+        old = weight[at]
+        gathered = TensorSpec((ACTIVATION.shape[0] * 2, *ACTIVATION.shape[1:]), ACTIVATION.dtype)
+        start = Op(f"wg{stage.index}", "comm.all_gather", (Ref(f"y{stage.index}"), "tp", 2), (), (gathered,))
+        wait = Op(f"wg{stage.index}_w", WAIT, (Ref(start.name),), (), (gathered,), alias=start.name)
+        weight[at : at + 1] = [start, wait, replace(old, args=(*old.args, Ref(wait.name)))]
+        stages.append(replace(stage, ops={**stage.ops, Phase.W: tuple(weight)}))
+    return replace(job, stages=tuple(stages))
+
+
+def test_a_collective_starts_in_one_window_and_is_waited_for_in_another() -> None:
+    job = with_gather_in_w(job_of(2, 6, blocks=2))
+    costs = make_comm_costs(job, collective_us=150.0)
+    schedule = make_schedule("zb-h1", 2, 6)
+    moved = across(job, split_stages(schedule))
+    assert [op.name for op in moved.stages[1].ops[Phase.I]][-1] == "wg1"
+    assert across(job, frozenset()) is job, "I and W in one window need no move"
+    windows = captured_windows(moved, schedule)
+    where = {
+        str(item.ref): name
+        for name, window in windows.items()
+        for item in window.items
+        if str(item.ref).startswith("wg1")
+    }
+    assert where == {"wg1": "1I", "wg1_w": "1W"}
+    plan = make_plan(moved, costs, schedule=schedule, overlap="local")
+    verify(plan)
+    # The gather takes 300 us, of which W's own 200 us of matmuls can hide 200; I and F between them the rest.
+    plain = make_plan(job, costs, schedule=schedule, overlap="off")
+    assert step_us(plan) < step_us(plain)
+    with pytest.raises(PlanError, match=r"reads wg1 of microbatch 0, which 1I0 has not made yet"):
+        verify(swapped(plan))
+
+
+def swapped(plan: Plan) -> Plan:
+    """The plan in which the last place's first W runs before its I."""
+    order = list(plan.orders[1])
+    first, second = (order.index(i) for i in order if str(i) in ("run 1I:0", "run 1W:0"))
+    order[first], order[second] = order[second], order[first]
+    return replace(plan, orders=(plan.orders[0], tuple(order)))

@@ -1,0 +1,163 @@
+"""Planning: which schedule, where sends are waited for, and that equal input gives an equal plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stretto
+from stretto.capture.trace import trace
+from stretto.ir.action import Phase
+from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.program import Job
+from stretto.planning import make_plan as planning
+from stretto.planning.candidates import Candidate
+from stretto.planning.lower import lower
+from stretto.planning.make_plan import make_plan
+from tests.runtime.equality import (
+    FAMILIES,
+    assert_equal,
+    evenly,
+    job_of,
+    made_up_costs,
+    plain,
+    plan_of,
+    run,
+    traced,
+)
+from tests.synthetic_comm import make_comm_costs
+from tests.verify.comm_plans import comm_job
+
+
+def job_for(microbatches: int, stages: int = 2) -> Job:
+    return job_of(traced("gpt", torch.float32), stages, microbatches)
+
+
+def waits_for_sends(plan: Plan, rank: int) -> tuple[int, int]:
+    """(all, those after the rank's last run)."""
+    kinds = [instruction.kind for instruction in plan.orders[rank]]
+    last_run = max(at for at, kind in enumerate(kinds) if kind is InstructionKind.RUN)
+    sent = [at for at, kind in enumerate(kinds) if kind is InstructionKind.SENT]
+    return len(sent), sum(at > last_run for at in sent)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sends_are_waited_for_soon_after_they_have_left(family: str) -> None:
+    """So that their buffers go: what piles up does not grow with the microbatches."""
+    for rank in (0, 1):
+        plan = plan_of(job_for(24), family)
+        every, late = waits_for_sends(plan, rank)
+        assert every == 24
+        assert late <= 3
+
+
+def test_memory_does_not_grow_with_microbatches() -> None:
+    peaks = [plan_of(job_for(m), "1f1b").prediction.peak_bytes for m in (8, 16, 64)]  # type: ignore[union-attr]
+    # What a microbatch more takes is its loss, four bytes; an activation would be 448.
+    assert max(peaks[2]) - max(peaks[0]) <= 8 * 56
+    assert max(peaks[1]) - max(peaks[0]) <= 8 * 56
+
+
+def test_a_wait_for_a_send_never_stands_in_the_way() -> None:
+    """On a slow link the waits come later, and the step is no longer than with all of them at the end."""
+    job = job_for(12)
+    for bytes_per_us in (1000.0, 1.0, 0.1):
+        costs = made_up_costs(job, bytes_per_us=bytes_per_us)
+        plan = make_plan(job, costs, schedule="eager-1f1b")
+        windows, orders, communicators = lower(job, plan.schedule)
+        late = Plan(job, plan.schedule, windows, orders, communicators, costs)
+        assert late.orders != plan.orders
+        assert stretto.simulate(plan).step_us <= stretto.simulate(late).step_us * 1.0001
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("op_us", [0.0, 10.0])
+def test_runs_that_take_no_time_are_planned(family: str, op_us: float) -> None:
+    """Stages without weight gradients have W runs without ops; costs of one's own may be zero."""
+    model = torch.nn.Sequential(*[torch.nn.Tanh() for _ in range(4)], torch.nn.Linear(8, 2))
+    batch = torch.zeros(6, 8)
+    shift = torch.nn.Sequential(torch.nn.Linear(8, 8), model)
+    found = trace(shift, batch, lambda m, b: m(b).square().mean(), microbatches=6)
+    job = evenly(found, 4, 6)
+    assert any(not stage.ops[Phase.W] for stage in job.stages)
+    costs = made_up_costs(job)
+    costs = replace(costs, op_us=dict.fromkeys(costs.op_us, op_us), action_us=0.0)
+    plan = make_plan(job, costs, schedule=family)
+    assert_equal(
+        run(plan, shift, torch.ones(6, 8)),
+        plain(shift, torch.ones(6, 8), lambda m, b: m(b).square().mean()),
+        1e-5,
+    )
+
+
+def test_equal_input_gives_equal_files(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        plan_of(job_for(4), "zb-h1").save(tmp_path / f"{name}.json")
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "other.json").read_bytes()
+
+
+def test_what_is_wished_for() -> None:
+    job = job_for(4)
+    assert plan_of(job, "zb-h2").schedule.family == "zb-h2"
+    assert make_plan(job, made_up_costs(job)).schedule.family == "1f1b", "the job's own wish"
+    with pytest.raises(stretto.UsageError, match="unknown schedule family 'zz'; choose one of: gpipe"):
+        plan_of(job, "zz")
+    with pytest.raises(stretto.UsageError, match=r"unknown cluster .here.: .*known devices are a100"):
+        stretto.plan(job, cluster="here")
+
+
+def test_memory_that_overlap_exceeds_is_kept_by_waiting_at_once() -> None:
+    """Without collectives too, where messages alone could overlap."""
+    job = job_for(8)
+    costs = made_up_costs(job, bytes_per_us=1.0)
+    off, local = (make_plan(job, costs, schedule="eager-1f1b", overlap=mode) for mode in ("off", "local"))
+    assert off.prediction is not None
+    assert local.prediction is not None
+    most = max(off.prediction.peak_bytes)
+    assert most < max(local.prediction.peak_bytes)
+    made = make_plan(job, costs, schedule="eager-1f1b", overlap="local", max_bytes=most)
+    assert made == replace(off, overlap_why=made.overlap_why)
+    assert made.overlap_why.startswith("local is refused: rank ")
+    with pytest.raises(stretto.PlanError, match="fault"):
+        make_plan(job, costs, schedule="eager-1f1b", overlap="local", max_bytes=most - 1)
+
+
+def test_a_slower_plan_is_taken_where_waiting_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = comm_job(1, 4, (("tp", 2),), blocks=2)
+    costs = make_comm_costs(job, collective_us=100.0)
+    want = make_plan(job, costs, overlap="local", order="list")
+    assert want.overlap == "local"
+
+    def finished(candidate: Candidate, max_bytes: int | None) -> Plan:
+        if candidate.overlap == "off":
+            raise stretto.PlanError("refused", ["rank 0 holds too much"])
+        return real(candidate, max_bytes)
+
+    real = planning._finished
+    monkeypatch.setattr(planning, "_finished", finished)
+    monkeypatch.setattr(planning, "_slower", lambda made, candidate, off: True)
+    assert make_plan(job, costs, overlap="local", order="list") == want
+
+
+def test_a_plan_carries_its_prediction_and_its_bound() -> None:
+    plan = plan_of(job_for(8), "zb-h1")
+    found = plan.prediction
+    assert found is not None
+    assert found.bound_us <= found.step_us
+    assert found.step_us == pytest.approx(stretto.simulate(plan).step_us)
+    for rank in range(2):
+        parts = found.compute_us[rank] + found.exposed_us[rank] + found.bubble_us[rank]
+        assert parts == pytest.approx(found.step_us, rel=1e-6)
+    text = str(plan)
+    for word in ("predicted step", "exposed by rank", "bubble by rank", "lower bound", "gap"):
+        assert word in text
+
+
+def test_what_is_no_schedule_is_said() -> None:
+    wrong: Any = 3
+    with pytest.raises(stretto.UsageError, match=r"a schedule is a name, .* not int"):
+        stretto.plan(job_for(2), schedule=wrong)

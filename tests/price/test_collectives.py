@@ -1,0 +1,157 @@
+"""The model of collectives: laws that hold on every fabric, and rates on the fabrics of the catalogue."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.errors import UsageError
+from stretto.ir.curve import Curve
+from stretto.price.collectives import Collective, CollectiveModel, collective_curve, collective_us
+from stretto.price.devices import device, devices
+from stretto.price.fabric import Fabric, Group, Topology, axis_group
+
+KINDS = st.sampled_from(list(Collective))
+REGULAR = [key for key, found in devices().items() if found.topology is not Topology.CUBE_MESH]
+"""A cube mesh has more rings for 4 devices than for 3: there, more ranks are indeed cheaper at times."""
+FABRICS = st.sampled_from(REGULAR).map(lambda key: device(key).fabric())
+NBYTES = st.floats(0, 1e11)
+GROUPS = st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 64)).filter(lambda g: g[0] * g[1] > 1)
+
+
+@given(KINDS, FABRICS, GROUPS, NBYTES, NBYTES)
+def test_more_bytes_are_never_faster(
+    kind: Collective, fabric: Fabric, at: tuple[int, int], a: float, b: float
+) -> None:
+    low, high = sorted((a, b))
+    fewer, more = (collective_us(kind, nbytes, Group(*at), fabric) for nbytes in (low, high))
+    assert 0 < fewer <= more < math.inf
+
+
+@given(KINDS, FABRICS, GROUPS, st.integers(2, 4), st.floats(0, 1e9))
+def test_more_nodes_are_never_cheaper_for_the_same_shard(
+    kind: Collective, fabric: Fabric, at: tuple[int, int], times: int, shard: float
+) -> None:
+    k, m = at
+    small, large = Group(k, m), Group(k, m * times)
+    few = collective_us(kind, shard * small.size, small, fabric)
+    assert few <= collective_us(kind, shard * large.size, large, fabric) * (1 + 1e-9)
+
+
+@given(KINDS, FABRICS, st.integers(2, 7), st.floats(0, 1e9))
+def test_more_ranks_of_a_node_are_never_cheaper_for_the_same_shard(
+    kind: Collective, fabric: Fabric, k: int, shard: float
+) -> None:
+    # A reduction in the switch begins at 4 members, and is what makes them cheaper: looked at on either side.
+    if kind is Collective.P2P or (fabric.in_switch and k == 3):
+        return
+    few = collective_us(kind, shard * k, Group(k, 1), fabric)
+    assert few <= collective_us(kind, shard * (k + 1), Group(k + 1, 1), fabric) * (1 + 1e-9)
+
+
+@given(FABRICS, GROUPS, NBYTES)
+def test_gathering_and_scattering_cost_the_same_and_reducing_more(
+    fabric: Fabric, at: tuple[int, int], nbytes: float
+) -> None:
+    group = Group(*at)
+    gather = collective_us("all_gather", nbytes, group, fabric)
+    assert gather == collective_us("reduce_scatter", nbytes, group, fabric)
+    assert gather < collective_us("all_reduce", nbytes, group, fabric)
+
+
+@given(KINDS, FABRICS, GROUPS)
+def test_no_bytes_take_the_latency_whatever_the_rates(
+    kind: Collective, fabric: Fabric, at: tuple[int, int]
+) -> None:
+    slow = replace(
+        fabric,
+        device_bytes_per_us=fabric.device_bytes_per_us / 10,
+        peer_bytes_per_us=fabric.peer_bytes_per_us / 10,
+        nic_bytes_per_us=fabric.nic_bytes_per_us / 10,
+    )
+    assert collective_us(kind, 0, Group(*at), fabric) == collective_us(kind, 0, Group(*at), slow) > 0
+
+
+def test_a_group_of_one_takes_no_time() -> None:
+    assert collective_us("all_reduce", 1e9, Group(1, 1), device("h100").fabric()) == 0.0
+
+
+def test_two_devices_of_a_mesh_have_one_link() -> None:
+    for key in ("mi300x", "910b"):
+        fabric = device(key).fabric()
+        rate = fabric.peer_bytes_per_us * fabric.link_efficiency
+        assert collective_us("all_reduce", 1e9, Group(2, 1), fabric) == pytest.approx(1e9 / rate, rel=0.01)
+        # Eight have seven links each: seven times the rate for 7/4 of the traffic.
+        eight = collective_us("all_reduce", 1e9, Group(8, 1), fabric)
+        assert eight == pytest.approx(1.75 * 1e9 / (7 * rate), rel=0.02)
+
+
+def test_mi300x_reaches_the_bus_rate_that_was_measured() -> None:
+    us = collective_us("all_reduce", 8589934592, Group(8, 1), device("mi300x").fabric())
+    assert us == pytest.approx(47617, rel=0.02)  # rccl-tests, 8 devices
+
+
+def test_the_switch_reduces_faster_than_a_ring() -> None:
+    fabric = device("h100").fabric()
+    with_switch = collective_us("all_reduce", 1e9, Group(8, 1), fabric)
+    ring = collective_us("all_reduce", 1e9, Group(8, 1), replace(fabric, in_switch=0.0))
+    assert with_switch < 0.8 * ring
+
+
+def test_h200_nodes_reduce_at_the_rate_that_was_measured() -> None:
+    us = collective_us("all_reduce", 17179869184, Group(8, 2), device("h200").fabric())
+    assert us == pytest.approx(66214, rel=0.06)  # a public nccl-tests log of 2 nodes
+
+
+def test_a_member_a_node_has_one_card_and_eight_have_eight() -> None:
+    fabric = device("a100-80gb").fabric()
+    lonely = collective_us("all_gather", 1e9, Group(1, 4, 8), fabric)
+    full = collective_us("all_gather", 1e9, Group(8, 4), fabric)
+    assert lonely / full == pytest.approx(8 * (3 / 4) / (31 / 32), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "expected"),
+    [
+        ({"pp": 4, "dp": 4, "tp": 8}, "tp", Group(8, 1, 1)),
+        ({"pp": 4, "dp": 4, "tp": 8}, "dp", Group(1, 4, 8)),
+        ({"pp": 4, "dp": 4, "tp": 8}, "pp", Group(1, 4, 8)),
+        ({"dp": 16, "tp": 2}, "dp", Group(4, 4, 2)),
+        ({"dp": 16, "tp": 2}, "tp", Group(2, 1, 4)),
+        ({"dp": 4, "tp": 16}, "tp", Group(8, 2, 1)),
+        ({"pp": 2, "tp": 2}, "pp", Group(2, 1, 2)),
+        ({"dp": 1, "tp": 8}, "dp", Group(1, 1, 8)),
+        # uneven: three ranks side by side straddle nodes of eight, so they are taken as apart
+        ({"dp": 8, "tp": 3}, "tp", Group(1, 3, 8)),
+    ],
+)
+def test_where_the_members_of_an_axis_lie(mesh: dict[str, int], axis: str, expected: Group) -> None:
+    assert axis_group(mesh, axis, 8) == expected
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 16))
+def test_a_group_has_as_many_members_as_its_axis(sizes: list[int], node: int) -> None:
+    mesh = {f"axis{i}": size for i, size in enumerate(sizes)}
+    for axis, size in mesh.items():
+        group = axis_group(mesh, axis, node)
+        assert group.size == size
+        assert group.per_node <= node
+
+
+def test_an_unknown_axis_is_refused() -> None:
+    with pytest.raises(UsageError, match="no axis 'ep'; it has pp, tp"):
+        axis_group({"pp": 2, "tp": 2}, "ep", 8)
+
+
+def test_a_measured_curve_takes_the_place_of_the_model_where_it_fits() -> None:
+    fabric = device("a100-80gb").fabric()
+    flat = Curve(((0.0, 7.0),))
+    model = CollectiveModel(fabric, {(Collective.ALL_REDUCE, 8): flat})
+    assert model.us("all_reduce", 1e6, Group(8, 1)) == 7.0
+    assert model.us("all_gather", 1e6, Group(8, 1)) > 7.0
+    apart = Group(1, 8, 8)  # the benchmark filled one node; these are on eight, and share their cards
+    assert model.curve("all_reduce", apart) == collective_curve("all_reduce", apart, fabric)

@@ -1,0 +1,299 @@
+"""Costs: op times that add up to what runs, links from measured points, and described clusters."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+import stretto
+from stretto.capture.trace import trace
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES
+from stretto.ir.gradients import addends
+from stretto.ir.program import WAIT, Job
+from stretto.ir.transfers import message_us
+from stretto.measure import messages, profile
+from stretto.measure.pauses import Paused, Pauses
+from stretto.measure.profile import Profile, Rounds
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.price.cluster import costs_of
+from stretto.price.roofline import ACTION_US
+from stretto.schedule.families import make_schedule
+from tests.capture.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
+from tests.price.comm_job import comm_job
+from tests.runtime.equality import evenly, job_of, tokens, traced
+
+CPU = torch.device("cpu")
+
+
+def gpt_job(stages: int, hidden: int = 128) -> tuple[GPT, torch.Tensor, Job]:
+    model = GPT(GPTConfig(vocab_size=61, layers=4, hidden=hidden, heads=4, context=64), seed=0)
+    batch = tokens(4, columns=65)
+    found = trace(model, batch, next_token_loss, microbatches=4)
+    names = [f"blocks.{4 * k // stages}" for k in range(1, stages)]
+    return model, batch, job_of(found, stages, 4, names)
+
+
+@pytest.mark.quiet
+def test_op_times_add_up_to_a_measured_run() -> None:
+    """The sum over ops, for each microbatch, against the compute time of whole steps. Loose: the machine may
+    be shared, and the profile is of one microbatch alone."""
+    model, batch, job = gpt_job(1)
+    found = profile.profile(job, CPU)  # looked at again below, as the machine may be busy now and not then
+    assert set(found.op_us) == {(0, op.name) for phase in PHASES for op in job.stages[0].ops[phase]}
+    assert all(us >= 0 for us in found.op_us.values())
+    runner = stretto.Runner(stretto.plan(job, cluster=stretto.Cluster(), schedule="1f1b"), model)
+    ratios = []
+    for _ in range(5):
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            runner.step(batch)
+            times.append((time.perf_counter() - start) * 1e6)
+        ratios.append(sum(profile.profile(job, CPU).op_us.values()) * 4 / min(times[1:]))
+        if 0.4 < ratios[-1] < 2.5:
+            return
+    pytest.fail(f"five measurements, none near the run: {ratios}")
+
+
+def test_gradients_are_added_as_the_runtime_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that is a gradient and nothing else is never there by itself once its sum has begun."""
+    _, _, job = gpt_job(1)
+    made = addends(job, 0)
+    products = [value for value, of in made.items() if of[0].product]
+    assert 0 < len(products) < len(made), "and other gradients"
+    added, original = [], torch.addmm
+
+    def addmm(held: torch.Tensor, *args: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        assert held is out
+        added.append(held.shape)
+        return original(held, *args, out=out)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    found = profile.profile(job, CPU, least_rounds=1)
+    rounds = len(next(iter(found.rounds[0].totals.values())))
+    # The round for warmth begins the sums; each of the others runs with a clock around each op, and without.
+    assert len(added) == 2 * rounds * len(products)
+    assert set(added[: len(products)]) == {
+        op.outputs[0].shape for op in job.stages[0].ops[Phase.W] if op.name in products
+    }
+
+
+@pytest.mark.quiet
+def test_products_cost_what_their_flops_are() -> None:
+    """Four times the width is sixteen times the work of a matrix product: the profile must see most of it."""
+    times = []
+    for hidden in (64, 256):
+        _, _, job = gpt_job(1, hidden)
+        op_us = profile.profile(job, CPU).op_us
+        times.append(
+            sum(
+                op_us[0, op.name]
+                for p in PHASES
+                for op in job.stages[0].ops[p]
+                if op.target == "aten.mm.default"
+            )
+        )
+    assert times[1] > 4 * times[0]
+
+
+def test_equal_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, job = gpt_job(4, 32)
+    measured: list[int] = []
+    measure = profile._measure
+
+    def counted(job: Job, stage, device, rounds, least_rounds):
+        measured.append(stage.index)
+        return measure(job, stage, device, rounds, least_rounds)
+
+    monkeypatch.setattr(profile, "_measure", counted)
+    found = profile.profile(job, CPU)
+    assert measured == [0, 1, 3], "the two in the middle are equal"
+    names = [[op.name for phase in PHASES for op in job.stages[s].ops[phase]] for s in (1, 2)]
+    assert [found.op_us[1, a] for a in names[0]] == [found.op_us[2, b] for b in names[1]]
+
+
+def test_only_the_stages_that_are_asked_for_are_measured() -> None:
+    _, _, job = gpt_job(2, 32)
+    assert {stage for stage, _ in profile.profile(job, CPU, [1]).op_us} == {1}
+
+
+def test_rounds_pause_where_a_step_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(profile, "LEAST_ROUND_US", 0.0)
+    monkeypatch.setattr("stretto.measure.pauses.time.sleep", slept.append)
+    _, _, alone = gpt_job(1, 32)
+    assert profile.profile(alone, CPU, least_rounds=2).cold == 0.0
+    assert not slept, "one rank alone never waits"
+    job = comm_job(2, tp=2)
+    found = profile.profile(job, CPU, [1], least_rounds=2)
+    waits = sum(op.target == WAIT for ops in job.stages[1].ops.values() for op in ops)
+    assert waits, "else nothing is shown"
+    assert len(slept) == (waits + len(PHASES)) * (1 + 2), "after every program too, once for warmth"
+    assert [len(found.rounds[1].paused), len(found.rounds[1].straight_us)] == [2, 2]
+
+
+def test_what_follows_a_pause_is_held_against_what_never_stood() -> None:
+    stands = Rounds(straight_us=[100.0, 100.0], paused=[Paused(105.0, 0.4), Paused(115.0, 0.6)])
+    faster = Rounds(straight_us=[100.0], paused=[Paused(90.0, 0.5)])
+    assert Profile({}, "", {0: stands}).cold == pytest.approx(0.2), "a tenth, and it stood for half of it"
+    assert Profile({}, "", {0: stands, 1: Rounds(straight_us=[500.0])}).cold == pytest.approx(0.2)
+    assert Profile({}, "", {0: faster}).cold == 0.0, "no wait makes compute faster"
+
+
+def test_a_pause_is_as_long_as_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0, "mine": 0}
+
+    def computes(ns: int) -> None:
+        clock["now"] += 2 * ns  # half of it someone else had the processor
+        clock["mine"] += ns
+
+    monkeypatch.setattr("stretto.measure.pauses.time.perf_counter_ns", lambda: clock["now"])
+    monkeypatch.setattr("stretto.measure.pauses.time.thread_time_ns", lambda: clock["mine"])
+    monkeypatch.setattr(
+        "stretto.measure.pauses.time.sleep", lambda s: clock.update(now=clock["now"] + round(s * 1e9))
+    )
+    pauses = Pauses()
+    computes(3000)
+    pauses.pause()
+    computes(1000)
+    pauses.pause()
+    assert clock["now"] == 2 * (6000 + 2000)
+    assert pauses.part == 0.5
+    assert pauses.end() == Paused(4.0, 0.5)
+    for begins in (20_000, 23_000):
+        clock["now"] = begins
+        pauses = Pauses(together_us=10.0)
+        computes(3000)
+        pauses.pause()
+        assert clock["now"] == 40_000, "both ranks wake at once"
+
+
+def test_a_second_visit_counts_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "LEAST_ROUND_US", 0.0)  # as many rounds in each visit, however fast they are
+    job = comm_job(2, tp=2)
+    first = profile.profile(job, CPU, [1])
+    counts = {phase: len(totals) for phase, totals in first.rounds[1].totals.items()}
+    slow = {phase: [us + 1e6 for us in totals] for phase, totals in first.rounds[1].totals.items()}
+    first.rounds[1].totals.update(slow)
+    both = profile.profile(job, CPU, [1], first)
+    assert all(len(both.rounds[1].totals[phase]) > count for phase, count in counts.items())
+    # All count: none took more than twice the median, which lies between the two visits.
+    assert 0.5e6 < sum(both.op_us.values()) < 1.5e6
+    assert first.rounds.keys() == both.rounds.keys() == {1}
+
+
+@pytest.mark.parametrize("name", [*EQUAL, "Dropout", "BatchNorm"])
+def test_whatever_is_captured_can_be_measured(name: str) -> None:
+    """Made-up inputs must be valid for every op: indices, layouts, masks."""
+    kind = {"Dropout": Dropout, "BatchNorm": BatchNorm, **EQUAL}[name]
+    model = kind()
+    job = evenly(trace(model, rows(), mean_square, microbatches=2), 2, 2)
+    op_us = profile.profile(job, CPU).op_us
+    assert len(op_us) == sum(len(ops) for stage in job.stages for ops in stage.ops.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_models_of_transformers_can_be_measured(name: str) -> None:
+    job = job_of(traced(name, torch.float32), 2, 2)
+    assert sum(profile.profile(job, CPU).op_us.values()) > 0
+
+
+@pytest.mark.parametrize(("latency_us", "bytes_per_us"), [(50.0, 1000.0), (2_000.0, 12.5), (5.0, 20_000.0)])
+def test_a_link_is_fitted_from_its_points(latency_us: float, bytes_per_us: float) -> None:
+    """Round trips of a message and an empty answer on a perfect link give the link back."""
+    points = [(size, 2 * latency_us + size / bytes_per_us) for size in messages.SIZES]
+    latency, rate = messages._fit(points)
+    assert latency == pytest.approx(latency_us, rel=0.02)
+    assert rate == pytest.approx(bytes_per_us, rel=0.02)
+
+
+def test_a_noisy_link_is_fitted_nearly() -> None:
+    noise = (1.1, 0.9, 1.1, 0.95)
+    points = [(size, (200.0 + size / 100.0) * n) for size, n in zip(messages.SIZES, noise, strict=True)]
+    latency, rate = messages._fit(points)
+    assert 60 < latency < 140
+    assert 80 < rate < 125
+
+
+def test_a_link_faster_than_it_can_be_measured_stays_finite() -> None:
+    latency, rate = messages._fit([(size, 100.0 - size * 1e-6) for size in messages.SIZES])
+    assert latency >= 0
+    assert 0 < rate < float("inf")
+
+
+def test_a_described_cluster_is_a_roofline() -> None:
+    _, _, job = gpt_job(2, 32)
+    cluster = stretto.Cluster(
+        flops_per_us=100.0,
+        memory_bytes_per_us=400.0,
+        op_overhead_us=2.0,
+        latency_us=7.0,
+        link_bytes_per_us=50.0,
+        processor_us_per_mb=3.0,
+    )
+    costs = costs_of(job, make_schedule("1f1b", 2, 4), cluster)
+    sizes = {f"param/{p.name}": p.spec.nbytes for p in job.parameters}
+    for stage in job.stages:
+        sizes |= {op.name: op.outputs[0].nbytes for ops in stage.ops.values() for op in ops if op.outputs[0]}
+    seen: Counter[str] = Counter()
+    for stage in job.stages:
+        for op in (op for ops in stage.ops.values() for op in ops):
+            us = costs.op_us[stage.index, op.name]
+            if op.target == "getitem":
+                assert us == 0
+            elif op.alias is not None:
+                assert us == 2.0
+            elif op.target in ("aten.mm.default", "aten.mul.Tensor") and set(op.uses) <= sizes.keys():
+                # Everything read and written passes through memory once.
+                arithmetic = op.flops / 100.0
+                memory = (op.nbytes + sum(sizes[name] for name in op.uses)) / 400.0
+                assert us == pytest.approx(2.0 + max(arithmetic, memory))
+                seen["arithmetic" if arithmetic > memory else "memory"] += 1
+    assert min(seen["arithmetic"], seen["memory"]) >= 5
+    link = costs.link(0, 1)
+    assert message_us(link, 5000) == pytest.approx(7.0 + 100.0)
+    assert link.processor_us_per_mb == 3.0
+    assert costs.action_us == ACTION_US
+
+
+@pytest.mark.parametrize("field", ["flops_per_us", "memory_bytes_per_us", "link_bytes_per_us"])
+def test_rates_of_zero_are_refused(field: str) -> None:
+    with pytest.raises(stretto.UsageError, match=f"Cluster: {field} = 0: Input should be greater than 0"):
+        stretto.Cluster(**{field: 0})
+
+
+def test_a_slower_link_makes_a_longer_step() -> None:
+    _, _, job = gpt_job(2, 32)
+    steps = [
+        stretto.plan(job, cluster=stretto.Cluster(link_bytes_per_us=rate)).prediction.step_us  # type: ignore[union-attr]
+        for rate in (1000.0, 1.0, 0.1)
+    ]
+    assert steps[0] < steps[1] < steps[2]
+
+
+@pytest.mark.quiet
+def test_local_measures_ops_and_messages_between_processes() -> None:
+    _, _, job = gpt_job(2, 32)
+    plan = stretto.plan(job, cluster="local")
+    assert plan.costs.source.startswith("measured on this processor")
+    link = plan.costs.link(0, 1)
+    assert link.source == "measured, loopback"
+    assert 1.0 < link.latency_us < 20_000
+    assert 10 < link.bytes_per_us < 100_000
+    assert link.processor_us_per_mb >= 0
+    assert sum(us for (stage, _), us in plan.costs.op_us.items() if stage == 0) > 100
+
+
+def test_flops_are_counted_for_products_and_attention() -> None:
+    model, _, job = gpt_job(1, 32)
+    forward = {op.name: op for op in job.stages[0].ops[Phase.F]}
+    products = sum(op.flops for op in forward.values() if op.target == "aten.mm.default")
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.embedding.weight.numel()
+    assert products == 2 * weights * 64
+    attention = [op for op in forward.values() if "scaled_dot_product" in op.target]
+    # Two products of 64 x 64 x 8 for each of the 4 heads.
+    assert [op.flops for op in attention] == [2 * 2 * 4 * 64 * 64 * 8] * 4

@@ -1,0 +1,193 @@
+"""Jobs priced for clusters of the catalogue: by shape, by place, with no device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import stretto
+from stretto.ir.action import Phase
+from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.measure import measured
+from stretto.price.cluster import costs_of, describe, memory_limit
+from stretto.price.cluster_file import Hardware, find_cluster
+from stretto.price.hardware import attention_product, device_us, hardware_costs, program_times
+from stretto.price.roofline import sizes_of, specs_of
+from stretto.schedule.families import make_schedule
+from tests.price.comm_job import comm_job
+
+H100 = find_cluster("h100x64")
+
+
+def half(job: Job) -> Job:
+    """The job in bfloat16, as accelerators compute."""
+
+    def of(op: Op) -> Op:
+        outputs = tuple(None if spec is None else replace(spec, dtype="bfloat16") for spec in op.outputs)
+        return replace(op, outputs=outputs)
+
+    return replace(
+        job,
+        stages=tuple(
+            replace(s, ops={phase: tuple(map(of, ops)) for phase, ops in s.ops.items()}) for s in job.stages
+        ),
+        parameters=tuple(replace(p, spec=replace(p.spec, dtype="bfloat16")) for p in job.parameters),
+        batch=tuple((name, replace(spec, dtype="bfloat16")) for name, spec in job.batch),
+    )
+
+
+def test_large_products_run_at_the_devices_rate() -> None:
+    job = half(comm_job(1, tp=1, rows=8192, hidden=8192))
+    times = program_times(job, H100)
+    rate = 2 * 8192 * 8192 * 4 * 8192 / times[0, "h0"] / 1e6
+    sheet = H100.device.number("peak_tflops")
+    assert 0.5 * sheet < rate < sheet
+
+
+def test_float32_products_are_slower_and_moving_memory_is_not() -> None:
+    slow, fast = comm_job(1, tp=1, rows=4096, hidden=4096), half(comm_job(1, tp=1, rows=4096, hidden=4096))
+    times = [program_times(job, H100) for job in (slow, fast)]
+    assert 10 < times[0][0, "h0"] / times[1][0, "h0"] < 17
+    assert times[0][0, "y0"] / times[1][0, "y0"] == pytest.approx(2.0, rel=0.2), "relu moves twice the bytes"
+
+
+def test_a_program_of_small_ops_takes_as_long_as_their_launches() -> None:
+    job = comm_job(1, tp=2, rows=8, hidden=8)
+    times = program_times(job, H100)
+    launch_us = H100.roof.efficiency.launch_us
+    for phase, ops in job.stages[0].ops.items():
+        launching = [op for op in ops if times[0, op.name]]
+        total = sum(times[0, op.name] for op in ops)
+        assert total >= len(launching) * launch_us * 0.999, phase
+    assert times[0, "w1t0"] == times[0, "y0"] == 0.0, "views and waits are free"
+    assert times[0, "ag0"] >= launch_us, "the start of a collective costs its launch"
+
+
+def test_tensor_parallel_peers_are_in_a_node_and_pipelines_leave_it() -> None:
+    job = comm_job(2, tp=4, dp=4, rows=64, hidden=128)
+    costs = costs_of(job, make_schedule("1f1b", 2, 2), "h100x64")
+    assert "in one node" in costs.collectives["tp", "all_reduce"].source
+    assert "nodes" in costs.collectives["dp", "all_reduce"].source.replace("in one node", "")
+    assert "between nodes" in costs.link(0, 1).source
+    assert costs.shared == ("dp",)
+    within = costs_of(comm_job(2), make_schedule("1f1b", 2, 2), "h100x8")
+    assert within.shared == ()
+    assert within.link(0, 1).bytes_per_us > costs.link(0, 1).bytes_per_us
+    assert 0 < within.collectives["tp", "all_reduce"].slowdown < 1
+
+
+def test_a_job_for_cuda_is_priced_without_one() -> None:
+    job = replace(comm_job(2, tp=2), device="cuda")
+    plan = stretto.plan(job, cluster="a100-80gbx8")
+    assert plan.prediction is not None
+    assert plan.costs.source == "roofline of a100-80gbx8 by shape"
+
+
+def test_fused_attention_is_priced_by_its_products() -> None:
+    shape = TensorSpec((2, 8, 1024, 64), "bfloat16")
+    specs = dict.fromkeys("gqkvo", shape)
+    full = Op(
+        "y",
+        "aten._scaled_dot_product_flash_attention.default",
+        (Ref("q"), Ref("k"), Ref("v"), 0.0, False),
+        (),
+        (shape, None),
+    )
+    causal = replace(full, args=(*full.args[:4], True))
+    backward = Op(
+        "y",
+        "aten._scaled_dot_product_flash_attention_backward.default",
+        (Ref("g"), Ref("q"), Ref("k"), Ref("v"), Ref("o")),
+        (),
+        (shape, shape, shape),
+    )
+    found = {op: attention_product(op, specs) for op in (full, causal, backward)}
+    product, count = found[full] or (None, 0)
+    assert product is not None
+    assert (product.m, product.n, product.k, product.batch, count) == (1024, 1024, 64, 16, 2)
+    assert (found[causal] or (None, 0))[1] == 1
+    assert (found[backward] or (None, 0))[1] == 5
+    sizes = {name: spec.nbytes for name, spec in specs.items()}
+    us = {op: device_us(op, specs, sizes, H100) for op in found}
+    assert us[causal] < us[full] < us[backward]
+    flops = 4 * 16 * 1024 * 1024 * 64
+    assert flops / us[full] < H100.roof.flops_per_us
+    assert attention_product(Op("y", "aten.mm.default", (Ref("q"), Ref("k"))), specs) is None
+
+
+def test_a_cluster_that_is_too_small_is_refused() -> None:
+    with pytest.raises(stretto.UsageError, match="pp = 2, tp = 8 needs 16 devices, but h100x8 has 8"):
+        hardware_costs(comm_job(2, tp=8), make_schedule("1f1b", 2, 2), find_cluster("h100x8"))
+
+
+def test_devices_at_hand_set_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one with the least memory, for all ranks alike."""
+    job = replace(comm_job(2, tp=2), device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(stretto.UsageError, match="this machine has no such device"):
+        memory_limit(None, job)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
+    )
+    assert memory_limit(None, job) == 80 * 2**30
+    monkeypatch.setattr(measured.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(measured.dist, "get_world_size", lambda: 3)
+
+    def gather(found: list[int], mine: int) -> None:
+        found[:] = [mine, 40 * 2**30, mine]
+
+    monkeypatch.setattr(measured.dist, "all_gather_object", gather)
+    assert memory_limit(None, job) == 40 * 2**30
+
+
+def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
+    assert describe("local") is None
+    wrong: Any = 3
+    with pytest.raises(stretto.UsageError, match=r"a cluster is \"local\", .* not int"):
+        describe(wrong)
+    assert isinstance(describe("h100x64"), Hardware)
+    (tmp_path / "flat.toml").write_text("link_bytes_per_us = 12.5\n")
+    flat = describe(str(tmp_path / "flat.toml"))
+    assert isinstance(flat, stretto.Cluster)
+    assert flat.link_bytes_per_us == 12.5
+    (tmp_path / "mine.toml").write_text('device = "h100"\ncount = 16\n')
+    mine = describe(str(tmp_path / "mine.toml"))
+    assert isinstance(mine, Hardware)
+    job = comm_job(2, tp=2)
+    assert memory_limit(mine, job) == mine.memory_bytes
+    assert memory_limit(None, job) is None, "processors share their memory with others"
+    with pytest.raises(stretto.UsageError, match=r'unknown cluster .*give "local" .* or a calibration'):
+        describe("h100")
+    with pytest.raises(stretto.UsageError, match="cannot be read: No such file"):
+        describe(str(tmp_path / "none.toml"))
+    (tmp_path / "flat.toml").write_text("link_bytes_per_us = 0\n")
+    with pytest.raises(stretto.UsageError, match=r"flat.toml: Cluster: link_bytes_per_us = 0"):
+        describe(str(tmp_path / "flat.toml"))
+    (tmp_path / "flat.toml").write_text("link_bytes_per_us =\n")
+    with pytest.raises(stretto.UsageError, match="is not TOML"):
+        describe(str(tmp_path / "flat.toml"))
+
+
+def test_a_flat_description_prices_collectives_as_rings() -> None:
+    job = comm_job(1, tp=4, rows=64, hidden=128)
+    cluster = stretto.Cluster(latency_us=7.0, link_bytes_per_us=50.0, processor_us_per_mb=3.0)
+    costs = costs_of(job, make_schedule("1f1b", 1, 2), cluster)
+    gather, reduce = (costs.collectives["tp", kind] for kind in ("all_gather", "all_reduce"))
+    assert gather.curve.us(200_000) == pytest.approx(3 * 7.0 + 3 / 4 * 200_000 / 50.0)
+    assert reduce.curve.us(200_000) == pytest.approx(2 * gather.curve.us(200_000))
+    assert reduce.processor_us_per_mb == pytest.approx(2 * 3 / 4 * 3.0)
+    assert costs.op_us[0, "y0"] == 0.0, "the wait of a collective is no work"
+
+
+def test_values_of_several_parts_count_all_of_them() -> None:
+    job = comm_job(1, tp=1)
+    forward = job.stages[0].ops[Phase.F]
+    assert sizes_of(job)[forward[0].name] == forward[0].nbytes
+    assert specs_of(job)["tangent"] == job.loss_spec
