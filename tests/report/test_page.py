@@ -107,7 +107,7 @@ def test_pointing_at_a_span_tells_of_it(outcome: dict[str, Any]) -> None:
     for words in ("0F0 on ranks 0-1", "F forward", "predicted\n900 us", "measured\n900 us", "ops\n17"):
         assert words in outcome["chosen"]
     for words in (
-        "aten.mm.default",
+        "made_up.work.default",
         "float32[256,512]",
         "512 KiB",
         "1000 FLOP",
