@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from stretto.config import GPTSettings, HuggingFaceSettings, Settings, TrainSettings
-from stretto.price.cluster import Cluster
+from stretto.price.flat import Cluster
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 

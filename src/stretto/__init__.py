@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stretto.ir.serialize import load_plan
     from stretto.ir.timeline import Timeline
     from stretto.planning.make_plan import plan
-    from stretto.price.cluster import Cluster
+    from stretto.price.flat import Cluster
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.saving import load, save
@@ -70,7 +70,7 @@ __all__ = [
 _HOMES = {
     "CaptureError": "stretto.errors",
     "Check": "stretto.check.compare",
-    "Cluster": "stretto.price.cluster",
+    "Cluster": "stretto.price.flat",
     "GlobalTensor": "stretto.tensor.face",
     "Job": "stretto.ir.program",
     "Parallel": "stretto.config",

@@ -8,7 +8,7 @@ from stretto.bench.layers import Layers
 from stretto.bench.predict import Cell, Shape, captured, grid, run_cell
 from stretto.bench.predict_grid import beside
 from stretto.bench.visits import Visits, calibration_of
-from stretto.measure.op_cache import signature
+from stretto.ir.prices import signature
 from stretto.measure.sweep import LINEAR_ROWS, LINEAR_SIZES, linear_ops
 from stretto.measure.time_ops import distinct_ops
 from stretto.price.priced import priced_ops

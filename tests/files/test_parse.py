@@ -13,11 +13,11 @@ import stretto
 from stretto.config import load_settings
 from stretto.files.parse import LARGEST, parse_json, parse_toml
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.measure.nccl_tests import read_nccl_tests
-from stretto.measure.profiler_trace import read_trace
 from stretto.models.pretrained import load_gpt
 from stretto.price.calibration import load_calibration
 from stretto.price.cluster_file import load_cluster
+from stretto.price.nccl_tests import read_nccl_tests
+from stretto.price.profiler_trace import read_trace
 from stretto.report.jsonfile import load_timeline
 from stretto.schedule.csv import read_csv
 from stretto.train.checkpoint_files import read_state

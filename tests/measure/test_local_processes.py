@@ -14,7 +14,7 @@ import pytest
 ASKER = """
 import stretto.measure.local_processes as local
 from stretto.ir.mesh import Mesh
-from stretto.measure.wanted import Wanted
+from stretto.price.wanted import Wanted
 
 local.measure_between(Mesh((("tp", 2),)), [Wanted("tp", "all_reduce", (2**20,) * 50, "float32")], link=True)
 """

@@ -19,17 +19,18 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Costs, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
+from stretto.ir.prices import signature
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
 from stretto.measure import calibrate, time_ops
 from stretto.measure.core_share import pace_alone, part_of
 from stretto.measure.fake_collectives import function_of
-from stretto.measure.local_processes import MOST_PROCESSES, fitting, scaled
+from stretto.measure.local_processes import MOST_PROCESSES, fitting
 from stretto.measure.measured import Compute, skew_of, stretches
-from stretto.measure.op_cache import signature
 from stretto.measure.profile import Profile, Rounds, profile, typical
 from stretto.measure.sweep import linear_ops, sweep_ops
 from stretto.measure.time_ops import distinct_ops, time_op
 from stretto.price.calibration import load_calibration, save_calibration
+from stretto.price.roofline import scaled
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -39,7 +40,7 @@ RANKS = """
 import json, os, sys
 import torch, torch.distributed as dist
 from stretto.measure import contention
-from stretto.price.cluster import costs_of
+from stretto.planning.costs import costs_of
 from stretto.ir.cost_text import encode_costs
 from stretto.ir.job_text import Line
 from stretto.schedule.families import make_schedule

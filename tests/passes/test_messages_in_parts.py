@@ -16,6 +16,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.program import Edge, Job
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 from stretto.passes.messages_in_parts import messages_in_parts
+from stretto.planning.costs import listed
 from stretto.planning.make_plan import make_plan
 from stretto.verify import verify
 from tests.capture.test_borders import SKIPS_BATCH, Skips, job_of, kinds, skips_job, skips_loss
@@ -58,7 +59,8 @@ def places(job: Job) -> tuple[int, ...]:
 
 
 def cut_of(job: Job, costs: Costs) -> Job:
-    made, priced = messages_in_parts(job, costs, places(job))
+    made = messages_in_parts(job, costs, places(job))
+    priced = listed(job, costs).costs_of(made)
     starts = {
         (s.index, op.name) for s in made.stages for ops in s.ops.values() for op in ops if op.collective
     }
@@ -139,9 +141,7 @@ def test_cut_where_it_relieves_the_busiest_card() -> None:
 
 def test_what_stays_on_its_rank_stays_whole() -> None:
     job = whole(gpt().double())
-    made, costs = messages_in_parts(job, quick(job), (0, 0))
-    assert made is job
-    assert costs == quick(job)
+    assert messages_in_parts(job, quick(job), (0, 0)) is job
 
 
 def test_what_need_not_or_cannot_be_cut_stays() -> None:

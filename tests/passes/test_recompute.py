@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -13,11 +14,13 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import Costs, Link
 from stretto.ir.flow import PHASES
 from stretto.ir.op_text import decode_op, encode_op
+from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.ir.reading import Cursor
-from stretto.passes.recompute import costs_of_repeated, forget, is_repeated, repeat
+from stretto.passes.recompute import forget, is_repeated, repeat
 from stretto.passes.recompute_blocks import Blocks, numbered
 from stretto.passes.recompute_choice import recompute
+from stretto.planning.costs import listed
 from stretto.planning.make_plan import choose_schedule
 from tests.passes.test_recompute_numbers import changed, job_of
 from tests.runtime.equality import made_up_costs
@@ -127,14 +130,22 @@ def test_forgetting_gives_the_job_back(layout: str, choice: str) -> None:
     assert changed(made, "1f1b", choice) == made, "a job that is planned again is not changed twice"
 
 
-def test_costs_are_those_of_what_is_repeated() -> None:
+def test_what_is_repeated_is_priced_as_ops_like_it() -> None:
     job = job_of("dropping", "one rank")
     costs = made_up_costs(job)
     made = changed(job, "1f1b", "full")
-    found = costs_of_repeated(made, costs)
-    for op in (op for ops in made.stages[0].ops.values() for op in ops):
-        assert found.op_us[0, op.name] == costs.op_us[0, op.repeats or op.name]
-    assert costs_of_repeated(forget(made), found) == costs
+    found = listed(job, costs).costs_of(made)
+    specs, alike = specs_of(job), defaultdict(list)
+    for op in (op for ops in job.stages[0].ops.values() for op in ops):
+        alike[signature(op, specs)].append(costs.op_us[0, op.name])
+    again = [op for ops in made.stages[0].ops.values() for op in ops if is_repeated(op)]
+    first = {op.name: op for op in job.stages[0].ops[Phase.F]}
+    for op in again:
+        like = mean(alike[signature(first[op.repeats], specs)])
+        assert found.op_us[0, op.name] == pytest.approx(like, abs=1e-3)
+    assert again
+    assert found.op_us.items() >= costs.op_us.items(), "and all others keep their times"
+    assert listed(made, found).costs_of(forget(made)) == costs
 
 
 def linears(job: Job, module: str) -> int:

@@ -18,6 +18,7 @@ from stretto.ir.flow import PHASES
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.recompute import is_repeated
+from stretto.planning.costs import listed
 from stretto.planning.make_plan import choose_schedule
 from stretto.planning.recomputed import recomputed
 from stretto.runtime.local import run_threads
@@ -75,7 +76,9 @@ def peaks(job: Job, costs: Costs, schedule: str) -> list[int]:
 def changed(job: Job, schedule: str, choice: str | int) -> Job:
     order = choose_schedule(job, schedule=schedule)
     wish = replace(job, recompute=choice)
-    return recomputed(wish, made_up_costs(job), order, None, lambda j, c: peaks(j, c, schedule))[0]
+    return recomputed(wish, listed(job, made_up_costs(job)), order, None, lambda j, c: peaks(j, c, schedule))[
+        0
+    ]
 
 
 def halfway(job: Job, schedule: str) -> list[int]:

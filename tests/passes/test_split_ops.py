@@ -13,6 +13,7 @@ from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import Job
 from stretto.passes.split_ops import chains, split_for_overlap
+from stretto.planning.costs import listed
 from stretto.planning.make_plan import make_plan
 from stretto.runtime.local import run_threads
 from stretto.verify import verify
@@ -26,9 +27,10 @@ PRODUCT_US, OTHER_US, BYTE_US = 800.0, 2.0, 0.1
 def costs_of(
     job: Job, *, product_us: float = PRODUCT_US, byte_us: float = BYTE_US, latency_us: float = 5.0
 ) -> Costs:
-    """Products of one length, collectives by their bytes, all else short."""
+    """Products by their arithmetic, `product_us` on average, collectives by their bytes, the rest short."""
+    products = [op.flops for op in ops_of(job) if op.target == "aten.mm.default"]
     op_us = {
-        (stage.index, op.name): product_us
+        (stage.index, op.name): OTHER_US + (product_us - OTHER_US) * op.flops * len(products) / sum(products)
         if op.target == "aten.mm.default"
         else 0.0
         if op.alias
@@ -66,7 +68,9 @@ def test_every_sum_that_a_product_makes_can_be_cut(sp: bool) -> None:
 )
 def test_cut_when_and_only_when_it_pays(more: dict[str, float], pays: bool) -> None:
     job = job_of("gpt", 2)
-    cut, costs = split_for_overlap(job, costs_of(job, **more))
+    prices = listed(job, costs_of(job, **more))
+    cut = split_for_overlap(job, prices)
+    costs = prices.costs_of(cut)
     assert bool(parts_of(cut)) is pays
     assert (cut is job) is not pays
     assert {(0, op.name) for op in ops_of(cut)} <= costs.op_us.keys()
@@ -79,7 +83,7 @@ def test_the_best_number_of_parts_grows_with_less_overhead() -> None:
     job = job_of("gpt", 2)
     counts = []
     for latency_us in (300.0, 0.0):
-        cut, _ = split_for_overlap(job, costs_of(job, latency_us=latency_us))
+        cut = split_for_overlap(job, listed(job, costs_of(job, latency_us=latency_us)))
         counts.append(sum(op.collective is not None for op in ops_of(cut)))
     assert counts[0] < counts[1]
 
@@ -116,7 +120,9 @@ def test_a_plan_is_cut_only_when_asked_and_when_it_is_faster() -> None:
 )
 def test_numbers_stay(name: str, tp: int, sp: bool, pp: int) -> None:
     job = job_of(name, tp, sp, pp)
-    cut, costs = split_for_overlap(job, costs_of(job))
+    prices = listed(job, costs_of(job))
+    cut = split_for_overlap(job, prices)
+    costs = prices.costs_of(cut)
     assert parts_of(cut)
     plan = make_plan(cut, costs, schedule="1f1b", overlap="local")
     verify(plan)

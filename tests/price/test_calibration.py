@@ -12,10 +12,10 @@ import stretto
 from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
+from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Op, Ref, TensorSpec
-from stretto.measure.calls import Calls
-from stretto.measure.op_cache import Machine, Timing, signature
 from stretto.measure.time_ops import distinct_ops
+from stretto.planning.costs import costs_of
 from stretto.price.calibration import (
     Calibration,
     GroupTiming,
@@ -24,9 +24,9 @@ from stretto.price.calibration import (
     load_calibration,
     save_calibration,
 )
-from stretto.price.cluster import costs_of
-from stretto.price.priced import Pricer, find_group, find_link, priced_costs, priced_ops
-from stretto.price.roofline import specs_of
+from stretto.price.calls import Calls
+from stretto.price.op_cache import Machine, Timing
+from stretto.price.priced import CalibratedPricer, find_group, find_link, priced_costs, priced_ops
 from stretto.price.sharing import sharing
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
@@ -141,7 +141,7 @@ def mm(m: int, n: int, k: int) -> tuple[Op, dict[str, TensorSpec]]:
 
 
 def price(found: Calibration, op: Op, specs: dict[str, TensorSpec]) -> tuple[float, str]:
-    priced = Pricer(found).price(op, specs, {name: spec.nbytes for name, spec in specs.items()})
+    priced = CalibratedPricer(found).price(op, specs)
     return priced.us, priced.how
 
 

@@ -11,7 +11,7 @@ from stretto.price.cluster_file import find_cluster, load_cluster, named_cluster
 from stretto.price.collectives import collective_us
 from stretto.price.efficiency import Matmul
 from stretto.price.fabric import Group
-from tests.measure.test_nccl_tests import NEW
+from tests.price.test_nccl_tests import NEW
 
 WHOLE = """
 device = "a100-80gb"

@@ -19,7 +19,7 @@ from stretto.measure import messages, profile
 from stretto.measure.pauses import Paused, Pauses
 from stretto.measure.profile import Profile, Rounds
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.price.cluster import costs_of
+from stretto.planning.costs import costs_of
 from stretto.price.roofline import ACTION_US
 from stretto.schedule.families import make_schedule
 from tests.capture.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import stretto
-from stretto.ir.action import Phase
+from stretto.ir.prices import specs_of, traffic_bytes
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.measure import measured
-from stretto.price.cluster import costs_of, describe, memory_limit
+from stretto.planning.costs import costs_of, memory_limit
+from stretto.price.cluster import describe
 from stretto.price.cluster_file import Hardware, find_cluster
 from stretto.price.hardware import attention_product, device_us, hardware_costs, program_times
-from stretto.price.roofline import sizes_of, specs_of
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
 
@@ -112,8 +112,7 @@ def test_fused_attention_is_priced_by_its_products() -> None:
     assert (product.m, product.n, product.k, product.batch, count) == (1024, 1024, 64, 16, 2)
     assert (found[causal] or (None, 0))[1] == 1
     assert (found[backward] or (None, 0))[1] == 5
-    sizes = {name: spec.nbytes for name, spec in specs.items()}
-    us = {op: device_us(op, specs, sizes, H100) for op in found}
+    us = {op: device_us(op, specs, H100) for op in found}
     assert us[causal] < us[full] < us[backward]
     flops = 4 * 16 * 1024 * 1024 * 64
     assert flops / us[full] < H100.roof.flops_per_us
@@ -186,8 +185,9 @@ def test_a_flat_description_prices_collectives_as_rings() -> None:
     assert costs.op_us[0, "y0"] == 0.0, "the wait of a collective is no work"
 
 
-def test_values_of_several_parts_count_all_of_them() -> None:
-    job = comm_job(1, tp=1)
-    forward = job.stages[0].ops[Phase.F]
-    assert sizes_of(job)[forward[0].name] == forward[0].nbytes
-    assert specs_of(job)["tangent"] == job.loss_spec
+def test_an_op_moves_what_it_reads_once_and_all_that_it_makes() -> None:
+    specs = specs_of(comm_job(1, tp=1))
+    assert specs["tangent"] == comm_job(1, tp=1).loss_spec
+    made = TensorSpec((3,), "float32")
+    op = Op("pair", "aten.max.dim", (Ref("a"), Ref("a")), (), (made, made))
+    assert traffic_bytes(op, {"a": TensorSpec((2,), "float64")}) == 2 * 8 + 2 * 3 * 4

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.ir.prices import made_bytes, signature
 from stretto.ir.program import TensorSpec
-from stretto.measure.op_cache import Timing, signature
 from stretto.measure.profile import random_tensor, typical
 from stretto.measure.sweep import LINEAR_ROWS, LINEAR_SIZES, linear_ops
-from stretto.price.roofline import made_bytes
+from stretto.price.op_cache import Timing
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Left and right matrix, and what the product is added to, if it is a weight gradient."""

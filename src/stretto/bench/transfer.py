@@ -22,9 +22,9 @@ from stretto.ir.costs import Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Job
-from stretto.measure.calls import Calls, calls_us, line_through
 from stretto.price.at_rate import costs_at_rate
 from stretto.price.calibration import Calibration
+from stretto.price.calls import Calls, calls_us, line_through
 from stretto.price.mean import with_mean_processors
 from stretto.price.priced import priced_ops
 from stretto.simulate import predict

@@ -16,13 +16,13 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
+from stretto.ir.prices import signature, specs_of, traffic_bytes
 from stretto.ir.program import Job
 from stretto.measure.measured import Compute, agreed_ops
-from stretto.measure.op_cache import Timing, signature
 from stretto.measure.profile import Profile, profile
 from stretto.measure.time_ops import machine_of
 from stretto.price.calibration import Calibration
-from stretto.price.roofline import sizes_of, specs_of, traffic_bytes
+from stretto.price.op_cache import Timing
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def calibration_of(
     times: dict[str, list[float]] = defaultdict(list)
     work: dict[str, tuple[int, int]] = {}
     for job, op_us in found:
-        specs, sizes = specs_of(job), sizes_of(job)
+        specs = specs_of(job)
         for stage in job.stages:
             for ops in stage.ops.values():
                 for op in ops:
@@ -80,6 +80,6 @@ def calibration_of(
                     if us:
                         key = signature(op, specs)
                         times[key].append(us)
-                        work[key] = (op.flops, traffic_bytes(op, sizes))
+                        work[key] = (op.flops, traffic_bytes(op, specs))
     timings = {key: Timing(fmean(took), 0.0, *work[key]) for key, took in sorted(times.items())}
     return Calibration(machine_of(CPU), "jobs beside", {**(layers or {}), **timings})

@@ -19,8 +19,8 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 
 if TYPE_CHECKING:
-    from stretto.measure.op_cache import Machine
     from stretto.price.calibration import Calibration
+    from stretto.price.op_cache import Machine
 
 SHOWN = 12
 """Warnings that are printed; the count of the others is told."""
@@ -100,10 +100,10 @@ def _calibrate(
     import torch.distributed as dist
 
     from stretto.measure.calibrate import Outcome, calibrate_communication, calibrate_ops
-    from stretto.measure.op_cache import Machine, OpCache
-    from stretto.measure.profiler_trace import read_trace
     from stretto.measure.time_ops import machine_of
     from stretto.price.calibration import save_calibration
+    from stretto.price.op_cache import Machine, OpCache
+    from stretto.price.profiler_trace import read_trace
 
     found = [read_trace(trace) for trace in traces]
     # A trace alone is an input as good as a plan. Nothing is measured then: it may be of another machine.

@@ -17,7 +17,8 @@ from stretto.price.devices import GB_PER_S, Device, Figure, devices
 
 if TYPE_CHECKING:
     from stretto.price.calibration import Calibration
-    from stretto.price.cluster import Cluster, Description
+    from stretto.price.cluster import Description
+    from stretto.price.flat import Cluster
 
 WIDTH = 120
 """Columns of the tables, wherever they are printed."""
@@ -101,7 +102,7 @@ def _found(name: str) -> Description:
 
 def _print_other(console: Console, name: str, found: Cluster | Calibration) -> None:
     """Equal devices and links by their fields, or what was measured."""
-    from stretto.price.cluster import Cluster
+    from stretto.price.flat import Cluster
 
     if isinstance(found, Cluster):
         console.print(f"{name}: equal devices joined by equal links", markup=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stretto.ir.curve import Curve
 
@@ -182,11 +182,6 @@ class Costs:
     cold: float = 0.0
     unsteady: Unsteady | None = None
     op_how: Mapping[tuple[int, str], str] = field(default_factory=dict, repr=False)
-
-    def with_times(self, op_us: Mapping[tuple[int, str], float]) -> Costs:
-        """The same with other op times; how they are known is told of ops that are left."""
-        kept = {key: how for key, how in self.op_how.items() if key in op_us}
-        return replace(self, op_us=op_us, op_how=kept)
 
     def how(self, stage: int, name: str) -> str:
         """How an op's time is known."""

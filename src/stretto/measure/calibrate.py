@@ -28,6 +28,7 @@ import torch.distributed as dist
 from stretto.errors import StrettoError
 from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
+from stretto.ir.prices import signature
 from stretto.ir.program import Job, Op
 from stretto.measure.compute_loop import looped_ops
 from stretto.measure.contention import Compute
@@ -35,14 +36,14 @@ from stretto.measure.local_processes import BOTH_WAYS_BYTES, measure_between
 from stretto.measure.measure_collectives import Measured, hosts_of, measure_collectives
 from stretto.measure.measured import agreed_ops, compute_between_us
 from stretto.measure.messages import measure_both_ways, measure_links
-from stretto.measure.op_cache import OpCache, Timing, signature
 from stretto.measure.profile import profile
 from stretto.measure.quota import agreed_quota
 from stretto.measure.sweep import sweep_ops
 from stretto.measure.time_ops import Specs, distinct_ops, time_op
-from stretto.measure.wanted import Wanted, wanted_collectives
 from stretto.measure.yardstick import yardstick
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, RankTiming
+from stretto.price.op_cache import OpCache, Timing
+from stretto.price.wanted import Wanted, wanted_collectives
 
 NOISY = 0.25
 """A spread of rounds above this is told: the machine did other work. Measured on two shared cores, the faster

@@ -23,10 +23,11 @@ from stretto.errors import StrettoError
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.measure.calls import Calls
 from stretto.measure.measure_collectives import Measured, measure_collectives
 from stretto.measure.messages import measure_both_ways, measure_links
-from stretto.measure.wanted import Wanted
+from stretto.price.calls import Calls
+from stretto.price.roofline import scaled
+from stretto.price.wanted import Wanted
 
 MOST_PROCESSES = 8
 """More are not started: each needs memory for the framework. Larger axes are scaled from what these show."""
@@ -93,26 +94,6 @@ def fitting(mesh: Mesh) -> Mesh:
         largest = max(sizes, key=lambda axis: sizes[axis])
         sizes[largest] = max(2, sizes[largest] // 2)
     return Mesh(tuple(sizes.items()))
-
-
-def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
-    """The cost of a ring of `wish` members from that of one of `members`.
-
-    Latency goes with the steps, n - 1, and bytes with (n - 1) / n (Patarasuk and Yuan 2009).
-    """
-    if members == wish:
-        return cost
-    steps = (wish - 1) / (members - 1)
-    part = steps * members / wish
-    latency = cost.curve.points[0][1]
-    points = [(nbytes, latency * steps + (us - latency) * part) for nbytes, us in cost.curve.points]
-    return replace(
-        cost,
-        curve=Curve(tuple(points)),
-        processor_us_per_mb=cost.processor_us_per_mb * part,
-        processor_us=cost.processor_us * steps,
-        source=f"{cost.source}; scaled to {wish} ranks as a ring",
-    )
 
 
 def _run(world: int, asked: str, timeout_s: float) -> Any:

@@ -37,7 +37,6 @@ from stretto.errors import UsageError
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.measure.calls import Calls, line_through
 from stretto.measure.contention import Compute, compute_loss
 from stretto.measure.time_collectives import (
     agree_max,
@@ -47,8 +46,9 @@ from stretto.measure.time_collectives import (
     timed,
     timed_end,
 )
-from stretto.measure.wanted import Wanted, elements
+from stretto.price.calls import Calls, line_through
 from stretto.price.sharing import sharing
+from stretto.price.wanted import Wanted, elements
 
 COMPUTE_US = 5_000.0
 """Compute before a collective when nobody knows how much the step has."""

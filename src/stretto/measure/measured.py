@@ -26,7 +26,6 @@ from stretto.ir.action import Schedule
 from stretto.ir.costs import NO_LINK, CollectiveCost, Costs, Link, Quota, Unsteady
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import WAIT, Job, Stage
-from stretto.measure.calls import calls_us
 from stretto.measure.compute_loop import looped_ops
 from stretto.measure.local_processes import measure_between
 from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
@@ -34,8 +33,9 @@ from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, Profile, device_name, profile
 from stretto.measure.quota import agreed_quota
 from stretto.measure.unsteady import Pieces, unsteady_of
-from stretto.measure.wanted import wanted_collectives
+from stretto.price.calls import calls_us
 from stretto.price.roofline import ACTION_US
+from stretto.price.wanted import wanted_collectives
 
 
 def measured_costs(job: Job, schedule: Schedule) -> Costs:

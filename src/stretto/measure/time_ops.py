@@ -19,11 +19,12 @@ import torch
 
 from stretto.backend.synchronise import synchronise
 from stretto.errors import StrettoError
+from stretto.ir.prices import made_bytes, signature, specs_of
 from stretto.ir.program import Arg, Job, Op, Ref, TensorSpec
 from stretto.measure.fake_collectives import function_of
-from stretto.measure.op_cache import Machine, Timing, signature
 from stretto.measure.profile import device_name, fixed_argument, random_tensor
-from stretto.price.roofline import FREE, made_bytes, specs_of
+from stretto.price.op_cache import Machine, Timing
+from stretto.price.roofline import FREE
 
 ROUNDS = 7
 """Counted rounds after one warm-up."""

@@ -15,8 +15,7 @@ come out of a norm of many ops, and what skips stages.
     3. The sender's part is a view; the receiver gathers before the first op that reads, and calls the result
        a name of its own.
 
-No number changes. The costs of new ops: the gather's by its curve, its start as another start on its lane,
-views nothing. Touches `stretto.ir` only; along other axes than `tp` activations differ.
+No number changes. Touches `stretto.ir` only; along other axes than `tp` activations differ.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dataclasses import replace
 
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, results_of
-from stretto.ir.program import CHUNK, STARTS, VIEW, Edge, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import CHUNK, VIEW, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.ir.varying import varying_in_job
 from stretto.parallelize.tensor import AXIS
@@ -45,19 +44,19 @@ RELIEF = 0.98
 """Of the busiest card's load, what is left at most where values are cut for it. Assumed, likewise."""
 
 
-def messages_in_parts(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> tuple[Job, Costs]:
-    """The job with such messages in parts, and its costs; both as they are where nothing is cut.
+def messages_in_parts(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Job:
+    """The job with such messages in parts; the job itself where nothing is cut.
 
     stage_ranks: the rank of each stage. The same for every order of these stages, so that overlap modes
     stay bitwise equal. Raises PlanError for collectives without a cost.
     """
     if not job.message_parts or job.size(AXIS) == 1:
-        return job, costs
+        return job
     crossing = [edge for edge in job.edges if stage_ranks[edge.source] != stage_ranks[edge.target]]
     values = _values(job, costs, crossing)
     chosen = _chosen(job, costs, stage_ranks, crossing, values)
     cut = [edge for edge in crossing if edge.value in chosen]
-    return _in_parts(job, costs, cut) if cut else (job, costs)
+    return _in_parts(job, cut) if cut else job
 
 
 def _values(job: Job, costs: Costs, crossing: Sequence[Edge]) -> list[str]:
@@ -120,12 +119,10 @@ def _busiest_us(
     return max(load_us.values())
 
 
-def _in_parts(job: Job, costs: Costs, cut: Sequence[Edge]) -> tuple[Job, Costs]:
+def _in_parts(job: Job, cut: Sequence[Edge]) -> Job:
     """Step 3."""
     size = job.size(AXIS)
     programs = {stage.index: {phase: list(stage.ops[phase]) for phase in PHASES} for stage in job.stages}
-    op_us = dict(costs.op_us)
-    start_us = _start_us(job, costs)
     parts: dict[str, TensorSpec] = {}
     for edge in cut:
         if edge.value not in parts:
@@ -138,7 +135,6 @@ def _in_parts(job: Job, costs: Costs, cut: Sequence[Edge]) -> tuple[Job, Costs]:
         for phase in PHASES:
             of[phase] = list(_renamed(of[phase], edge, start))
         of[edge.user_phase] = list(_gathered(of[edge.user_phase], edge, start, size))
-        op_us[edge.target, start] = start_us
     edges = tuple(
         replace(edge, value=_own(edge.value), spec=parts[edge.value]) if edge in cut else edge
         for edge in job.edges
@@ -146,7 +142,7 @@ def _in_parts(job: Job, costs: Costs, cut: Sequence[Edge]) -> tuple[Job, Costs]:
     stages = tuple(
         Stage(index, {phase: tuple(ops) for phase, ops in of.items()}) for index, of in programs.items()
     )
-    return replace(job, stages=stages, edges=edges), costs.with_times(op_us)
+    return replace(job, stages=stages, edges=edges)
 
 
 def _own(value: str) -> str:
@@ -180,14 +176,3 @@ def _gathered(ops: Sequence[Op], edge: Edge, start: str, size: int) -> Iterator[
             for new in gather(start, _own(edge.value), name, edge.spec, AXIS, size):
                 yield replace(new, module=op.module)
         yield op
-
-
-def _start_us(job: Job, costs: Costs) -> float:
-    """What it takes to start a gather: as long as the longest of these, else of any start on the axis."""
-    known: dict[bool, float] = {}
-    for stage in job.stages:
-        for op in (op for phase in PHASES for op in stage.ops[phase]):
-            if op.target in STARTS and op.lane == AXIS:
-                same = op.target == f"comm.{GATHER}"
-                known[same] = max(known.get(same, 0.0), costs.op_us.get((stage.index, op.name), 0.0))
-    return known.get(True, known.get(False, 0.0))

@@ -24,7 +24,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stretto.ir.action import Phase
-from stretto.ir.costs import Costs
 from stretto.ir.program import GETITEM, WAIT, Arg, Job, Op, Ref, Stage
 
 AGAIN = "_again"
@@ -56,21 +55,6 @@ def forget(job: Job) -> Job:
 def is_repeated(op: Op) -> bool:
     """Whether the op is one that `repeat` made."""
     return bool(op.repeats) and op.name == op.repeats + AGAIN
-
-
-def costs_of_repeated(job: Job, costs: Costs) -> Costs:
-    """The costs of `job` from those of the job before `repeat`: a repeated op takes as long as the first."""
-    known = costs.op_us
-    found: dict[tuple[int, str], float] = {}
-    how: dict[tuple[int, str], str] = {}
-    for stage in job.stages:
-        for op in (op for ops in stage.ops.values() for op in ops):
-            name = op.repeats if is_repeated(op) else op.name
-            if (stage.index, name) in known:
-                found[stage.index, op.name] = known[stage.index, name]
-            if (stage.index, name) in costs.op_how:
-                how[stage.index, op.name] = costs.op_how[stage.index, name]
-    return costs if found == known else replace(costs, op_us=found, op_how=how)
 
 
 def storages(ops: Sequence[Op]) -> dict[str, str]:

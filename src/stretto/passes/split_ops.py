@@ -6,9 +6,9 @@ part runs under the product of the next. It costs the overhead of more ops, and 
 
     1. Find products (mm) whose result is for one collective alone (an all-reduce or reduce-scatter of sums),
        with nothing but views and copies between that leave the last dim as it is.
-    2. Time by the costs of the job, for k parts: p a part's product (with its copies and its start), c its
+    2. Time by the prices of the ops that k parts would be: p a part's (with its copies and its start), c its
        collective, r what c takes from the compute lane, j the copy that joins:
-       p + (k - 1) max(p + r, c) + c + j, against P + C for the whole. The best k is taken if it wins by GAIN.
+       p + (k - 1) max(p + r, c) + c + j, against the whole's. The best k is taken if it wins by GAIN.
     3. In the place of the chain: for each part the columns of the matrix (a view), product, chain and start;
        then waits and the copy. Started early and waited for late, they are ordinary ops to every order.
 
@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.ir.action import Phase
-from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.program import GETITEM, VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.prices import Prices, Specs, specs_of
+from stretto.ir.program import VIEWS, WAIT, Collective, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
 from stretto.passes.rewrite import spec_with, strides_of
 
@@ -39,9 +39,6 @@ Background"), and others lose nothing."""
 GAIN = 0.05
 """A cut must save more than this share of the product and its collective. Assumed: below it, what an order
 hides anyway is worth more than what the parts hide."""
-
-COPIES = ("aten.clone.default", "aten.cat.default", "aten.add.Tensor")
-"""Ops whose time by bytes tells what a copy takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +60,30 @@ class Chain:
         return made.shape[1]
 
 
-def split_for_overlap(job: Job, costs: Costs) -> tuple[Job, Costs]:
-    """The job with its products cut where that pays, and its costs; both as they are when it pays nowhere.
+def split_for_overlap(job: Job, prices: Prices) -> Job:
+    """The job with its products cut where that pays; the job itself when it pays nowhere.
 
-    The costs of parts are those of the whole by their share, above the time of the job's shortest op, which
-    every op pays. Method: a product is decomposed to overlap with its collective as in Wang et al., "Overlap
-    Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
+    Method: a product is decomposed to overlap with its collective as in Wang et al., "Overlap Communication
+    with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    prices = _Prices(job, costs)
+    choice = _Choice(job, prices)
     cuts: dict[int, list[Chain]] = {}
-    specs = {f"param/{p.name}": p.spec for p in job.parameters}
     kept = {job.loss[1], *(edge.value for edge in job.edges)}
     kept |= {value for p in job.parameters for _, _, value in p.grads}
     for stage in job.stages:
-        made = specs | _specs(stage)
         for chain in chains(stage):
             inner = {op.name for op in (chain.product, *chain.between, chain.start)}
-            if chain.product.args[1].name not in made or not kept.isdisjoint(inner):
+            if chain.product.args[1].name not in choice.specs or not kept.isdisjoint(inner):
                 continue
-            parts = prices.best(chain)
+            parts = choice.best(chain)
             if parts > 1:
                 cuts.setdefault(stage.index, []).append(replace(chain, parts=parts))
     if not cuts:
-        return job, costs
-    op_us = dict(costs.op_us)
+        return job
     stages = tuple(
-        _cut(stage, cuts[stage.index], specs, op_us, prices) if stage.index in cuts else stage
-        for stage in job.stages
+        _cut(stage, cuts[stage.index], choice.specs) if stage.index in cuts else stage for stage in job.stages
     )
-    return replace(job, stages=stages), costs.with_times(op_us)
+    return replace(job, stages=stages)
 
 
 def chains(stage: Stage) -> list[Chain]:
@@ -139,85 +131,48 @@ def _keeps_columns(op: Op, here: Mapping[str, Op]) -> bool:
     )
 
 
-class _Prices:
+class _Choice:
     """Step 2."""
 
-    def __init__(self, job: Job, costs: Costs) -> None:
-        self.costs = costs
-        self.shortest_us = 0.0
-        self.copy_us_per_byte = 0.0
-        timed = [
-            (costs.op_us.get((stage.index, op.name), 0.0), op)
-            for stage in job.stages
-            for ops in stage.ops.values()
-            for op in ops
-            if op.alias is None and op.collective is None and op.target != GETITEM
-        ]
-        timed = [(us, op) for us, op in timed if us > 0.0]
-        self.shortest_us = min((us for us, _ in timed), default=0.0)
-        rates = sorted(
-            (us - self.shortest_us) / op.nbytes for us, op in timed if op.target in COPIES and op.nbytes
-        )
-        if rates:
-            self.copy_us_per_byte = rates[len(rates) // 2]
+    def __init__(self, job: Job, prices: Prices) -> None:
+        self._prices = prices
+        self._costs = prices.costs_of(job)
+        self.specs = specs_of(job)
 
     def best(self, chain: Chain) -> int:
         """The number of parts, 1 for a chain that is not to be cut."""
-        asked, result = chain.start.collective, chain.wait.outputs[0]
+        asked = chain.start.collective
         assert asked is not None
-        if (asked.axis, asked.kind) not in self.costs.collectives or result is None:
+        if (asked.axis, asked.kind) not in self._costs.collectives:
             return 1
-        begin_us = self.costs.op_us.get((chain.stage, chain.start.name), 0.0)
-        ops = (chain.product, *chain.between)
-
-        def product_us(parts: int) -> float:
-            return sum(self.part_us(chain.stage, op, parts) for op in ops)
-
-        def collective_us(parts: int) -> tuple[float, float]:
-            """From its call on, alone on its lane, as the simulation has it, and the compute lost to it."""
-            time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes // parts)
-            return time.us, time.load * time.us
-
-        whole = product_us(1) + collective_us(1)[0]
-        best, best_us = 1, whole * (1.0 - GAIN)
-        for parts in PARTS:
-            if chain.columns % (parts * ALIGNMENT):
+        ops = (chain.product, *chain.between, chain.start)
+        whole_us = sum(self._costs.op_us.get((chain.stage, op.name), 0.0) for op in ops)
+        best, best_us = 1, (whole_us + self._collective_us(asked.nbytes, asked)[0]) * (1.0 - GAIN)
+        for count in PARTS:
+            if chain.columns % (count * ALIGNMENT):
                 continue
-            p, (c, r) = product_us(parts), collective_us(parts)
-            total = p + (parts - 1) * max(p + begin_us + r, c) + c + self.join_us(result)
-            if total < best_us:
-                best, best_us = parts, total
+            total_us = self._parts_us(replace(chain, parts=count), asked)
+            if total_us < best_us:
+                best, best_us = count, total_us
         return best
 
-    def part_us(self, stage: int, op: Op, parts: int) -> float:
-        """Time of one of `parts` equal parts of an op on the compute lane."""
-        us = self.costs.op_us.get((stage, op.name), 0.0)
-        fixed = us if op.alias is not None else min(us, self.shortest_us)
-        return fixed + (us - fixed) / parts
+    def _collective_us(self, nbytes: int, asked: Collective) -> tuple[float, float]:
+        """From its call on, alone on its lane, as the simulation has it, and the compute lost to it."""
+        time = axis_time(self._costs, asked.axis, asked.kind, nbytes)
+        return time.us, time.load * time.us
 
-    def join_us(self, result: TensorSpec) -> float:
-        """Time of the copy that puts the parts together."""
-        return self.shortest_us + self.copy_us_per_byte * result.nbytes
-
-
-def _specs(stage: Stage) -> dict[str, TensorSpec]:
-    return {
-        op.name: op.outputs[0]
-        for ops in stage.ops.values()
-        for op in ops
-        if len(op.outputs) == 1 and op.outputs[0] is not None
-    }
+    def _parts_us(self, chain: Chain, asked: Collective) -> float:
+        """What a chain in parts takes."""
+        part, join = _part(chain, 0, self.specs, {}), _join(chain)
+        made = (*part, *join)
+        specs = self.specs | {op.name: spec for op in made for spec in op.outputs[:1] if spec is not None}
+        p = sum(self._prices.us(op, specs) for op in part)
+        c, r = self._collective_us(asked.nbytes // chain.parts, asked)
+        return p + (chain.parts - 1) * max(p + r, c) + c + self._prices.us(join[-1], specs)
 
 
-def _cut(
-    stage: Stage,
-    cuts: Sequence[Chain],
-    specs: Mapping[str, TensorSpec],
-    op_us: dict[tuple[int, str], float],
-    prices: _Prices,
-) -> Stage:
-    """Step 3 for one stage; puts the times of new ops into `op_us`."""
-    known = dict(specs) | _specs(stage)
+def _cut(stage: Stage, cuts: Sequence[Chain], specs: Specs) -> Stage:
+    """Step 3 for one stage."""
     owners = {op.name: op.alias for ops in stage.ops.values() for op in ops if op.alias is not None}
     # The chain stands where its start stood; what waited for it waits for the copy of its parts.
     place = {chain.start.name: chain for chain in cuts}
@@ -230,9 +185,9 @@ def _cut(
             if op.name in place:
                 chain = place[op.name]
                 for part in range(chain.parts):
-                    new += _part(chain, part, known, owners, op_us, prices)
+                    new += _part(chain, part, specs, owners)
             elif op.name in joined:
-                new += _join(joined[op.name], op_us, prices)
+                new += _join(joined[op.name])
             elif op.name not in gone:
                 owner = next((c.wait.name for c in cuts if op.alias == c.start.name), op.alias)
                 new.append(op if owner == op.alias else replace(op, alias=owner))
@@ -240,14 +195,7 @@ def _cut(
     return replace(stage, ops=made)
 
 
-def _part(
-    chain: Chain,
-    part: int,
-    known: Mapping[str, TensorSpec],
-    owners: Mapping[str, str],
-    op_us: dict[tuple[int, str], float],
-    prices: _Prices,
-) -> list[Op]:
+def _part(chain: Chain, part: int, known: Specs, owners: Mapping[str, str]) -> list[Op]:
     """The columns of the matrix, their product, what moves it, and the start."""
     width = chain.columns // chain.parts
     product, matrix = chain.product, chain.product.args[1]
@@ -261,10 +209,6 @@ def _part(
         owners.get(matrix.name, matrix.name),
         module=product.module,
     )
-    view_us = min(
-        (prices.costs.op_us.get((chain.stage, op.name), 0.0) for op in chain.between if op.alias), default=0.0
-    )
-    op_us[chain.stage, columns.name] = view_us
     made = [columns]
     before: TensorSpec | None = None
     storage = ""
@@ -288,17 +232,12 @@ def _part(
             op, name=name, args=args, outputs=(result,), alias=alias, flops=op.flops * width // chain.columns
         )
         storage = storage if alias is not None else name
-        op_us[chain.stage, name] = (
-            op_us.get((chain.stage, op.name), 0.0)
-            if op is chain.start
-            else prices.part_us(chain.stage, op, chain.parts)
-        )
         made.append(new)
         before = result
     return made
 
 
-def _join(chain: Chain, op_us: dict[tuple[int, str], float], prices: _Prices) -> list[Op]:
+def _join(chain: Chain) -> list[Op]:
     """The waits, and the copy that has the name of the whole's wait."""
     whole = chain.wait.outputs[0]
     assert whole is not None
@@ -308,8 +247,6 @@ def _join(chain: Chain, op_us: dict[tuple[int, str], float], prices: _Prices) ->
         start = f"{chain.start.name}_part{part}"
         name = f"{chain.wait.name}_part{part}"
         waits.append(replace(chain.wait, name=name, args=(Ref(start),), outputs=(spec,), alias=start))
-        op_us[chain.stage, name] = op_us.get((chain.stage, chain.wait.name), 0.0)
     parts = tuple(Ref(wait.name) for wait in waits)
     join = replace(chain.wait, target="aten.cat.default", args=(parts, len(whole.shape) - 1), alias=None)
-    op_us[chain.stage, join.name] = prices.join_us(whole)
     return [*waits, join]

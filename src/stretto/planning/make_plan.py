@@ -20,15 +20,17 @@ from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.order.policies import DEFAULT, policy_of
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.passes.split_ops import split_for_overlap
 from stretto.planning.candidates import Candidate, candidates, why_less
+from stretto.planning.costs import listed, memory_limit, prices_of
 from stretto.planning.lower import lower
 from stretto.planning.recomputed import recomputed
-from stretto.price.cluster import Description, costs_of, describe, memory_limit
+from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
@@ -112,12 +114,23 @@ def make_plan(
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
-    made = _planned(job, costs, schedule, overlap, order, max_bytes)
-    cut, cut_costs = split_for_overlap(job, costs) if job.split_ops and job.trains else (job, costs)
+    return _made(job, listed(job, costs), schedule, overlap, order, max_bytes)
+
+
+def _made(
+    job: Job,
+    prices: Prices,
+    schedule: str | Schedule | None,
+    overlap: OverlapMode | None,
+    order: str,
+    max_bytes: int | None,
+) -> Plan:
+    made = _planned(job, prices, schedule, overlap, order, max_bytes)
+    cut = split_for_overlap(job, prices) if job.split_ops and job.trains else job
     if cut is job:
         return made
     try:
-        other = _planned(cut, cut_costs, schedule, overlap, order, max_bytes)
+        other = _planned(cut, prices, schedule, overlap, order, max_bytes)
     except PlanError:
         return made  # more buffers than may be held
     assert made.prediction is not None
@@ -127,7 +140,7 @@ def make_plan(
 
 def _planned(
     job: Job,
-    costs: Costs,
+    prices: Prices,
     schedule: str | Schedule | None,
     overlap: OverlapMode | None,
     order: str,
@@ -139,8 +152,9 @@ def _planned(
     chosen = choose_schedule(job, schedule=schedule)
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
-    job, costs = messages_in_parts(job, costs, chosen.stage_ranks)
-    job, costs, max_bytes, less = _recomputed(job, costs, chosen, asked, max_bytes)
+    job = messages_in_parts(job, prices.costs_of(job), chosen.stage_ranks)
+    job, max_bytes, less = _recomputed(job, prices, chosen, asked, max_bytes)
+    costs = prices.costs_of(job)
     found, missing = candidates(job, costs, chosen, asked, order)
 
     def tried() -> Iterator[Candidate]:
@@ -173,14 +187,14 @@ def _planned(
 
 
 def _recomputed(
-    job: Job, costs: Costs, schedule: Schedule, asked: OverlapMode, max_bytes: int | None
-) -> tuple[Job, Costs, int | None, str]:
-    """The job with what its backward computes again, its costs, the most bytes of a rank, and why it is
+    job: Job, prices: Prices, schedule: Schedule, asked: OverlapMode, max_bytes: int | None
+) -> tuple[Job, int | None, str]:
+    """The job with what its backward computes again, the most bytes of a rank, and why it is
     planned without overlap: where only waiting at once keeps `job.recompute`, else ""."""
 
-    def kept_by(mode: OverlapMode) -> tuple[Job, Costs, int | None]:
+    def kept_by(mode: OverlapMode) -> tuple[Job, int | None]:
         return recomputed(
-            job, costs, schedule, max_bytes, lambda made, priced: _peaks(made, priced, schedule, mode)
+            job, prices, schedule, max_bytes, lambda made, priced: _peaks(made, priced, schedule, mode)
         )
 
     try:
@@ -303,6 +317,5 @@ def plan(
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
-    costs = costs_of(job, chosen, "local" if found is None else found)
-    most = memory_limit(found, job)
-    return make_plan(job, costs, schedule=chosen, overlap=overlap, order=order, max_bytes=most)
+    prices = prices_of(job, chosen, found)
+    return _made(job, prices, chosen, overlap, order, memory_limit(found, job))

@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
+from stretto.ir.prices import Prices
 from stretto.ir.program import Job
-from stretto.passes.recompute import costs_of_repeated
 from stretto.passes.recompute_choice import recompute
 
 
 def recomputed(
     job: Job,
-    costs: Costs,
+    prices: Prices,
     schedule: Schedule,
     max_bytes: int | None,
     peaks: Callable[[Job, Costs], Sequence[int]],
-) -> tuple[Job, Costs, int | None]:
-    """The job with what `job.recompute` asks for, the costs of its ops, and the most bytes of a rank.
+) -> tuple[Job, int | None]:
+    """The job with what `job.recompute` asks for, and the most bytes of a rank.
 
     peaks: the most bytes of each rank when a job is planned. Raises PlanError when a limit cannot be kept.
     """
 
     def peaks_of(made: Job) -> Sequence[int]:
-        return peaks(made, costs_of_repeated(made, costs))
+        return peaks(made, prices.costs_of(made))
 
-    made = recompute(job, job.recompute, costs, schedule, peaks_of)
+    made = recompute(job, job.recompute, prices.costs_of(job), schedule, peaks_of)
     limits = [limit for limit in (job.recompute, max_bytes) if isinstance(limit, int)]
-    return made, costs_of_repeated(made, costs), min(limits, default=None)
+    return made, min(limits, default=None)

@@ -35,8 +35,8 @@ from stretto.ir.cost_text import (
 from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.reading import Cursor, read_json
-from stretto.measure.calls import Calls
-from stretto.measure.op_cache import (
+from stretto.price.calls import Calls
+from stretto.price.op_cache import (
     Machine,
     Timing,
     decode_machine,

@@ -33,11 +33,11 @@ from stretto.files.settings_file import read_settings
 from stretto.files.whole_file import write_file
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
-from stretto.measure.nccl_tests import read_nccl_tests
 from stretto.price.collectives import Collective, CollectiveModel, collective_curve
 from stretto.price.devices import Device, Figure, device, devices
 from stretto.price.efficiency import Matmul, Roof, op_us
 from stretto.price.fabric import Fabric, Group, axis_group
+from stretto.price.nccl_tests import read_nccl_tests
 
 _NAME = re.compile(r"^(?P<device>.+)x(?P<count>[1-9]\d*)$")
 

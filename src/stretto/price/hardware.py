@@ -12,7 +12,7 @@ Reads a description, touches no device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from stretto.backend.dispatch import resolve
@@ -20,12 +20,13 @@ from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.mesh import Mesh
+from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
 from stretto.ir.program import CHUNK, INDEX, STARTS, Job, Op, Ref, TensorSpec
-from stretto.measure.wanted import wanted_collectives
 from stretto.price.cluster_file import Hardware
 from stretto.price.efficiency import Matmul, matmul_dims, matmul_us, run_us
-from stretto.price.roofline import ACTION_US, FREE, specs_of, traffic_bytes
+from stretto.price.roofline import ACTION_US, FREE
 from stretto.price.sharing import sharing
+from stretto.price.wanted import wanted_collectives
 
 FP32_PART = 1 / 16
 """Rate of products in float32 over that in half precision: 19.5 of 312 TFLOP/s on the A100's sheet; assumed
@@ -63,28 +64,37 @@ def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
     return Costs(program_times(job, hardware), links, far, ACTION_US, source, collectives, shared)
 
 
+class HardwarePricer(Pricer):
+    """Prices ops on a device of the catalogue."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+
+    def price(self, op: Op, specs: Specs) -> Priced:
+        """As `Pricer.price`, on the device alone."""
+        return Priced(0.0 if _is_free(op) else device_us(op, specs, self._hardware))
+
+    def run_us(self, ops: Sequence[Op], alone_us: Sequence[float]) -> Sequence[float]:
+        """As `Pricer.run_us`: what launches take beyond the ops is spread over those that launch."""
+        roof = self._hardware.roof
+        launching = sum(not _is_free(op) for op in ops)
+        missing_us = max(0.0, run_us(alone_us, launching, roof) - sum(alone_us)) / max(launching, 1)
+        found = []
+        for op, us in zip(ops, alone_us, strict=True):
+            us = 0.0 if _is_free(op) else us + missing_us
+            # An op that only starts a communication still costs its launch.
+            found.append(max(us, roof.efficiency.launch_us) if op.target in STARTS else us)
+        return found
+
+
 def program_times(job: Job, hardware: Hardware) -> dict[tuple[int, str], float]:
     """(stage, op name) -> microseconds on the compute lane."""
-    specs = specs_of(job)
-    sizes = {name: spec.nbytes for name, spec in specs.items()}
-    launch_us = hardware.roof.efficiency.launch_us
-    found: dict[tuple[int, str], float] = {}
-    for stage in job.stages:
-        for ops in stage.ops.values():
-            launching = [op for op in ops if not _is_free(op)]
-            times = {op.name: device_us(op, specs, sizes, hardware) for op in launching}
-            whole = run_us(times.values(), len(launching), hardware.roof)
-            # An op that only starts a communication still costs its launch.
-            missing = max(0.0, whole - sum(times.values())) / max(len(launching), 1)
-            for op in ops:
-                us = times[op.name] + missing if op.name in times else 0.0
-                found[stage.index, op.name] = max(us, launch_us) if op.target in STARTS else us
-    return found
+    return {key: priced.us for key, priced in price_list(job, HardwarePricer(hardware)).items()}
 
 
-def device_us(op: Op, specs: Mapping[str, TensorSpec], sizes: dict[str, int], hardware: Hardware) -> float:
+def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
     """Microseconds of one op on the device alone."""
-    moved = traffic_bytes(op, sizes)
+    moved = traffic_bytes(op, specs)
     if op.target in STARTS:
         # An all-reduce sums in a copy of its own; the others make a buffer.
         return hardware.op_us(0.0, moved) if op.target == "comm.all_reduce" else 0.0

@@ -1,13 +1,7 @@
 """Costs of a job from a calibration: looked up where measured, else by what is alike, else by a roofline.
 
-An op's time, the first that is known:
-
-    measured      an op of the same signature
-    traced        an op of the same name and shapes in a profiler's trace
-    fitted        a matrix product like others of its op, dtype and layout (`stretto.price.matmul_fit`)
-    interpolated  ops of the same target and dtype with less and with more work (arithmetic, or bytes where
-                  there is none): the time between theirs, on logarithmic scales
-    roofline      the best rates that any measured op reached, and the shortest time of one
+Ops: as `stretto.price.alike` says; beside those that were measured there are those of a profiler's trace, by
+name and shapes (`traced`).
 
 Collectives: those of groups as large and as far apart; else of groups as large; else a ring's, scaled from
 the nearest size. Touches no device.
@@ -15,117 +9,85 @@ the nearest size. Touches no device.
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
-from stretto.ir.program import STARTS, Job, Op, TensorSpec
-from stretto.measure.calls import calls_us
-from stretto.measure.local_processes import scaled
-from stretto.measure.op_cache import Timing, signature
-from stretto.measure.profiler_trace import trace_key
-from stretto.measure.wanted import wanted_collectives
+from stretto.ir.prices import Priced, Specs, price_list, specs_of, traffic_bytes
+from stretto.ir.program import Collective, Job, Op
+from stretto.price.alike import AlikePricer
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, RankTiming
-from stretto.price.matmul_fit import MatmulFit
-from stretto.price.roofline import ACTION_US, FREE, op_times, sizes_of, specs_of, traffic_bytes
+from stretto.price.calls import Calls
+from stretto.price.op_cache import Timing
+from stretto.price.profiler_trace import trace_key
+from stretto.price.roofline import ACTION_US, FREE, scaled
 from stretto.price.sharing import sharing
-
-BEYOND = 4.0
-"""Work this many times below the least or above the most that was measured is still taken at the nearest op's
-rate; further away the roofline serves. Assumed."""
+from stretto.price.wanted import wanted_collectives
 
 
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """A time and how it is known: `measured`, `traced`, `fitted`, `interpolated`, `roofline` or
-    `free`."""
-
-    us: float
-    how: str
-
-
-class Pricer:
+class CalibratedPricer(AlikePricer):
     """Prices ops from a calibration."""
 
-    def __init__(self, calibration: Calibration, job: Job | None = None) -> None:
-        """job: whose ops are priced; those of it that were traced tell rates as measured ones do."""
-        self.calibration = calibration
+    def __init__(
+        self,
+        calibration: Calibration,
+        job: Job | None = None,
+        calls: Mapping[tuple[str, str], Calls] | None = None,
+    ) -> None:
+        """job: whose ops are priced; those of it that were traced tell rates as measured ones do. calls: by
+        (axis, kind), what the transport's calls add to the ops that start and await collectives."""
+        super().__init__(lambda: calibration.ops)
+        self._calibration = calibration
         self._job = job
+        self._calls = calls or {}
 
-    @cached_property
-    def _alike(self) -> dict[tuple[str, str], list[tuple[float, float]]]:
-        """(target, dtype of the first tensor) -> (work, us), ascending by work, one time each."""
-        found: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for key, timing in self.calibration.ops.items():
-            work = float(timing.flops or timing.nbytes)
-            if work and timing.us:
-                found[_family(key)][work].append(timing.us)
-        return {
-            family: sorted((work, math.exp(sum(map(math.log, us)) / len(us))) for work, us in times.items())
-            for family, times in found.items()
-        }
-
-    @cached_property
-    def _matmuls(self) -> MatmulFit:
-        return MatmulFit((key, timing.us) for key, timing in self.calibration.ops.items())
-
-    @cached_property
-    def _timings(self) -> list[Timing]:
-        """Of ops that were measured, and of the job's that were traced."""
-        found = [timing for timing in self.calibration.ops.values() if timing.us]
-        if self._job is None or not self.calibration.traced:
-            return found
-        specs, sizes = specs_of(self._job), sizes_of(self._job)
-        for op in (op for stage in self._job.stages for ops in stage.ops.values() for op in ops):
-            us = None if op.target in FREE else self.calibration.traced.get(trace_key(op, specs))
-            if us:
-                found.append(Timing(us, 0.0, op.flops, traffic_bytes(op, sizes)))
-        return found
-
-    @cached_property
-    def _roof(self) -> tuple[float, float, float]:
-        """(flops a microsecond, bytes a microsecond, shortest time). Raises UsageError with no op at all."""
-        timings = self._timings
-        if not timings:
+    def timings(self) -> Sequence[Timing]:
+        """Of ops that were measured, and of the job's that were traced. Raises UsageError for none at all."""
+        found = list(super().timings())
+        traced = self._calibration.traced
+        if self._job is not None and traced:
+            specs = specs_of(self._job)
+            for op in (op for stage in self._job.stages for ops in stage.ops.values() for op in ops):
+                us = None if op.target in FREE else traced.get(trace_key(op, specs))
+                if us:
+                    found.append(Timing(us, 0.0, op.flops, traffic_bytes(op, specs)))
+        if not found:
             raise UsageError(
-                f"{self.calibration.name} holds no time of any op of the job, nor of others to price them "
+                f"{self._calibration.name} holds no time of any op of the job, nor of others to price them "
                 "from: run `stretto calibrate` with the plan, or without any for a sweep"
             )
-        flops = max((t.flops / t.us for t in timings), default=0.0)
-        rate = max((t.nbytes / t.us for t in timings), default=0.0)
-        return flops or math.inf, rate or math.inf, min(t.us for t in timings)
+        return found
 
-    def price(self, op: Op, specs: Mapping[str, TensorSpec], sizes: dict[str, int]) -> Priced:
-        """One op's time on the compute lane, without the call of the transport that starts a collective."""
-        if op.target in FREE:
-            return Priced(0.0, "free")
-        key = signature(op, specs)
-        exact = self.calibration.ops.get(key)
-        if exact is not None:
-            return Priced(exact.us, "measured")
-        if self.calibration.traced:
-            us = self.calibration.traced.get(trace_key(op, specs))
-            if us is not None:
-                return Priced(us, "traced")
-        us = self._matmuls.us(key)
-        if us is not None:
-            return Priced(us, "fitted")
-        moved = traffic_bytes(op, sizes)
-        us = _between(self._alike.get(_family(key), []), float(op.flops or moved))
-        if us is not None:
-            return Priced(us, "interpolated")
-        flops_per_us, bytes_per_us, least_us = self._roof
-        # The start of a gather or a scatter makes a buffer, and moves nothing.
-        if op.alias is not None or (op.target in STARTS and op.target != "comm.all_reduce"):
-            return Priced(least_us, "roofline")
-        return Priced(max(least_us, op.flops / flops_per_us, moved / bytes_per_us), "roofline")
+    def look_up(self, op: Op, specs: Specs, key: str) -> Priced | None:
+        """Measured, or else traced."""
+        known = super().look_up(op, specs, key)
+        traced = self._calibration.traced
+        us = traced.get(trace_key(op, specs)) if known is None and traced else None
+        return known if us is None else Priced(us, "traced")
+
+    def price(self, op: Op, specs: Specs) -> Priced:
+        """As `Pricer.price`."""
+        found, asked = super().price(op, specs), op.collective
+        calls = None if asked is None else self._calls.get((asked.axis, asked.kind))
+        if asked is None or calls is None:
+            return found
+        return replace(found, us=found.us + calls.starting_us(asked.nbytes))
+
+    def finish_us(self, asked: Collective) -> float:
+        """As `Pricer.finish_us`."""
+        calls = self._calls.get((asked.axis, asked.kind))
+        return 0.0 if calls is None else calls.finishing_us(asked.nbytes)
+
+
+def calibrated_pricer(job: Job, schedule: Schedule, calibration: Calibration) -> CalibratedPricer:
+    """What prices the ops of a job, and of what passes make of it, with the transport's calls."""
+    groups = _groups(job, schedule, calibration)
+    return CalibratedPricer(calibration, job, {key: group.calls for key, group in groups.items()})
 
 
 def priced_ops(job: Job, calibration: Calibration) -> dict[tuple[int, str], Priced]:
@@ -133,13 +95,7 @@ def priced_ops(job: Job, calibration: Calibration) -> dict[tuple[int, str], Pric
 
     Raises UsageError when an op is not known and there is nothing to go by.
     """
-    pricer, specs, sizes = Pricer(calibration, job), specs_of(job), sizes_of(job)
-    return {
-        (stage.index, op.name): pricer.price(op, specs, sizes)
-        for stage in job.stages
-        for ops in stage.ops.values()
-        for op in ops
-    }
+    return price_list(job, CalibratedPricer(calibration, job))
 
 
 def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Costs:
@@ -155,14 +111,9 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
             f"device={calibration.machine.kind!r}, or give a calibration of a {job.device} device"
         )
     mesh = Mesh((("pp", schedule.ranks), *job.axes))
-    ops = priced_ops(job, calibration)
-    groups = {
-        (wanted.axis, wanted.kind): find_group(calibration, mesh, wanted.axis, wanted.kind)
-        for wanted in wanted_collectives(job)
-    }
-
-    on_lane = calls_us(job, {key: group.calls for key, group in groups.items()})
-    times = op_times(job, lambda stage, op: ops[stage, op.name].us + on_lane.get((stage, op.name), 0.0))
+    groups = _groups(job, schedule, calibration)
+    ops = price_list(job, calibrated_pricer(job, schedule, calibration))
+    times = {key: priced.us for key, priced in ops.items()}
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     stride = mesh.world // schedule.ranks
     links = {(a, b): find_link(calibration, abs(a - b) * stride) for a, b in pairs if a != b}
@@ -187,6 +138,15 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
         ranks.unsteady,
         {key: priced.how for key, priced in ops.items() if priced.how != "free"},
     )
+
+
+def _groups(job: Job, schedule: Schedule, calibration: Calibration) -> dict[tuple[str, str], GroupTiming]:
+    """(axis, kind) -> the group that serves it, for what the job wants."""
+    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    return {
+        (wanted.axis, wanted.kind): find_group(calibration, mesh, wanted.axis, wanted.kind)
+        for wanted in wanted_collectives(job)
+    }
 
 
 def find_group(calibration: Calibration, mesh: Mesh, axis: str, kind: str) -> GroupTiming:
@@ -219,24 +179,3 @@ def find_link(calibration: Calibration, stride: int) -> LinkTiming:
             "without --ops-only"
         )
     return min(calibration.links, key=lambda link: abs(math.log2(link.stride / stride)))
-
-
-def _family(key: str) -> tuple[str, str]:
-    """(target, dtype of the first tensor) of a signature."""
-    target, _, rest = key.partition("(")
-    return target, rest.partition("[")[0].lstrip("[")
-
-
-def _between(points: list[tuple[float, float]], work: float) -> float | None:
-    """Time for `work` by points (work, us), on logarithmic scales; None when they are too far away."""
-    if not points or work <= 0 or not points[0][0] / BEYOND <= work <= points[-1][0] * BEYOND:
-        return None
-    at = bisect.bisect_left(points, (work, 0.0))
-    if at == 0:
-        # Less work may take as long: small ops are all overhead.
-        return points[0][1]
-    if at == len(points):
-        return points[-1][1] * work / points[-1][0]
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
-    share = math.log(work / x0) / math.log(x1 / x0)
-    return math.exp(math.log(y0) + share * math.log(y1 / y0))

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.ir.prices import signature
 from stretto.ir.program import Const, Op, Ref, TensorSpec
-from stretto.measure import op_cache
-from stretto.measure.op_cache import Machine, OpCache, Timing, cache_folder, signature
+from stretto.price import op_cache
+from stretto.price.op_cache import Machine, OpCache, Timing, cache_folder
 
 HERE = Machine("A processor (with signs) @ 2.6", "2.13.0", 2)
 MM = Timing(12.5, 0.02, 4096, 8192)

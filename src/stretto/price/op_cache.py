@@ -1,9 +1,8 @@
 """Op times that were measured once and kept: on disk, by op and shapes, for each device and PyTorch.
 
-A key is an op's signature: target, shapes, dtypes and strides of what it reads, and its other arguments. What
-else decides a time is the file: device, PyTorch's version, threads. Files lie in the user's cache folder
-(`$XDG_CACHE_HOME`, else `~/.cache`) under `stretto/ops`; they are written whole or not at all, and a damaged
-one is told of and made anew.
+A key is an op's signature (`stretto.ir.prices`). What else decides a time is the file: device, PyTorch's
+version, threads. Files lie in the user's cache folder (`$XDG_CACHE_HOME`, else `~/.cache`) under
+`stretto/ops`; they are written whole or not at all, and a damaged one is told of and made anew.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from pathlib import Path
 
 from stretto.errors import StrettoError, UsageError
 from stretto.files.whole_file import write_file
-from stretto.ir.program import Arg, Const, Op, Ref, TensorSpec
 from stretto.ir.reading import Cursor, read_json
 
 VERSION = 2
@@ -50,25 +48,6 @@ class Machine:
 
     def __str__(self) -> str:
         return f"{self.device}, PyTorch {self.torch}, {self.threads} thread{'s' if self.threads != 1 else ''}"
-
-
-def signature(op: Op, specs: Mapping[str, TensorSpec]) -> str:
-    """An op's key: `aten.mm.default(float32[64,128], float32[128,512]{1,128})`.
-
-    specs: value name -> shape; a value that is no single tensor stands as `?`.
-    """
-
-    def text(arg: Arg) -> str:
-        if isinstance(arg, Ref):
-            return str(specs.get(arg.name, "?"))
-        if isinstance(arg, Const):
-            return f"{arg.kind}:{arg.text}"
-        if isinstance(arg, tuple):
-            return f"[{', '.join(map(text, arg))}]"
-        return repr(arg)
-
-    arguments = [text(arg) for arg in op.args] + [f"{key}={text(arg)}" for key, arg in op.kwargs]
-    return f"{op.target}({', '.join(arguments)})"
 
 
 def cache_folder() -> Path:

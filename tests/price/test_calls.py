@@ -8,7 +8,7 @@ import pytest
 
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import SpanKind
-from stretto.measure.calls import Calls, calls_us, line_through
+from stretto.price.calls import Calls, calls_us, line_through
 from stretto.simulate import simulate
 from tests.price.comm_job import comm_job
 from tests.simulate.test_engine import schedule

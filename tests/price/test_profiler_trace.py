@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 import stretto
 from stretto.capture.trace import trace as capture
 from stretto.ir.flow import PHASES
-from stretto.measure.op_cache import Machine
-from stretto.measure.profiler_trace import read_profiler_trace, read_trace
 from stretto.price.calibration import Calibration
+from stretto.price.op_cache import Machine
 from stretto.price.priced import priced_ops
+from stretto.price.profiler_trace import read_profiler_trace, read_trace
 from tests.capture.zoo import mean_square
 from tests.runtime.equality import evenly
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import UsageError
-from stretto.measure.nccl_tests import read_nccl_tests
 from stretto.price.collectives import Collective
+from stretto.price.nccl_tests import read_nccl_tests
 
 RANKS = "\n".join(
     f"#  Rank {r:2d} Group  0 Pid   68{r:02d} on    node-0 device  {r} [0000:0{r}:00] NVIDIA H100 80GB HBM3"

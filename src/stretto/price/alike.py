@@ -1,0 +1,194 @@
+"""Prices by what is alike: ops that were measured, and those like them.
+
+An op's time, the first that is known:
+
+    measured      an op of the same signature
+    fitted        a matrix product like others of its op, dtype and layout (`stretto.price.matmul_fit`)
+    interpolated  ops of the same target and dtype with less and with more work (arithmetic, or bytes where
+                  there is none): the time between theirs, on logarithmic scales
+    roofline      the best rates that any measured op reached, and the shortest time of one
+
+Touches no device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from statistics import fmean
+
+from stretto.ir.costs import Costs
+from stretto.ir.prices import FREE as FREE_WORD
+from stretto.ir.prices import Priced, Pricer, Specs, signature, specs_of, traffic_bytes
+from stretto.ir.program import STARTS, WAIT, Collective, Job, Op
+from stretto.price.matmul_fit import MatmulFit
+from stretto.price.op_cache import Timing
+from stretto.price.roofline import FREE
+
+BEYOND = 4.0
+"""Work this many times below the least or above the most that was measured is still taken at the nearest op's
+rate; further away the roofline serves. Assumed."""
+
+
+class AlikePricer(Pricer):
+    """Prices ops from times by signature."""
+
+    def __init__(self, known: Callable[[], Mapping[str, Timing]]) -> None:
+        """known: is asked when the first op is priced."""
+        self._known = known
+
+    @cached_property
+    def _ops(self) -> Mapping[str, Timing]:
+        return self._known()
+
+    @cached_property
+    def _alike(self) -> dict[tuple[str, str], list[tuple[float, float]]]:
+        """(target, dtype of the first tensor) -> (work, us), ascending by work, one time each."""
+        found: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for key, timing in self._ops.items():
+            work = float(timing.flops or timing.nbytes)
+            if work and timing.us:
+                found[_family(key)][work].append(timing.us)
+        return {
+            family: sorted((work, math.exp(sum(map(math.log, us)) / len(us))) for work, us in times.items())
+            for family, times in found.items()
+        }
+
+    @cached_property
+    def _matmuls(self) -> MatmulFit:
+        return MatmulFit((key, timing.us) for key, timing in self._ops.items())
+
+    @cached_property
+    def _roof(self) -> tuple[float, float, float]:
+        """(flops a microsecond, bytes a microsecond, shortest time)."""
+        timings = self.timings()
+        flops = max((t.flops / t.us for t in timings), default=0.0)
+        rate = max((t.nbytes / t.us for t in timings), default=0.0)
+        return flops or math.inf, rate or math.inf, min((t.us for t in timings), default=0.0)
+
+    def timings(self) -> Sequence[Timing]:
+        """Those that tell rates."""
+        return [timing for timing in self._ops.values() if timing.us]
+
+    def look_up(self, op: Op, specs: Specs, key: str) -> Priced | None:
+        """The price of an op that was measured."""
+        exact = self._ops.get(key)
+        return None if exact is None else Priced(exact.us, "measured")
+
+    def view_us(self) -> float:
+        """What a view takes that is like no other."""
+        return self._roof[2]
+
+    def least_us(self) -> float | None:
+        """What an op takes that has next to no work; None where that is not known better than by the least
+        of its kind."""
+        return None
+
+    def price(self, op: Op, specs: Specs) -> Priced:
+        """As `Pricer.price`."""
+        key = signature(op, specs)
+        known = self.look_up(op, specs, key)
+        if known is not None or op.target in FREE:
+            return known or Priced(0.0, FREE_WORD)
+        us = self._matmuls.us(key)
+        if us is not None:
+            return Priced(us, "fitted")
+        moved = traffic_bytes(op, specs)
+        us = _between(self._alike.get(_family(key), []), float(op.flops or moved), self.least_us())
+        if us is not None:
+            return Priced(us, "interpolated")
+        flops_per_us, bytes_per_us, least_us = self._roof
+        if op.alias is not None:
+            return Priced(self.view_us(), "roofline")
+        # The start of a gather or a scatter makes a buffer, and moves nothing.
+        if op.target in STARTS and op.target != "comm.all_reduce":
+            return Priced(least_us, "roofline")
+        return Priced(max(least_us, op.flops / flops_per_us, moved / bytes_per_us), "roofline")
+
+
+class ListedPricer(AlikePricer):
+    """Prices ops by a job's own price list. Times are rounded as a file of them would be, so that ranks with
+    other arithmetic units have the same."""
+
+    def __init__(self, job: Job, costs: Costs) -> None:
+        super().__init__(self._by_signature)
+        self._job = job
+        self._listed = [
+            (op, costs.op_us[stage.index, op.name])
+            for stage in job.stages
+            for op in (op for ops in stage.ops.values() for op in ops)
+            if (stage.index, op.name) in costs.op_us
+        ]
+
+    def _by_signature(self) -> dict[str, Timing]:
+        """The mean of ops of one signature."""
+        specs = specs_of(self._job)
+        found: dict[str, list[tuple[Op, float]]] = defaultdict(list)
+        for op, us in self._listed:
+            found[signature(op, specs)].append((op, us))
+        return {
+            key: Timing(fmean(us for _, us in same), 0.0, same[0][0].flops, traffic_bytes(same[0][0], specs))
+            for key, same in found.items()
+        }
+
+    def look_up(self, op: Op, specs: Specs, key: str) -> Priced | None:
+        """What is on the list is known as the list's source says."""
+        known = super().look_up(op, specs, key)
+        return None if known is None else replace(known, how="")
+
+    def least_us(self) -> float:
+        """The shortest that is listed: a part of an op pays it as well."""
+        return self._roof[2]
+
+    def view_us(self) -> float:
+        """The shortest that is listed: views move nothing."""
+        return min((us for op, us in self._listed if op.alias is not None and op.target != WAIT), default=0.0)
+
+    def price(self, op: Op, specs: Specs) -> Priced:
+        """As `Pricer.price`."""
+        found = super().price(op, specs)
+        return replace(found, us=round(found.us, 3))
+
+    def finish_us(self, asked: Collective) -> float:
+        """That of the listed waits for those about as large."""
+        known = self._waits.get((asked.axis, asked.kind))
+        if known is None:
+            return 0.0
+        return round(fmean(known[min(known, key=lambda nbytes: abs(nbytes - asked.nbytes))]), 3)
+
+    @cached_property
+    def _waits(self) -> dict[tuple[str, str], dict[int, list[float]]]:
+        """(axis, kind) -> bytes -> listed times of waits."""
+        asked = {op.name: op.collective for s in self._job.stages for ops in s.ops.values() for op in ops}
+        found: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for op, us in self._listed:
+            one = asked.get(op.uses[0]) if op.target == WAIT else None
+            if one is not None:
+                found[one.axis, one.kind][one.nbytes].append(us)
+        return found
+
+
+def _family(key: str) -> tuple[str, str]:
+    """(target, dtype of the first tensor) of a signature."""
+    target, _, rest = key.partition("(")
+    return target, rest.partition("[")[0].lstrip("[")
+
+
+def _between(points: list[tuple[float, float]], work: float, least_us: float | None) -> float | None:
+    """Time for `work` by points (work, us), on logarithmic scales; None when they are too far away."""
+    if not points or work <= 0 or not points[0][0] / BEYOND <= work <= points[-1][0] * BEYOND:
+        return None
+    at = bisect.bisect_left(points, (work, 0.0))
+    if at == 0:
+        # Less work may take as long: small ops are all overhead.
+        least_work, us = points[0]
+        return us if least_us is None else least_us + (us - least_us) * work / least_work
+    if at == len(points):
+        return points[-1][1] * work / points[-1][0]
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    share = math.log(work / x0) / math.log(x1 / x0)
+    return math.exp(math.log(y0) + share * math.log(y1 / y0))

@@ -1,0 +1,71 @@
+"""Ops that passes make are priced by what they are, from a list of prices, equal on all ranks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+import stretto
+from stretto.ir.action import Phase
+from stretto.ir.costs import Costs
+from stretto.ir.prices import signature, specs_of
+from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.passes.recompute import repeat
+from stretto.planning.costs import costs_of, listed, prices_of
+from stretto.price.alike import ListedPricer
+from stretto.price.cluster import describe
+from stretto.schedule.families import make_schedule
+from tests.price.comm_job import comm_job
+
+
+def measured(job: Job) -> Costs:
+    """Times with noise, as if every op had been measured."""
+    noise = random.Random(3)
+    costs = costs_of(job, make_schedule("1f1b", 2, 2), stretto.Cluster())
+    return replace(costs, op_us={key: us * noise.uniform(0.9, 1.1) for key, us in costs.op_us.items()})
+
+
+def test_neither_names_nor_places_make_a_price() -> None:
+    job = comm_job(2, tp=2, rows=32, hidden=64)
+    prices, specs = listed(job, measured(job)), specs_of(job)
+    for op in job.stages[0].ops[Phase.F]:
+        moved = replace(op, name="elsewhere", module="another.module")
+        assert prices.us(moved, specs) == prices.us(op, specs)
+    first, second = (s.ops[Phase.F][0] for s in job.stages)
+    assert signature(first, specs) == signature(second, specs)
+    assert prices.us(first, specs) == prices.us(second, specs)
+
+
+def test_parts_of_products_and_collectives_take_parts_of_the_time() -> None:
+    job = comm_job(2, tp=2, rows=128, hidden=256)
+    costs, specs = measured(job), specs_of(job)
+    pricer = ListedPricer(job, costs)
+    whole = next(op for op in job.stages[0].ops[Phase.F] if op.flops)
+    (rows, inner), (_, columns) = (specs[name].shape for name in whole.uses)
+    shapes = (rows, inner), (inner, columns // 2), (rows, columns // 2)
+    x, w, y = (TensorSpec(shape, "float32") for shape in shapes)
+    half = Op("y", whole.target, (Ref("x"), Ref("w")), (), (y,), flops=whole.flops // 2)
+    assert 0.3 < pricer.price(half, {"x": x, "w": w}).us / pricer.price(whole, specs).us < 0.8
+    asked = next(op.collective for op in job.stages[0].ops[Phase.F] if op.collective is not None)
+    assert pricer.finish_us(asked) == 0.0
+
+
+@pytest.mark.parametrize("cluster", ["h100x8", "flat"])
+def test_what_is_described_prices_what_passes_make_as_the_job(cluster: str) -> None:
+    job = comm_job(2, tp=2, rows=32, hidden=64)
+    found = describe(stretto.Cluster() if cluster == "flat" else cluster)
+    prices = prices_of(job, make_schedule("1f1b", 2, 2), found)
+    made = repeat(job, {0: [op.name for op in job.stages[0].ops[Phase.F]]})
+    assert made != job
+    assert prices.costs_of(made) == prices_of(made, make_schedule("1f1b", 2, 2), found).costs_of(made)
+
+
+def test_equal_lists_give_equal_prices() -> None:
+    job = comm_job(2, tp=2, rows=32, hidden=64)
+    made = repeat(job, {0: [op.name for op in job.stages[0].ops[Phase.F]]})
+    costs = measured(job)
+    backwards = replace(costs, op_us=dict(reversed(costs.op_us.items())))
+    assert listed(job, costs).costs_of(made) == listed(job, backwards).costs_of(made)
+    assert listed(job, costs).costs_of(made).op_us.items() >= costs.op_us.items()
