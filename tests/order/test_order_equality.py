@@ -33,7 +33,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 COLLECTIVE_US = 100.0
-"""Long enough for windows to gain what lets them come first (`stretto.planning.candidates.WORTH`)."""
+"""Long enough for windows to gain what lets them come first (`stretto.planning.tries.WORTH`)."""
 
 
 def costs_of(job: Job) -> Costs:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.ir.plan import ItemKind
-from stretto.planning.candidates import communicates
 from stretto.planning.make_plan import make_plan
+from stretto.planning.variants import communicates
 from stretto.schedule.families import FAMILIES
 from stretto.verify import verify
 from tests.synthetic_comm import make_comm_costs

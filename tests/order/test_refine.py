@@ -15,7 +15,7 @@ from stretto.ir.serialize import plan_to_text
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.order import NOTHING, Arranger, Outside, list_order, make_graph, refine, replay
 from stretto.order.observed import PARTS, observe
-from stretto.planning import candidates
+from stretto.planning import tries, windows
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
@@ -93,16 +93,16 @@ def test_the_search_gains_is_proved_and_gives_equal_plans(monkeypatch: pytest.Mo
     draw = random.Random(0)
     costs = replace(costs, op_us={op: us * draw.uniform(0.3, 1.7) for op, us in costs.op_us.items()})
     # One window a rank is better than any pairs here.
-    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: None)
+    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us: None)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     verify(plan)
     assert plan_to_text(plan) == plan_to_text(make_plan(job, costs, schedule="1f1b", overlap="window"))
     with monkeypatch.context() as patch:
-        patch.setattr(candidates, "PROMISING", 0)
+        patch.setattr(tries, "PROMISING", 0)
         without = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert step_us(plan) < 0.99 * step_us(without)
     # What gains less than is asked of it is not taken.
-    monkeypatch.setattr(candidates, "REFINED", 0.9 * step_us(plan) / step_us(without))
+    monkeypatch.setattr(tries, "REFINED", 0.9 * step_us(plan) / step_us(without))
     assert step_us(make_plan(job, costs, schedule="1f1b", overlap="window")) == step_us(without)
 
 

@@ -24,7 +24,7 @@ from stretto.order.whole_step.justify import justify
 from stretto.order.whole_step.moves import move_ops
 from stretto.order.whole_step.rank_step import Whole, make_whole
 from stretto.order.whole_step.walk import Chosen
-from stretto.planning import candidates
+from stretto.planning import windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
@@ -433,7 +433,7 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch
     text = plan_to_text(plan)
     assert text == plan_to_text(make_plan(job, costs, schedule="1f1b", overlap="window"))
     assert plan_from_text(text) == plan
-    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: None)
+    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us: None)
     assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
 
 
@@ -442,13 +442,13 @@ def test_the_only_rank_of_a_pipeline_may_have_one_window_too(monkeypatch: pytest
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert [window.shares for window in plan.windows.values()] == [(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10)]
     verify(plan)
-    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: None)
+    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us: None)
     assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
 
 
 def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Plan] = []
-    monkeypatch.setattr(candidates, "order_together", lambda plan, bound_us: asked.append(plan))
+    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us: asked.append(plan))
 
     def tried(job: Job, costs: Costs, schedule: str = "1f1b") -> bool:
         asked.clear()

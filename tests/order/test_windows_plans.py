@@ -17,10 +17,10 @@ from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import arrange, legal_order, list_order, register
 from stretto.order.depend import WindowGraph
 from stretto.planning.across import across, split_stages
-from stretto.planning.candidates import Candidate, why_less
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import pair
+from stretto.planning.tries import Tried, why_less
 from stretto.schedule.families import make_schedule
 from stretto.verify import verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs
@@ -89,8 +89,8 @@ def test_windows_that_gain_less_than_costs_can_tell_are_not_taken() -> None:
 
 
 def test_a_window_that_was_refused_is_not_called_too_little() -> None:
-    def candidate(overlap: OverlapMode, step_us: float) -> Candidate:
-        return Candidate(overlap, step_us, lambda: pytest.fail("nothing is made"))
+    def candidate(overlap: OverlapMode, step_us: float) -> Tried:
+        return Tried((), overlap, step_us)
 
     local = candidate("local", 100.0)
     for step_us, why in (

@@ -16,8 +16,8 @@ from stretto.ir.curve import Curve
 from stretto.ir.program import Edge, Job
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 from stretto.passes.messages_in_parts import messages_in_parts
-from stretto.planning.costs import listed
 from stretto.planning.make_plan import make_plan
+from stretto.schedule.families import make_schedule
 from stretto.verify import verify
 from tests.capture.test_borders import SKIPS_BATCH, Skips, job_of, kinds, skips_job, skips_loss
 from tests.parallelize.test_tensor_equality import (
@@ -30,6 +30,7 @@ from tests.parallelize.test_tensor_equality import (
     loss_of,
     step,
 )
+from tests.passes.steps import after
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -54,13 +55,8 @@ def quick(job: Job) -> Costs:
     return costs_of(job, link=10.0, gather=1000.0)
 
 
-def places(job: Job) -> tuple[int, ...]:
-    return tuple(range(len(job.stages)))
-
-
 def cut_of(job: Job, costs: Costs) -> Job:
-    made = messages_in_parts(job, costs, places(job))
-    priced = listed(job, costs).costs_of(made)
+    made, priced = after(messages_in_parts, job, costs)
     starts = {
         (s.index, op.name) for s in made.stages for ops in s.ops.values() for op in ops if op.collective
     }
@@ -141,7 +137,8 @@ def test_cut_where_it_relieves_the_busiest_card() -> None:
 
 def test_what_stays_on_its_rank_stays_whole() -> None:
     job = whole(gpt().double())
-    assert messages_in_parts(job, quick(job), (0, 0)) is job
+    here = replace(make_schedule("1f1b", 2, job.microbatches), stage_ranks=(0, 0))
+    assert after(messages_in_parts, job, quick(job), here)[0] is job
 
 
 def test_what_need_not_or_cannot_be_cut_stays() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,14 +19,15 @@ from stretto.ir.flow import PHASES
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.recompute import is_repeated
+from stretto.passes.recompute_choice import recomputed
 from stretto.planning.costs import listed
 from stretto.planning.make_plan import choose_schedule
-from stretto.planning.recomputed import recomputed
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.verify import verify
 from stretto.verify.memory import peak_bytes
 from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of
+from tests.passes.steps import after
 from tests.runtime.equality import lowered, made_up_costs
 
 DROPPING = GPTConfig(vocab_size=64, layers=3, hidden=32, heads=4, context=8, dropout=0.2)
@@ -74,11 +76,11 @@ def peaks(job: Job, costs: Costs, schedule: str) -> list[int]:
 
 
 def changed(job: Job, schedule: str, choice: str | int) -> Job:
-    order = choose_schedule(job, schedule=schedule)
+    costs, order = made_up_costs(job), choose_schedule(job, schedule=schedule)
+    prices = listed(job, costs)
     wish = replace(job, recompute=choice)
-    return recomputed(wish, listed(job, made_up_costs(job)), order, None, lambda j, c: peaks(j, c, schedule))[
-        0
-    ]
+    again = partial(recomputed, within="off")
+    return after(again, wish, costs, order, lambda made: peaks(made, prices.costs_of(made), schedule))[0]
 
 
 def halfway(job: Job, schedule: str) -> list[int]:

@@ -12,12 +12,12 @@ import torch
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import Job
-from stretto.passes.split_ops import chains, split_for_overlap
-from stretto.planning.costs import listed
+from stretto.passes.split_ops import chains, split_products
 from stretto.planning.make_plan import make_plan
 from stretto.runtime.local import run_threads
 from stretto.verify import verify
 from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of
+from tests.passes.steps import after
 from tests.passes.test_passes import job_of, ops_of
 from tests.runtime.equality import plain
 
@@ -68,9 +68,7 @@ def test_every_sum_that_a_product_makes_can_be_cut(sp: bool) -> None:
 )
 def test_cut_when_and_only_when_it_pays(more: dict[str, float], pays: bool) -> None:
     job = job_of("gpt", 2)
-    prices = listed(job, costs_of(job, **more))
-    cut = split_for_overlap(job, prices)
-    costs = prices.costs_of(cut)
+    cut, costs = after(split_products, job, costs_of(job, **more))
     assert bool(parts_of(cut)) is pays
     assert (cut is job) is not pays
     assert {(0, op.name) for op in ops_of(cut)} <= costs.op_us.keys()
@@ -83,7 +81,7 @@ def test_the_best_number_of_parts_grows_with_less_overhead() -> None:
     job = job_of("gpt", 2)
     counts = []
     for latency_us in (300.0, 0.0):
-        cut = split_for_overlap(job, listed(job, costs_of(job, latency_us=latency_us)))
+        cut, _ = after(split_products, job, costs_of(job, latency_us=latency_us))
         counts.append(sum(op.collective is not None for op in ops_of(cut)))
     assert counts[0] < counts[1]
 
@@ -120,9 +118,7 @@ def test_a_plan_is_cut_only_when_asked_and_when_it_is_faster() -> None:
 )
 def test_numbers_stay(name: str, tp: int, sp: bool, pp: int) -> None:
     job = job_of(name, tp, sp, pp)
-    prices = listed(job, costs_of(job))
-    cut = split_for_overlap(job, prices)
-    costs = prices.costs_of(cut)
+    cut, costs = after(split_products, job, costs_of(job))
     assert parts_of(cut)
     plan = make_plan(cut, costs, schedule="1f1b", overlap="local")
     verify(plan)

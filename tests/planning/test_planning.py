@@ -14,8 +14,8 @@ from stretto.capture.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import Job
+from stretto.passes.step import Context, Step
 from stretto.planning import make_plan as planning
-from stretto.planning.candidates import Candidate
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from tests.runtime.equality import (
@@ -132,14 +132,14 @@ def test_a_slower_plan_is_taken_where_waiting_at_once_is_refused(monkeypatch: py
     want = make_plan(job, costs, overlap="local", order="list")
     assert want.overlap == "local"
 
-    def finished(candidate: Candidate, max_bytes: int | None) -> Plan:
-        if candidate.overlap == "off":
+    def finished(step: Step, context: Context) -> Plan:
+        if step.overlap == "off":
             raise stretto.PlanError("refused", ["rank 0 holds too much"])
-        return real(candidate, max_bytes)
+        return real(step, context)
 
     real = planning._finished
     monkeypatch.setattr(planning, "_finished", finished)
-    monkeypatch.setattr(planning, "_slower", lambda made, candidate, off: True)
+    monkeypatch.setattr(planning, "_slower", lambda made, off: True)
     assert make_plan(job, costs, overlap="local", order="list") == want
 
 

@@ -33,6 +33,7 @@ from stretto.ir.varying import varying_in_job
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
 from stretto.passes.rows import divides, gather, part_of, rows_of
+from stretto.passes.step import Context, Step
 
 GATHER = "all_gather"
 
@@ -44,19 +45,21 @@ RELIEF = 0.98
 """Of the busiest card's load, what is left at most where values are cut for it. Assumed, likewise."""
 
 
-def messages_in_parts(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Job:
-    """The job with such messages in parts; the job itself where nothing is cut.
+def messages_in_parts(step: Step, context: Context) -> Step:
+    """The step with such messages in parts.
 
-    stage_ranks: the rank of each stage. The same for every order of these stages, so that overlap modes
-    stay bitwise equal. Raises PlanError for collectives without a cost.
+    The same for every order of the stages, so that overlap modes stay bitwise equal. Raises PlanError for
+    collectives without a cost.
     """
+    job, stage_ranks = step.job, step.schedule.stage_ranks
     if not job.message_parts or job.size(AXIS) == 1:
-        return job
+        return step
+    costs = context.costs_of(job)
     crossing = [edge for edge in job.edges if stage_ranks[edge.source] != stage_ranks[edge.target]]
     values = _values(job, costs, crossing)
     chosen = _chosen(job, costs, stage_ranks, crossing, values)
     cut = [edge for edge in crossing if edge.value in chosen]
-    return _in_parts(job, cut) if cut else job
+    return replace(step, job=_in_parts(job, cut)) if cut else step
 
 
 def _values(job: Job, costs: Costs, crossing: Sequence[Edge]) -> list[str]:

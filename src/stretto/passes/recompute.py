@@ -49,7 +49,9 @@ def repeat(job: Job, again: Mapping[int, Collection[str]]) -> Job:
 
 def forget(job: Job) -> Job:
     """The job as it was before `repeat`: without the repeated ops."""
-    return replace(job, stages=tuple(_forget(stage) for stage in job.stages))
+    stages = tuple(_forget(stage) for stage in job.stages)
+    same = all(new is old for new, old in zip(stages, job.stages, strict=True))
+    return job if same else replace(job, stages=stages)
 
 
 def is_repeated(op: Op) -> bool:

@@ -15,16 +15,18 @@ is chosen here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.program import Job, Stage
+from stretto.ir.program import Job, OverlapMode, Stage
 from stretto.passes.gather_again import gathers
 from stretto.passes.recompute import forget, repeat, storages
 from stretto.passes.recompute_blocks import Blocks, borders
 from stretto.passes.recompute_steps import StageChoice, merged
+from stretto.passes.step import Context, Step
 
 SELECTIVE_SHARE = 0.05
 """Time that "selective" may add to a stage's ops. Assumed: elementwise ops and the attention's core of a
@@ -38,6 +40,22 @@ WORDS = ("none", "selective", "full", "gathers")
 
 Peaks = Callable[[Job], Sequence[int]]
 """The most bytes that each rank holds when the job is planned."""
+
+
+def recomputed(step: Step, context: Context, *, within: OverlapMode) -> Step:
+    """The step whose backward computes again what `job.recompute` says. within: the overlap with which a
+    limit must be kept.
+
+    Raises PlanError for a limit that cannot be kept, UsageError for an unknown choice.
+    """
+    job = step.job
+
+    def peaks(made: Job) -> Sequence[int]:
+        return context.peaks(replace(step, job=made), within)
+
+    made = recompute(job, job.recompute, context.costs_of(job), step.schedule, peaks)
+    limits = [limit for limit in (job.recompute, step.max_bytes) if isinstance(limit, int)]
+    return replace(step, job=made, max_bytes=min(limits, default=None))
 
 
 def recompute(

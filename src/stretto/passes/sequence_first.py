@@ -8,8 +8,8 @@ those of its backward. (Attention mixes the tokens of a sequence: it needs them 
     1. Find joins (gathered, copied into the batch's order) and cuts (copied out of it, scattered).
     2. From every join, find the values that have a row for each token, through what makes them and what
        uses them. The order may change when each op is one that treats all rows alike, or sums over all of
-       them (a weight's gradient, whose two factors then have the same order), and the ends are joins and
-       cuts.
+       them (a weight's gradient, whose two factors then have the same order), as `stretto.ir.dims` says, and
+       the ends are joins and cuts.
     3. There, the copies become views. No shape changes.
 
 Sums over rows are regrouped: weights' gradients differ in the last bits.
@@ -18,27 +18,16 @@ Sums over rows are regrouped: weights' gradients differ in the last bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, TensorSpec
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import live, rebuilt
 
-POINTWISE = frozenset(
-    f"aten.{name}"
-    for name in (
-        *(f"{op}.{kind}" for op in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")),
-        *(
-            f"{op}.default"
-            for op in ("neg", "exp", "tanh", "sigmoid", "relu", "gelu", "silu", "erf", "rsqrt")
-        ),
-        *(f"{op}_backward.default" for op in ("gelu", "silu", "tanh", "sigmoid", "threshold")),
-        *("pow.Tensor_Scalar", "clone.default", "_to_copy.default", "detach.default", "alias.default"),
-        *("where.self", "le.Scalar", "gt.Scalar", "lt.Scalar", "ge.Scalar"),
-    )
-)
-"""Element by element: each result depends on its own row alone."""
+Rows = tuple[int, int]
+"""Which dims of a value together are the rows: from the first up to the second."""
 
 
 def sequence_first(graph: Graph) -> Graph:
@@ -94,32 +83,32 @@ class _Search:
     def copies_around(self, join: str) -> dict[str, Op]:
         """Steps 2 and 3 from one join: copy -> the view that takes its place; {} when the order must stay."""
         sizes = self.joins[join]
-        rows = math.prod(sizes)
         if join in self.seen:
             return {}
-        found = {join}
-        todo = [join]
+        spread = _Spread(self.made, self.specs, math.prod(sizes))
+        found, todo = spread.rows, spread.todo
+        spread.leading(join)
         ends: list[str] = []
         while todo:
             name = todo.pop()
             if name in self.seen or name in self.graph.roots:
-                self.seen |= found
+                self.seen |= found.keys()
                 return {}
             self.seen.add(name)
             if name in self.joins:
                 ends.append(name)
                 fits = self.joins[name] == sizes
             else:
-                fits = self._spread(self.made[name], rows, found, todo)
+                fits = spread.made_by(self.made[name])
             for user in self.users.get(name, ()):
                 cut = self._cut_of(user)
                 if cut is None:
-                    fits = fits and self._through(user, name, rows, found, todo)
+                    fits = fits and spread.used_by(user, name)
                 else:
                     ends.append(cut)
-                    fits = fits and self.cuts[cut] == sizes
+                    fits = fits and self.cuts[cut] == sizes and found[name][0] == 0
             if not fits:
-                self.seen |= found
+                self.seen |= found.keys()
                 return {}
         return {end: self._as_view(end) for end in ends}
 
@@ -140,82 +129,81 @@ class _Search:
         args = (view.args[0], spec.shape)
         return replace(op, target=VIEW, args=args, kwargs=(), alias=view.args[0].name)
 
-    def _through(self, op: Op, name: str, rows: int, found: set[str], todo: list[str]) -> bool:
-        """Whether a user allows another order of rows; what else has rows thereby is to be looked at."""
-        if op.random:
-            return False
-        if op.target == "aten.t.default":
-            # Transposed, it is for products that sum over all rows: weights' gradients.
-            return op.name not in self.graph.roots and all(
-                user.target == "aten.mm.default"
-                and user.args[0].name == op.name
-                and self._mates(user, found, todo)
-                for user in self.users.get(op.name, ())
-            )
-        if op.target == "aten.mm.default" and op.args[1].name == name:
-            left = self.made.get(op.args[0].name)
-            if left is None or left.target != "aten.t.default":
-                return False
-            return self._add(left.args[0].name, found, todo)
-        if op.target == "aten.sum.dim_IntList":
-            spec = self.specs.get(name)
-            dims = [int(d) for d in op.args[1]]
-            return (
-                spec is not None
-                and dims == list(range(len(dims)))
-                and math.prod(spec.shape[: len(dims)]) == rows
-            )
-        return self._spread(op, rows, found, todo) and self._add(op.name, found, todo)
 
-    def _mates(self, product: Op, found: set[str], todo: list[str]) -> bool:
-        return self._add(product.args[1].name, found, todo)
+class _Spread:
+    """Step 2: which values have rows, and where. todo: those to be looked at."""
 
-    def _spread(self, op: Op, rows: int, found: set[str], todo: list[str]) -> bool:
-        """Whether the op makes rows of rows, one by one; its operands with rows are to be looked at."""
-        spec = self.specs.get(op.name)
-        if spec is None or spec.stride is not None or op.random or not _has_rows(spec, rows):
-            return False
+    def __init__(self, made: Mapping[str, Op], specs: Mapping[str, TensorSpec], count: int) -> None:
+        self._made = made
+        self._specs = specs
+        self._count = count
+        self.rows: dict[str, Rows] = {}
+        self.todo: list[str] = []
+
+    def leading(self, name: str) -> bool:
+        """The value's first dims are the rows; False where that cannot be."""
+        shape = self._specs[name].shape
+        sizes = [math.prod(shape[:k]) for k in range(len(shape) + 1)]
+        return self._count in sizes and self._add(name, (0, sizes.index(self._count)))
+
+    def made_by(self, op: Op) -> bool:
+        """Whether the op, whose result has rows, allows another order of them."""
+        begin, end = self.rows[op.name]
         if op.target in VIEWS:
-            given = self.specs.get(op.args[0].name)
-            whole = given is not None and given.stride is None and _has_rows(given, rows)
-            return whole and self._add(op.args[0].name, found, todo)
-        if op.target in ("aten.mm.default", "aten.addmm.default"):
-            *bias, left, right = (ref.name for ref in op.args)
-            if op.kwargs or right in found or any(name not in self.specs for name in bias):
-                return False
-            if any(len(self.specs[name].shape) > 1 for name in bias):
-                return False  # it might have a row for each token
-            return self._add(left, found, todo)
-        if op.target not in POINTWISE:
+            return begin == 0 and self._of_view(op.name, op.args[0].name)
+        rule = self._rule(op)
+        return rule is not None and self._operands(op, rule, rule.outputs[0][begin:end])
+
+    def used_by(self, op: Op, name: str) -> bool:
+        """Whether the op that reads a value with rows allows another order of them."""
+        begin, end = self.rows[name]
+        if op.target in VIEWS:
+            return begin == 0 and op.name in self._specs and self._of_view(name, op.name)
+        rule = self._rule(op)
+        if rule is None:
             return False
-        for name in op.uses:
-            given = self.specs.get(name)
-            if given is None:
+        labels = rule.inputs[operands(op).index(name)][begin:end]
+        if not self._operands(op, rule, labels):
+            return False
+        if rule.summed.issuperset(labels):
+            return True  # a weight's gradient: a sum over all rows
+        at = _place(rule.outputs[0], labels)
+        return at is not None and self._add(op.name, at)
+
+    def _rule(self, op: Op) -> Dims | None:
+        names = operands(op)
+        if op.random or len(op.outputs) != 1 or any(name not in self._specs for name in names):
+            return None
+        return dims_of(op, [self._specs[name] for name in names])
+
+    def _operands(self, op: Op, rule: Dims, labels: Sequence[int | None]) -> bool:
+        """Whether rows with these labels may have another order, in all operands that have them."""
+        if None in labels or not rule.whole.isdisjoint(labels):  # type: ignore[arg-type]
+            return False
+        for name, has in zip(operands(op), rule.inputs, strict=True):
+            at = _place(has, labels)
+            if at is None and not set(labels).isdisjoint(has):
                 return False
-            if given.shape == spec.shape and given.stride is None:
-                if not self._add(name, found, todo):
-                    return False
-            elif given.numel != 1:
+            if at is not None and not self._add(name, at):
                 return False
         return True
 
-    def _add(self, name: str, found: set[str], todo: list[str]) -> bool:
+    def _of_view(self, name: str, other: str) -> bool:
+        """Whether both are whole pieces with rows first, of which one is a view of the other."""
+        contiguous = all(self._specs[one].stride is None for one in (name, other) if one in self._specs)
+        return contiguous and other in self._specs and self.leading(other)
+
+    def _add(self, name: str, rows: Rows) -> bool:
         """False for what no op makes: the batch has an order of its own."""
-        if name not in self.made:
+        if name not in self._made:
             return False
-        if name not in found:
-            found.add(name)
-            todo.append(name)
-        return True
+        if name not in self.rows:
+            self.rows[name] = rows
+            self.todo.append(name)
+        return self.rows[name] == rows
 
 
-def _has_rows(spec: TensorSpec, rows: int) -> bool:
-    """Whether the first dims together are the rows."""
-    return rows in _products(spec.shape)
-
-
-def _products(shape: tuple[int, ...]) -> Iterator[int]:
-    product = 1
-    for n in shape:
-        product *= n
-        yield product
+def _place(has: Sequence[int | None], labels: Sequence[int | None]) -> Rows | None:
+    """Which of some dims have these labels, one after the other."""
+    count = len(labels)
+    return next(((k, k + count) for k in range(len(has) - count + 1) if has[k : k + count] == labels), None)

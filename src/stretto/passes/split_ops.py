@@ -5,7 +5,7 @@ when the whole product is there, and what follows waits for all of it. Cut by co
 part runs under the product of the next. It costs the overhead of more ops, and a copy that joins the parts.
 
     1. Find products (mm) whose result is for one collective alone (an all-reduce or reduce-scatter of sums),
-       with nothing but views and copies between that leave the last dim as it is.
+       with nothing between that needs more than one column at a time (`stretto.ir.dims`).
     2. Time by the prices of the ops that k parts would be: p a part's (with its copies and its start), c its
        collective, r what c takes from the compute lane, j the copy that joins:
        p + (k - 1) max(p + r, c) + c + j, against the whole's. The best k is taken if it wins by GAIN.
@@ -23,11 +23,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.ir.action import Phase
+from stretto.ir.dims import dims_of, operands
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices, Specs, specs_of
 from stretto.ir.program import VIEWS, WAIT, Collective, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
 from stretto.passes.rewrite import spec_with, strides_of
+from stretto.passes.step import Context, LeftOutError, Step
 
 PARTS = (2, 3, 4, 6, 8)
 """Numbers of parts that are tried."""
@@ -35,6 +37,8 @@ PARTS = (2, 3, 4, 6, 8)
 ALIGNMENT = 8
 """A part has a multiple of this many columns: half-precision kernels want it (NVIDIA, "Matrix Multiplication
 Background"), and others lose nothing."""
+
+PERMUTE = "aten.permute.default"
 
 GAIN = 0.05
 """A cut must save more than this share of the product and its collective. Assumed: below it, what an order
@@ -60,13 +64,14 @@ class Chain:
         return made.shape[1]
 
 
-def split_for_overlap(job: Job, prices: Prices) -> Job:
-    """The job with its products cut where that pays; the job itself when it pays nowhere.
+def split_products(step: Step, context: Context) -> Step:
+    """The step with its products cut where that pays.
 
     Method: a product is decomposed to overlap with its collective as in Wang et al., "Overlap Communication
     with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    choice = _Choice(job, prices)
+    job = step.job
+    choice = _Choice(job, context.prices)
     cuts: dict[int, list[Chain]] = {}
     kept = {job.loss[1], *(edge.value for edge in job.edges)}
     kept |= {value for p in job.parameters for _, _, value in p.grads}
@@ -79,11 +84,11 @@ def split_for_overlap(job: Job, prices: Prices) -> Job:
             if parts > 1:
                 cuts.setdefault(stage.index, []).append(replace(chain, parts=parts))
     if not cuts:
-        return job
+        raise LeftOutError
     stages = tuple(
         _cut(stage, cuts[stage.index], choice.specs) if stage.index in cuts else stage for stage in job.stages
     )
-    return replace(job, stages=stages)
+    return replace(step, job=replace(job, stages=stages))
 
 
 def chains(stage: Stage) -> list[Chain]:
@@ -117,18 +122,19 @@ def chains(stage: Stage) -> list[Chain]:
 
 
 def _keeps_columns(op: Op, here: Mapping[str, Op]) -> bool:
-    """Whether the op moves whole rows: its last dim is that of its input."""
+    """Whether the op makes each part of its last dim out of that part of its only operand's."""
     source = here.get(op.args[0].name) if op.args and isinstance(op.args[0], Ref) else None
-    if source is None or len(op.outputs) != 1 or op.outputs[0] is None or len(source.outputs) != 1:
+    if source is None or op.random or len(op.outputs) != 1 or len(source.outputs) != 1:
         return False
     before, after = source.outputs[0], op.outputs[0]
-    if before is None or before.shape[-1:] != after.shape[-1:]:
+    if before is None or after is None or before.shape[-1:] != after.shape[-1:] or len(operands(op)) != 1:
         return False
-    if op.target == "aten.permute.default":
-        return int(op.args[1][-1]) % len(after.shape) == len(after.shape) - 1
-    return (op.target in VIEWS and before.stride is None) or (
-        op.target == "aten.clone.default" and after.stride is None
-    )
+    if op.target in VIEWS:
+        return before.stride is None
+    rule = dims_of(op, [before])
+    if rule is None or rule.outputs[0][-1:] != rule.inputs[0][-1:] or rule.inputs[0][-1] in rule.whole:
+        return False
+    return op.target == PERMUTE or (op.alias is None and after.stride is None)
 
 
 class _Choice:
@@ -222,7 +228,7 @@ def _part(chain: Chain, part: int, known: Specs, owners: Mapping[str, str]) -> l
             args = (op.args[0], Ref(columns.name))
         elif op.target in VIEWS:
             args = (args[0], shape)
-        elif op.target == "aten.permute.default":
+        elif op.target == PERMUTE:
             assert before is not None
             strides = strides_of(before)
             result = spec_with(shape, whole.dtype, [strides[int(d) % len(shape)] for d in op.args[1]])

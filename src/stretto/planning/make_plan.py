@@ -1,50 +1,45 @@
 """Planning: from a job and costs to a proved plan with its prediction.
 
-1. The schedule: a family's order, or the user's CSV; then what the backward computes again.
-2. Lowering, in several ways that overlap more or less (`stretto.planning.candidates`): windows, orders,
-   communicators.
-3. A first simulation of each tells which is fastest; that one goes on, the next if it is refused.
-4. The simulation also tells when every message has left; then sends are waited for a while after
-   that, so that buffers do not pile up and no wait stands in the way.
+1. The schedule: a family's order, or the user's CSV.
+2. Variants: lists of passes (`stretto.planning.variants`) that overlap more or less.
+3. Each is tried: passes, orders of ops, lowering, a simulation (`stretto.planning.tries`). The fastest goes
+   on, the next if it is refused.
+4. The simulation also tells when every message has left (`stretto.planning.sends`).
 5. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
 6. Prediction: step time, exposed communication, bubble, memory, bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
-from stretto.ir.timeline import SpanKind, Timeline
 from stretto.order.policies import DEFAULT, policy_of
-from stretto.passes.messages_in_parts import messages_in_parts
-from stretto.passes.split_ops import split_for_overlap
-from stretto.planning.candidates import Candidate, candidates, why_less
+from stretto.passes.step import Context, Step
 from stretto.planning.costs import listed, memory_limit, prices_of
-from stretto.planning.lower import lower
-from stretto.planning.recomputed import recomputed
+from stretto.planning.schedules import shorter
+from stretto.planning.sends import sends_waited
+from stretto.planning.tries import Tried, Tries, why_less
+from stretto.planning.variants import communicates, overlaps, ways
+from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
-from stretto.schedule.posting import Message
 from stretto.schedule.timing import peak_live
 from stretto.simulate import one_step, predict, simulate
 from stretto.verify import verify
 
-SENT_MARGIN = 2.0
-"""A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
-a message that is twice as slow as predicted still does not hold up its sender."""
-
 CLEAR = 0.97
-"""A candidate that takes at most this share of the baseline's time over a shorter step does so over the whole
+"""A variant that takes at most this share of the baseline's time over a shorter step does so over the whole
 one. Assumed."""
 
 
@@ -107,10 +102,8 @@ def make_plan(
     order: str = DEFAULT,
     max_bytes: int | None = None,
 ) -> Plan:
-    """Plan the job: schedule, lower, overlap, prove, predict. overlap, order: as in `plan`.
-
-    With `job.split_ops` the job is also planned with products cut (`stretto.passes.split_ops`), and the
-    faster of the two plans is taken.
+    """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order: as
+    in `plan`. max_bytes: the most that a rank may hold.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
@@ -125,59 +118,51 @@ def _made(
     order: str,
     max_bytes: int | None,
 ) -> Plan:
-    made = _planned(job, prices, schedule, overlap, order, max_bytes)
-    cut = split_for_overlap(job, prices) if job.split_ops and job.trains else job
-    if cut is job:
-        return made
-    try:
-        other = _planned(cut, prices, schedule, overlap, order, max_bytes)
-    except PlanError:
-        return made  # more buffers than may be held
-    assert made.prediction is not None
-    assert other.prediction is not None
-    return other if other.prediction.step_us < made.prediction.step_us else made
-
-
-def _planned(
-    job: Job,
-    prices: Prices,
-    schedule: str | Schedule | None,
-    overlap: OverlapMode | None,
-    order: str,
-    max_bytes: int | None,
-) -> Plan:
-    """`make_plan` of the ops as they are."""
     asked = _overlap_mode(job.overlap if overlap is None else overlap)
     policy_of(order)  # an unknown name is told even where there is nothing to order
     chosen = choose_schedule(job, schedule=schedule)
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
-    job = messages_in_parts(job, prices.costs_of(job), chosen.stage_ranks)
-    job, max_bytes, less = _recomputed(job, prices, chosen, asked, max_bytes)
-    costs = prices.costs_of(job)
-    found, missing = candidates(job, costs, chosen, asked, order)
+    step = Step(job, chosen, shorter(chosen), "local", max_bytes)
+    if overlaps(step) and communicates(job):
+        step = replace(step, overlap=asked)
+    context = Context(prices, order, partial(_peaks, prices=prices))
+    tries = Tries(step, context)
+    if asked != "off" and not communicates(job):
+        tries.missing.append("no collectives that another microbatch's ops could hide")
+    within, less = asked, ""
+    try:
+        found = tries.best_first(within, asked, order)
+    except PlanError:
+        if asked == "off" or not isinstance(job.recompute, int):
+            raise
+        # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
+        within, less = "off", f"overlap holds more than recompute = {job.recompute:,} bytes a rank"
+        found = tries.best_first(within, asked, order)
 
-    def tried() -> Iterator[Candidate]:
+    def in_turn() -> Iterator[Tried]:
         yield from found
-        if all(candidate.overlap != "off" for candidate in found):  # and all of them are refused
-            yield from candidates(job, costs, chosen, "off", order)[0]
+        if all(tried.overlap != "off" for tried in found):  # and all of them are refused
+            yield from tries.best_first(within, "off", order)
 
     refused: PlanError | None = None
     slow: Plan | None = None
-    for candidate in tried():
+    for tried in in_turn():
         try:
-            made = _finished(candidate, max_bytes)
+            made = _finished(tries.step(tried.variant), context)
         except PlanError as error:
-            refused = error if refused is None or candidate.overlap == "off" else refused
-            missing.append(f"{candidate.overlap} is refused: {error.faults[0]}")
+            refused = error if refused is None or tried.overlap == "off" else refused
+            tries.missing.append(f"{tried.overlap} is refused: {error.faults[0]}")
             continue
-        if candidate.overlap == "off" and less:
+        if tried.overlap == "off" and less:
             why = less
         else:
-            why = why_less(asked, candidate, found, missing) if candidate in found else missing[-1]
+            why = why_less(asked, tried, found, tries.missing) if tried in found else tries.missing[-1]
         made = replace(made, overlap_why=why)
-        off = next((other for other in found if other.overlap == "off" and other is not candidate), None)
-        if off is None or not _slower(made, candidate, off):
+        off = next((other for other in found if other.overlap == "off" and other is not tried), None)
+        if off is None or tried.step_us < CLEAR * off.step_us:
+            return made
+        if not _slower(made, lowered(tries.step(off.variant), context)):
             return made
         slow = made if slow is None else slow
     if slow is not None:
@@ -186,40 +171,23 @@ def _planned(
     raise refused
 
 
-def _recomputed(
-    job: Job, prices: Prices, schedule: Schedule, asked: OverlapMode, max_bytes: int | None
-) -> tuple[Job, int | None, str]:
-    """The job with what its backward computes again, the most bytes of a rank, and why it is
-    planned without overlap: where only waiting at once keeps `job.recompute`, else ""."""
-
-    def kept_by(mode: OverlapMode) -> tuple[Job, int | None]:
-        return recomputed(
-            job, prices, schedule, max_bytes, lambda made, priced: _peaks(made, priced, schedule, mode)
-        )
-
-    try:
-        return *kept_by(asked), ""
-    except PlanError:
-        if asked == "off":
-            raise
-        # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
-        return *kept_by("off"), f"overlap holds more than recompute = {job.recompute:,} bytes a rank"
-
-
-def _slower(made: Plan, candidate: Candidate, off: Candidate) -> bool:
-    """Whether the finished plan is slower than waiting at once, where the comparison was close."""
-    if candidate.step_us < CLEAR * off.step_us:
-        return False
+def _slower(made: Plan, off: Plan) -> bool:
+    """Whether the finished plan is slower than waiting at once."""
     assert made.prediction is not None
-    return simulate(off.make()).step_us < made.prediction.step_us
+    return simulate(off).step_us < made.prediction.step_us
 
 
-def _peaks(job: Job, costs: Costs, schedule: Schedule, overlap: OverlapMode) -> tuple[int, ...]:
+def _peaks(step: Step, within: OverlapMode, *, prices: Prices) -> tuple[int, ...]:
     """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
     pairs that hold more are refused."""
-    found, _ = candidates(job, costs, schedule, "off" if overlap == "off" else "local", "captured")
+    context = Context(prices, "captured", partial(_peaks, prices=prices))
+    tries = Tries(step, context)
+    asked: OverlapMode = "off" if within == "off" else "local"
+    found = [way for way in ways(step, asked, "captured") if asked == "off" or at_once not in way]
+    fastest = min(tries.compared(found), key=lambda one: one.step_us)
+    done = sends_waited(tries.step(fastest.variant), context)
     # Of a step at even speed: one by chance holds the same, and a promise would take twelve of them.
-    return one_step(_lowered(max(found, key=lambda one: one.overlap != "off"))).peak_bytes
+    return one_step(lowered(done, context)).peak_bytes
 
 
 def _overlap_mode(text: str) -> OverlapMode:
@@ -229,65 +197,11 @@ def _overlap_mode(text: str) -> OverlapMode:
     raise UsageError(f"overlap is {text!r}; choose one of: {', '.join(OVERLAP_MODES)}")
 
 
-def _finished(candidate: Candidate, max_bytes: int | None) -> Plan:
-    """Steps 4 to 6 for a candidate. Raises PlanError for one that cannot work."""
-    draft = _lowered(candidate)
-    verify(draft, max_bytes)
+def _finished(step: Step, context: Context) -> Plan:
+    """Steps 4 to 6. Raises PlanError for a step that cannot work."""
+    draft = lowered(sends_waited(step, context), context)
+    verify(draft, step.max_bytes)
     return replace(draft, prediction=predict(draft))
-
-
-def _lowered(candidate: Candidate) -> Plan:
-    """Step 4 for a candidate. Raises PlanError for one whose ranks wait for each other for ever."""
-    draft = candidate.make()
-    sends = any(i.kind is InstructionKind.SENT for order in draft.orders for i in order)
-    if sends and draft.overlap != "off":
-        placed = _sent_before(draft, one_step(draft))
-        _, orders, _ = lower(
-            draft.job, draft.schedule, overlap=draft.overlap, windows=draft.windows, sent_before=placed
-        )
-        draft = replace(draft, orders=orders)
-    return draft
-
-
-def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
-    """Step 4: message -> the sender's run before which its send is waited for."""
-    # A run is one or more spans: it may wait inside, and its parts have names of their own.
-    runs = {
-        (rank, str(action)): at
-        for rank, order in enumerate(plan.schedule.orders)
-        for at, slot in enumerate(order)
-        for action in slot.actions
-    }
-    starts = [[float("inf")] * len(order) for order in plan.schedule.orders]
-    for span in timeline.spans:
-        if span.kind is SpanKind.COMPUTE:
-            at = runs[span.rank, span.name]
-            starts[span.rank][at] = min(starts[span.rank][at], span.start_us)
-    for times in starts:
-        # A run without ops takes no time and has no span: it begins when the one after it does.
-        for at in reversed(range(len(times) - 1)):
-            times[at] = min(times[at], times[at + 1])
-    makes = {
-        (action.stage, phase, action.microbatch): at
-        for order in plan.schedule.orders
-        for at, slot in enumerate(order)
-        for action in slot.actions
-        for phase in action.phase.parts
-    }
-    found: dict[Message, int] = {}
-    for span in timeline.spans:
-        if span.kind is SpanKind.MESSAGE and span.sender is not None and span.sent_us is not None:
-            edge, _, microbatch = span.name.removeprefix(f"{span.lane} e").partition(":")
-            if not edge.isdigit():
-                continue
-            safe = span.sent_us + SENT_MARGIN * (span.end_us - span.sent_us)
-            sends = plan.job.edges[int(edge)]
-            first = makes[sends.source, sends.phase, int(microbatch)] + 1
-            later = (k for k in range(first, len(starts[span.sender])) if starts[span.sender][k] > safe)
-            at_run = next(later, None)
-            if at_run is not None:
-                found[int(edge), int(microbatch)] = at_run
-    return found
 
 
 def plan(

@@ -90,10 +90,12 @@ class AlikePricer(Pricer):
 
     def price(self, op: Op, specs: Specs) -> Priced:
         """As `Pricer.price`."""
+        if op.target in FREE:
+            return Priced(0.0, FREE_WORD)
         key = signature(op, specs)
         known = self.look_up(op, specs, key)
-        if known is not None or op.target in FREE:
-            return known or Priced(0.0, FREE_WORD)
+        if known is not None:
+            return known
         us = self._matmuls.us(key)
         if us is not None:
             return Priced(us, "fitted")
@@ -150,7 +152,9 @@ class ListedPricer(AlikePricer):
 
     def price(self, op: Op, specs: Specs) -> Priced:
         """As `Pricer.price`."""
-        found = super().price(op, specs)
+        # A list may say that what is free for others takes time.
+        free = self.look_up(op, specs, signature(op, specs)) if op.target in FREE else None
+        found = free or super().price(op, specs)
         return replace(found, us=round(found.us, 3))
 
     def finish_us(self, asked: Collective) -> float:

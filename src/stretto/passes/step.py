@@ -1,0 +1,68 @@
+"""What passes work on: a step on its way to a plan, and what they may ask.
+
+All passes that know costs have one signature, `Step, Context -> Step`, give the step itself where they have
+nothing to do, and never price what they make (`stretto.ir.prices`). A pass that was asked for and cannot be
+done raises `LeftOutError`. Those that look at a captured graph, before there are stages, ranks and costs, are
+`Graph -> Graph` (`stretto.passes.graph`). Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from stretto.ir.action import Schedule
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Window
+from stretto.ir.prices import Prices
+from stretto.ir.program import Job, OverlapMode
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """short: the schedule of fewer microbatches by which steps are compared; `schedule` where they are few.
+
+    overlap: what the windows of `schedule` let overlap. max_bytes: the most that a rank may hold.
+    windows: by name, in the order of their items. sent_before: message (edge, microbatch) -> the sender's run
+    before which its send is waited for; others are waited for at the end.
+    """
+
+    job: Job
+    schedule: Schedule
+    short: Schedule
+    overlap: OverlapMode
+    max_bytes: int | None = None
+    windows: Mapping[str, Window] = field(default_factory=dict)
+    sent_before: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What passes may ask. order: the policy that orders ops in windows. peaks: the most bytes that each rank
+    holds when a step is planned with an overlap."""
+
+    prices: Prices
+    order: str
+    peaks: Callable[[Step, OverlapMode], Sequence[int]]
+    _known: dict[object, object] = field(default_factory=dict, repr=False)
+
+    def costs_of(self, job: Job) -> Costs:
+        """Costs with the price list of a job."""
+        return self.prices.costs_of(job)
+
+    def once(self, job: Job, key: object, make: Callable[[], T]) -> T:
+        """What was made for a job under this key before, else what `make` makes."""
+        place = id(job), key
+        if place not in self._known:
+            self._known[place] = job, make()
+        return cast("tuple[Job, T]", self._known[place])[1]
+
+
+Pass = Callable[[Step, Context], Step]
+
+
+class LeftOutError(Exception):
+    """A pass cannot be done for this step. The text says why, where a user may have wished it."""

@@ -1,0 +1,174 @@
+"""Variants tried: each is made, lowered and simulated, and the fastest comes first.
+
+    1. A variant's passes are run, up to the one that gives windows their order. Variants that begin alike
+       share what they have in common.
+    2. The windows of the step's short schedule get their order, and the step is simulated.
+    3. Where a step is not one window a rank and far ahead, the most promising are ordered again for the step
+       as a whole.
+    4. The fastest comes first, and of equal ones the one that moves least. What shares windows comes first
+       only where it gains what costs can tell (`WORTH`).
+
+A variant that deadlocks, or keeps more microbatches live than the job allows, is left out, and it is said
+why. May touch `stretto.ir`, `stretto.simulate`, `stretto.passes.step` and this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from stretto.errors import PlanError, TooLargeError
+from stretto.ir.program import OverlapMode
+from stretto.order.policies import DEFAULT
+from stretto.passes.step import Context, LeftOutError, Step
+from stretto.planning.schedules import moved_across
+from stretto.planning.variants import Variant, again, job_passes, overlaps, ways
+from stretto.planning.windows import lowered, whole_step
+from stretto.simulate import one_step
+
+PROMISING = 3
+"""Variants that are ordered again for the step as a whole (step 3), of those that are no slower than WITHIN
+times the fastest. Measured on GPTs over pp=2 tp=2: the winner was up to 8 % behind."""
+
+WITHIN = 1.25
+
+REFINED = 0.99
+"""Of the fastest of them, what a variant takes at most that is ordered again. The search fits orders to
+costs that are off by a percent, and lets a rank wait wherever the step of these costs does not need it; an
+order of each window by itself hides what can be hidden everywhere. Assumed."""
+
+AHEAD_OF = 0.96
+"""Of the fastest other variant's step, what one window a rank takes at most where the others need not be
+ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was then faster still."""
+
+WORTH = 0.98
+"""Of the fastest step without windows that microbatches share, what one with them takes at most where it
+comes first. Such windows hold more microbatches live and meet colder caches, and costs are off by a percent
+or two: without a limit on the network a GPT with tp=2 was promised 1.5 %, and its ops took 5 % longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """step_us: of the step by which variants are compared; 0 for one that was not compared."""
+
+    variant: Variant
+    overlap: OverlapMode
+    step_us: float
+
+
+class Tries:
+    """The variants of one step. missing: why some are not there."""
+
+    def __init__(self, step: Step, context: Context) -> None:
+        self._first = step
+        self._context = context
+        self._made: dict[Variant, Step | Exception] = {(): step}
+        self._begins: dict[OverlapMode, list[Variant]] = {}
+        self.missing: list[str] = []
+
+    def step(self, variant: Variant) -> Step:
+        """The step that a variant makes. Raises what its passes raise."""
+        if variant not in self._made:
+            try:
+                self._made[variant] = variant[-1](self.step(variant[:-1]), self._context)
+            except (LeftOutError, PlanError, TooLargeError) as error:
+                self._made[variant] = error
+        found = self._made[variant]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def best_first(self, within: OverlapMode, asked: OverlapMode, order: str) -> list[Tried]:
+        """All that `asked` allows. within: as in `job_passes`. Raises PlanError when the job cannot be made
+        so, or its schedule cannot be simulated."""
+        found: list[Tried] = []
+        begins = self._begins.setdefault(within, job_passes(self._first.job, within))
+        going_on = ways(self._first, asked, order)
+        for at, begin in enumerate(begins):
+            try:
+                found += self.compared([(*begin, *way) for way in going_on], simulated=len(begins) > 1)
+            except PlanError:
+                if not at:
+                    raise
+        if order == DEFAULT and len(going_on) > 1:
+            others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
+            wholes = [one for one in found if whole_step in one.variant]
+            least_us = min(one.step_us for one in others)
+            if all(one.step_us > AHEAD_OF * least_us for one in wholes):
+                found += self._again(others, asked)
+        return sorted(found, key=self._weighed_us)
+
+    def compared(self, variants: Sequence[Variant], *, simulated: bool = False) -> list[Tried]:
+        """Steps 1 and 2, in the order given. simulated: even one that there is to compare with no other."""
+        if len(variants) == 1 and not simulated:
+            return [Tried(variants[0], self.step(variants[0]).overlap, 0.0)]
+        found: list[Tried] = []
+        seen: set[object] = set()
+        for variant in variants:
+            plain = moved_across not in variant
+            try:
+                before = self.step(variant[:-1])
+                plain &= before.schedule is self._first.schedule
+                place = id(before.job), before.schedule, variant[-1]
+                if place not in seen:
+                    seen.add(place)
+                    found.append(self._tried(before, variant))
+            except LeftOutError as error:
+                self._miss(str(error))
+            except (PlanError, TooLargeError) as error:
+                if plain:
+                    raise
+                self._miss(
+                    f"pairs wait for each other: {error.faults[0]}"
+                    if isinstance(error, PlanError)
+                    else str(error)
+                )
+        return found
+
+    def _tried(self, before: Step, variant: Variant) -> Tried:
+        if before.short is before.schedule:
+            made = self.step(variant)
+        else:
+            made = variant[-1](replace(before, schedule=before.short), self._context)
+        return Tried(variant, made.overlap, one_step(lowered(made, self._context)).step_us)
+
+    def _miss(self, why: str) -> None:
+        if why and why not in self.missing:
+            self.missing.append(why)
+
+    def _again(self, tried: Sequence[Tried], asked: OverlapMode) -> list[Tried]:
+        """Step 3: of those that overlap as much as is allowed, else of all."""
+        most = [one for one in tried if one.overlap == asked] or list(tried)
+        most.sort(key=lambda one: one.step_us)
+        promising = [one.variant for one in most[:PROMISING] if one.step_us <= WITHIN * most[0].step_us]
+        found: list[Tried] = []
+        for variant in again(promising):
+            try:
+                one = self._tried(self.step(variant[:-1]), variant)
+            except LeftOutError:
+                continue
+            if one.step_us <= REFINED * most[0].step_us:
+                found.append(one)
+        return found
+
+    def _weighed_us(self, tried: Tried) -> float:
+        """By what variants are ordered. Where the schedule itself has windows that microbatches share, there
+        is no choice."""
+        shares = tried.overlap == "window" and not overlaps(self._first)
+        return tried.step_us / WORTH if shares else tried.step_us
+
+
+def why_less(asked: OverlapMode, chosen: Tried, found: Sequence[Tried], missing: Sequence[str]) -> str:
+    """Why `chosen`, of all that were `found`, overlaps less than was asked; "" when it does not."""
+    if chosen.overlap == asked:
+        return ""
+    others = [one for one in found if one.overlap == asked]
+    if others:
+        fastest = min(one.step_us for one in others)
+        if fastest >= chosen.step_us:
+            times = fastest / chosen.step_us if chosen.step_us else 1.0
+            return f"{asked} is predicted to take {times:.3f} times as long"
+        if asked == "window" and fastest >= WORTH * chosen.step_us:
+            gain = 100.0 * (1.0 - fastest / chosen.step_us)
+            return f"{asked} is predicted to gain {gain:.1f} %, which is less than costs can tell"
+    return "; ".join(dict.fromkeys(missing)) or f"no {asked} plan is faster"

@@ -1,0 +1,101 @@
+"""Variants: lists of passes that make a plan's step out of a job and its schedule, which planning compares.
+
+In the order of a list:
+
+    split_products     products and the collectives of their results in parts, where it was asked for
+    messages_in_parts  what all tensor-parallel ranks hold alike crosses in parts
+    recomputed         what the backward computes again
+    paired, one_window forwards share windows with backwards of other microbatches
+    moved_across       communications go on from one window to the next
+    at_once ...        windows in an order: at once, as captured, ordered, refined, whole_step
+
+A new way to overlap is one more list here. What all lists have in common is done once (`planning.tries`).
+May touch `stretto.ir`, `stretto.passes` and the passes of `stretto.planning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from stretto.ir.action import Overlap
+from stretto.ir.program import STARTS, Job, OverlapMode
+from stretto.order.policies import DEFAULT
+from stretto.passes.messages_in_parts import messages_in_parts
+from stretto.passes.recompute_choice import recomputed
+from stretto.passes.split_ops import split_products
+from stretto.passes.step import Pass, Step
+from stretto.planning.schedules import moved_across, one_window, paired, writes_buffers
+from stretto.planning.windows import as_captured, at_once, ordered, refined, whole_step
+
+AHEAD = (0, 1)
+"""How much longer than its own the warm-up of a paired schedule may be, in forwards for every rank behind:
+with one more, 1F1B has the warm-up that pairs need, and eager 1F1B has room for its messages."""
+
+AHEAD_ENDS = (1, 2)
+"""The same with ends in windows of their own: forwards that share a window take less time, and one more fills
+the time until the first backward's message."""
+
+WIDE = 2
+"""Pairs of a wide window: with one rank, nothing outside a window can fill its begin and end. Measured on
+GPTs with tp=2: two gain 3 to 5 %, a third pair between -0.5 and 2 %."""
+
+ENDS = 8
+"""Ends in windows of their own, and wide windows, are tried with at most this many microbatches a rank: they
+can win at most a few windows of a step, and cost as much planning as all others. Assumed."""
+
+WHOLE = 12
+"""Microbatches up to which a step may be one window a rank: its ops are ordered one by one. Assumed."""
+
+Variant = tuple[Pass, ...]
+"""Passes, in order. Of those that begin alike the beginning is run once."""
+
+
+def job_passes(job: Job, within: OverlapMode) -> list[Variant]:
+    """How variants begin: with what changes the job, as it is and as was asked for. within: as in
+    `recomputed`."""
+    always: Variant = (messages_in_parts, partial(recomputed, within=within))
+    return [always, (split_products, *always)] if job.split_ops and job.trains else [always]
+
+
+def ways(step: Step, asked: OverlapMode, order: str) -> list[Variant]:
+    """How variants go on, which overlap nothing, then more and more, as `asked` allows."""
+    job = step.job
+    if asked == "off":
+        return [(at_once,)]
+    if not communicates(job):
+        return [(as_captured,)]
+    found: list[Variant] = [(at_once,), (ordered,), (moved_across, ordered)]
+    if asked == "window" and job.trains and not overlaps(step):
+        for pairs in _pairs(step):
+            found += [(pairs, ordered), (pairs, moved_across, ordered)]
+        if order == DEFAULT and job.microbatches <= WHOLE and not writes_buffers(job):
+            found.append((one_window, whole_step))
+    return found
+
+
+def _pairs(step: Step) -> list[Pass]:
+    job, schedule = step.job, step.schedule
+    found: list[Pass] = [partial(paired, ahead=ahead) for ahead in AHEAD]
+    # Forwards in one window all read buffers as they were before it.
+    if job.microbatches <= ENDS * schedule.ranks and not writes_buffers(job):
+        widths = (1, WIDE) if schedule.ranks == 1 else (1,)
+        found += [
+            partial(paired, ahead=ahead, ends=True, width=width) for ahead in AHEAD_ENDS for width in widths
+        ]
+    return found
+
+
+def again(variants: Sequence[Variant]) -> list[Variant]:
+    """The same, with windows that are ordered for the step as a whole."""
+    return [(*variant[:-1], refined) for variant in variants]
+
+
+def overlaps(step: Step) -> bool:
+    """Whether the schedule has windows that microbatches share by itself."""
+    return any(isinstance(slot, Overlap) for slots in step.schedule.orders for slot in slots)
+
+
+def communicates(job: Job) -> bool:
+    """Whether any op starts a collective."""
+    return any(op.target in STARTS for stage in job.stages for ops in stage.ops.values() for op in ops)

@@ -1,0 +1,86 @@
+"""Passes that give windows the order of their items, and the plan of a step that has them.
+
+One of them is in every variant. May touch `stretto.ir`, `stretto.passes.step`, `stretto.order`,
+`stretto.bounds` and `planning.lower`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stretto.bounds.step import lower_bound
+from stretto.ir.plan import Plan
+from stretto.order import Arranger
+from stretto.order.refine import ROUNDS, Refined, refine
+from stretto.order.whole_step import order_together
+from stretto.passes.step import Context, LeftOutError, Step
+from stretto.planning.lower import captured_windows, lower
+from stretto.schedule.sums import make_sums
+
+
+def at_once(step: Step, context: Context) -> Step:
+    """Everything is waited for as soon as it is started: the baseline that hides nothing."""
+    windows = captured_windows(step.job, step.schedule, at_once=True)
+    return replace(step, overlap="off", windows=windows)
+
+
+def as_captured(step: Step, context: Context) -> Step:
+    """Ops as captured, which sends messages early and waits late."""
+    return replace(step, windows=captured_windows(step.job, step.schedule))
+
+
+def ordered(step: Step, context: Context) -> Step:
+    """Each window in the policy's order, but for those that have one."""
+
+    def arranger() -> Arranger:
+        return Arranger(step.job, context.costs_of(step.job), step.schedule.stage_ranks, context.order)
+
+    plain = context.once(step.job, "arranger", arranger)
+    windows = {
+        name: step.windows[name] if name in step.windows else plain.arrange(window)
+        for name, window in captured_windows(step.job, step.schedule).items()
+    }
+    return replace(step, windows=windows)
+
+
+def refined(step: Step, context: Context) -> Step:
+    """Windows ordered for the step as a whole (`stretto.order.refine`), by its short schedule."""
+    found = context.once(step.job, ("refined", step.short, step.overlap), lambda: _refined(step, context))
+    if found is None:
+        raise LeftOutError
+    return ordered(replace(step, windows=found.windows), context)
+
+
+def _refined(step: Step, context: Context) -> Refined | None:
+    short = replace(step, schedule=step.short)
+    quick = Arranger(step.job, context.costs_of(step.job), step.short.stage_ranks, rounds=ROUNDS)
+    return refine(
+        lambda windows: lowered(replace(short, windows=windows), context),
+        captured_windows(short.job, short.schedule),
+        quick,
+    )
+
+
+def whole_step(step: Step, context: Context) -> Step:
+    """One window a rank, all of them ordered together (`stretto.order.whole_step`)."""
+    captured = as_captured(step, context)
+    bound_us = lower_bound(step.job, step.schedule, context.costs_of(step.job)).us
+    windows = order_together(lowered(captured, context), bound_us)
+    if windows is None:
+        raise LeftOutError
+    return replace(step, windows=windows)
+
+
+def lowered(step: Step, context: Context) -> Plan:
+    """The plan of a step that has its windows; neither proved nor simulated."""
+    job, microbatches = step.job, step.schedule.microbatches
+    costs = context.costs_of(job)
+    if job.microbatches != microbatches:
+        job = replace(job, microbatches=microbatches)
+    windows, orders, communicators = lower(
+        job, step.schedule, overlap=step.overlap, windows=step.windows, sent_before=step.sent_before
+    )
+    buckets = make_sums(job, step.schedule).buckets
+    return Plan(
+        job, step.schedule, windows, orders, communicators, costs, buckets=buckets, overlap=step.overlap
+    )
