@@ -23,7 +23,6 @@ EACH_OTHER = {
     ("cli.bench", "cli.bench_tensor"),
     ("ir.plan", "ir.serialize"),
     ("price.cluster", "price.roofline"),
-    ("runtime.runner", "runtime.whole_state"),
     ("tensor.global_tensor", "tensor.reshard.move"),
 }
 TOO_LONG = {
@@ -31,7 +30,6 @@ TOO_LONG = {
     "config.py",
     "ir/placements.py",
     "ir/program.py",
-    "runtime/runner.py",
 }
 
 _spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
