@@ -165,7 +165,7 @@ JOBS = (
         model=SHORT,
     ),
     # Sums of gradients, of which some take as long as the backward.
-    _job("dp2 8 layers", "cores 1gbit", dp=2, microbatches=4, model={"layers": 8}),
+    _job("dp2 8 layers", "cores 1gbit", dp=2, rows=6, model={"layers": 8}),
     _job("dp4 pp2 zb-h1 tied", "cores 1gbit", "zb-h1", dp=4, pp=2, microbatches=4, rows=16, model=TIED),
     _job(
         "dp4 tp2 sp tied",
