@@ -11,18 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 400
 
-UPWARD = {
-    ("measure.calibrate", "price.calibration"),
-    ("measure.measure_collectives", "price.sharing"),
-    ("measure.measured", "price.roofline"),
-    ("measure.nccl_tests", "price.collectives"),
-    ("measure.time_ops", "price.roofline"),
-}
+UPWARD: set[tuple[str, str]] = set()
 EACH_OTHER = {
     ("capture.carried", "capture.torch_adapter"),
     ("cli.bench", "cli.bench_tensor"),
     ("ir.plan", "ir.serialize"),
-    ("price.cluster", "price.roofline"),
     ("tensor.global_tensor", "tensor.reshard.move"),
 }
 TOO_LONG = {

@@ -178,7 +178,7 @@ class _Spread:
 
     def _operands(self, op: Op, rule: Dims, labels: Sequence[int | None]) -> bool:
         """Whether rows with these labels may have another order, in all operands that have them."""
-        if None in labels or not rule.whole.isdisjoint(labels):  # type: ignore[arg-type]
+        if None in labels or not rule.whole.isdisjoint(labels):
             return False
         for name, has in zip(operands(op), rule.inputs, strict=True):
             at = _place(has, labels)
