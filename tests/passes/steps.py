@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from stretto.ir.action import Schedule
 from stretto.ir.costs import NO_LINK, Costs
-from stretto.ir.program import Job, OverlapMode
+from stretto.ir.program import Job
 from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.costs import listed
 from stretto.schedule.families import make_schedule
@@ -21,7 +21,7 @@ def step_of(
     """The job's step, by default by 1F1B and without costs, and what passes may ask."""
     chosen = schedule or make_schedule("1f1b", len(job.stages), job.microbatches)
 
-    def most(step: Step, within: OverlapMode) -> Sequence[int]:
+    def most(step: Step) -> Sequence[int]:
         assert peaks is not None
         return peaks(step.job)
 

@@ -16,7 +16,7 @@ from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.program import Job, Op, Ref, TensorSpec
-from stretto.passes import PASSES, Graph
+from stretto.passes import GRAPH_PASSES, STEP_PASSES, Graph
 from stretto.passes.dead_ops import dead_ops
 from tests.parallelize.test_tensor_equality import (
     MODELS,
@@ -78,8 +78,8 @@ def test_each_pass_keeps_the_numbers(name: str, tp: int, sp: bool) -> None:
     """
     model, batch = MODELS[name]().double(), batch_of(2)
     loss, grads = step(job_of(name, tp, sp, microbatches=1, rows=2), model, batch)
-    assert_plain(job_of(name, tp, sp, skip=tuple(PASSES)), model, loss_of(name), batch_of())
-    for skipped in PASSES:
+    assert_plain(job_of(name, tp, sp, skip=tuple(GRAPH_PASSES)), model, loss_of(name), batch_of())
+    for skipped in GRAPH_PASSES:
         told, found = step(job_of(name, tp, sp, skip=(skipped,), microbatches=1, rows=2), model, batch)
         exact = skipped in BITWISE
         assert torch.equal(told, loss) if exact else torch.allclose(told, loss, rtol=1e-12)
@@ -300,3 +300,17 @@ def test_the_collective_of_an_input_gradient_waits_for_no_weights_gradient() -> 
         for start in starts:
             assert isinstance(start.args[0], Ref)
             assert weight.isdisjoint(ancestors(start.name))
+
+
+def test_there_is_one_ordered_list() -> None:
+    """What each pass relies on that others have done; their places are those of files, which nobody names."""
+    assert list(GRAPH_PASSES) == [
+        "dead_ops",
+        "plain_matmuls",
+        "reduce_scatter_chunks",
+        "sequence_first",
+        "no_ops",
+        "equal_collectives",
+    ]
+    steps = [(one.apply.__name__, one.tried) for one in STEP_PASSES]
+    assert steps == [("split_products", True), ("messages_in_parts", False), ("recomputed", False)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -79,8 +78,7 @@ def changed(job: Job, schedule: str, choice: str | int) -> Job:
     costs, order = made_up_costs(job), choose_schedule(job, schedule=schedule)
     prices = listed(job, costs)
     wish = replace(job, recompute=choice)
-    again = partial(recomputed, within="off")
-    return after(again, wish, costs, order, lambda made: peaks(made, prices.costs_of(made), schedule))[0]
+    return after(recomputed, wish, costs, order, lambda made: peaks(made, prices.costs_of(made), schedule))[0]
 
 
 def halfway(job: Job, schedule: str) -> list[int]:

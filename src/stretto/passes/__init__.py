@@ -1,33 +1,37 @@
-"""Passes: graph to graph, one file each, applied to a captured step before it is cut into stages.
+"""Passes, one file each, in one ordered list.
 
-All have one signature, `Graph -> Graph`, keep the numbers, and stand in one ordered list (`PASSES`), each
-under its name, by which it can be left out.
+Those of a captured graph (`GRAPH_PASSES`) have the signature `Graph -> Graph`, keep the numbers, and run
+before the graph is cut into stages. Those of a step (`STEP_PASSES`) are `Step, Context -> Step`; planning runs them
+where ranks and costs are known (`stretto.planning.variants`). Each has a name, its function's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import pkgutil
+from collections.abc import Collection
+from importlib import import_module
 
 from stretto.errors import UsageError
-from stretto.passes.dead_ops import dead_ops
-from stretto.passes.equal_collectives import equal_collectives
 from stretto.passes.graph import Graph
-from stretto.passes.no_ops import no_ops
-from stretto.passes.plain_matmul import plain_matmuls
-from stretto.passes.scatter import reduce_scatter_chunks
-from stretto.passes.sequence_first import sequence_first
+from stretto.passes.listed import GraphPass, OfGraph, OfStep
 
-Pass = Callable[[Graph], Graph]
 
-PASSES: dict[str, Pass] = {
-    "dead_ops": dead_ops,
-    "plain_matmuls": plain_matmuls,
-    "reduce_scatter_chunks": reduce_scatter_chunks,
-    "sequence_first": sequence_first,
-    "no_ops": no_ops,
-    "equal_collectives": equal_collectives,
+def _listed() -> list[OfGraph | OfStep]:
+    """What the files of this room list, in order."""
+    modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
+    found = [getattr(module, "LISTED", None) for module in modules]
+    return sorted((one for one in found if isinstance(one, OfGraph | OfStep)), key=lambda one: one.place)
+
+
+_ALL = _listed()
+
+GRAPH_PASSES: dict[str, GraphPass] = {
+    one.apply.__name__: one.apply for one in _ALL if isinstance(one, OfGraph)
 }
 """Name -> pass, in the order in which they run."""
+
+STEP_PASSES = tuple(one for one in _ALL if isinstance(one, OfStep))
+"""In the order in which they run."""
 
 SCATTER_BORDERS = "scatter_borders"
 """The name of what is done to a step that has its stages (`capture.borders`); it can be left out, too."""
@@ -37,8 +41,8 @@ MESSAGES_IN_PARTS = "messages_in_parts"
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raises UsageError for a name that no pass has."""
-    known = (*PASSES, SCATTER_BORDERS, MESSAGES_IN_PARTS)
+    """Raises UsageError for a name that no pass has that can be left out."""
+    known = (*GRAPH_PASSES, SCATTER_BORDERS, MESSAGES_IN_PARTS)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(
@@ -50,10 +54,18 @@ def check_names(names: Collection[str]) -> None:
 def run_passes(graph: Graph, skip: Collection[str] = ()) -> Graph:
     """The graph after all passes but those in `skip`. Raises UsageError for a name that no pass has."""
     check_names(skip)
-    for name, apply in PASSES.items():
+    for name, apply in GRAPH_PASSES.items():
         if name not in skip:
             graph = apply(graph)
     return graph
 
 
-__all__ = ["MESSAGES_IN_PARTS", "PASSES", "SCATTER_BORDERS", "Graph", "Pass", "check_names", "run_passes"]
+__all__ = [
+    "GRAPH_PASSES",
+    "MESSAGES_IN_PARTS",
+    "SCATTER_BORDERS",
+    "STEP_PASSES",
+    "Graph",
+    "check_names",
+    "run_passes",
+]

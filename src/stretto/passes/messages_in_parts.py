@@ -31,6 +31,7 @@ from stretto.ir.program import CHUNK, VIEW, Edge, Job, Op, Ref, Stage, TensorSpe
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.ir.varying import varying_in_job
 from stretto.parallelize.tensor import AXIS
+from stretto.passes.listed import OfStep
 from stretto.passes.rewrite import with_uses
 from stretto.passes.rows import divides, gather, part_of, rows_of
 from stretto.passes.step import Context, Step
@@ -179,3 +180,6 @@ def _gathered(ops: Sequence[Op], edge: Edge, start: str, size: int) -> Iterator[
             for new in gather(start, _own(edge.value), name, edge.spec, AXIS, size):
                 yield replace(new, module=op.module)
         yield op
+
+
+LISTED = OfStep(120, messages_in_parts)

@@ -21,8 +21,9 @@ from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.program import Job, OverlapMode, Stage
+from stretto.ir.program import Job, Stage
 from stretto.passes.gather_again import gathers
+from stretto.passes.listed import OfStep
 from stretto.passes.recompute import forget, repeat, storages
 from stretto.passes.recompute_blocks import Blocks, borders
 from stretto.passes.recompute_steps import StageChoice, merged
@@ -42,16 +43,15 @@ Peaks = Callable[[Job], Sequence[int]]
 """The most bytes that each rank holds when the job is planned."""
 
 
-def recomputed(step: Step, context: Context, *, within: OverlapMode) -> Step:
-    """The step whose backward computes again what `job.recompute` says. within: the overlap with which a
-    limit must be kept.
+def recomputed(step: Step, context: Context) -> Step:
+    """The step whose backward computes again what `job.recompute` says.
 
     Raises PlanError for a limit that cannot be kept, UsageError for an unknown choice.
     """
     job = step.job
 
     def peaks(made: Job) -> Sequence[int]:
-        return context.peaks(replace(step, job=made), within)
+        return context.peaks(replace(step, job=made))
 
     made = recompute(job, job.recompute, context.costs_of(job), step.schedule, peaks)
     limits = [limit for limit in (job.recompute, step.max_bytes) if isinstance(limit, int)]
@@ -179,3 +179,6 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
             for s, e, much in zip(steps, enough, too_much, strict=True)
         ]
     return made(enough)
+
+
+LISTED = OfStep(130, recomputed)

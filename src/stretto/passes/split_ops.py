@@ -28,6 +28,7 @@ from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices, Specs, specs_of
 from stretto.ir.program import VIEWS, WAIT, Collective, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
+from stretto.passes.listed import OfStep
 from stretto.passes.rewrite import spec_with, strides_of
 from stretto.passes.step import Context, LeftOutError, Step
 
@@ -65,12 +66,14 @@ class Chain:
 
 
 def split_products(step: Step, context: Context) -> Step:
-    """The step with its products cut where that pays.
+    """The step with its products cut where that pays, and where the job asks for it.
 
     Method: a product is decomposed to overlap with its collective as in Wang et al., "Overlap Communication
     with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
     job = step.job
+    if not job.split_ops or not job.trains:
+        raise LeftOutError
     choice = _Choice(job, context.prices)
     cuts: dict[int, list[Chain]] = {}
     kept = {job.loss[1], *(edge.value for edge in job.edges)}
@@ -256,3 +259,6 @@ def _join(chain: Chain) -> list[Op]:
     parts = tuple(Ref(wait.name) for wait in waits)
     join = replace(chain.wait, target="aten.cat.default", args=(parts, len(whole.shape) - 1), alias=None)
     return [*waits, join]
+
+
+LISTED = OfStep(110, split_products, tried=True)

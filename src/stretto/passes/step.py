@@ -25,7 +25,8 @@ T = TypeVar("T")
 class Step:
     """short: the schedule of fewer microbatches by which steps are compared; `schedule` where they are few.
 
-    overlap: what the windows of `schedule` let overlap. max_bytes: the most that a rank may hold.
+    overlap: what the windows of `schedule` let overlap. max_bytes: the most that a rank may hold; within: the
+    overlap with which `job.recompute` must be kept.
     windows: by name, in the order of their items. sent_before: message (edge, microbatch) -> the sender's run
     before which its send is waited for; others are waited for at the end.
     """
@@ -35,6 +36,7 @@ class Step:
     short: Schedule
     overlap: OverlapMode
     max_bytes: int | None = None
+    within: OverlapMode = "off"
     windows: Mapping[str, Window] = field(default_factory=dict)
     sent_before: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
@@ -42,11 +44,11 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Context:
     """What passes may ask. order: the policy that orders ops in windows. peaks: the most bytes that each rank
-    holds when a step is planned with an overlap."""
+    holds when a step is planned."""
 
     prices: Prices
     order: str
-    peaks: Callable[[Step, OverlapMode], Sequence[int]]
+    peaks: Callable[[Step], Sequence[int]]
     _known: dict[object, object] = field(default_factory=dict, repr=False)
 
     def costs_of(self, job: Job) -> Costs:

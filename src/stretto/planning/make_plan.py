@@ -123,27 +123,26 @@ def _made(
     chosen = choose_schedule(job, schedule=schedule)
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
-    step = Step(job, chosen, shorter(chosen), "local", max_bytes)
+    step = Step(job, chosen, shorter(chosen), "local", max_bytes, asked)
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=asked)
     context = Context(prices, order, partial(_peaks, prices=prices))
-    tries = Tries(step, context)
-    if asked != "off" and not communicates(job):
-        tries.missing.append("no collectives that another microbatch's ops could hide")
-    within, less = asked, ""
+    tries, less = Tries(step, context), ""
     try:
-        found = tries.best_first(within, asked, order)
+        found = tries.best_first(asked, order)
     except PlanError:
         if asked == "off" or not isinstance(job.recompute, int):
             raise
         # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
-        within, less = "off", f"overlap holds more than recompute = {job.recompute:,} bytes a rank"
-        found = tries.best_first(within, asked, order)
+        tries, less = Tries(replace(step, within="off"), context), _less(job)
+        found = tries.best_first(asked, order)
+    if asked != "off" and not communicates(job):
+        tries.missing.append("no collectives that another microbatch's ops could hide")
 
     def in_turn() -> Iterator[Tried]:
         yield from found
         if all(tried.overlap != "off" for tried in found):  # and all of them are refused
-            yield from tries.best_first(within, "off", order)
+            yield from tries.best_first("off", order)
 
     refused: PlanError | None = None
     slow: Plan | None = None
@@ -177,12 +176,17 @@ def _slower(made: Plan, off: Plan) -> bool:
     return simulate(off).step_us < made.prediction.step_us
 
 
-def _peaks(step: Step, within: OverlapMode, *, prices: Prices) -> tuple[int, ...]:
+def _less(job: Job) -> str:
+    """Why a plan overlaps less whose limit only waiting at once keeps."""
+    return f"overlap holds more than recompute = {job.recompute:,} bytes a rank"
+
+
+def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
     """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
     pairs that hold more are refused."""
     context = Context(prices, "captured", partial(_peaks, prices=prices))
     tries = Tries(step, context)
-    asked: OverlapMode = "off" if within == "off" else "local"
+    asked: OverlapMode = "off" if step.within == "off" else "local"
     found = [way for way in ways(step, asked, "captured") if asked == "off" or at_once not in way]
     fastest = min(tries.compared(found), key=lambda one: one.step_us)
     done = sends_waited(tries.step(fastest.variant), context)

@@ -22,7 +22,7 @@ from stretto.ir.program import OverlapMode
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.schedules import moved_across
-from stretto.planning.variants import Variant, again, job_passes, overlaps, ways
+from stretto.planning.variants import Variant, again, begins, overlaps, ways
 from stretto.planning.windows import lowered, whole_step
 from stretto.simulate import one_step
 
@@ -63,7 +63,6 @@ class Tries:
         self._first = step
         self._context = context
         self._made: dict[Variant, Step | Exception] = {(): step}
-        self._begins: dict[OverlapMode, list[Variant]] = {}
         self.missing: list[str] = []
 
     def step(self, variant: Variant) -> Step:
@@ -78,18 +77,13 @@ class Tries:
             raise found
         return found
 
-    def best_first(self, within: OverlapMode, asked: OverlapMode, order: str) -> list[Tried]:
-        """All that `asked` allows. within: as in `job_passes`. Raises PlanError when the job cannot be made
-        so, or its schedule cannot be simulated."""
-        found: list[Tried] = []
-        begins = self._begins.setdefault(within, job_passes(self._first.job, within))
+    def best_first(self, asked: OverlapMode, order: str) -> list[Tried]:
+        """All that `asked` allows.
+
+        Raises PlanError when the job cannot be made as it must be, or its schedule cannot be simulated.
+        """
         going_on = ways(self._first, asked, order)
-        for at, begin in enumerate(begins):
-            try:
-                found += self.compared([(*begin, *way) for way in going_on], simulated=len(begins) > 1)
-            except PlanError:
-                if not at:
-                    raise
+        found = self.compared([(*begin, *way) for begin in self._begins() for way in going_on])
         if order == DEFAULT and len(going_on) > 1:
             others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
             wholes = [one for one in found if whole_step in one.variant]
@@ -98,9 +92,22 @@ class Tries:
                 found += self._again(others, asked)
         return sorted(found, key=self._weighed_us)
 
-    def compared(self, variants: Sequence[Variant], *, simulated: bool = False) -> list[Tried]:
-        """Steps 1 and 2, in the order given. simulated: even one that there is to compare with no other."""
-        if len(variants) == 1 and not simulated:
+    def _begins(self) -> list[Variant]:
+        """Those that can be done. Without what is only tried it must be."""
+        plain, *others = begins()
+        self.step(plain)
+        return [plain, *(begin for begin in others if self._can(begin))]
+
+    def _can(self, variant: Variant) -> bool:
+        try:
+            self.step(variant)
+        except (LeftOutError, PlanError):
+            return False
+        return True
+
+    def compared(self, variants: Sequence[Variant]) -> list[Tried]:
+        """Steps 1 and 2, in the order given. One alone is not simulated."""
+        if len(variants) == 1:
             return [Tried(variants[0], self.step(variants[0]).overlap, 0.0)]
         found: list[Tried] = []
         seen: set[object] = set()

@@ -4,7 +4,7 @@ In the order of a list:
 
     split_products     products and the collectives of their results in parts, where it was asked for
     messages_in_parts  what all tensor-parallel ranks hold alike crosses in parts
-    recomputed         what the backward computes again
+    recomputed         what the backward computes again, and any other of `stretto.passes.STEP_PASSES`
     paired, one_window forwards share windows with backwards of other microbatches
     moved_across       communications go on from one window to the next
     at_once ...        windows in an order: at once, as captured, ordered, refined, whole_step
@@ -21,9 +21,7 @@ from functools import partial
 from stretto.ir.action import Overlap
 from stretto.ir.program import STARTS, Job, OverlapMode
 from stretto.order.policies import DEFAULT
-from stretto.passes.messages_in_parts import messages_in_parts
-from stretto.passes.recompute_choice import recomputed
-from stretto.passes.split_ops import split_products
+from stretto.passes import STEP_PASSES
 from stretto.passes.step import Pass, Step
 from stretto.planning.schedules import moved_across, one_window, paired, writes_buffers
 from stretto.planning.windows import as_captured, at_once, ordered, refined, whole_step
@@ -51,11 +49,13 @@ Variant = tuple[Pass, ...]
 """Passes, in order. Of those that begin alike the beginning is run once."""
 
 
-def job_passes(job: Job, within: OverlapMode) -> list[Variant]:
-    """How variants begin: with what changes the job, as it is and as was asked for. within: as in
-    `recomputed`."""
-    always: Variant = (messages_in_parts, partial(recomputed, within=within))
-    return [always, (split_products, *always)] if job.split_ops and job.trains else [always]
+def begins() -> list[Variant]:
+    """How variants begin: with what changes the job, with and without what is only tried."""
+    found: list[Variant] = [()]
+    for one in STEP_PASSES:
+        longer = [(*begin, one.apply) for begin in found]
+        found = [*found, *longer] if one.tried else longer
+    return found
 
 
 def ways(step: Step, asked: OverlapMode, order: str) -> list[Variant]:
