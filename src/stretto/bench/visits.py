@@ -9,18 +9,17 @@ timed instead: a plan's own, and those of jobs that shall price another, as a ca
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
-from stretto.ir.prices import signature, specs_of, traffic_bytes
 from stretto.ir.program import Job
 from stretto.measure.measured import Compute, agreed_ops
 from stretto.measure.profile import Profile, profile
 from stretto.measure.time_ops import machine_of
+from stretto.price.alike import timings_of
 from stretto.price.calibration import Calibration
 from stretto.price.op_cache import Timing
 
@@ -69,17 +68,6 @@ def calibration_of(
 ) -> Calibration:
     """Jobs' op times as a calibration, with those of `layers` that no job has; ops of equal signature have
     the mean of their times."""
-    times: dict[str, list[float]] = defaultdict(list)
-    work: dict[str, tuple[int, int]] = {}
-    for job, op_us in found:
-        specs = specs_of(job)
-        for stage in job.stages:
-            for ops in stage.ops.values():
-                for op in ops:
-                    us = op_us.get((stage.index, op.name))
-                    if us:
-                        key = signature(op, specs)
-                        times[key].append(us)
-                        work[key] = (op.flops, traffic_bytes(op, specs))
-    timings = {key: Timing(fmean(took), 0.0, *work[key]) for key, took in sorted(times.items())}
+    took = ((job, {op: us for op, us in op_us.items() if us}) for job, op_us in found)
+    timings = timings_of(took)
     return Calibration(machine_of(CPU), "jobs beside", {**(layers or {}), **timings})

@@ -1,8 +1,8 @@
 """Passes, one file each, in one ordered list.
 
-Those of a captured graph (`GRAPH_PASSES`) have the signature `Graph -> Graph`, keep the numbers, and run
-before the graph is cut into stages. Those of a step (`STEP_PASSES`) are `Step, Context -> Step`; planning runs them
-where ranks and costs are known (`stretto.planning.variants`). Each has a name, its function's.
+Those of a captured graph (`GRAPH_PASSES`) are `Graph -> Graph`, keep the numbers, and run before the graph is
+cut into stages. Those of a step (`STEP_PASSES`) are `Step, Context -> Step`; planning runs them where ranks
+and costs are known (`stretto.planning.variants`). A pass has its function's name.
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
 
 from stretto.ir.costs import Costs
 from stretto.ir.prices import FREE as FREE_WORD
-from stretto.ir.prices import Priced, Pricer, Specs, signature, specs_of, traffic_bytes
+from stretto.ir.prices import Priced, Pricer, Specs, Times, signature, specs_of, traffic_bytes
 from stretto.ir.program import STARTS, WAIT, Collective, Job, Op
 from stretto.price.matmul_fit import MatmulFit
 from stretto.price.op_cache import Timing
@@ -117,25 +117,22 @@ class ListedPricer(AlikePricer):
     other arithmetic units have the same."""
 
     def __init__(self, job: Job, costs: Costs) -> None:
-        super().__init__(self._by_signature)
+        super().__init__(lambda: timings_of([(job, costs.op_us)]))
         self._job = job
-        self._listed = [
-            (op, costs.op_us[stage.index, op.name])
-            for stage in job.stages
-            for op in (op for ops in stage.ops.values() for op in ops)
-            if (stage.index, op.name) in costs.op_us
-        ]
+        self._costs = costs
 
-    def _by_signature(self) -> dict[str, Timing]:
-        """The mean of ops of one signature."""
+    @cached_property
+    def _listed(self) -> list[tuple[Op, float]]:
+        return list(_listed(self._job, self._costs.op_us))
+
+    def timings(self) -> list[Timing]:
+        """Of ops that compute or move, which views, parts of tuples and collectives do not."""
         specs = specs_of(self._job)
-        found: dict[str, list[tuple[Op, float]]] = defaultdict(list)
-        for op, us in self._listed:
-            found[signature(op, specs)].append((op, us))
-        return {
-            key: Timing(fmean(us for _, us in same), 0.0, same[0][0].flops, traffic_bytes(same[0][0], specs))
-            for key, same in found.items()
-        }
+        return [
+            Timing(us, 0.0, op.flops, traffic_bytes(op, specs))
+            for op, us in self._listed
+            if us and op.alias is None and op.collective is None and op.target not in FREE
+        ]
 
     def look_up(self, op: Op, specs: Specs, key: str) -> Priced | None:
         """What is on the list is known as the list's source says."""
@@ -174,6 +171,27 @@ class ListedPricer(AlikePricer):
             if one is not None:
                 found[one.axis, one.kind][one.nbytes].append(us)
         return found
+
+
+def timings_of(found: Iterable[tuple[Job, Times]]) -> dict[str, Timing]:
+    """Times of jobs' ops by signature; ops of equal signature have the mean."""
+    times: dict[str, list[float]] = defaultdict(list)
+    work: dict[str, tuple[int, int]] = {}
+    for job, op_us in found:
+        specs = specs_of(job)
+        for op, us in _listed(job, op_us):
+            key = signature(op, specs)
+            times[key].append(us)
+            work[key] = op.flops, traffic_bytes(op, specs)
+    return {key: Timing(fmean(took), 0.0, *work[key]) for key, took in sorted(times.items())}
+
+
+def _listed(job: Job, op_us: Times) -> Iterator[tuple[Op, float]]:
+    """A job's ops that have a time, with it."""
+    for stage in job.stages:
+        for op in (op for ops in stage.ops.values() for op in ops):
+            if (stage.index, op.name) in op_us:
+                yield op, op_us[stage.index, op.name]
 
 
 def _family(key: str) -> tuple[str, str]:
