@@ -20,7 +20,6 @@ UPWARD = {
 }
 EACH_OTHER = {
     ("capture.carried", "capture.torch_adapter"),
-    ("cli.bench", "cli.bench_tensor"),
     ("ir.plan", "ir.serialize"),
     ("price.cluster", "price.roofline"),
     ("runtime.runner", "runtime.whole_state"),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench.race import Times, race
+from stretto.bench.race import Times, race, say_on_first
 from stretto.bench.reshard_cases import COLUMNS, ITEMSIZE_BYTES, PARTS, Case, bound_s, cases, planned
 from stretto.errors import RunError, UsageError
 from stretto.lab.rates import parse_rate
@@ -118,13 +118,8 @@ def run_worker(setup: Setup, out: Path) -> None:
     rows = (setup.mib << 20) // (COLUMNS * ITEMSIZE_BYTES)
     reshards = {one.case.name: one for one in made(rows)}
     systems: dict[str, Callable[[], object]] = {name: one.run for name, one in reshards.items()}
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, file=sys.stderr, flush=True)
-
     # what warm-ups are for was done in small
-    times = race(systems, setup.rounds, say=say, warm_ups=0)
+    times = race(systems, setup.rounds, say=say_on_first, warm_ups=0)
     if dist.get_rank() == 0:
         result = {"setup": asdict(setup), "rows": [_row(one, times[name]) for name, one in reshards.items()]}
         out.write_text(json.dumps(result, indent=1) + "\n")

@@ -15,16 +15,10 @@ from stretto.ir.timeline import Timeline
 from stretto.report.costliest import costliest_ops
 from stretto.report.curve import draw_loss
 from stretto.report.findings import findings
+from stretto.report.grid import Grid
 from stretto.report.pack import packed
 from stretto.report.rundir import Run
-from stretto.report.tables import (
-    Grid,
-    comparison_grid,
-    costliest_grid,
-    ranks_grid,
-    summary_grid,
-    traffic_grid,
-)
+from stretto.report.tables import comparison_grid, costliest_grid, ranks_grid, summary_grid, traffic_grid
 from stretto.report.traffic import axes_of
 from stretto.report.words import KINDS, format_bytes, format_share, format_us
 

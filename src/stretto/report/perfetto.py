@@ -8,7 +8,6 @@ timelines stand in one trace rank by rank, the predicted above the measured.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,9 +22,10 @@ from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 from stretto.files.whole_file import write_file
 from stretto.ir.plan import Plan
 from stretto.ir.program import TensorSpec
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import Span, SpanKind, Timeline
 from stretto.report.detail import measured_op_us, shapes_in, shapes_out, span_category, specs_of
 from stretto.report.flows import OpSlice, count_ops, flows_of, nested_ops
+from stretto.report.lanes import rows_of
 
 NS_PER_US = 1000
 SEQUENCE = 1
@@ -86,23 +86,19 @@ class _Writer:
         return data
 
     def _timeline(self, timeline: Timeline, at: int) -> None:
-        lanes: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
-        for span in sorted(timeline.spans, key=lambda s: (s.start_us, s.end_us)):
-            lanes[span.rank][span.lane].append(span)
         self.nested = nested_ops(self.plan, timeline) if self.plan is not None and self.ops else {}
         self.flows = flows_of(timeline, self.next_flow, self.plan, self.nested)
         self.next_flow += len(timeline.spans)
-        for rank in range(timeline.ranks):
+        for rank, lanes in enumerate(rows_of(timeline)):
             process = self._process(timeline, rank, at)
-            names = sorted(lanes[rank], key=lambda name: (name != COMPUTE_LANE, name))
-            for position, lane in enumerate(names):
+            for position, (lane, spans) in enumerate(lanes.items()):
                 # Latency is pipelined, so messages of one lane may overlap; slices of one track may not.
-                for row in _rows(lanes[rank][lane]):
+                for row in _rows(spans):
                     track = self._track(process, lane, position)
                     for span in row:
                         self._slice(track, span)
             if rank < len(timeline.memory) and timeline.memory[rank]:
-                self._memory(process, timeline.memory[rank], len(names))
+                self._memory(process, timeline.memory[rank], len(lanes))
 
     # --- tracks -------------------------------------------------------------------------------------
 

@@ -1,44 +1,16 @@
-"""Tables: a step's accounts by rank, and the predicted beside the measured, for terminal and page alike.
-
-Rows are plain text made once, so that terminal and page cannot differ. May touch `rich`.
-"""
+"""Tables: a step's accounts by rank, and the predicted beside the measured, for terminal and page alike."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rich.table import Table
 
 from stretto.ir.costs import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.report.costliest import Dear
+from stretto.report.grid import Grid
 from stretto.report.traffic import axes_of, traffic_of
 from stretto.report.words import KINDS, format_bytes, format_change, format_flops, format_share, format_us
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table as text: a title, column heads, and rows. words: the columns of words, which may be broken and
-    stand at the left; the others are numbers."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: tuple[int, ...] = (0,)
-
-    def rich(self) -> Table:
-        """The table for the terminal."""
-        table = Table(title=self.title, title_justify="left", title_style="bold", header_style="bold")
-        for at, column in enumerate(self.head):
-            if at in self.words:
-                table.add_column(column, overflow="fold")
-            else:
-                table.add_column(column, justify="right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row)
-        return table
 
 
 def accounts(timeline: Timeline) -> dict[SpanKind, list[float]]:
