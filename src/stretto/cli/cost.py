@@ -1,4 +1,4 @@
-"""`stretto cost`: a plan's dearest ops and communications, what they take, and how that is known.
+"""`stretto cost`: a plan's costliest ops and communications, what they take, and how that is known.
 
 Thin: ops are grouped by `stretto.report.costliest`; communications are read off the predicted timeline here.
 """
@@ -14,18 +14,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.report.costliest import Dear, costliest_ops
+from stretto.report.costliest import OpGroup, costliest_ops
+from stretto.report.grid import WIDTH, Grid
 from stretto.report.rundir import load_run
 from stretto.report.traffic import communication_of
 from stretto.report.words import format_bytes, format_share, format_us
-
-WIDTH = 120
-"""Columns of the tables, wherever they are printed."""
 
 cost = typer.Typer(add_completion=False)
 
@@ -57,7 +54,7 @@ def run(
     top: Annotated[int, typer.Option(min=1, help="How many ops, and how many communications.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in the place of tables.")] = False,
 ) -> None:
-    """List a plan's dearest ops and communications: each, total, share, source, measured where known."""
+    """List a plan's costliest ops and communications: each, total, share, source, measured where known."""
     planned = load_run(plan)
     if planned.plan is None:
         raise UsageError(f"{plan}: the run directory holds no plan.json; give the plan file")
@@ -66,20 +63,22 @@ def run(
         raise UsageError(f"--run {measured}: its plan is of another job than {plan}; give a run of this plan")
     ops = costliest_ops(planned.plan, ran.measured, top)
     assert planned.simulated is not None
-    communications = dearest_communications(planned.plan, planned.simulated, ran.measured)[:top]
+    communications = costliest_communications(planned.plan, planned.simulated, ran.measured)[:top]
     if as_json:
         typer.echo(json.dumps(_document(planned.plan, ops, communications), indent=1))
         return
     console = Console(width=WIDTH)
-    console.print(_ops_table(planned.plan, ops))
+    _ops_table(planned.plan, ops).print(console)
     if communications:
-        console.print(_communications_table(communications))
+        _communications_table(communications).print(console)
     console.print(f"Op times: {planned.plan.costs.source}.", highlight=False)
     if measured is not None and ran.measured is None:
         console.print(f"{measured} holds no measured timeline.", style="dim", highlight=False)
 
 
-def dearest_communications(plan: Plan, predicted: Timeline, measured: Timeline | None) -> list[Communication]:
+def costliest_communications(
+    plan: Plan, predicted: Timeline, measured: Timeline | None
+) -> list[Communication]:
     """Communications of the step by axis, kind and bytes, those that take most time first."""
     groups = _grouped(predicted)
     taken = _grouped(measured) if measured is not None else {}
@@ -118,43 +117,40 @@ def _grouped(timeline: Timeline) -> dict[tuple[str, str, int], list[float]]:
     return found
 
 
-def _ops_table(plan: Plan, ops: Sequence[Dear]) -> Table:
+def _ops_table(plan: Plan, ops: Sequence[OpGroup]) -> Grid:
     measured = any(op.measured_us is not None for op in ops)
-    table = Table(title="Dearest ops: all stages and microbatches")
-    for column in ("op", "phase", "calls", "each", "total", "share", *(["measured"] if measured else [])):
-        table.add_column(column, justify="left" if column in ("op", "phase") else "right")
-    if plan.costs.op_how:
-        table.add_column("known")
-    table.add_column("reads → makes", overflow="fold")
+    head = ["op", "phase", "calls", "each", "total", "share", *(["measured"] if measured else [])]
+    # Where none is known by itself, the source of all, under the table, says the same of each op.
+    known = bool(plan.costs.op_how)
+    rows = []
     for op in ops:
         row = [op.target.removeprefix("aten."), op.phases, f"{op.calls:,}", format_us(op.total_us / op.calls)]
         row += [format_us(op.total_us), format_share(op.share)]
-        if measured:
-            row.append("-" if op.measured_us is None else format_us(op.measured_us))
-        # Where none is told apart, the source of all, under the table, tells the same of each op.
-        known = [op.source] if plan.costs.op_how else []
-        table.add_row(*row, *known, f"{op.shapes} → {op.made}")
-    return table
+        row += [_or_dash(op.measured_us)] if measured else []
+        rows.append((*row, *([op.source] if known else []), f"{op.shapes} → {op.made}"))
+    head += [*(["known"] if known else []), "reads → makes"]
+    words = (0, 1, *range(7 if measured else 6, len(head)))
+    return Grid("Costliest ops: all stages and microbatches", tuple(head), rows, words)
 
 
-def _communications_table(found: Sequence[Communication]) -> Table:
+def _communications_table(found: Sequence[Communication]) -> Grid:
     measured = any(one.measured_us is not None for one in found)
-    table = Table(title="Dearest communications: total and measured are a rank's mean")
-    head = ("axis", "kind", "bytes", "number", "each", "alone", "total", "share")
-    for column in (*head, *(["measured"] if measured else [])):
-        table.add_column(column, justify="left" if column in ("axis", "kind") else "right")
-    table.add_column("source", overflow="fold")
+    head = ["axis", "kind", "bytes", "number", "each", "alone", "total", "share"]
+    head += [*(["measured"] if measured else []), "source"]
+    rows = []
     for one in found:
         row = [one.axis, one.kind, format_bytes(one.nbytes), f"{one.count:,}", format_us(one.each_us)]
-        row += ["-" if one.alone_us is None else format_us(one.alone_us), format_us(one.total_us)]
-        row.append(format_share(one.share))
-        if measured:
-            row.append("-" if one.measured_us is None else format_us(one.measured_us))
-        table.add_row(*row, one.source)
-    return table
+        row += [_or_dash(one.alone_us), format_us(one.total_us), format_share(one.share)]
+        rows.append((*row, *([_or_dash(one.measured_us)] if measured else []), one.source))
+    title = "Costliest communications: total and measured are a rank's mean"
+    return Grid(title, tuple(head), rows, (0, 1, len(head) - 1))
 
 
-def _document(plan: Plan, ops: Sequence[Dear], found: Sequence[Communication]) -> dict[str, Any]:
+def _or_dash(us: float | None) -> str:
+    return "-" if us is None else format_us(us)
+
+
+def _document(plan: Plan, ops: Sequence[OpGroup], found: Sequence[Communication]) -> dict[str, Any]:
     return {
         "source": plan.costs.source,
         "ops": [

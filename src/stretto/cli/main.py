@@ -36,7 +36,7 @@ COMMANDS = {
         "calibrate",
         "Measure this machine or cluster for later planning.",
     ),
-    "cost": ("stretto.cli.cost", "cost", "List a plan's dearest ops and collectives."),
+    "cost": ("stretto.cli.cost", "cost", "List a plan's costliest ops and collectives."),
     "cluster": ("stretto.cli.cluster", "cluster", "List and show clusters that can be planned for."),
     "reshard": ("stretto.cli.reshard", "reshard", "Plan how a tensor goes from one mesh to another."),
     "lab": ("stretto.cli.lab", "lab", "Emulate a slow cluster on this machine."),

@@ -147,9 +147,9 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     if timelines:
         body.append(_section(traffic_grid(timelines)))
     if run.plan is not None:
-        dearest = costliest_ops(run.plan, run.measured)
-        if dearest:
-            body.append(_section(costliest_grid(dearest, reads=True)))
+        costliest = costliest_ops(run.plan, run.measured)
+        if costliest:
+            body.append(_section(costliest_grid(costliest, reads=True)))
     return body
 
 

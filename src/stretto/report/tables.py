@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from stretto.ir.costs import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
-from stretto.report.costliest import Dear
+from stretto.report.costliest import OpGroup
 from stretto.report.grid import Grid
 from stretto.report.traffic import axes_of, traffic_of
 from stretto.report.words import KINDS, format_bytes, format_change, format_flops, format_share, format_us
@@ -123,22 +123,22 @@ def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
     return Grid(title, head, tuple(rows))
 
 
-def costliest_grid(found: Sequence[Dear], *, reads: bool = False) -> Grid:
-    """The dearest ops: what they cost over all stages and microbatches, and how fast they work.
+def costliest_grid(found: Sequence[OpGroup], *, reads: bool = False) -> Grid:
+    """The costliest ops: what they cost over all stages and microbatches, and how fast they work.
 
     reads: say what they read as well, which takes room."""
-    measured = any(dear.measured_us is not None for dear in found)
+    measured = any(group.measured_us is not None for group in found)
     rows = []
-    for dear in found:
-        rate = format_flops(dear.flops / dear.total_us * 1e6) + "/s" if dear.flops else "-"
-        row = [dear.target.removeprefix("aten.").removesuffix(".default"), dear.phases, f"{dear.calls:,}"]
-        row += [format_us(dear.total_us / dear.calls), format_us(dear.total_us), format_share(dear.share)]
+    for group in found:
+        rate = format_flops(group.flops / group.total_us * 1e6) + "/s" if group.flops else "-"
+        row = [group.target.removeprefix("aten.").removesuffix(".default"), group.phases, f"{group.calls:,}"]
+        row += [format_us(group.total_us / group.calls), format_us(group.total_us), format_share(group.share)]
         if measured:
-            row.append("-" if dear.measured_us is None else format_us(dear.measured_us))
-        rows.append((*row, rate, _plain(f"{dear.shapes} → {dear.made}") if reads else _short(dear.made)))
+            row.append("-" if group.measured_us is None else format_us(group.measured_us))
+        rows.append((*row, rate, _plain(f"{group.shapes} → {group.made}") if reads else _short(group.made)))
     head = ["", "phase", "calls", "each", "total", "share", *(["measured"] if measured else [])]
     head += ["rate", "reads → makes" if reads else "makes"]
-    return Grid("Dearest ops (all stages and microbatches)", tuple(head), tuple(rows), (0, len(head) - 1))
+    return Grid("Costliest ops (all stages and microbatches)", tuple(head), tuple(rows), (0, len(head) - 1))
 
 
 def _plain(shapes: str) -> str:
