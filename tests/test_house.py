@@ -27,7 +27,6 @@ EACH_OTHER = {
 }
 TOO_LONG = {
     "capture/torch_adapter.py",
-    "config.py",
     "ir/placements.py",
     "ir/program.py",
     "runtime/runner.py",

@@ -109,7 +109,7 @@ def test_the_grid_has_every_layout_and_rate() -> None:
     assert len(set(cells)) == len(cells) == 4 + 3 * 5 * 4
 
 
-def test_a_cell_is_predicted_by_its_costs_before_and_after_the_steps(tmp_path: Path) -> None:
+def test_a_cell_is_predicted_again_by_its_costs_after_the_steps(tmp_path: Path) -> None:
     cell = Cell(
         name="tiny", hidden=32, layers=1, heads=2, sequence=8, vocab=64, microbatch=1, microbatches=2, tp=1
     )

@@ -1,9 +1,9 @@
 """What a bench does with a plan that it ran: predict it again, and keep it for `stretto report`.
 
 A machine that others use has another speed every minute. So costs are measured once more after the steps,
-and the plan is predicted again with the mean of both; its order stays. A folder that is kept has
+and the plan is predicted again with them; its order stays. A folder that is kept has
 
-    plan.json       with these costs
+    plan.json       with the costs after its steps
     planned.json    with the costs that it was made from
     measured.json   the step whose time is the median
 """
@@ -19,15 +19,13 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
 from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
-from stretto.price.mean import mean_costs
 from stretto.report.jsonfile import save_json
 from stretto.simulate import predict
 
 
-def costs_around(plan: Plan) -> Costs:
-    """The mean of a plan's costs and of what is measured now; all of its ranks call it, and it is equal on
-    all of them."""
-    return mean_costs([plan.costs, measured_costs(plan.job, plan.schedule)])
+def costs_now(plan: Plan) -> Costs:
+    """A plan's costs as they are measured now; all of its ranks call it, and it is equal on all of them."""
+    return measured_costs(plan.job, plan.schedule)
 
 
 def with_costs(plan: Plan, costs: Costs) -> Plan:

@@ -3,8 +3,8 @@
     1. A cell is a shape of GPT, a layout (pp, tp) and a rate. Cells of one layout and rate share a lab, one
        rank on each host; ranks share the machine's cores equally.
     2. In each cell the ranks capture, measure their costs together, plan, run some steps, and measure their
-       costs again. The plan, simulated with the mean of both (`bench.kept`), is compared with what steps took
-       on average: time, exposed communication, peak memory. What was predicted when it was made is kept too.
+       costs again. The plan, simulated with these (`bench.kept`), is compared with what steps took on
+       average: time, exposed communication, peak memory. What was predicted when it was made is kept too.
 
 A worker (this module as a program, once on each host) does step 2.
 """
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import stretto
 from stretto.bench.in_lab import CORES, lab_of, run_worker
-from stretto.bench.kept import costs_around, keep_run, prediction_of, with_costs
+from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
 from stretto.bench.race import drop_gradients, say_on_first, timed
 from stretto.bench.work import GPTWork
 from stretto.ir.plan import Plan
@@ -123,7 +123,7 @@ def grid(rates: tuple[str, ...] = RATES, overlap: OverlapMode = "window") -> lis
 
 def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]]:
     """Step 2 on one rank; every rank of the cell calls it. Returns its figures, the plan as it was made, the
-    plan with the costs around its steps, and all counted steps."""
+    plan with the costs after its steps, and all counted steps."""
     model, batch = cell.build()
     plan = stretto.plan(cell.capture(model, batch, overlap=cell.overlap), "local")
     runner = stretto.Runner(plan, model)
@@ -141,7 +141,7 @@ def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / prediction_of(plan).step_us)))
     times = [[step() for _ in range(steps)] for _ in range(rounds)]
     runner.close()
-    again = with_costs(plan, costs_around(plan))
+    again = with_costs(plan, costs_now(plan))
     prediction = prediction_of(again)
     exposed = [
         statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import stretto
-from stretto.bench.kept import costs_around, keep_run, prediction_of, with_costs
+from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
 from stretto.bench.race import SAME, compare, drop_gradients, fresh, race, say_on_first
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
@@ -71,7 +71,7 @@ def run_worker(setup: Setup, out: Path, kept: Path | None = None) -> None:
             timelines[name].append(runners[name].timeline())
 
     times = race(systems, setup.rounds, after=after, say=say_on_first, warm_ups=WARM_UPS)
-    costs = costs_around(runners["off"].plan)
+    costs = costs_now(runners["off"].plan)
     if rank == 0:
         plans = {mode: runner.plan for mode, runner in runners.items()}
         known = {mode: with_costs(plan, costs) for mode, plan in plans.items()}
