@@ -22,14 +22,12 @@ EACH_OTHER = {
     ("capture.carried", "capture.torch_adapter"),
     ("ir.plan", "ir.serialize"),
     ("price.cluster", "price.roofline"),
-    ("runtime.runner", "runtime.whole_state"),
     ("tensor.global_tensor", "tensor.reshard.move"),
 }
 TOO_LONG = {
     "capture/torch_adapter.py",
     "ir/placements.py",
     "ir/program.py",
-    "runtime/runner.py",
 }
 
 _spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
