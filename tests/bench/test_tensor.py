@@ -189,7 +189,7 @@ def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[st
     tensor_table({"setup": setup, "rows": [row]}).print()
     warn_of_noise([row])
     printed = capsys.readouterr()
-    for text in ("window (as off)", "2.000", "1.500", "1.250", "-5.0 %", "0.300", "50 %,"):
+    for text in ("window (as off)", "2.000", "1.500", "1.250", "-5.0%", "0.300", "50%,"):
         assert text in printed.out, text
     assert "The rounds of window spread by more than 15 %" in printed.err
 

@@ -182,15 +182,6 @@ def _result(
             }
         )
     any_plan = next(iter(runners.values())).plan
-    links = {
-        f"{a}>{b}": {
-            "latency_us": link.latency_us,
-            "mbit_per_s": link.bytes_per_us * 8,
-            "processor_us_per_mb": link.processor_us_per_mb,
-            "slower": link.slower,
-        }
-        for (a, b), link in any_plan.costs.links.items()
-    }
     return {
         "setup": {
             **asdict(setup),
@@ -198,7 +189,6 @@ def _result(
             "python": platform.python_version(),
             "bound_s": bound_s,
             "binds": prediction_of(any_plan).binds,
-            "measured_links": links,
         },
         "rows": rows,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,137 +13,117 @@ NOISY = 1.15
 """Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
 machine of 2 cores: 1.03 to 1.08."""
 
+Row = Mapping[str, Any]
+Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
+"""Head -> (the row's key, or what is made of the row; how it is formatted). None gives an empty cell."""
 
-def pipeline_table(result: dict[str, Any]) -> Grid:
+SHARE = "{:+.1%}"
+SECONDS = "{:.3f}"
+
+
+def pipeline_table(result: Row) -> Grid:
     """Of `bench.pipeline`."""
-    setup, rows = result["setup"], result["rows"]
-    cells = []
-    for row in rows:
-        error = None if row["predicted_s"] is None else row["predicted_s"] / row["step_s"] - 1
-        cells.append(
-            (
-                row["system"],
-                f"{row['step_s']:.3f}",
-                f"{row['speedup_vs_torch_1f1b']:.3f}",
-                f"{row['ratio_to_bound']:.3f}",
-                _number(row["exposed_s"]),
-                _number(row["predicted_s"]),
-                _change(error),
-            )
-        )
-    return Grid(
-        f"{setup['rate']}, {setup['microbatches']} microbatches, medians of {setup['rounds']} rounds",
-        ("system", "step s", "vs torch 1f1b", "vs bound", "exposed s", "predicted s", "error"),
-        cells,
-        caption=_bound(setup),
-    )
+    setup = result["setup"]
+    columns: Columns = {
+        "system": ("system", "{}"),
+        "step s": ("step_s", SECONDS),
+        "vs torch 1f1b": ("speedup_vs_torch_1f1b", SECONDS),
+        "vs bound": ("ratio_to_bound", SECONDS),
+        "exposed s": ("exposed_s", SECONDS),
+        "predicted s": ("predicted_s", SECONDS),
+        "error": (lambda row: row["predicted_s"] and row["predicted_s"] / row["step_s"] - 1, SHARE),
+    }
+    title = f"{setup['rate']}, {setup['microbatches']} microbatches, medians of {setup['rounds']} rounds"
+    return _grid(title, columns, result["rows"], caption=_bound(setup))
 
 
-def tensor_table(race: dict[str, Any]) -> Grid:
+def tensor_table(race: Row) -> Grid:
     """Of one race of `bench.tensor`."""
+
+    def name(row: Row) -> str:
+        """The system; where planning found that less overlap is faster, what it took."""
+        taken = row.get("overlap", row["system"])
+        return str(row["system"]) if taken == row["system"] else f"{row['system']} (as {taken})"
+
+    columns: Columns = {
+        "system": (name, "{}"),
+        "step s": ("step_s", SECONDS),
+        "vs off": ("speedup_vs_off", SECONDS),
+        "vs torch": ("speedup_vs_torch", SECONDS),
+        "vs bound": ("ratio_to_bound", SECONDS),
+        "predicted": (
+            lambda row: row["predicted_over_measured"] - 1 if "predicted_s" in row else None,
+            SHARE,
+        ),
+        "exposed s": (lambda row: max(row["exposed_s"]) if "exposed_s" in row else None, SECONDS),
+        "hidden": (
+            lambda row: ", ".join("" if one is None else f"{one:.0%}" for one in row.get("hidden", ())),
+            "{}",
+        ),
+    }
     setup = race["setup"]
     sp = " with sequence parallelism" if setup["sequence_parallel"] else ""
-    cells = []
-    for row in race["rows"]:
-        # Where planning found that less overlap is faster, what it took.
-        taken = row.get("overlap", row["system"])
-        cells.append(
-            (
-                row["system"] if taken == row["system"] else f"{row['system']} (as {taken})",
-                f"{row['step_s']:.3f}",
-                f"{row['speedup_vs_off']:.3f}",
-                f"{row['speedup_vs_torch']:.3f}",
-                f"{row['ratio_to_bound']:.3f}",
-                _change(row["predicted_over_measured"] - 1 if "predicted_s" in row else None),
-                _number(max(row["exposed_s"]) if "exposed_s" in row else None),
-                ", ".join("" if one is None else f"{100 * one:.0f} %" for one in row.get("hidden", ())),
-            )
-        )
-    return Grid(
+    return _grid(
         f"hidden {setup['hidden']}, {setup['layers']} layers, pp={setup['pp']} tp={setup['tp']}{sp}, "
         f"{setup['rate']}: communication takes {setup['communication_over_compute']:.2f} of compute",
-        ("system", "step s", "vs off", "vs torch", "vs bound", "predicted", "exposed s", "hidden"),
-        cells,
+        columns,
+        race["rows"],
         caption=f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds; {_bound(setup)}",
     )
 
 
-def predict_table(result: dict[str, Any]) -> Grid:
+def predict_table(result: Row) -> Grid:
     """Of `bench.predict`."""
-    return Grid(
-        "",
-        ("cell", "measured ms", "predicted", "planned", "exposed %", "predicted", "peak"),
-        [
-            (
-                row["cell"],
-                f"{row['measured_ms']:.0f}",
-                f"{row['error_pct']:+.1f} %",
-                _change(row["planned_ms"] / row["measured_ms"] - 1),
-                f"{row['exposed_measured_pct']:.1f}",
-                f"{row['exposed_predicted_pct']:.1f}",
-                f"{row['peak_error_pct']:+.1f} %",
-            )
-            for row in result["rows"]
-        ],
-        caption="\n".join(
-            f"{name.replace('_', ' ')} {value:.1f}" for name, value in result["summary"].items()
-        ),
-    )
+    columns: Columns = {
+        "cell": ("cell", "{}"),
+        "measured ms": ("measured_ms", "{:.0f}"),
+        "predicted %": ("error_pct", "{:+.1f}"),
+        "planned": (lambda row: row["planned_ms"] / row["measured_ms"] - 1, SHARE),
+        "exposed %": ("exposed_measured_pct", "{:.1f}"),
+        "predicted exposed %": ("exposed_predicted_pct", "{:.1f}"),
+        "peak %": ("peak_error_pct", "{:+.1f}"),
+    }
+    summary = (f"{name.replace('_', ' ')} {value:.1f}" for name, value in result["summary"].items())
+    return _grid("", columns, result["rows"], caption="\n".join(summary))
 
 
-def reshard_table(result: dict[str, Any]) -> Grid:
+def reshard_table(result: Row) -> Grid:
     """Of `bench.reshard`."""
+    columns: Columns = {
+        "reshard": ("case", "{}"),
+        "mode": (lambda row: row["mode"].replace("_", " "), "{}"),
+        "senders, order": ("choice", "{}"),
+        "bound s": ("bound_s", SECONDS),
+        "predicted s": ("predicted_s", SECONDS),
+        "measured s": ("measured_s", SECONDS),
+        "error": (lambda row: 1 / row["measured_over_predicted"] - 1, SHARE),
+        "of bound": ("ratio_to_bound", "{:.2f}"),
+    }
     setup = result["setup"]
-    return Grid(
-        f"{setup['mib']} MiB at {setup['rate']}, medians of {setup['rounds']} rounds",
-        ("reshard", "mode", "senders, order", "bound s", "predicted s", "measured s", "error", "of bound"),
-        [
-            (
-                row["case"],
-                row["mode"].replace("_", " "),
-                row["choice"],
-                f"{row['bound_s']:.3f}",
-                f"{row['predicted_s']:.3f}",
-                f"{row['measured_s']:.3f}",
-                _change(1 / row["measured_over_predicted"] - 1),
-                f"{row['ratio_to_bound']:.2f}",
-            )
-            for row in result["rows"]
-        ],
-        words=(0, 1, 2),
-        caption=f"at most {setup['in_flight_bytes'] >> 20} MiB under way on a rank",
-    )
+    title = f"{setup['mib']} MiB at {setup['rate']}, medians of {setup['rounds']} rounds"
+    caption = f"at most {setup['in_flight_bytes'] >> 20} MiB under way on a rank"
+    return _grid(title, columns, result["rows"], words=3, caption=caption)
 
 
-def compute_table(result: dict[str, Any]) -> Grid:
+def compute_table(result: Row) -> Grid:
     """Of `bench.compute`."""
-    setup, sections = result["setup"], set()
-    rows: list[tuple[str, ...]] = []
-    for cell in result["cells"]:
-        sections.add(len(rows))
-        for number, row in enumerate(cell["rows"]):
-            rows.append(
-                (
-                    cell["cell"]["model"] if not number else "",
-                    row["system"],
-                    str(cell["cell"]["threads"]) if not number else "",
-                    f"{1e3 * row['step_s']:.1f}",
-                    f"{row['ratio_to_eager']:.3f}",
-                    f"{row['error']:.0e}",
-                    "" if row["compile_s"] is None else f"{row['compile_s']:.0f}",
-                )
-            )
-    return Grid(
-        f"sequence {setup['sequence']}, {setup['dtype']}, medians of {setup['rounds']} rounds",
-        ("model", "system", "threads", "step ms", "vs eager", "error", "compiled in s"),
-        rows,
-        words=(0, 1),
-        caption="vs eager: the median over rounds of a step's time over eager's in the same round",
-        sections=frozenset(sections),
-    )
+    columns: Columns = {
+        "model": ("model", "{}"),
+        "system": ("system", "{}"),
+        "threads": ("threads", "{}"),
+        "step ms": (lambda row: 1e3 * row["step_s"], "{:.1f}"),
+        "vs eager": ("ratio_to_eager", SECONDS),
+        "error": ("error", "{:.0e}"),
+        "compiled in s": ("compile_s", "{:.0f}"),
+    }
+    setup = result["setup"]
+    title = f"sequence {setup['sequence']}, {setup['dtype']}, medians of {setup['rounds']} rounds"
+    caption = "vs eager: the median over rounds of a step's time over eager's in the same round"
+    rows = [{**cell["cell"], **row} for cell in result["cells"] for row in cell["rows"]]
+    return _grid(title, columns, rows, words=2, caption=caption)
 
 
-def published_table(result: dict[str, Any]) -> Grid:
+def published_table(result: Row) -> Grid:
     """Of `bench.published`."""
     rows = [
         (f"{part}: {name.replace('_', ' ')}", _value(value))
@@ -153,7 +133,7 @@ def published_table(result: dict[str, Any]) -> Grid:
     return Grid("", ("figure", "value"), rows, words=(0, 1))
 
 
-def warn_of_noise(rows: Sequence[dict[str, Any]]) -> None:
+def warn_of_noise(rows: Sequence[Row]) -> None:
     """Say on standard error when a race was disturbed."""
     noisy = [row["system"] for row in rows if max(row["rounds_s"]) > NOISY * min(row["rounds_s"])]
     if noisy:
@@ -163,16 +143,23 @@ def warn_of_noise(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _bound(setup: dict[str, Any]) -> str:
+def _grid(title: str, columns: Columns, rows: Iterable[Row], *, words: int = 1, caption: str) -> Grid:
+    """words: how many columns, from the first, are words."""
+
+    def cell(row: Row, of: str | Callable[[Row], Any], form: str) -> str:
+        value = row.get(of) if isinstance(of, str) else of(row)
+        return "" if value is None else form.format(value)
+
+    cells = [[cell(row, of, form) for of, form in columns.values()] for row in rows]
+    return Grid(title, tuple(columns), cells, range(words), caption)
+
+
+def _less_one(ratio: float | None) -> float | None:
+    return None if ratio is None else ratio - 1
+
+
+def _bound(setup: Row) -> str:
     return f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _change(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:+.1f} %"
 
 
 def _value(value: object) -> str:

@@ -15,14 +15,13 @@ WIDTH = 120
 @dataclass(frozen=True, slots=True)
 class Grid:
     """A title, column heads, and rows. words: the columns of words, at the left, which may be broken; the
-    others are numbers. sections: numbers of the rows before which a line is drawn."""
+    others are numbers."""
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[Sequence[str]]
     words: Sequence[int] = (0,)
     caption: str = ""
-    sections: frozenset[int] = frozenset()
 
     def rich(self) -> Table:
         """The table for the terminal."""
@@ -38,9 +37,7 @@ class Grid:
                 table.add_column(column, overflow="fold")
             else:
                 table.add_column(column, justify="right", no_wrap=True)
-        for number, row in enumerate(self.rows):
-            if number in self.sections:
-                table.add_section()
+        for row in self.rows:
             table.add_row(*row)
         return table
 
