@@ -51,10 +51,7 @@ def tensor_table(race: Row) -> Grid:
         "vs off": ("speedup_vs_off", SECONDS),
         "vs torch": ("speedup_vs_torch", SECONDS),
         "vs bound": ("ratio_to_bound", SECONDS),
-        "predicted": (
-            lambda row: row["predicted_over_measured"] - 1 if "predicted_s" in row else None,
-            SHARE,
-        ),
+        "predicted": (lambda row: _less_one(row.get("predicted_over_measured")), SHARE),
         "exposed s": (lambda row: max(row["exposed_s"]) if "exposed_s" in row else None, SECONDS),
         "hidden": (
             lambda row: ", ".join("" if one is None else f"{one:.0%}" for one in row.get("hidden", ())),

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import ItemKind, Plan
-from stretto.ir.program import Job, Op, TensorSpec
+from stretto.ir.program import Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import time_of
+from stretto.price.roofline import specs_of as specs_of
 from stretto.schedule.windows import window_name
 
 RECOMPUTATION = "R"
@@ -151,20 +152,7 @@ def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tupl
             left_us -= took_us
 
 
-def specs_of(job: Job) -> Mapping[str, TensorSpec | None]:
-    """Every value's description by name; None for values of several tensors."""
-    found: dict[str, TensorSpec | None] = {f"batch/{name}": spec for name, spec in job.batch}
-    found.update({f"param/{p.name}": p.spec for p in job.parameters})
-    found.update({f"buffer/{b.name}": b.spec for b in job.buffers})
-    found.update({f"const/{c.name}": c.spec for c in job.constants})
-    found["tangent"] = job.loss_spec
-    for stage in job.stages:
-        for ops in stage.ops.values():
-            found.update({op.name: op.outputs[0] if len(op.outputs) == 1 else None for op in ops})
-    return found
-
-
-def shapes_in(op: Op, specs: Mapping[str, TensorSpec | None]) -> str:
+def shapes_in(op: Op, specs: Mapping[str, TensorSpec]) -> str:
     """What the op reads, as text: `float32[16,32] float32[32]`."""
     return " ".join(str(specs.get(name) or "(several)") for name in op.uses)
 

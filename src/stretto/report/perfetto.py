@@ -75,7 +75,7 @@ class _Writer:
         self.builder = TraceProtoBuilder()
         self.next_uuid = 1
         self.next_flow = 1
-        self.specs: Mapping[str, TensorSpec | None] = specs_of(plan.job) if plan is not None and ops else {}
+        self.specs: Mapping[str, TensorSpec] = specs_of(plan.job) if plan is not None and ops else {}
         measured = (measured_op_us(timeline) for timeline in timelines)
         self.measured = next((times for times in measured if times), {})
 
