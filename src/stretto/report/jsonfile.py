@@ -30,6 +30,7 @@ COLUMNS = (
     "nbytes",
     "sender",
     "sent_us",
+    "edge",
 )
 
 
