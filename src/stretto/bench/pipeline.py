@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 
 import stretto
 from stretto.bench.kept import prediction_of
-from stretto.bench.race import Times, compare, fresh, race, say_on_first
+from stretto.bench.race import Times, compare, fresh, race, running, say_on_first, write_result
 from stretto.ir.timeline import SpanKind
 from stretto.models.gpt import Block, GPTConfig
 from stretto.planning.make_plan import make_plan
@@ -74,10 +74,8 @@ def squared_error(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return nn.functional.mse_loss(model(batch["x"]), batch["target"])
 
 
-def run_worker(setup: Setup, out: Path | None) -> None:
+def run_worker(setup: Setup, out: Path) -> None:
     """One rank of the race; rank 0 writes the result to `out`. Raises RunError when gradients disagree."""
-    torch.set_num_threads(setup.threads_per_rank)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Blocks(setup)
@@ -105,11 +103,7 @@ def run_worker(setup: Setup, out: Path | None) -> None:
 
     times = race(systems, setup.rounds, after=after, say=say_on_first)
     if rank == 0:
-        result = _result(setup, times, runners, exposed)
-        if out is not None:
-            out.write_text(json.dumps(result, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+        write_result(out, _result(setup, times, runners, exposed))
 
 
 def _split(setup: Setup) -> list[str]:
@@ -197,7 +191,8 @@ def _result(
 def main() -> None:
     """The worker's entry: `python -m stretto.bench.pipeline SETUP_JSON OUT`, once on each host."""
     setup = Setup(**json.loads(sys.argv[1]))
-    run_worker(setup, Path(sys.argv[2]))
+    with running(setup.ranks, setup.threads_per_rank):
+        run_worker(setup, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

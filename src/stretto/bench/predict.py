@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import stretto
 from stretto.bench.in_lab import CORES, lab_of, run_worker
 from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
-from stretto.bench.race import drop_gradients, say_on_first, timed
+from stretto.bench.race import drop_gradients, running, say_on_first, timed, write_result
 from stretto.bench.work import GPTWork
 from stretto.ir.plan import Plan
 from stretto.ir.program import OverlapMode
@@ -168,18 +167,13 @@ def main() -> None:
     """
     cells = [Cell(**data) for data in json.loads(sys.argv[1])]
     rounds, folder = int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    if cells[0].world > 1:
-        dist.init_process_group("gloo")
-    for cell in cells:
-        found, planned, plan, timelines = run_cell(cell, rounds)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            keep_run(cell.folder(folder), planned, plan, timelines)
-            (cell.folder(folder) / FIGURES).write_text(json.dumps(asdict(found)))
-        say_on_first(f"{cell}: {100 * found.error:+.1f} %")
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    with running(cells[0].world) as first:
+        for cell in cells:
+            found, planned, plan, timelines = run_cell(cell, rounds)
+            if first:
+                keep_run(cell.folder(folder), planned, plan, timelines)
+                write_result(cell.folder(folder) / FIGURES, asdict(found))
+            say_on_first(f"{cell}: {100 * found.error:+.1f} %")
 
 
 # --- the grid: step 1 ----------------------------------------------------------------------------------

@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -123,7 +125,30 @@ def compare(
     return worst
 
 
-def say_on_first(text: Any) -> None:
+@contextmanager
+def running(world: int, threads: int = 1) -> Iterator[bool]:
+    """Around what a worker does: its process group, where there are several ranks. Gives whether this is the
+    first rank."""
+    torch.set_num_threads(threads)
+    if world > 1:
+        dist.init_process_group("gloo")
+    yield is_first()
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def is_first() -> bool:
+    """Whether this is the first rank."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def say_on_first(text: str) -> None:
     """Print progress to standard error, on the first rank alone."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         print(text, file=sys.stderr, flush=True)
+
+
+def write_result(out: Path, result: object) -> None:
+    """Where `bench.in_lab` reads it."""
+    out.write_text(json.dumps(result, indent=1) + "\n")

@@ -17,8 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench.race import Times, race, say_on_first
-from stretto.bench.reshard_cases import COLUMNS, ITEMSIZE_BYTES, PARTS, Case, bound_s, cases, planned
+from stretto.bench.race import Times, race, running, say_on_first, write_result
+from stretto.bench.reshard_cases import (
+    COLUMNS,
+    HOSTS,
+    ITEMSIZE_BYTES,
+    PARTS,
+    RANKS_PER_HOST,
+    Case,
+    bound_s,
+    cases,
+    planned,
+)
 from stretto.errors import RunError, UsageError
 from stretto.lab.rates import parse_rate
 from stretto.tensor.layout import Region, region_shape
@@ -104,8 +114,6 @@ class Reshard:
 
 def run_worker(setup: Setup, out: Path) -> None:
     """One rank of the race; rank 0 writes the result to `out`. Raises RunError when values are wrong."""
-    torch.set_num_threads(setup.threads_per_rank)
-    dist.init_process_group("gloo")
     bytes_per_s = link_bytes_per_s(setup.rate)
     chosen = cases(setup.parts)
 
@@ -122,9 +130,7 @@ def run_worker(setup: Setup, out: Path) -> None:
     times = race(systems, setup.rounds, say=say_on_first, warm_ups=0)
     if dist.get_rank() == 0:
         result = {"setup": asdict(setup), "rows": [_row(one, times[name]) for name, one in reshards.items()]}
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+        write_result(out, result)
 
 
 def link_bytes_per_s(rate: str) -> float:
@@ -154,7 +160,9 @@ def _row(one: Reshard, times: Times) -> dict[str, Any]:
 def main() -> None:
     """The worker's entry: `python -m stretto.bench.reshard SETUP_JSON OUT`, once on each host."""
     given = json.loads(sys.argv[1])
-    run_worker(Setup(**{**given, "parts": tuple(given["parts"])}), Path(sys.argv[2]))
+    setup = Setup(**{**given, "parts": tuple(given["parts"])})
+    with running(HOSTS * RANKS_PER_HOST, setup.threads_per_rank):
+        run_worker(setup, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,17 @@ import torch.distributed as dist
 
 import stretto
 from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
-from stretto.bench.race import SAME, compare, drop_gradients, fresh, race, say_on_first
+from stretto.bench.race import (
+    SAME,
+    compare,
+    drop_gradients,
+    fresh,
+    is_first,
+    race,
+    running,
+    say_on_first,
+    write_result,
+)
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
 from stretto.bench.work import Batch, work_of
@@ -45,7 +55,6 @@ WARM_UPS = 1
 def run_worker(setup: Setup, out: Path, kept: Path | None = None) -> None:
     """One rank of the race; rank 0 writes the result to `out`. kept: where it keeps what ran, a folder for
     each mode. Raises RunError when gradients disagree."""
-    rank = _begin(setup)
     say_on_first("capturing, and measuring this network")
     model, batch = setup.build()
     job, costs = _measured(setup, model, batch)
@@ -72,34 +81,23 @@ def run_worker(setup: Setup, out: Path, kept: Path | None = None) -> None:
 
     times = race(systems, setup.rounds, after=after, say=say_on_first, warm_ups=WARM_UPS)
     costs = costs_now(runners["off"].plan)
-    if rank == 0:
+    if is_first():
         plans = {mode: runner.plan for mode, runner in runners.items()}
         known = {mode: with_costs(plan, costs) for mode, plan in plans.items()}
         result = make_result(setup, plans, known, times, timelines)
         result["setup"]["worst_error_vs_plain"] = error
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(out, result)
         if kept is not None:
             for name, plan in plans.items():
                 keep_run(kept / name, plan, known[name], timelines[name])
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def run_probe(setup: Setup, out: Path) -> None:
     """One rank of a short run that only measures; rank 0 writes the work of each place to `out`."""
-    rank = _begin(setup)
     job, costs = _measured(setup, *setup.build())
     places = [work_of(job, costs, [stage]) for stage in range(setup.pp)]
-    if rank == 0:
-        out.write_text(json.dumps([asdict(work) for work in places]))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _begin(setup: Setup) -> int:
-    torch.set_num_threads(setup.threads_per_rank)
-    dist.init_process_group("gloo")
-    return dist.get_rank()
+    if is_first():
+        write_result(out, [asdict(work) for work in places])
 
 
 def _measured(setup: Setup, model: GPT, batch: Batch) -> tuple[Job, Costs]:
@@ -159,13 +157,14 @@ def main() -> None:
     """The worker's entry: `python -m stretto.bench.tensor SETUP_JSON OUT [probe | keep FOLDER]`, once on each
     host."""
     setup, out = Setup(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    match sys.argv[3:]:
-        case ["probe"]:
-            run_probe(setup, out)
-        case ["keep", folder]:
-            run_worker(setup, out, Path(folder))
-        case _:
-            run_worker(setup, out)
+    with running(setup.world, setup.threads_per_rank):
+        match sys.argv[3:]:
+            case ["probe"]:
+                run_probe(setup, out)
+            case ["keep", folder]:
+                run_worker(setup, out, Path(folder))
+            case _:
+                run_worker(setup, out)
 
 
 if __name__ == "__main__":

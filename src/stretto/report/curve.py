@@ -34,7 +34,8 @@ def draw_loss(metrics: Sequence[dict[str, Any]]) -> str | None:
     train, held = points_of(metrics, "loss"), points_of(metrics, "held_out_loss")
     if len(train) < 2:
         return None
-    steps, values = zip(*train, *held, strict=True)
+    steps = [step for step, _ in train + held]
+    values = [value for _, value in train + held]
     first, low = min(steps), min(values)
     wide, tall = (max(steps) - first) or 1.0, (max(values) - low) or 1.0
 
