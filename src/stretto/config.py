@@ -2,7 +2,7 @@
 
 Each field's docstring is its documentation. The tree knows which values are possible and which belong
 together; what a value does is for its owner, and this room imports none of them. How a file is read,
-and how faults are told, is in `stretto.files.settings_file`.
+and how faults are worded, is in `stretto.files.settings_file`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GPTSettings(Settings):
     tie_embeddings: bool = False
     """Whether the output layer uses the embedding's weight."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """How a position is told: by rotating queries and keys, or by a learned vector."""
+    """How a position is encoded: by rotating queries and keys, or by a learned vector."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> GPTSettings:

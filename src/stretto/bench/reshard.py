@@ -83,7 +83,7 @@ class Reshard:
             self.targets.append(Part(wanted, None if wanted is None else memory[key]))
 
     def _values(self, region: Region) -> torch.Tensor:
-        """A part of the tensor, whose values are whole numbers that float32 tells apart."""
+        """A part of the tensor, whose values are whole numbers that float32 holds exactly."""
         rows, columns = self.shape
         whole = torch.arange(rows * columns, dtype=torch.float32).remainder_(1 << 24).view(self.shape)
         return whole[tuple(slice(*ends) for ends in region)].clone()

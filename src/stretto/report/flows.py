@@ -152,7 +152,7 @@ class _Ops:
             started, waited = self._started[window].get(key), self._waited[window].get(key)
             if started is None or waited is None:
                 continue
-            # Slices stand in the order of their ops.
+            # Slices are in the order of their ops.
             before = bisect_right(slices, started, key=lambda s: s.at)
             after = bisect_right(slices, waited, key=lambda s: s.at)
             return [*slices[before - 1 : before], *slices[after : after + 1]]

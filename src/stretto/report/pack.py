@@ -1,6 +1,6 @@
 """What the page's drawing needs, packed small: columns of numbers, texts once, compressed.
 
-1. Times are whole ticks of `TICK_US`, and a span's start is told from the end of the one before it, so that
+1. Times are whole ticks of `TICK_US`, and a span's start counts from the end of the one before it, so that
    what repeats from microbatch to microbatch is equal text, which compression finds.
 2. The ops of a window are written once; spans say which run of which window they belong to.
 3. Everything is one JSON object, gzip, base64: browsers unpack it themselves (`DecompressionStream`).
@@ -158,7 +158,7 @@ def _lane(rank: int, row: str, spans: Sequence[Span], texts: _Texts, runs: Seque
 
 
 def _category(span: Span) -> int:
-    """Compute of which the phase is not told has the first's colour."""
+    """Compute of unknown phase has the first's colour."""
     found = span_category(span)
     return CATEGORIES.index(found) if found in CATEGORIES else 0
 

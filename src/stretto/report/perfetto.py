@@ -3,7 +3,7 @@
 May touch the `perfetto` package's protobufs. Slices carry a category (F, I, W, B, exposed, bubble, message,
 op) by which the viewer can filter and colour; with a plan, the ops of an action are slices inside it, with
 their shapes; flows follow messages and collectives (`stretto.report.flows`); memory is a counter. Several
-timelines stand in one trace rank by rank, the predicted above the measured.
+timelines are in one trace rank by rank, the predicted above the measured.
 """
 
 from __future__ import annotations

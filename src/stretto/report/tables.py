@@ -147,7 +147,7 @@ def _plain(shapes: str) -> str:
 
 
 def _short(made: str) -> str:
-    """The first shape only: enough to tell ops apart in a narrow table."""
+    """The first shape only: enough to distinguish ops in a narrow table."""
     first, _, rest = _plain(made).partition(" ")
     return first + (" …" if rest else "")
 

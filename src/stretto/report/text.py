@@ -1,6 +1,6 @@
 """A timeline in the terminal: a line a lane, a cell for what filled most of its stretch of time.
 
-Told apart by letters first and by colour second, so that a file or a plain terminal shows the same. May touch
+Letters distinguish first and colours second, so that a file or a plain terminal shows the same. May touch
 `rich` and `stretto.ir`.
 """
 
@@ -115,7 +115,7 @@ def _box(span: Span, width: int, compute: bool) -> str:
         return "=" * width
     letter = _style(span)
     words = next((w for w in (span.name, f"{letter}{span.microbatch}", letter) if len(w) <= width), letter)
-    # A box begins with its name, so that boxes of one colour stay apart.
+    # A box begins with its name, so that neighbours of one colour can be distinguished.
     return words + "-" * (width - len(words))
 
 

@@ -178,7 +178,7 @@ def _timed_rows(schedule: Schedule, timing: ScheduleTiming) -> list[str]:
         canvas = ["."] * total
         for start, end, text in row_:
             left, right = _column(start * columns_per_unit), _column(end * columns_per_unit)
-            room = right - left - 1  # the last column stays blank, so that neighbours can be told apart
+            room = right - left - 1  # the last column stays blank, so that neighbours can be distinguished
             drawn = text.ljust(room, "-") if len(text) <= room else "-" * room
             canvas[left:right] = (drawn + " ")[: right - left]
         rows.append("".join(canvas))
