@@ -83,7 +83,7 @@ def test_runs_hold_all_compute_of_a_timeline() -> None:
     windows = window_ops(plan)
     for of_rank in runs:
         for run in of_rank:
-            expected = sum(row.us for row in windows[run.window].rows)
+            expected = sum(row.us for row in windows[run.window])
             assert sum(span.duration_us for span in run.spans) == pytest.approx(expected)
 
 

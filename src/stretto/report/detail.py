@@ -40,14 +40,6 @@ class OpRow:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowOps:
-    """The ops of a window in order, without its waits and sends."""
-
-    name: str
-    rows: tuple[OpRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """One run of a window on a rank: its compute spans in order."""
 
@@ -69,10 +61,12 @@ def span_category(span: Span) -> str:
     return span.kind.value
 
 
-def window_ops(plan: Plan) -> dict[str, WindowOps]:
-    """Every window's ops with their predicted times. An item that names no op is passed over: whether a plan
-    is sound is for `stretto.verify`."""
-    found: dict[str, WindowOps] = {}
+def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
+    """Every window's ops in order with their predicted times, without its waits and sends.
+
+    An item that names no op is passed over: whether a plan is sound is for `stretto.verify`.
+    """
+    found: dict[str, tuple[OpRow, ...]] = {}
     for name, window in plan.windows.items():
         programs = {
             (part, op.name): (op, sub)
@@ -87,7 +81,7 @@ def window_ops(plan: Plan) -> dict[str, WindowOps]:
                 op, sub = known
                 stage = window.parts[item.part][0]
                 rows.append(OpRow(op, stage, sub, item.part, time_of(plan.costs, stage, op)))
-        found[name] = WindowOps(name, tuple(rows))
+        found[name] = tuple(rows)
     return found
 
 
@@ -114,11 +108,6 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
         )
         for rank, order in enumerate(plan.schedule.orders)
     )
-
-
-def measured_op_us(timeline: Timeline | None) -> Mapping[tuple[int, str], float]:
-    """(stage, op name) -> measured mean time of an op, microseconds; empty where ops were not measured."""
-    return {} if timeline is None else timeline.op_us
 
 
 def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tuple[int, float, float]]:

@@ -21,7 +21,6 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.report.detail import (
     Run,
-    measured_op_us,
     runs_of,
     shapes_in,
     shapes_out,
@@ -56,7 +55,7 @@ def packed(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | No
 def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | None) -> dict[str, Any]:
     """The data itself, before it is compressed."""
     texts = _Texts()
-    measured = next((measured_op_us(t) for t in timelines if measured_op_us(t)), {})
+    measured = next((t.op_us for t in timelines if t.op_us), {})
     data: dict[str, Any] = {
         "tick_us": TICK_US,
         "categories": CATEGORIES,
@@ -80,9 +79,9 @@ def _ops(plan: Plan, texts: _Texts, measured: Mapping[tuple[int, str], float]) -
     specs = specs_of(plan.job)
     rows: list[tuple[int, ...]] = []
     windows: dict[str, list[int]] = {}
-    for name, window in window_ops(plan).items():
-        windows[name] = [len(rows), len(window.rows)]
-        for row in window.rows:
+    for name, ops in window_ops(plan).items():
+        windows[name] = [len(rows), len(ops)]
+        for row in ops:
             op = row.op
             took_us = measured.get((row.stage, op.name))
             rows.append(

@@ -23,7 +23,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.plan import Plan
 from stretto.ir.program import TensorSpec
 from stretto.ir.timeline import Span, SpanKind, Timeline
-from stretto.report.detail import measured_op_us, shapes_in, shapes_out, span_category, specs_of
+from stretto.report.detail import shapes_in, shapes_out, span_category, specs_of
 from stretto.report.flows import OpSlice, count_ops, flows_of, nested_ops
 from stretto.report.lanes import rows_of
 
@@ -76,8 +76,7 @@ class _Writer:
         self.next_uuid = 1
         self.next_flow = 1
         self.specs: Mapping[str, TensorSpec] = specs_of(plan.job) if plan is not None and ops else {}
-        measured = (measured_op_us(timeline) for timeline in timelines)
-        self.measured = next((times for times in measured if times), {})
+        self.measured = next((one.op_us for one in timelines if one.op_us), {})
 
     def write(self) -> bytes:
         for at, timeline in enumerate(self.timelines):
