@@ -48,7 +48,7 @@ def run_small(out: Path, *words: str, **changes: Any) -> Any:
         )
         for r in range(world)
     ]
-    errors = [rank.communicate(timeout=900)[1].decode() for rank in ranks]
+    errors = [rank.communicate(timeout=290)[1].decode() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world, errors
     return json.loads(out.read_text())
 
