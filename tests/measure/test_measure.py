@@ -185,7 +185,7 @@ def test_what_a_thread_had_of_its_core_is_measured(monkeypatch: pytest.MonkeyPat
         clock["now"] += 3_000_000
         clock["mine"] += 1_000_000
 
-    for module in ("crowd", "products"):
+    for module in ("core_share", "products"):
         monkeypatch.setattr(f"stretto.measure.{module}.time.perf_counter_ns", lambda: clock["now"])
     monkeypatch.setattr("stretto.measure.core_share.time.thread_time_ns", lambda: clock["mine"])
     monkeypatch.setattr("stretto.measure.core_share.products_on", lambda device: product)
