@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from stretto.report.grid import Grid
+from stretto.report.grid import Columns, Grid, Row, grid_of
 
 NOISY = 1.15
 """Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
 machine of 2 cores: 1.03 to 1.08."""
-
-Row = Mapping[str, Any]
-Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
-"""Head -> (the row's key, or what is made of the row; how it is formatted). None gives an empty cell."""
 
 SHARE = "{:+.1%}"
 SECONDS = "{:.3f}"
@@ -34,7 +29,7 @@ def pipeline_table(result: Row) -> Grid:
         "error": (lambda row: row["predicted_s"] and row["predicted_s"] / row["step_s"] - 1, SHARE),
     }
     title = f"{setup['rate']}, {setup['microbatches']} microbatches, medians of {setup['rounds']} rounds"
-    return _grid(title, columns, result["rows"], caption=_bound(setup))
+    return grid_of(title, columns, result["rows"], caption=_bound(setup))
 
 
 def tensor_table(race: Row) -> Grid:
@@ -60,7 +55,7 @@ def tensor_table(race: Row) -> Grid:
     }
     setup = race["setup"]
     sp = " with sequence parallelism" if setup["sequence_parallel"] else ""
-    return _grid(
+    return grid_of(
         f"hidden {setup['hidden']}, {setup['layers']} layers, pp={setup['pp']} tp={setup['tp']}{sp}, "
         f"{setup['rate']}: communication takes {setup['communication_over_compute']:.2f} of compute",
         columns,
@@ -81,7 +76,7 @@ def predict_table(result: Row) -> Grid:
         "peak %": ("peak_error_pct", "{:+.1f}"),
     }
     summary = (f"{name.replace('_', ' ')} {value:.1f}" for name, value in result["summary"].items())
-    return _grid("", columns, result["rows"], caption="\n".join(summary))
+    return grid_of("", columns, result["rows"], caption="\n".join(summary))
 
 
 def reshard_table(result: Row) -> Grid:
@@ -99,7 +94,9 @@ def reshard_table(result: Row) -> Grid:
     setup = result["setup"]
     title = f"{setup['mib']} MiB at {setup['rate']}, medians of {setup['rounds']} rounds"
     caption = f"at most {setup['in_flight_bytes'] >> 20} MiB under way on a rank"
-    return _grid(title, columns, result["rows"], words=3, caption=caption)
+    return grid_of(
+        title, columns, result["rows"], words=("reshard", "mode", "senders, order"), caption=caption
+    )
 
 
 def compute_table(result: Row) -> Grid:
@@ -117,7 +114,7 @@ def compute_table(result: Row) -> Grid:
     title = f"sequence {setup['sequence']}, {setup['dtype']}, medians of {setup['rounds']} rounds"
     caption = "vs eager: the median over rounds of a step's time over eager's in the same round"
     rows = [{**cell["cell"], **row} for cell in result["cells"] for row in cell["rows"]]
-    return _grid(title, columns, rows, words=2, caption=caption)
+    return grid_of(title, columns, rows, words=("model", "system"), caption=caption)
 
 
 def published_table(result: Row) -> Grid:
@@ -138,17 +135,6 @@ def warn_of_noise(rows: Sequence[Row]) -> None:
             f"The rounds of {', '.join(noisy)} spread by more than {100 * (NOISY - 1):.0f} %: something else "
             "was running. Quote nothing of this; run again on a quiet machine."
         )
-
-
-def _grid(title: str, columns: Columns, rows: Iterable[Row], *, words: int = 1, caption: str) -> Grid:
-    """words: how many columns, from the first, are words."""
-
-    def cell(row: Row, of: str | Callable[[Row], Any], form: str) -> str:
-        value = row.get(of) if isinstance(of, str) else of(row)
-        return "" if value is None else form.format(value)
-
-    cells = [[cell(row, of, form) for of, form in columns.values()] for row in rows]
-    return Grid(title, tuple(columns), cells, range(words), caption)
 
 
 def _less_one(ratio: float | None) -> float | None:
