@@ -18,9 +18,6 @@ from stretto.ir.program import WAIT, Arg, Collective, Const, Job, Op, Ref, Tenso
 Specs = Mapping[str, TensorSpec]
 """Value name -> spec, for values that are one tensor."""
 
-Times = Mapping[tuple[int, str], float]
-"""(stage, op name) -> microseconds."""
-
 FREE = "free"
 """How the price of an op is known that takes no time of its own."""
 

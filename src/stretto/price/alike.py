@@ -16,14 +16,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
 
 from stretto.ir.costs import Costs
 from stretto.ir.prices import FREE as FREE_WORD
-from stretto.ir.prices import Priced, Pricer, Specs, Times, signature, specs_of, traffic_bytes
+from stretto.ir.prices import Priced, Pricer, Specs, signature, specs_of, traffic_bytes
 from stretto.ir.program import STARTS, WAIT, Collective, Job, Op
 from stretto.price.matmul_fit import MatmulFit
 from stretto.price.op_cache import Timing
@@ -117,13 +117,25 @@ class ListedPricer(AlikePricer):
     other arithmetic units have the same."""
 
     def __init__(self, job: Job, costs: Costs) -> None:
-        super().__init__(lambda: timings_of([(job, costs.op_us)]))
+        super().__init__(self._by_signature)
         self._job = job
-        self._costs = costs
+        self._listed = [
+            (op, costs.op_us[stage.index, op.name])
+            for stage in job.stages
+            for op in (op for ops in stage.ops.values() for op in ops)
+            if (stage.index, op.name) in costs.op_us
+        ]
 
-    @cached_property
-    def _listed(self) -> list[tuple[Op, float]]:
-        return list(_listed(self._job, self._costs.op_us))
+    def _by_signature(self) -> dict[str, Timing]:
+        """Ops of one signature have the mean of their times."""
+        specs = specs_of(self._job)
+        times: dict[str, list[float]] = defaultdict(list)
+        work: dict[str, tuple[int, int]] = {}
+        for op, us in self._listed:
+            key = signature(op, specs)
+            times[key].append(us)
+            work[key] = op.flops, traffic_bytes(op, specs)
+        return {key: Timing(fmean(took), 0.0, *work[key]) for key, took in times.items()}
 
     def timings(self) -> list[Timing]:
         """Of ops that compute or move, which views, parts of tuples and collectives do not."""
@@ -171,27 +183,6 @@ class ListedPricer(AlikePricer):
             if one is not None:
                 found[one.axis, one.kind][one.nbytes].append(us)
         return found
-
-
-def timings_of(found: Iterable[tuple[Job, Times]]) -> dict[str, Timing]:
-    """Times of jobs' ops by signature; ops of equal signature have the mean."""
-    times: dict[str, list[float]] = defaultdict(list)
-    work: dict[str, tuple[int, int]] = {}
-    for job, op_us in found:
-        specs = specs_of(job)
-        for op, us in _listed(job, op_us):
-            key = signature(op, specs)
-            times[key].append(us)
-            work[key] = op.flops, traffic_bytes(op, specs)
-    return {key: Timing(fmean(took), 0.0, *work[key]) for key, took in sorted(times.items())}
-
-
-def _listed(job: Job, op_us: Times) -> Iterator[tuple[Op, float]]:
-    """A job's ops that have a time, with it."""
-    for stage in job.stages:
-        for op in (op for ops in stage.ops.values() for op in ops):
-            if (stage.index, op.name) in op_us:
-                yield op, op_us[stage.index, op.name]
 
 
 def _family(key: str) -> tuple[str, str]:
