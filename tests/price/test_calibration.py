@@ -12,7 +12,7 @@ import stretto
 from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.ir.prices import signature, specs_of
+from stretto.ir.prices import price_list, signature, specs_of
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.measure.time_ops import distinct_ops
 from stretto.planning.costs import costs_of
@@ -26,7 +26,7 @@ from stretto.price.calibration import (
 )
 from stretto.price.calls import Calls
 from stretto.price.op_cache import Machine, Timing
-from stretto.price.priced import CalibratedPricer, find_group, find_link, priced_costs, priced_ops
+from stretto.price.priced import CalibratedPricer, find_group, find_link, priced_costs
 from stretto.price.sharing import sharing
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
@@ -246,7 +246,8 @@ def test_another_kind_of_device_is_refused() -> None:
 
 
 def test_every_op_says_how_it_is_known() -> None:
-    same = priced_ops(comm_job(2), calibration())
+    job, longer = comm_job(2), comm_job(2, rows=128)
+    same = price_list(job, CalibratedPricer(calibration(), job))
     assert {priced.how for priced in same.values()} == {"free", "measured"}
-    longer = priced_ops(comm_job(2, rows=128), calibration())
-    assert {"free", "interpolated"} <= {priced.how for priced in longer.values()}
+    priced = price_list(longer, CalibratedPricer(calibration(), longer))
+    assert {"free", "interpolated"} <= {one.how for one in priced.values()}

@@ -13,9 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 import stretto
 from stretto.capture.trace import trace as capture
 from stretto.ir.flow import PHASES
+from stretto.ir.prices import price_list
 from stretto.price.calibration import Calibration
 from stretto.price.op_cache import Machine
-from stretto.price.priced import priced_ops
+from stretto.price.priced import CalibratedPricer
 from stretto.price.profiler_trace import read_profiler_trace, read_trace
 from tests.capture.zoo import mean_square
 from tests.runtime.equality import evenly
@@ -49,7 +50,7 @@ def test_a_captured_plan_is_priced_from_an_ordinary_run(tmp_path: Path) -> None:
     job = evenly(capture(model, rows, mean_square, microbatches=1), 1, 1)
     machine = Machine("here", torch.__version__, 1)
     found = Calibration(machine, traced={op.key: op.us for op in traced})
-    priced = priced_ops(job, found)
+    priced = price_list(job, CalibratedPricer(found, job))
     seen = {
         op.target: (priced[0, op.name], op)
         for phase in PHASES

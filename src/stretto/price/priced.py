@@ -90,14 +90,6 @@ def calibrated_pricer(job: Job, schedule: Schedule, calibration: Calibration) ->
     return CalibratedPricer(calibration, job, {key: group.calls for key, group in groups.items()})
 
 
-def priced_ops(job: Job, calibration: Calibration) -> dict[tuple[int, str], Priced]:
-    """(stage, op name) -> time and how it is known, starts of collectives not counted.
-
-    Raises UsageError when an op is not known and there is nothing to go by.
-    """
-    return price_list(job, CalibratedPricer(calibration, job))
-
-
 def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Costs:
     """The costs of a job by a calibration; `source` counts how op times are known, `op_how` says it of each.
 
