@@ -30,7 +30,7 @@ PROMISING = 3
 """Variants that are ordered again for the step as a whole (step 3), of those that are no slower than WITHIN
 times the fastest. Measured on GPTs over pp=2 tp=2: the winner was up to 8 % behind."""
 
-WITHIN = 1.25
+WITHIN = 1.2
 
 REFINED = 0.99
 """Of the fastest of them, what a variant takes at most that is ordered again. The search fits orders to
