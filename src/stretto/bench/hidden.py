@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Action, Phase, Schedule, Slot
+from stretto.ir.collectives import KINDS
 from stretto.ir.costs import Costs
 from stretto.ir.program import WAIT, Job
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
@@ -66,9 +67,7 @@ def work_of(job: Job, costs: Costs, stages: Iterable[int], phases: Iterable[Phas
                 time = axis_time(costs, AXIS, asked.kind, asked.nbytes)
                 collective_us += time.us
                 processor_us += time.us * time.load
-                # A ring: an all-reduce is a reduce-scatter and an all-gather.
-                passes = 2 if asked.kind == "all_reduce" else 1
-                wire_bytes += passes * (asked.size - 1) / asked.size * asked.nbytes
+                wire_bytes += KINDS[asked.kind].moved(asked.size) * asked.nbytes
     leaving = [edge for edge in job.edges if edge.source in stages and edge.target not in stages]
     message_bytes = float(sum(edge.spec.nbytes for edge in leaving if edge.phase in wanted))
     return Work(compute_us, collective_us, processor_us, wire_bytes, message_bytes)

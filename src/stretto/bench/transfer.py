@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.costs import Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
@@ -83,7 +84,7 @@ def all_reduces(job: Job) -> bool:
     for stage in job.stages:
         for ops in stage.ops.values():
             for asked in (op.collective for op in ops if op.collective is not None):
-                moved[asked.kind == "all_reduce"] += asked.nbytes
+                moved[asked.kind == ALL_REDUCE.name] += asked.nbytes
     return moved[True] >= moved[False]
 
 

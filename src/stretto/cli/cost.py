@@ -19,6 +19,7 @@ from rich.table import Table
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.ir.transfers import SUM
 from stretto.report.costliest import Dear, costliest_ops
 from stretto.report.rundir import load_run
 from stretto.report.traffic import communication_of
@@ -86,7 +87,7 @@ def dearest_communications(plan: Plan, predicted: Timeline, measured: Timeline |
     everything = sum(sum(times) for times in groups.values()) or 1.0
     found = []
     for (axis, kind, nbytes), times in groups.items():
-        curve = plan.costs.collectives.get((axis, "all_reduce" if kind == "gradients" else kind))
+        curve = plan.costs.collectives.get((axis, SUM if kind == "gradients" else kind))
         if curve is not None:
             source, alone = curve.source, curve.curve.us(nbytes)
         else:

@@ -16,6 +16,8 @@ rank's place on an axis of the mesh (`axis` and its `size` are the last argument
     comm.all_reduce(x, "sum" | "max", axis, size)        start; of the shape of x
     comm.all_gather(x, axis, size)                       start; gathered along dim 0
     comm.reduce_scatter(x, "sum", axis, size)            start; scattered along dim 0
+    comm.all_to_all(x, axis, size)                       start; equal part k of dim 0 goes to rank k
+    comm.all_to_all_sized(x, sizes, axis, size)          start; sizes[j][k] rows go from rank j to rank k
     comm.wait(started)                                   the result, when it is there
     axis.index(axis, size)                               this rank's coordinate, a 0-d int64 tensor
     axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view
@@ -34,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.ir.action import Phase
+from stretto.ir.collectives import BY_TARGET, How, Kind
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -101,8 +104,8 @@ class Const:
     text: str
 
 
-STARTS = ("comm.all_reduce", "comm.all_gather", "comm.reduce_scatter")
-"""Targets that start a communication."""
+STARTS = tuple(BY_TARGET)
+"""Targets that start a communication (`stretto.ir.collectives`)."""
 
 WAIT = "comm.wait"
 GETITEM = "getitem"
@@ -118,8 +121,8 @@ VIEWS = (VIEW, "aten._unsafe_view.default")
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What a starting op asks for. kind: `all_reduce`, `all_gather` or `reduce_scatter`; nbytes: of the whole
-    tensor (the reduced tensor, the gathered result, the input that is scattered); size: of the group."""
+    """What a starting op asks for. kind: by which costs know it; nbytes: of the whole tensor
+    (`Kind.whole_nbytes`); size: of the group."""
 
     kind: str
     axis: str
@@ -181,13 +184,23 @@ class Op:
     @property
     def collective(self) -> Collective | None:
         """The communication that the op starts, or None."""
-        if self.target not in STARTS:
+        kind = self.kind
+        if kind is None:
             return None
         axis, size = str(self.args[-2]), int(self.args[-1])
         made = self.outputs[0]
         assert made is not None
-        whole = made.nbytes * size if self.target == "comm.reduce_scatter" else made.nbytes
-        return Collective(self.target.removeprefix("comm."), axis, size, whole)
+        return Collective(kind.cost, axis, size, kind.whole_nbytes(made.nbytes, size, self.how))
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind of communication that the op starts, or None."""
+        return BY_TARGET.get(self.target)
+
+    @property
+    def how(self) -> How:
+        """The reduction, or the sizes, of the communication that it starts."""
+        return self.args[1] if self.kind is not None and self.kind.says_how else ""
 
     @property
     def lane(self) -> str:

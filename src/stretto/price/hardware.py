@@ -85,9 +85,9 @@ def program_times(job: Job, hardware: Hardware) -> dict[tuple[int, str], float]:
 def device_us(op: Op, specs: Mapping[str, TensorSpec], sizes: dict[str, int], hardware: Hardware) -> float:
     """Microseconds of one op on the device alone."""
     moved = traffic_bytes(op, sizes)
-    if op.target in STARTS:
-        # An all-reduce sums in a copy of its own; the others make a buffer.
-        return hardware.op_us(0.0, moved) if op.target == "comm.all_reduce" else 0.0
+    if op.kind is not None:
+        # What works in place makes a copy of its own; the others make a buffer.
+        return hardware.op_us(0.0, moved) if op.kind.in_place else 0.0
     shapes = [specs[name].shape for name in _tensors(op) if name in specs]
     part = _rate_part(op)
     attention = attention_product(op, specs)

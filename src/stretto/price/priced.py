@@ -26,7 +26,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
-from stretto.ir.program import STARTS, Job, Op, TensorSpec
+from stretto.ir.program import Job, Op, TensorSpec
 from stretto.measure.calls import calls_us
 from stretto.measure.local_processes import scaled
 from stretto.measure.op_cache import Timing, signature
@@ -122,8 +122,8 @@ class Pricer:
         if us is not None:
             return Priced(us, "interpolated")
         flops_per_us, bytes_per_us, least_us = self._roof
-        # The start of a gather or a scatter makes a buffer, and moves nothing.
-        if op.alias is not None or (op.target in STARTS and op.target != "comm.all_reduce"):
+        # What does not work in place, in a copy, starts with a buffer, and moves nothing.
+        if op.alias is not None or (op.kind is not None and not op.kind.in_place):
             return Priced(least_us, "roofline")
         return Priced(max(least_us, op.flops / flops_per_us, moved / bytes_per_us), "roofline")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stretto.ir.collectives import KINDS, How
 from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
 from stretto.ir.varying import varying_in_job
 from stretto.runtime.compile import Compiler
@@ -311,21 +312,18 @@ class RankState:
         self.marks.sends.append((edge, microbatch, now()))
         self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
 
-    def start(self, name: str, kind: str, op: str, lane: str, value: torch.Tensor, size: int) -> Started:
+    def start(self, name: str, kind: str, how: How, lane: str, value: torch.Tensor, size: int) -> Started:
         began = now()
-        if kind == "all_reduce":
+        row = KINDS[kind]
+        if row.in_place:
             # Of its own, as others may read the value that is summed.
-            result = value.clone(memory_format=torch.contiguous_format)
-            handle = self.transport.all_reduce(lane, result, op)
-            source = result
+            result = source = value.clone(memory_format=torch.contiguous_format)
         else:
             source = value.contiguous()
-            rows = source.shape[0] * size if kind == "all_gather" else source.shape[0] // size
-            result = source.new_empty((rows, *source.shape[1:]))
-            if kind == "all_gather":
-                handle = self.transport.gather(lane, result, source)
-            else:
-                handle = self.transport.reduce_scatter(lane, result, source)
+            shape = row.shape(source.shape, size, how)
+            assert shape is not None, "the plan is proved"
+            result = source.new_empty(shape)
+        handle = self.transport.collective(lane, kind, result, source, how)
         whole = max(result.nbytes, source.nbytes)
         self.marks.starts.append((name, whole, began))
         return Started(name, lane, handle, result, source)

@@ -18,7 +18,7 @@ from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.ir.transfers import message_us
+from stretto.ir.transfers import SUM, message_us
 from stretto.runtime.op_attribution import Call, Turn, Turns, turns_of
 
 now = time.perf_counter_ns
@@ -223,7 +223,7 @@ def _collective(
 ) -> Span:
     done = waited[1]
     words = name.split(" ")
-    kind = words[1] if (words[0], words[1]) in plan.costs.collectives else "all_reduce"
+    kind = words[1] if (words[0], words[1]) in plan.costs.collectives else SUM
     cost = plan.costs.collectives.get((words[0], kind))
     if waited[1] - waited[0] < THERE_US and cost is not None:
         done = min(done, begun + cost.curve.us(nbytes))
