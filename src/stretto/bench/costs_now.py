@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from stretto.bench.visits import Visits
 from stretto.ir.costs import Costs
-from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.measure.measured import Communication, measure_communication
@@ -35,8 +34,7 @@ class CostsNow:
     rank's own."""
 
     def __init__(self, plan: Plan) -> None:
-        mesh = Mesh((("pp", plan.ranks), *plan.job.axes))
-        place = mesh.coordinates(dist.get_rank())["pp"] if dist.is_initialized() else 0
+        place = plan.mesh.place(dist.get_rank()) if dist.is_initialized() else 0
         self.stages = [stage.index for stage in plan.job.stages if plan.rank_of(stage.index) == place]
         self._plan = plan
         self._visits = Visits(plan.job, self.stages, ROUNDS)

@@ -24,13 +24,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Action, Phase, Schedule, Slot
+from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import KINDS
 from stretto.ir.costs import Costs
 from stretto.ir.program import WAIT, Job
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import CollectiveTime, axis_time, time_of
 
-AXIS = "tp"
+AXIS = TENSOR
 
 
 @dataclass(frozen=True, slots=True)

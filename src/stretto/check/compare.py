@@ -34,6 +34,7 @@ from stretto.check.bisect_layout import bisect_layout
 from stretto.config import ParallelSettings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.action import Phase
+from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
@@ -273,7 +274,7 @@ def _differences(
     for at, _, grads in results:
         for name, grad in grads.items():
             if parameters[name].shards:
-                spread.setdefault((name, at["pp"], at.get("dp", 0)), []).append(grad)
+                spread.setdefault((name, at[PIPELINE], plan.job.copy_of(at)), []).append(grad)
             else:
                 wholes.setdefault(parameters[name].tied_to, []).append(grad)
     for (name, _, _), parts in spread.items():

@@ -36,7 +36,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.ir.action import Phase
+from stretto.ir.axes import DP, PIPELINE, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, How, Kind
+from stretto.ir.mesh import Mesh
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -400,10 +402,28 @@ class Job:
         """The size of an axis beside pp."""
         return dict(self.axes).get(axis, 1)
 
+    def mesh(self, places: int) -> Mesh:
+        """How ranks are laid out with so many places of the pipeline."""
+        return Mesh(((PIPELINE, places), *self.axes))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which all gradients and the loss are summed."""
+        return tuple(axis for axis, size in self.axes if size > 1 and sums_of(axis) is Sums.ALL)
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel copies of the model, each with microbatches of its own."""
+        return self.size(DP.name)
+
+    def copy_of(self, coordinates: Mapping[str, int]) -> int:
+        """Which of them the rank at these coordinates belongs to."""
+        return coordinates.get(DP.name, 0)
+
     @property
     def pieces(self) -> int:
         """Microbatches of the whole batch, of all data-parallel copies."""
-        return self.microbatches * self.size("dp")
+        return self.microbatches * self.copies
 
     @property
     def tangent(self) -> float:

@@ -137,8 +137,8 @@ def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
     if found is not None:
         return _time(found, nbytes)
     total = CollectiveTime(0.0)
-    if job.size("dp") > 1:
-        total += axis_time(costs, "dp", SUM, nbytes)
+    for axis in job.data_axes:
+        total += axis_time(costs, axis, SUM, nbytes)
     if len(places) > 1:
         total += sum_time(costs, "loss", places, 0)
     return total
@@ -146,7 +146,7 @@ def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
 
 def bucket_time(costs: Costs, communicator: Communicator, nbytes: int) -> CollectiveTime:
     """The sum of a bucket of gradients. Raises PlanError as `axis_time` does."""
-    if communicator.axes[0] == "pp":
+    if communicator.joins_places:
         return sum_time(costs, communicator.name, communicator.ranks, nbytes)
     return axis_time(costs, communicator.name, SUM, nbytes)
 

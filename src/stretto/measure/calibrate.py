@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import StrettoError
+from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
@@ -169,8 +170,8 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
         link = members == 2 and not outcome.calibration.links
         if not kinds and not link:
             continue
-        wanted = [Wanted("tp", kind, _sizes(kind, jobs), "float32") for kind in kinds]
-        found = measure_between(Mesh((("tp", members),)), wanted, link=link)
+        wanted = [Wanted(TENSOR, kind, _sizes(kind, jobs), "float32") for kind in kinds]
+        found = measure_between(Mesh(((TENSOR, members),)), wanted, link=link)
         if found.link is not None:
             _keep_link(outcome, LinkTiming(1, 1, found.link, found.both_ways, spread=found.spread))
         for (_, kind), measured in found.collectives.items():

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.idle_class import keeping_core
 from stretto.errors import UsageError
+from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import KINDS, PRICED
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
 from stretto.ir.curve import Curve
@@ -143,7 +144,7 @@ def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
         return any(len({hosts[r] for r in g}) > 1 for g in mesh.groups((axis,), range(size)))
 
     leaving = [axis for axis, size in mesh.sizes if size > 1 and leaves(axis)]
-    return sharing(axes, leaving, pipelined=mesh.size("pp") > 1)
+    return sharing(axes, leaving, pipelined=mesh.size(PIPELINE) > 1)
 
 
 def hosts_of() -> list[Any]:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stretto.ir.axes import Sums, sums_of
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.program import DTYPE_BYTES, Job
 from stretto.ir.transfers import summed_bytes
@@ -53,7 +54,7 @@ def wanted_collectives(job: Job) -> tuple[Wanted, ...]:
                 for parameter in job.parameters
                 if stage.index in parameter.stages
                 and parameter.grads
-                and (axis == "dp" or axis in parameter.partial)
+                and (sums_of(axis) is Sums.ALL or axis in parameter.partial)
             ]
             if summed:
                 each = [summed_bytes(job, parameter, axis) for parameter in summed]

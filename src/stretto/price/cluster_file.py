@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from stretto.errors import UsageError
 from stretto.files.settings_file import read_settings
 from stretto.files.whole_file import write_file
+from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import SEND
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
@@ -164,7 +165,7 @@ class Hardware:
 
     def place_link(self, mesh: Mapping[str, int], sender: int, receiver: int) -> Link:
         """What a message between two pipeline places costs; mesh: axis sizes with pp outermost."""
-        stride = math.prod(size for axis, size in mesh.items() if axis != "pp")
+        stride = math.prod(size for axis, size in mesh.items() if axis != PIPELINE)
         return self.link(sender * stride, receiver * stride)
 
     def link(self, sender: int, receiver: int) -> Link:

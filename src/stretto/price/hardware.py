@@ -19,7 +19,6 @@ from stretto.backend.dispatch import resolve
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
-from stretto.ir.mesh import Mesh
 from stretto.ir.program import CHUNK, INDEX, STARTS, Job, Op, Ref, TensorSpec
 from stretto.measure.wanted import wanted_collectives
 from stretto.price.cluster_file import Hardware
@@ -41,7 +40,7 @@ def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
 
     Raises UsageError when the job needs more devices than the cluster has.
     """
-    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    mesh = job.mesh(schedule.ranks)
     sizes = dict(mesh.sizes)
     if mesh.world > hardware.count:
         layout = ", ".join(f"{axis} = {size}" for axis, size in mesh.sizes)

@@ -26,6 +26,7 @@ import torch
 
 from stretto.backend.dispatch import op_key, resolve
 from stretto.ir.action import Phase
+from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import How
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends
@@ -306,7 +307,7 @@ class Writer:
         """What the op's draws depend on beside step and microbatch: what is computed again draws the same."""
         drawn = op.repeats or op.name
         if op.name in self.externals.differing:
-            return op_key(f"{drawn} tp {self.externals.coordinates.get('tp', 0)}")
+            return op_key(f"{drawn} {TENSOR} {self.externals.coordinates.get(TENSOR, 0)}")
         return op_key(drawn)
 
     def _communication(self, part: int, op: Op) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
 from stretto.ir.varying import varying_in_job
@@ -78,13 +79,13 @@ class RankState:
         fixed["tangent"] = torch.tensor(job.tangent, dtype=self._loss_dtype, device=device)
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
-        self.place = self.coordinates["pp"]
+        self.place = self.coordinates[PIPELINE]
         externals = Externals(
             fixed,
             device,
             frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates),
             self.coordinates,
-            frozenset(varying_in_job(job, "tp") if job.size("tp") > 1 else ()),
+            frozenset(varying_in_job(job, TENSOR) if job.size(TENSOR) > 1 else ()),
         )
         order = plan.orders[self.place]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
@@ -103,7 +104,7 @@ class RankState:
             self._members[job.parameters[k].tied_to].append(k)
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
         # Draws of data-parallel copies differ as those of microbatches do.
-        self._first_microbatch = self.coordinates.get("dp", 0) * job.microbatches
+        self._first_microbatch = job.copy_of(self.coordinates) * job.microbatches
         self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
         self._peer_of = {e.index: self._peer(plan.rank_of(e.target)) for e in job.edges}
         self._receives = {
@@ -128,7 +129,7 @@ class RankState:
 
     def _peer(self, place: int) -> int:
         """The rank at another place of the pipeline that this one exchanges messages with."""
-        return self.plan.mesh.rank({**self.coordinates, "pp": place})
+        return self.plan.mesh.rank({**self.coordinates, PIPELINE: place})
 
     def _clear(self) -> None:
         self.grads = {}
@@ -228,7 +229,7 @@ class RankState:
         self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, now()))
 
     def _tell(self, _: Instruction) -> None:
-        copies = self.plan.job.size("dp")
+        copies = self.plan.job.copies
         if self._losses:
             value = self._share()
         else:

@@ -18,6 +18,7 @@ from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
 from stretto.errors import RunError, UsageError
+from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.plan import Plan
 from stretto.ir.program import Parameter
 from stretto.ir.timeline import Timeline
@@ -77,6 +78,7 @@ class Runner:
                 f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan anew"
             )
         self.coordinates = plan.mesh.coordinates(self.rank)
+        self._beside_pp = {axis: at for axis, at in self.coordinates.items() if axis != PIPELINE}
         self._shared = {} if shares is None else shares._by_tie()
         self._wholes: dict[str, torch.Tensor] = {}
         if shares is None:
@@ -120,7 +122,7 @@ class Runner:
 
     def _adopt(self, model: nn.Module) -> None:
         """Take this rank's parameters and buffers from the model, by name, and check that they fit."""
-        stages = set(self.plan.schedule.stages_of(self.coordinates["pp"]))
+        stages = set(self.plan.schedule.stages_of(self.coordinates[PIPELINE]))
         given = dict(model.named_parameters(remove_duplicate=False))
         held = dict(model.named_buffers(remove_duplicate=False))
         self._parts: dict[int, nn.Parameter] = {}
@@ -163,7 +165,7 @@ class Runner:
 
     def _place_in_stage(self) -> int:
         """This rank's place among the ranks of its stage: on a mesh of their own, its coordinate there."""
-        return self.coordinates.get("tp", 0)
+        return self.coordinates.get(TENSOR, 0)
 
     def _by_tie(self) -> dict[str, nn.Parameter]:
         return {self.plan.job.parameters[k].tied_to: part for k, part in self._parameters.items()}
@@ -215,11 +217,11 @@ class Runner:
 
     def owned_buffers(self) -> set[str]:
         """The buffers that this rank is the one to save: of those that write one, or read it, the first."""
-        copy = any(at for axis, at in self.coordinates.items() if axis != "pp")
+        copy = any(self._beside_pp.values())
         found: set[str] = set()
         for buffer in () if copy else self.plan.job.buffers:
             writers = {stage for stage, _, _ in buffer.updates} or set(buffer.stages)
-            if writers and min(map(self.plan.rank_of, writers)) == self.coordinates["pp"]:
+            if writers and min(map(self.plan.rank_of, writers)) == self.coordinates[PIPELINE]:
                 found.add(buffer.name)
         return found
 
@@ -242,8 +244,10 @@ class Runner:
         owned = set()
         for parameter in self.plan.job.parameters:
             copies = {shard.axis: shard.copies for shard in parameter.shards}
-            copy = any(at % copies.get(axis, at + 1) for axis, at in self.coordinates.items() if axis != "pp")
-            if first.get(parameter.tied_to) == self.coordinates["pp"] and not copy:
+            copy = any(
+                at % copies.get(axis, at + 1) for axis, at in self.coordinates.items() if axis != PIPELINE
+            )
+            if first.get(parameter.tied_to) == self.coordinates[PIPELINE] and not copy:
                 owned.add(parameter.name)
         return frozenset(owned)
 
@@ -343,7 +347,7 @@ class Runner:
         with self.transport.during_step():
             mine = self.state.step_timed(leaves)
         self.state.grads = {}
-        first = not any(at for axis, at in self.coordinates.items() if axis != "pp")
+        first = not any(self._beside_pp.values())
         for found in self.transport.all_gather(mine if first else {}):
             self._op_us |= found
         return dict(self._op_us)

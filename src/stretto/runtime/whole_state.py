@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError
-from stretto.ir.plan import Communicator
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
 from stretto.runtime.shards import part_of, pieces_of, whole_spec
@@ -120,9 +119,7 @@ def _owned(runner: Runner) -> list[Box]:
 def _open(runner: Runner) -> None:
     if runner.transport.size > 1:
         plan = runner.plan
-        axes = ("pp", *(axis for axis, _ in plan.job.axes))
-        everyone = Communicator(LANE, tuple(range(plan.ranks)), axes)
-        runner.transport.open((*plan.communicators, everyone), runner.device, plan.mesh)
+        runner.transport.open((*plan.communicators, plan.everyone(LANE)), runner.device, plan.mesh)
 
 
 def put(runner: Runner, values: Mapping[str, Any], strict: bool) -> None:

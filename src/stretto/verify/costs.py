@@ -33,7 +33,7 @@ def _faults(plan: Plan) -> Iterator[Fault]:
     if plan.prediction is not None:
         for key in ("exposed_axis_us", "comm_axis_us"):
             for axis, times in getattr(plan.prediction, key).items():
-                if axis != "pp" and axis not in axes:
+                if axis not in dict(plan.mesh.sizes):
                     yield Fault(
                         None, f"prediction.{key}", f"there is no axis {axis!r}", "Predict the plan again"
                     )
