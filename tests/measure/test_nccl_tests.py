@@ -66,8 +66,11 @@ def test_a_text_with_noise_around_it(tmp_path: Path) -> None:
 
 
 def test_several_runs_in_one_file(tmp_path: Path) -> None:
-    found = read_nccl_tests(write(tmp_path, NEW + "COMMAND: all_gather_perf -b 8\n" + GATHER + OLD))
-    assert set(found) == {("all_reduce", 4), ("all_gather", 4), ("send", 4)}
+    exchange = GATHER.replace("all_gather_perf", "alltoall_perf")
+    found = read_nccl_tests(
+        write(tmp_path, NEW + "COMMAND: all_gather_perf -b 8\n" + GATHER + exchange + OLD)
+    )
+    assert set(found) == {("all_reduce", 4), ("all_gather", 4), ("all_to_all", 4), ("send", 4)}
     assert found["send", 4].us(67108864) == 300.0
 
 

@@ -93,6 +93,7 @@ def index(like: Tensor, axis: str, size: int) -> Tensor:
     return made
 
 
+@unseen
 def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Tensor:
     """Any collective, start and wait; no gradient."""
     how = (op,) if kind.says_how else ()
@@ -204,13 +205,15 @@ def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 
 
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
-    """Part k of dim 0 goes to rank k; what comes lies in the order of ranks. Its gradient goes back so."""
-    check_divides(x.shape[0], size, axis, f"dim 0 of a tensor of shape {list(x.shape)}")
+    """Part k of dim 0 goes to rank k; what comes lies in the order of ranks. Its gradient goes back so.
+
+    kind: another that sums nothing, and goes as its row says.
+    """
+    if kind.splits:
+        check_divides(x.shape[0], size, axis, f"dim 0 of a tensor of shape {list(x.shape)}")
     back = KINDS[kind.gradient]
     return _pair(
-        x,
-        unseen(lambda t: communicate(kind, t, axis, size)),
-        unseen(lambda grad: communicate(back, grad, axis, size)),
+        x, lambda t: communicate(kind, t, axis, size), lambda grad: communicate(back, grad, axis, size)
     )
 
 
