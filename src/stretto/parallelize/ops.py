@@ -75,12 +75,13 @@ def _axis_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-for _name, _shapes in (
-    *((kind.name, partial(_started, kind)) for kind in COLLECTIVES),
-    ("wait", _wait),
-    ("axis_index", _axis_index),
-    ("axis_chunk", _axis_chunk),
-):
+_fakes: dict[str, Callable[..., Tensor]] = {
+    **{kind.name: partial(_started, kind) for kind in COLLECTIVES},
+    "wait": _wait,
+    "axis_index": _axis_index,
+    "axis_chunk": _axis_chunk,
+}
+for _name, _shapes in _fakes.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
 
 _calls = getattr(torch.ops, NAMESPACE)
