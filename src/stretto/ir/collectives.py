@@ -147,6 +147,21 @@ class Kind:
         return 1 if self.route == "pair" else self.turns * (size - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a starting op asks for. kind: by which costs know it; nbytes: of the whole tensor
+    (`Kind.whole_nbytes`); size: of the group."""
+
+    kind: str
+    axis: str
+    size: int
+    nbytes: int
+
+    def label(self, op: str) -> str:
+        """What timelines call the one that this op starts."""
+        return f"{self.axis} {self.kind} {op}"
+
+
 @lru_cache(maxsize=4096)
 def _result_rows(kind: Kind, rows: int, size: int, how: How) -> int | None:
     """Rows of the result; None where parts do not cover the rows, or members would get different numbers."""

@@ -37,7 +37,7 @@ from typing import Any, Literal
 
 from stretto.ir.action import Phase
 from stretto.ir.axes import DP, PIPELINE, Sums, sums_of
-from stretto.ir.collectives import BY_TARGET, How, Kind
+from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 
 DTYPE_BYTES = {
@@ -119,21 +119,6 @@ CHUNK = "axis.chunk"
 VIEW = "aten.view.default"
 VIEWS = (VIEW, "aten._unsafe_view.default")
 """Targets that give the same elements in the same order another shape, without a copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """What a starting op asks for. kind: by which costs know it; nbytes: of the whole tensor
-    (`Kind.whole_nbytes`); size: of the group."""
-
-    kind: str
-    axis: str
-    size: int
-    nbytes: int
-
-    def label(self, op: str) -> str:
-        """What timelines call the one that this op starts."""
-        return f"{self.axis} {self.kind} {op}"
 
 
 Arg = Any
