@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stretto.ir.collectives import Collective
 from stretto.ir.costs import Costs
-from stretto.ir.program import WAIT, Arg, Collective, Const, Job, Op, Ref, TensorSpec
+from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, TensorSpec
 
 Specs = Mapping[str, TensorSpec]
 """Value name -> spec, for values that are one tensor."""

@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, results_of
 from stretto.ir.program import CHUNK, VIEW, Edge, Job, Op, Ref, Stage, TensorSpec
@@ -35,8 +36,6 @@ from stretto.passes.listed import OfStep
 from stretto.passes.rewrite import with_uses
 from stretto.passes.rows import divides, gather, part_of, rows_of
 from stretto.passes.step import Context, Step
-
-GATHER = "all_gather"
 
 SOONER = 0.9
 """Of the whole message's time, what a part with its gather takes at most that is cut for it; what takes less
@@ -65,7 +64,7 @@ def messages_in_parts(step: Step, context: Context) -> Step:
 
 def _values(job: Job, costs: Costs, crossing: Sequence[Edge]) -> list[str]:
     """Step 1."""
-    if (AXIS, GATHER) not in costs.collectives or not crossing:
+    if (AXIS, ALL_GATHER.name) not in costs.collectives or not crossing:
         return []
     differ = varying_in_job(job, AXIS)
     results = {name for s in job.stages for phase in PHASES for name in results_of(job, s.index, phase)}
@@ -81,7 +80,7 @@ def _chosen(
 
     def ratio(edge: Edge) -> float:
         link, nbytes = costs.link(ranks[edge.source], ranks[edge.target]), edge.spec.nbytes
-        parts_us = message_us(link, nbytes // size) + axis_time(costs, AXIS, GATHER, nbytes).us
+        parts_us = message_us(link, nbytes // size) + axis_time(costs, AXIS, ALL_GATHER.name, nbytes).us
         whole_us = message_us(link, nbytes)
         return parts_us / whole_us if whole_us else math.inf
 
@@ -115,7 +114,7 @@ def _busiest_us(
     for edge in crossing:
         sender, receiver, nbytes = ranks[edge.source], ranks[edge.target], edge.spec.nbytes
         if edge.value in cut:
-            add(receiver, AXIS, GATHER, nbytes)
+            add(receiver, AXIS, ALL_GATHER.name, nbytes)
             nbytes //= job.size(AXIS)
         us = occupancy_us(costs.link(sender, receiver), nbytes)
         load_us[sender, True] += us

@@ -23,10 +23,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.ir.action import Phase
+from stretto.ir.collectives import Collective
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices, Specs, specs_of
-from stretto.ir.program import VIEWS, WAIT, Collective, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
 from stretto.passes.listed import OfStep
 from stretto.passes.rewrite import spec_with, strides_of
@@ -105,7 +106,7 @@ def chains(stage: Stage) -> list[Chain]:
     for phase in PHASES:
         here = {op.name: op for op in stage.ops[phase]}
         for start in stage.ops[phase]:
-            summed = start.target in ("comm.all_reduce", "comm.reduce_scatter") and start.args[1] == "sum"
+            summed = start.kind is not None and start.kind.sums and start.how == "sum"
             waits = users.get(start.name, [])
             if not summed or len(waits) != 1 or waits[0].target != WAIT or waits[0].name not in here:
                 continue

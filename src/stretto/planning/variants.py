@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from stretto.ir.action import Overlap
-from stretto.ir.program import STARTS, Job, OverlapMode
+from stretto.ir.program import Job, OverlapMode
 from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
 from stretto.passes.step import Pass, Step
@@ -98,4 +98,4 @@ def overlaps(step: Step) -> bool:
 
 def communicates(job: Job) -> bool:
     """Whether any op starts a collective."""
-    return any(op.target in STARTS for stage in job.stages for ops in stage.ops.values() for op in ops)
+    return any(op.kind is not None for stage in job.stages for ops in stage.ops.values() for op in ops)

@@ -21,10 +21,11 @@ from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
 
+from stretto.ir.collectives import Collective
 from stretto.ir.costs import Costs
 from stretto.ir.prices import FREE as FREE_WORD
 from stretto.ir.prices import Priced, Pricer, Specs, signature, specs_of, traffic_bytes
-from stretto.ir.program import STARTS, WAIT, Collective, Job, Op
+from stretto.ir.program import WAIT, Job, Op
 from stretto.price.matmul_fit import MatmulFit
 from stretto.price.op_cache import Timing
 from stretto.price.roofline import FREE
@@ -106,8 +107,8 @@ class AlikePricer(Pricer):
         flops_per_us, bytes_per_us, least_us = self._roof
         if op.alias is not None:
             return Priced(self.view_us(), "roofline")
-        # The start of a gather or a scatter makes a buffer, and moves nothing.
-        if op.target in STARTS and op.target != "comm.all_reduce":
+        # What does not work in place, in a copy, starts with a buffer, and moves nothing.
+        if op.kind is not None and not op.kind.in_place:
             return Priced(least_us, "roofline")
         return Priced(max(least_us, op.flops / flops_per_us, moved / bytes_per_us), "roofline")
 

@@ -19,9 +19,8 @@ from stretto.backend.dispatch import resolve
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
-from stretto.ir.mesh import Mesh
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
-from stretto.ir.program import CHUNK, INDEX, STARTS, Job, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, INDEX, Job, Op, Ref, TensorSpec
 from stretto.price.cluster_file import Hardware
 from stretto.price.efficiency import Matmul, matmul_dims, matmul_us, run_us
 from stretto.price.roofline import ACTION_US, FREE
@@ -42,7 +41,7 @@ def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
 
     Raises UsageError when the job needs more devices than the cluster has.
     """
-    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    mesh = job.mesh(schedule.ranks)
     sizes = dict(mesh.sizes)
     if mesh.world > hardware.count:
         layout = ", ".join(f"{axis} = {size}" for axis, size in mesh.sizes)
@@ -83,7 +82,7 @@ class HardwarePricer(Pricer):
         for op, us in zip(ops, alone_us, strict=True):
             us = 0.0 if _is_free(op) else us + missing_us
             # An op that only starts a communication still costs its launch.
-            found.append(max(us, roof.efficiency.launch_us) if op.target in STARTS else us)
+            found.append(max(us, roof.efficiency.launch_us) if op.kind is not None else us)
         return found
 
 
@@ -95,9 +94,9 @@ def program_times(job: Job, hardware: Hardware) -> dict[tuple[int, str], float]:
 def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
     """Microseconds of one op on the device alone."""
     moved = traffic_bytes(op, specs)
-    if op.target in STARTS:
-        # An all-reduce sums in a copy of its own; the others make a buffer.
-        return hardware.op_us(0.0, moved) if op.target == "comm.all_reduce" else 0.0
+    if op.kind is not None:
+        # What works in place makes a copy of its own; the others make a buffer.
+        return hardware.op_us(0.0, moved) if op.kind.in_place else 0.0
     shapes = [specs[name].shape for name in _tensors(op) if name in specs]
     part = _rate_part(op)
     attention = attention_product(op, specs)

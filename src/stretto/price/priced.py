@@ -16,10 +16,12 @@ from dataclasses import replace
 
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
+from stretto.ir.axes import PIPELINE
+from stretto.ir.collectives import Collective
 from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
 from stretto.ir.prices import Priced, Specs, price_list, specs_of, traffic_bytes
-from stretto.ir.program import Collective, Job, Op
+from stretto.ir.program import Job, Op
 from stretto.price.alike import AlikePricer
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, RankTiming
 from stretto.price.calls import Calls
@@ -102,7 +104,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
             f"and the job was captured for {job.device}, whose kernels differ: capture with "
             f"device={calibration.machine.kind!r}, or give a calibration of a {job.device} device"
         )
-    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    mesh = job.mesh(schedule.ranks)
     groups = _groups(job, schedule, calibration)
     ops = price_list(job, calibrated_pricer(job, schedule, calibration))
     times = {key: priced.us for key, priced in ops.items()}
@@ -113,7 +115,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
     ranks = calibration.ranks or RankTiming()
     leaving = {axis for (axis, _), group in groups.items() if group.hosts > 1}
     if any(link.hosts > 1 for link in links.values()):
-        leaving.add("pp")
+        leaving.add(PIPELINE)
     count = Counter(priced.how for priced in ops.values() if priced.how != "free")
     told = ", ".join(f"{number} {how}" for how, number in sorted(count.items()))
     return Costs(
@@ -134,7 +136,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
 
 def _groups(job: Job, schedule: Schedule, calibration: Calibration) -> dict[tuple[str, str], GroupTiming]:
     """(axis, kind) -> the group that serves it, for what the job wants."""
-    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    mesh = job.mesh(schedule.ranks)
     return {
         (wanted.axis, wanted.kind): find_group(calibration, mesh, wanted.axis, wanted.kind)
         for wanted in wanted_collectives(job)

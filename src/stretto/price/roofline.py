@@ -1,7 +1,8 @@
 """What all prices share: collectives as rings over links, ops that are free, a window's own time.
 
     collective  a ring of n over such links: n - 1 steps of a latency to gather or to scatter, each moving
-                (n - 1) / n of the tensor; twice that to reduce (Patarasuk and Yuan 2009)
+                (n - 1) / n of the tensor; twice that to reduce (Patarasuk and Yuan 2009); an exchange sends
+                one part to each in turn
 
 Touches no device.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stretto.ir.collectives import KINDS
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import GETITEM, WAIT
@@ -23,11 +25,10 @@ FREE = (GETITEM, WAIT)
 
 def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
     """A collective as a ring of `members` over equal links."""
-    turns = 2 if kind == "all_reduce" else 1
-    part = turns * (members - 1) / members
+    part = KINDS[kind].moved(members)
     # A transport that needs more processor time than wire time moves no faster than the processor does.
     us_per_byte = part * max(1.0 / link.bytes_per_us, link.processor_us_per_mb / 1e6)
-    latency_us = turns * (members - 1) * link.latency_us
+    latency_us = KINDS[kind].steps(members) * link.latency_us
     span = 1_000_000.0
     return CollectiveCost(
         Curve(((0.0, latency_us), (span, latency_us + span * us_per_byte))),
