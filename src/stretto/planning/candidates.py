@@ -7,7 +7,7 @@
        ones, with ends in windows of their own as well, on one rank also in wider windows; likewise ordered.
     4. Each of these also with communications that go on from one window to the next, where the job has such
        (`stretto.planning.across`).
-    5. Where microbatches are few, `window` also with one window for each rank (`stretto.order.whole_step`).
+    5. `window` also with one window for each rank (`stretto.order.whole_step`).
     6. Where that is not far ahead, the most promising of the others are ordered again for the step as a whole
        (`stretto.order.refine`).
 
@@ -67,12 +67,10 @@ REFINED = 0.99
 costs that are off by a percent, and lets a rank wait wherever the step of these costs does not need it; an
 order of each window by itself hides what can be hidden everywhere. Assumed."""
 
-WHOLE = 12
-"""Microbatches up to which a step may be one window a rank: its ops are ordered one by one. Assumed."""
-
-AHEAD_OF = 0.96
-"""Of the fastest other candidate's step, what one window a rank takes at most where the others need not be
-ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was then faster still."""
+AHEAD_OF, NEAR = 0.96, 1.03
+"""Of the fastest other candidate's step, or of its own bound, what one window a rank takes at most where the
+others need not be ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was then
+faster still; what is left above the bound is not worth it."""
 
 WORTH = 0.98
 """Of the fastest step without windows that microbatches share, what one with them takes at most where it
@@ -140,9 +138,14 @@ def candidates(
     found += [candidate for candidate, _ in tried]
     if order == DEFAULT:
         made, why = _together(job, costs, schedule) if overlap == "window" else (None, "")
-        found += [made] if made is not None else []
+        bound_us = 0.0 if made is None else lower_bound(job, schedule, costs).us
+        ahead = made is not None and made.step_us <= NEAR * bound_us
+        if made is not None:
+            made = _as_short(made, min((one for one, _ in tried), key=lambda one: one.step_us), schedule)
+            found.append(made)
+            ahead |= made.step_us <= AHEAD_OF * min(candidate.step_us for candidate, _ in tried)
         missing += [why] if why and why not in missing else []
-        if made is None or made.step_us > AHEAD_OF * min(candidate.step_us for candidate, _ in tried):
+        if not ahead:
             found += _refined(costs, tried, overlap)
     return sorted(found, key=lambda one: _weighed_us(one, own)), missing
 
@@ -236,18 +239,26 @@ def _refined_way(costs: Costs, way: _Way) -> Candidate | None:
 def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | None, str]:
     """Step 5: the candidate, or why a limit forbids it ("" where it is not for this job)."""
     paired = whole(schedule) if job.trains else None
-    if paired is None or job.microbatches > WHOLE or writes_buffers(job):
+    if paired is None or writes_buffers(job):
         return None, ""
     live = max(peak_live(paired))
     if job.max_live is not None and live > job.max_live:
         return None, f"one window a rank may hold {live} live microbatches, and max_live is {job.max_live}"
     plan = _lowered(job, costs, paired, "window", captured_windows(job, paired))
-    windows = order_together(plan, lower_bound(job, paired, costs).us)
-    if windows is None:
+    made = order_together(plan, lower_bound(job, paired, costs).us)
+    if made is None:
         return None, ""
     # Receives are posted in the order of the sends, which is another now.
-    best = _lowered(job, costs, paired, "window", windows)
+    best = _lowered(job, costs, paired, "window", made.windows)
     return Candidate("window", one_step(best).step_us, lambda: best), ""
+
+
+def _as_short(made: Candidate, other: Candidate, schedule: Schedule) -> Candidate:
+    """A candidate whose whole step is known, with the step by which the others are compared, of fewer
+    microbatches perhaps."""
+    if shorter(schedule) is schedule:
+        return made
+    return replace(made, step_us=made.step_us * other.step_us / one_step(other.make()).step_us)
 
 
 def writes_buffers(job: Job) -> bool:

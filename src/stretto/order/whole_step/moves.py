@@ -22,16 +22,13 @@ import random
 from collections.abc import Sequence
 
 from stretto.ir.plan import Plan
+from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.follow import Steps, follow
 from stretto.order.whole_step.rank_step import Whole
 from stretto.order.whole_step.walk import Chosen
 
 MOST = 4_000
 """Moves for one job."""
-
-WORK = 2_000_000
-"""Moves times the ops of all ranks: jobs with many get fewer moves. Measured: 20 s on one core, on
-the tensor race of hidden 2048 over pp=2, where they end by STALE."""
 
 A_MOVE_US = 2_000.0
 """Of a step, what is worth trying one move. A move takes some 10 ms, once, and the first thousand gain 1 %:
@@ -48,14 +45,20 @@ FAR = 6.0
 
 
 def move_ops(
-    plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float, *, share: float = 1.0
+    plan: Plan,
+    wholes: Sequence[Whole],
+    found: Chosen,
+    enough_us: float,
+    budget: Budget,
+    *,
+    share: float = 1.0,
 ) -> Chosen:
     """The orders that were found, or better ones. A step of `enough_us` need not be improved. share: of the
     moves that one job may have."""
     steps = [Steps(whole) for whole in wholes]
     orders = [mine.named(order) for mine, order in zip(steps, found.orders, strict=True)]
     ranks = [rank for rank, order in enumerate(orders) for _ in order]
-    tries = int(share * min(MOST, WORK // max(1, len(ranks)), found.step_us / A_MOVE_US))
+    tries = min(budget.left, int(share * min(MOST, found.step_us / A_MOVE_US)))
     best = follow(plan, steps, orders) if tries and ranks and found.step_us > enough_us else None
     if best is None:
         return found
@@ -64,6 +67,7 @@ def move_ops(
     for _ in range(tries):
         if best.step_us <= enough_us or stale >= STALE:
             break
+        budget.spend()
         changed = list(orders)
         for _ in range(draw.choice((1, 1, 1, 2))):
             rank = draw.choice(ranks)

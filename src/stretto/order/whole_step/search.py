@@ -28,8 +28,9 @@ from stretto.ir.action import Action, Overlap, Phase
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Item, Plan, Window
 from stretto.ir.program import Job
-from stretto.order import Role, make_graph
+from stretto.order import Node, Role, WindowGraph, make_graph
 from stretto.order.improve import stretches
+from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
 from stretto.order.whole_step.justify import justify
 from stretto.order.whole_step.moves import move_ops
@@ -47,17 +48,20 @@ PATIENCE = (0.0, 0.5, 1.0)
 MOST = 300
 """Steps walked by one search, in steps 2 and 3."""
 
-WORK = 1_600_000
-"""These times the items that all ranks run in one: jobs with many get fewer. Measured: 5 s on one core."""
+EFFORT = 12.0
+"""Items walked for each microsecond of the step: planning takes about as long as 50 of its steps, once."""
+
+LEAST, LARGEST = 1_200_000, 30_000_000
+"""Items walked for even the shortest step, and for the longest. Measured: 5 s and 120 s on one core."""
+
+SEARCHING = 0.7
+"""Part of them that steps 2 to 4 may take; the rest is for the best of them. Assumed."""
 
 STALE = 150
 """So many steps without a gain end the search. Assumed."""
 
 GAIN = 0.0005
 """Share of a step that counts as a gain. Assumed."""
-
-FEWEST = 60
-"""Where fewer steps than this may be walked, the search is not worth its while. Assumed."""
 
 LITTLE = (0.0005, 0.003, 0.01)
 """Of a microbatch's work on a rank, what ops take at most that are placed directly before their first user,
@@ -82,9 +86,6 @@ A_FINALIST_US = 1_000_000.0
 LONGER = 1_000
 """Rounds more for each of FINALISTS. On the same step these gain up to another 2 %."""
 
-LONGER_WORK = 3_300_000
-"""These times items. Measured: 13 s on one core."""
-
 A_WALK_US = 10_000.0
 """Of a step, what is worth one of these rounds. They take some 10 ms, once. Assumed."""
 
@@ -94,56 +95,76 @@ TRIAL = 0.25
 CLOSE = 1.01
 """A step this close to its bound needs no search. Assumed."""
 
-Key = tuple[int, Phase, Item]
-"""An item of any microbatch: stage, phase, and the item as of part 0."""
+Key = tuple[int, bool, Item]
+"""An item of any microbatch: stage, whether of F, and the item as of part 0."""
 
 
-def order_together(plan: Plan, bound_us: float) -> dict[str, Window] | None:
-    """The windows with the shortest step that the search finds.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The windows with the shortest step that was found. walks: how many steps were walked for it; ended:
+    whether the search ended by itself, and not because its time was up."""
 
-    plan: each rank has one window, in the captured order. bound_us: no order is faster. None for a step with
-    too many items to walk it often, and where no order lets all ranks reach their end.
+    windows: dict[str, Window]
+    walks: int
+    ended: bool
+
+
+def order_together(plan: Plan, bound_us: float) -> Found | None:
+    """The windows with the shortest step that the search finds in its time (EFFORT).
+
+    plan: each rank has one window, in the captured order. bound_us: no order is faster. None where no order
+    lets all ranks reach their end.
     """
     items = sum(len(window.items) for window in plan.windows.values())
-    allowed = min(MOST, WORK // max(1, items))
-    if allowed < FEWEST:
-        return None
-    searches = [
-        search for ready in _ready(plan, LITTLE) for search in _searches(plan, bound_us, allowed, ready)
-    ]
+    budget = Budget(max(1, int(min(LARGEST, max(LEAST, EFFORT * bound_us))) // items))
+    later = budget.keep(1.0 - SEARCHING)
+    searches = _searches(plan, bound_us, budget)
     # 5.
+    budget.left += later
     enough_us = CLOSE * bound_us
     found: list[tuple[Chosen, Sequence[Whole]]] = []
-    searches.sort(key=lambda search: search.step_us)
     finalists = min(FINALISTS, 1 + int(searches[0].step_us / A_FINALIST_US)) if searches[0].best else 0
-    for search in searches[:finalists]:
+    for behind, search in reversed(list(enumerate(searches[:finalists]))):
         if search.best is not None:
-            search.go_on(min(LONGER, LONGER_WORK // items, int(search.step_us / A_WALK_US)))
-            pushed = justify(plan, search.wholes, search.best, enough_us, search.pairs)
-            found.append((move_ops(plan, search.wholes, pushed, enough_us, share=TRIAL), search.wholes))
+            later = budget.keep(behind / (behind + 1))
+            search.go_on(min(LONGER, int(search.step_us / A_WALK_US)))
+            pushed = justify(plan, search.wholes, search.best, enough_us, budget, search.pairs)
+            moved = move_ops(plan, search.wholes, pushed, enough_us, budget, share=TRIAL)
+            found.append((moved, search.wholes))
+            budget.left += later
     if not found:
         return None
     best, wholes = min(found, key=lambda one: one[0].measure_us)
-    best = move_ops(plan, wholes, best, enough_us)
-    return {
+    best = move_ops(plan, wholes, best, enough_us, budget)
+    windows = {
         whole.graph.window.name: replace(
             whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
         )
         for whole, order in zip(wholes, best.orders, strict=True)
     }
+    return Found(windows, budget.spent, budget.left > 0)
 
 
-def _searches(plan: Plan, bound_us: float, allowed: int, ready: _Ready) -> list[_Search]:
-    """Steps 2 and 3 with one size of ops that are placed for themselves."""
+def _searches(plan: Plan, bound_us: float, budget: Budget) -> list[_Search]:
+    """Steps 2 to 4, the best first."""
     apart = borders(plan)
-    pairs = dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)])
-    searches = [_Search(plan, bound_us, allowed, ready, each) for each in pairs]
-    for search in searches:
-        search.slopes()
-    best = sorted(searches, key=lambda search: search.step_us)[:PROMISING]
-    for search in best:
-        search.rounds()
-    return best
+    ways = list(dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)]))
+    graphs = _Graphs.of(plan)
+    found: list[_Search] = []
+    for behind, little in reversed(list(enumerate(reversed(LITTLE)))):
+        later = budget.keep(behind / (behind + 1))
+        ready = graphs.ready(little)
+        searches = []
+        for pairs in ways:
+            if budget.left or not found:
+                searches.append(_Search(plan, bound_us, budget, ready, pairs))
+                searches[-1].slopes()
+        searches.sort(key=lambda search: search.step_us)
+        for search in searches[:PROMISING]:
+            search.rounds()
+        found += searches[:PROMISING]
+        budget.left += later
+    return sorted(found, key=lambda search: search.step_us)
 
 
 def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key, float]:
@@ -169,7 +190,7 @@ def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key,
         behind_us = max((found[other] for other in after[place]), default=0.0)
         found[place] = node.work_us + (node.time_us if leads else 0.0) + behind_us
     return {
-        (stage, nodes[stage, index][0], replace(nodes[stage, index][1].item, part=0)): us
+        (stage, nodes[stage, index][0] is Phase.F, replace(nodes[stage, index][1].item, part=0)): us
         for (stage, index), us in found.items()
     }
 
@@ -193,35 +214,50 @@ class _Ready:
     groups: tuple[tuple[int, list[int]], ...]
 
 
-def _ready(plan: Plan, littles: Sequence[float]) -> list[_Ready]:
-    """The step with each size of ops that are placed for themselves."""
-    job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
-    slots = [slot for (slot,) in plan.schedule.orders]
-    graphs = [make_graph(job, costs, plan.windows[window_name(slot)], ranks) for slot in slots]
-    known_us = tails_us(job, costs, ranks)
-    tails = tuple(
-        tuple(
-            known_us[*graph.window.parts[node.item.part], replace(node.item, part=0)] for node in graph.nodes
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """What does not depend on which ops are placed for themselves; fields as in `_Ready`."""
+
+    plan: Plan
+    graphs: tuple[WindowGraph, ...]
+    microbatches: tuple[tuple[int, ...], ...]
+    tails_us: tuple[tuple[float, ...], ...]
+    groups: tuple[tuple[int, list[int]], ...]
+
+    @staticmethod
+    def of(plan: Plan) -> _Graphs:
+        job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
+        slots = [slot for (slot,) in plan.schedule.orders]
+        microbatches = tuple(tuple(action.microbatch for action in slot.actions) for slot in slots)
+        graphs = tuple(
+            make_graph(job, costs, plan.windows[window_name(slot)], ranks, microbatches=mine)
+            for slot, mine in zip(slots, microbatches, strict=True)
         )
-        for graph in graphs
-    )
-    groups = tuple((rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph))
-    microbatches = [tuple(action.microbatch for action in slot.actions) for slot in slots]
-    return [
-        _Ready(
-            tuple(make_whole(plan, *one, little) for one in zip(graphs, microbatches, strict=True)),
-            tails,
-            groups,
-        )
-        for little in littles
-    ]
+        known_us = tails_us(job, costs, ranks)
+
+        def tail_us(graph: WindowGraph, node: Node) -> float:
+            stage, phase = graph.window.parts[node.item.part]
+            return known_us[stage, phase is Phase.F, replace(node.item, part=0)]
+
+        tails = tuple(tuple(tail_us(graph, node) for node in graph.nodes) for graph in graphs)
+        groups = tuple((rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph))
+        return _Graphs(plan, graphs, microbatches, tails, groups)
+
+    def ready(self, little: float) -> _Ready:
+        """The step with one size of ops that are placed for themselves."""
+        mine = zip(self.graphs, self.microbatches, strict=True)
+        wholes = tuple(make_whole(self.plan, *one, little) for one in mine)
+        return _Ready(wholes, self.tails_us, self.groups)
 
 
 class _Search:
-    def __init__(self, plan: Plan, bound_us: float, allowed: int, ready: _Ready, pairs: Borders = ()) -> None:
+    def __init__(
+        self, plan: Plan, bound_us: float, budget: Budget, ready: _Ready, pairs: Borders = ()
+    ) -> None:
         self._plan = plan
         self._bound_us = bound_us
-        self._left = allowed
+        self._budget = budget
+        self._left = MOST
         self._stale = 0
         self._enough_stale = STALE
         self._mark_us = float("inf")
@@ -245,6 +281,7 @@ class _Search:
         """Walk the step, and keep the point if the step does not get longer."""
         self._left -= 1
         self._stale += 1
+        self._budget.spend()
         found = choose(self._plan, self.wholes, point.urgency, point.patience, point.pairs)
         if found is None or (self.best is not None and found.step_us > self.best.step_us):
             return False
@@ -254,7 +291,7 @@ class _Search:
         return True
 
     def _enough(self) -> bool:
-        if self._left <= 0 or self._stale >= self._enough_stale:
+        if self._left <= 0 or not self._budget.left or self._stale >= self._enough_stale:
             return True
         return self.best is not None and self.best.step_us <= CLOSE * self._bound_us
 
