@@ -69,8 +69,8 @@ order of each window by itself hides what can be hidden everywhere. Assumed."""
 
 AHEAD_OF, NEAR = 0.96, 1.03
 """Of the fastest other candidate's step, or of its own bound, what one window a rank takes at most where the
-others need not be ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was then
-faster still; what is left above the bound is not worth it."""
+others need not be ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was
+then faster still; what is left above the bound is not worth it."""
 
 WORTH = 0.98
 """Of the fastest step without windows that microbatches share, what one with them takes at most where it
@@ -93,11 +93,17 @@ class Candidate:
 
 
 def candidates(
-    job: Job, costs: Costs, schedule: Schedule, overlap: OverlapMode, order: str
+    job: Job,
+    costs: Costs,
+    schedule: Schedule,
+    overlap: OverlapMode,
+    order: str,
+    max_bytes: int | None = None,
 ) -> tuple[list[Candidate], list[str]]:
     """The candidates that `overlap` allows, best first, and why others are missing.
 
-    order: the ordering policy. Raises PlanError when the schedule itself cannot be simulated.
+    order: the ordering policy. max_bytes: of a rank; step 5 is left out where it holds more, so that others
+    are searched for as well. Raises PlanError when the schedule itself cannot be simulated.
     """
     if overlap == "off":
         return [Candidate("off", 0.0, lambda: _plan(job, costs, schedule, "off", None))], []
@@ -137,7 +143,7 @@ def candidates(
                     missing.append(str(error))
     found += [candidate for candidate, _ in tried]
     if order == DEFAULT:
-        made, why = _together(job, costs, schedule) if overlap == "window" else (None, "")
+        made, why = _together(job, costs, schedule, max_bytes) if overlap == "window" else (None, "")
         bound_us = 0.0 if made is None else lower_bound(job, schedule, costs).us
         ahead = made is not None and made.step_us <= NEAR * bound_us
         if made is not None:
@@ -236,7 +242,9 @@ def _refined_way(costs: Costs, way: _Way) -> Candidate | None:
     )
 
 
-def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | None, str]:
+def _together(
+    job: Job, costs: Costs, schedule: Schedule, max_bytes: int | None
+) -> tuple[Candidate | None, str]:
     """Step 5: the candidate, or why a limit forbids it ("" where it is not for this job)."""
     paired = whole(schedule) if job.trains else None
     if paired is None or writes_buffers(job):
@@ -250,7 +258,13 @@ def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | N
         return None, ""
     # Receives are posted in the order of the sends, which is another now.
     best = _lowered(job, costs, paired, "window", made.windows)
-    return Candidate("window", one_step(best).step_us, lambda: best), ""
+    step = one_step(best)
+    if max_bytes is not None and max(step.peak_bytes) > max_bytes:
+        return (
+            None,
+            f"one window a rank holds {max(step.peak_bytes):,} bytes, and {max_bytes:,} are the limit",
+        )
+    return Candidate("window", step.step_us, lambda: best), ""
 
 
 def _as_short(made: Candidate, other: Candidate, schedule: Schedule) -> Candidate:

@@ -141,7 +141,7 @@ def _planned(
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
     job, costs = messages_in_parts(job, costs, chosen.stage_ranks)
     job, costs, max_bytes, less = _recomputed(job, costs, chosen, asked, max_bytes)
-    found, missing = candidates(job, costs, chosen, asked, order)
+    found, missing = candidates(job, costs, chosen, asked, order, max_bytes)
 
     def tried() -> Iterator[Candidate]:
         yield from found
