@@ -16,7 +16,7 @@ from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, 
 from stretto.ir.program import WAIT, Buffer, Job
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, list_order, make_graph
-from stretto.order.replay import Memory
+from stretto.order.storages import Memory
 from stretto.order.whole_step import justify as justifying
 from stretto.order.whole_step import moves, order_together, search
 from stretto.order.whole_step.budget import Budget
@@ -513,13 +513,13 @@ def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is
         monkeypatch.setattr(search, "LEAST", walks * items)
         found = order_together(plan, bound_us)
         assert found is not None
-        assert found.walks <= walks
-        assert found.ended or found.walks >= walks - 1, "a push takes two walks"
+        assert found.walks <= walks + 1, "a push takes two walks"
+        assert found.ended or found.walks >= walks
         done, orders, _ = lower(plan.job, plan.schedule, overlap="window", windows=found.windows)
         made = replace(plan, windows=done, orders=orders)
         verify(made)
         steps.append(simulate(made).step_us)
     off = make_plan(job, costs, schedule=schedule, overlap="off")
     assert steps[1] <= steps[0]
-    assert steps[1] < 0.8 * step_us(off)
+    assert steps[1] < 0.9 * step_us(off)
     assert order_together(plan, bound_us) == found

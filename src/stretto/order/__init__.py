@@ -7,10 +7,10 @@ from stretto.order.arrange import Arranger
 from stretto.order.at_once import waits_at_once
 from stretto.order.depend import NOTHING, Node, Outside, Role, WindowGraph, make_graph
 from stretto.order.exact import exact_order
+from stretto.order.follow import Replay, replay
 from stretto.order.improve import improve_order
 from stretto.order.listing import list_order
 from stretto.order.policies import POLICIES, Policy, legal_order, policy_of, register
-from stretto.order.replay import Replay, replay
 from stretto.order.storages import Storage
 
 __all__ = [

@@ -22,10 +22,10 @@ import random
 from collections.abc import Sequence
 
 from stretto.ir.plan import Plan
+from stretto.order.follow import follow
+from stretto.order.scope import Whole
+from stretto.order.walk import Chosen
 from stretto.order.whole_step.budget import Budget
-from stretto.order.whole_step.follow import Steps, follow
-from stretto.order.whole_step.rank_step import Whole
-from stretto.order.whole_step.walk import Chosen
 
 MOST = 4_000
 """Moves for one job."""
@@ -55,11 +55,10 @@ def move_ops(
 ) -> Chosen:
     """The orders that were found, or better ones. A step of `enough_us` need not be improved. share: of the
     moves that one job may have."""
-    steps = [Steps(whole) for whole in wholes]
-    orders = [mine.named(order) for mine, order in zip(steps, found.orders, strict=True)]
+    orders = [mine.names(order) for mine, order in zip(wholes, found.orders, strict=True)]
     ranks = [rank for rank, order in enumerate(orders) for _ in order]
     tries = min(budget.left, int(share * min(MOST, found.step_us / A_MOVE_US)))
-    best = follow(plan, steps, orders) if tries and ranks and found.step_us > enough_us else None
+    best = follow(plan, wholes, orders) if tries and ranks and found.step_us > enough_us else None
     if best is None:
         return found
     draw = random.Random(0)
@@ -73,8 +72,8 @@ def move_ops(
             rank = draw.choice(ranks)
             at = draw.randrange(len(orders[rank]))
             far = (1 + int(draw.expovariate(1.0 / FAR))) * draw.choice((-1, 1))
-            changed[rank] = _moved(steps[rank], changed[rank], at, far)
-        tried = follow(plan, steps, changed) if changed != orders else None
+            changed[rank] = _moved(wholes[rank], changed[rank], at, far)
+        tried = follow(plan, wholes, changed) if changed != orders else None
         stale += 1
         if tried is not None and tried.measure_us <= best.measure_us:
             best, orders = tried, changed
@@ -83,12 +82,12 @@ def move_ops(
     return best if best.step_us <= found.step_us else found
 
 
-def _moved(steps: Steps, order: Sequence[int], at: int, far: int) -> list[int]:
+def _moved(whole: Whole, order: Sequence[int], at: int, far: int) -> list[int]:
     """The order with the op at a place so many places further, or as far as it can go."""
     op, to = order[at], at
-    while far < 0 and to > 0 and not steps.ancestors[op] >> order[to - 1] & 1:
+    while far < 0 and to > 0 and not whole.ancestors[op] >> order[to - 1] & 1:
         to, far = to - 1, far + 1
-    while far > 0 and to < len(order) - 1 and not steps.ancestors[order[to + 1]] >> op & 1:
+    while far > 0 and to < len(order) - 1 and not whole.ancestors[order[to + 1]] >> op & 1:
         to, far = to + 1, far - 1
     rest = [*order[:at], *order[at + 1 :]]
     return [*rest[:to], op, *rest[to:]]

@@ -30,14 +30,15 @@ from stretto.ir.plan import Item, Plan, Window
 from stretto.ir.program import Job
 from stretto.order import Node, Role, WindowGraph, make_graph
 from stretto.order.improve import stretches
+from stretto.order.scope import Whole, make_whole
+from stretto.order.walk import Chosen
 from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
 from stretto.order.whole_step.justify import justify
 from stretto.order.whole_step.moves import move_ops
 from stretto.order.whole_step.pairs import MORE, Borders, borders, paired
-from stretto.order.whole_step.rank_step import Whole, make_whole
-from stretto.order.whole_step.walk import Chosen
 from stretto.schedule.windows import make_window, window_name
+from stretto.simulate.windows import Call, make_ready
 
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
 """Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
@@ -218,9 +219,9 @@ class _Ready:
 class _Graphs:
     """What does not depend on which ops are placed for themselves; fields as in `_Ready`."""
 
-    plan: Plan
     graphs: tuple[WindowGraph, ...]
     microbatches: tuple[tuple[int, ...], ...]
+    calls: tuple[tuple[Call | None, ...], ...]
     tails_us: tuple[tuple[float, ...], ...]
     groups: tuple[tuple[int, list[int]], ...]
 
@@ -241,12 +242,13 @@ class _Graphs:
 
         tails = tuple(tuple(tail_us(graph, node) for node in graph.nodes) for graph in graphs)
         groups = tuple((rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph))
-        return _Graphs(plan, graphs, microbatches, tails, groups)
+        calls = tuple(make_ready(plan, graph.window.name).calls for graph in graphs)
+        return _Graphs(graphs, microbatches, calls, tails, groups)
 
     def ready(self, little: float) -> _Ready:
         """The step with one size of ops that are placed for themselves."""
-        mine = zip(self.graphs, self.microbatches, strict=True)
-        wholes = tuple(make_whole(self.plan, *one, little) for one in mine)
+        mine = zip(self.graphs, self.microbatches, self.calls, strict=True)
+        wholes = tuple(make_whole(*one, little) for one in mine)
         return _Ready(wholes, self.tails_us, self.groups)
 
 
