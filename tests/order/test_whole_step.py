@@ -16,16 +16,16 @@ from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, 
 from stretto.ir.program import WAIT, Buffer, Job
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, list_order, make_graph
+from stretto.order.follow import follow
+from stretto.order.scope import Whole, make_whole
 from stretto.order.storages import Memory
+from stretto.order.walk import Chosen
 from stretto.order.whole_step import justify as justifying
 from stretto.order.whole_step import moves, order_together, search
 from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
-from stretto.order.whole_step.follow import Steps, follow
 from stretto.order.whole_step.justify import justify
 from stretto.order.whole_step.moves import move_ops
-from stretto.order.whole_step.rank_step import Whole, make_whole
-from stretto.order.whole_step.walk import Chosen
 from stretto.planning import candidates
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
@@ -34,6 +34,7 @@ from stretto.runtime.compile import cut
 from stretto.schedule.families import make_schedule
 from stretto.schedule.windows import make_window
 from stretto.simulate import compute_lane, simulate
+from stretto.simulate.windows import make_ready
 from stretto.verify import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
 from tests.verify.comm_plans import comm_job
@@ -60,7 +61,8 @@ def wholes_of(plan: Plan) -> list[Whole]:
     for (slot,) in plan.schedule.orders:
         window = make_window(plan.job, slot)
         graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
-        found.append(make_whole(plan, graph, tuple(action.microbatch for action in slot.actions), 0.0005))
+        calls = make_ready(plan, window.name).calls
+        found.append(make_whole(graph, tuple(action.microbatch for action in slot.actions), calls, 0.0005))
     return found
 
 
@@ -112,7 +114,7 @@ def test_a_forward_and_a_backward_of_one_microbatch_are_one_window() -> None:
     assert reads, "B reads what F has saved"
     assert all(source in graph.before[at] for at, source in reads)
     # What F makes goes with its last reader in B: nothing is left but what leaves.
-    memory = Memory(graph)
+    memory = Memory(len(graph.nodes), graph.storages)
     for index in list_order(graph):
         memory.take(index)
     assert memory.peak > 0
@@ -249,9 +251,8 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
         assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
         steps.add(round(found.step_us))
         # The same orders, given: nothing stands between that the walk would not have chosen.
-        named = [Steps(one) for one in wholes]
-        given = [mine.named(order) for mine, order in zip(named, found.orders, strict=True)]
-        again = follow(plan, named, given)
+        given = [mine.names(order) for mine, order in zip(wholes, found.orders, strict=True)]
+        again = follow(plan, wholes, given)
         assert again is not None
         assert again.step_us == pytest.approx(found.step_us, rel=0.02)
         verify(in_order(plan, wholes, again))
@@ -309,10 +310,10 @@ def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
     plan, wholes, poor = poor_step()
     found = move_ops(plan, wholes, poor, 0.0, Budget(10**6))
     assert found.step_us < poor.step_us
-    steps = [Steps(one) for one in wholes]
-    before = follow(plan, steps, [mine.named(order) for mine, order in zip(steps, poor.orders, strict=True)])
+    given = [mine.names(order) for mine, order in zip(wholes, poor.orders, strict=True)]
+    before = follow(plan, wholes, given)
     assert before is not None
-    assert 0.0 < found.exposed_us <= before.exposed_us < len(steps) * before.step_us
+    assert 0.0 < found.exposed_us <= before.exposed_us < len(wholes) * before.step_us
     moved = in_order(plan, wholes, found)
     verify(moved)
     assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)
@@ -390,11 +391,10 @@ def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> Non
     plan = whole_plan(job, costs)
     draw = random.Random(0)
     for one in wholes_of(plan):
-        steps = Steps(one)
-        order = steps.named(range(len(one.graph.nodes)))
+        order = one.names(range(len(one.graph.nodes)))
         for _ in range(200):
             at, far = draw.randrange(len(order)), draw.randint(-20, 20)
-            moved = moves._moved(steps, order, at, far)
+            moved = moves._moved(one, order, at, far)
             assert sorted(moved) == sorted(order)
             assert [index for index in moved if index != order[at]] == order[:at] + order[at + 1 :]
             to = moved.index(order[at])
@@ -403,11 +403,11 @@ def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> Non
                 # It stands beside what stopped it, or at an end.
                 beside = moved[to - 1 if far < 0 else to + 1] if 0 < to < len(moved) - 1 else None
                 first, last = (beside, order[at]) if far < 0 else (order[at], beside)
-                assert beside is None or steps.ancestors[last or 0] >> (first or 0) & 1
+                assert beside is None or one.ancestors[last or 0] >> (first or 0) & 1
             order = moved
         done: set[int] = set()
         for index in order:
-            assert all(n in done for n in range(index) if one.named[n] and steps.ancestors[index] >> n & 1)
+            assert all(n in done for n in range(index) if one.named[n] and one.ancestors[index] >> n & 1)
             done.add(index)
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from stretto.order import Role
+from stretto.order.walk import Chosen
 from stretto.order.whole_step import search
 from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
 from stretto.order.whole_step.pairs import Border, Borders, borders, paired, partners
-from stretto.order.whole_step.walk import Chosen
 from tests.order.test_whole_step import job_of, whole_plan
 
 
