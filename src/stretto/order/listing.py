@@ -95,7 +95,7 @@ def list_window(
     """A window by itself, walked to its end. Arguments as in `list_order`."""
     graph = whole.graph
     world = WindowWorld(graph)
-    rank = Listing(world, 0, whole, urgency, memory=Memory(len(graph.nodes), graph.storages))
+    rank = Listing(world, 0, whole, urgency, memory=whole.memory.empty())
     rank.limit_bytes, rank.fit, rank.held = limit_bytes, fit, held
     if sequence is not None:
         rank.queues = {}
@@ -215,24 +215,38 @@ class Listing(Rank):
     # --- steps 1 to 5 ---------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
+        placed, needs = self._placed, self._whole.needs
         while True:
             if self._sends:
                 index = heapq.heappop(self._sends)[1]
+            elif self._ready:
+                index = self._chosen()
+            elif (start := self._dry(0.0)) is not None:
+                index = start
+            elif self._kept and not self._coming:
+                self._let_go()
+                continue
             else:
-                start = self._dry()
-                if start is not None:
-                    index = start
-                elif self._ready:
-                    index = self._soonest() if self.memory is None else self._choose(self.memory)
-                elif self._kept and not self._coming:
-                    self._let_go()
-                    continue
-                else:
-                    self._stand()
-                    return
-            if self._busy(index, *self._put(self._needed(index))):
+                self._stand()
+                return
+            # Step 5: the node, behind all that it needs and that is not placed.
+            late_us, work_us = self._put([needed for needed in needs[index] if not placed[needed]])
+            if (work_us or late_us) and self._busy(index, late_us, work_us):
                 return
             self._done(index)
+
+    def _chosen(self) -> int:
+        """Steps 1 to 3: the next of the ops that are ready, or a start before it."""
+        nodes = self.graph.nodes
+        if self.memory is None:
+            start = self._dry(nodes[self._ready[0][1]].work_us)
+            return self._soonest() if start is None else start
+        chosen = self._choose(self.memory)
+        start = self._dry(nodes[chosen].work_us, others=True)
+        if start is None:
+            return chosen
+        heapq.heappush(self._ready, (-self._urgency[chosen], chosen))
+        return start
 
     def _choose(self, memory: Memory) -> int:
         """Step 1 under a memory limit."""
@@ -304,21 +318,18 @@ class Listing(Rank):
         heapq.heappush(self._ready, best)
         return found
 
-    def _dry(self) -> int | None:
-        """Steps 2 and 3, before the next op."""
-        work_us = 0.0
-        if self._ready and self._starts:
-            first = self._ready[0][1]
-            if self.memory is not None:
-                first = self._choose(self.memory)
-                heapq.heappush(self._ready, (-self._urgency[first], first))
-            work_us = self.graph.nodes[first].work_us
-        for queue in (self.queues or {}).values():
-            if queue and queue[0] in self._waiting:
-                return queue.popleft()
+    def _dry(self, work_us: float, others: bool = False) -> int | None:
+        """Steps 2 and 3, before the next op of so much work. others: there is one, beside those ready."""
+        if self.queues is not None:
+            if self._waiting:
+                for queue in self.queues.values():
+                    if queue and queue[0] in self._waiting:
+                        self._waiting.remove(queue[0])
+                        return queue.popleft()
+            return None
         for lane, starts in self._starts.items():
             if starts and self._free(lane) <= self._clock.now_us + AHEAD * work_us:
-                idle = not self._ready and not self._flying[lane]
+                idle = not others and not self._ready and not self._flying[lane]
                 if idle or not self._holds(lane, starts[0][1]):
                     return heapq.heappop(starts)[1]
         return None
@@ -354,15 +365,10 @@ class Listing(Rank):
             self._put([index for index, placed in enumerate(self._placed) if not placed])
             self.end_us = self._clock.now_us
 
-    def _needed(self, index: int) -> list[int]:
-        """Step 5: the node, behind all that it needs and that is not placed."""
-        placed = self._placed
-        return [needed for needed in self._whole.needs[index] if not placed[needed]]
-
     def _done(self, index: int) -> None:
         super()._done(index)
-        node = self.graph.nodes[index]
-        if node.role is Role.START:
+        if index in self._started:
+            node = self.graph.nodes[index]
             self._free_us[node.lane] = self._free(node.lane) + node.time_us
             if not self._started[index].done.happened:
                 self._flying[node.lane] += 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stretto.order.depend import Role, WindowGraph
+from stretto.order.storages import Memory
 from stretto.simulate.windows import Call
 
 
@@ -59,6 +60,11 @@ class Whole:
                 mask |= found[needed] | 1 << needed
             found.append(mask)
         return tuple(found)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What the window holds, at its begin."""
+        return Memory(len(self.graph.nodes), self.graph.storages)
 
     @cached_property
     def rest(self) -> tuple[int, ...]:

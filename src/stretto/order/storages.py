@@ -10,7 +10,8 @@ May touch `stretto.ir`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.flow import PHASES, is_external
@@ -113,22 +114,22 @@ class _Places:
 class Memory:
     """Bytes that a window holds above what it held at its begin, item by item."""
 
-    __slots__ = ("_allocates", "_left", "_touches", "held", "peak")
+    __slots__ = ("_allocates", "_freed", "_left", "_touches", "held", "peak")
 
-    def __init__(self, count: int, storages: Iterable[Storage]) -> None:
+    def __init__(self, count: int, storages: Sequence[Storage]) -> None:
         self.held = 0
         self.peak = 0
         self._allocates = [0] * count
         self._touches: list[list[int]] = [[] for _ in range(count)]
-        self._left: list[tuple[int, int]] = []
+        self._freed = [storage for storage in storages if not storage.kept]
+        self._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
         """(users that are left, bytes) of what is freed in this window."""
+        for at, storage in enumerate(self._freed):
+            for user in storage.users:
+                self._touches[user].append(at)
         for storage in storages:
             if storage.maker >= 0:
                 self._allocates[storage.maker] += storage.nbytes
-            if not storage.kept:
-                for user in storage.users:
-                    self._touches[user].append(len(self._left))
-                self._left.append((len(storage.users), storage.nbytes))
 
     def needs(self, index: int) -> int:
         """Bytes that are held while the node runs."""
@@ -139,10 +140,18 @@ class Memory:
         freed = sum(self._left[at][1] for at in self._touches[index] if self._left[at][0] == 1)
         return self._allocates[index] - freed
 
+    def empty(self) -> Memory:
+        """The same window's at its begin."""
+        made = copy.copy(self)
+        made.held = made.peak = 0
+        made._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
+        return made
+
     def take(self, index: int) -> None:
         """The node has run."""
         self.held += self._allocates[index]
-        self.peak = max(self.peak, self.held)
+        if self.held > self.peak:
+            self.peak = self.held
         for at in self._touches[index]:
             left, nbytes = self._left[at]
             self._left[at] = (left - 1, nbytes)

@@ -89,7 +89,7 @@ class Rank(ABC):
         self._idle_since_us: float | None = None
         """Since when the lane has waited, and nobody has counted."""
         self._ends_us = [0.0] * len(self.graph.nodes)
-        self._since_us = self._work_us = 0.0
+        self._work_us = 0.0
 
     def begin(self) -> None:
         """Post all receives, and go on until the lane works or waits."""
@@ -184,28 +184,31 @@ class Rank(ABC):
 
     def _work(self, index: int, work_us: float) -> bool:
         """Let the lane work; whether that is over."""
-        self._since_us = self._clock.now_us
+        since_us = self._clock.now_us
         self._work_us += work_us
-        self._working = True
-        if self._world.work(self._rank, work_us, partial(self._worked, index, work_us)):
-            self._stop(work_us)
+        if self._world.skip(work_us):
+            self._stop(since_us, work_us)
             return True
+        self._working = True
+        self._world.work(self._rank, work_us, partial(self._worked, index, since_us, work_us))
         return False
 
-    def _worked(self, index: int, work_us: float) -> None:
-        self._stop(work_us)
+    def _worked(self, index: int, since_us: float, work_us: float) -> None:
+        self._working = False
+        self._stop(since_us, work_us)
         self._done(index)
         self._go_on()
 
-    def _stop(self, work_us: float) -> None:
-        self._working = False
-        self.worked_us += self._clock.now_us - self._since_us
+    def _stop(self, since_us: float, work_us: float) -> None:
+        self.worked_us += self._clock.now_us - since_us
         self._world.worked(self._rank, self._straggler, work_us)
 
     def _done(self, index: int) -> None:
         """The node's work is done: what it starts or sends goes."""
         now_us = self._ends_us[index] = self._clock.now_us
         node = self.graph.nodes[index]
+        if node.role is Role.COMPUTE:
+            return
         if node.role is Role.SEND:
             self.late_us = max(self.late_us, now_us + node.tail_us)
             self._world.send(node, self._microbatch(node))

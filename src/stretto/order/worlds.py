@@ -56,8 +56,12 @@ class World(ABC):
         """When what comes from outside the window is there, for a node that waits for it; None: at once."""
 
     @abstractmethod
-    def work(self, rank: int, work_us: float, then: Callable[[], None]) -> bool:
-        """Let the lane work. Whether that is over now; else `then` is called at its end."""
+    def work(self, rank: int, work_us: float, then: Callable[[], None]) -> None:
+        """Let the lane work; `then` is called at its end."""
+
+    def skip(self, work_us: float) -> bool:
+        """Let the lane work, if nothing else happens meanwhile; whether that is over."""
+        return False
 
     def send(self, node: Node, microbatch: int) -> None:
         """A message goes now."""
@@ -109,10 +113,9 @@ class StepWorld(World):
             return None
         return self._network.message(int(node.item.ref), microbatch).arrived
 
-    def work(self, rank: int, work_us: float, then: Callable[[], None]) -> bool:
+    def work(self, rank: int, work_us: float, then: Callable[[], None]) -> None:
         self._cards.work(rank, True)
         self._lanes[rank].work(work_us, then)
-        return False
 
     def send(self, node: Node, microbatch: int) -> None:
         if self._travels(node):
@@ -175,12 +178,17 @@ class WindowWorld(World):
             self.clock.at(time_us, partial(found.happen, self.clock))
         return found
 
-    def work(self, rank: int, work_us: float, then: Callable[[], None]) -> bool:
+    def work(self, rank: int, work_us: float, then: Callable[[], None]) -> None:
         end_us = self._end_us(self.clock.now_us, work_us)
-        if self.clock.skip(end_us):
-            return True
         self.clock.at(end_us, partial(self.clock.at, end_us, then))  # behind what arrives at that time
-        return False
+
+    def skip(self, work_us: float) -> bool:
+        now_us = self.clock.now_us
+        return self.clock.skip(self._end_us(now_us, work_us) if self._flights else now_us + work_us)
+
+    def worked(self, rank: int, straggler: Straggler, work_us: float) -> None:
+        if self._skew:
+            straggler.work(work_us)
 
     def soon(self, go_on: Callable[[], None]) -> None:
         self.clock.at(self.clock.now_us, go_on)
