@@ -24,6 +24,7 @@ from stretto.order.whole_step import justify as justifying
 from stretto.order.whole_step import moves, order_together, search
 from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
+from stretto.order.whole_step.graphs import Graphs
 from stretto.order.whole_step.justify import justify
 from stretto.order.whole_step.moves import move_ops
 from stretto.planning import candidates
@@ -81,7 +82,7 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
 def poor_step() -> tuple[Plan, list[Whole], Chosen]:
     """A step with long collectives whose microbatches all go on at once."""
     plan = whole_plan(*job_of(collective_us=300.0))
-    made = search._Search(plan, 1.0, Budget(1), search._Graphs.of(plan).ready(0.0005))
+    made = search._Search(plan, 1.0, Budget(1), Graphs.of(plan).ready(0.0005))
     point = made._sloped((0.0, 0.0), (0.0, 0.0))
     poor = choose(plan, made.wholes, point.urgency, point.patience)
     assert poor is not None
@@ -416,7 +417,7 @@ def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
     # An op that leads to the next collective takes less than a collective of another microbatch would.
     costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
     plan = whole_plan(job, costs)
-    made = search._Search(plan, 1.0, Budget(1), search._Graphs.of(plan).ready(0.0005))
+    made = search._Search(plan, 1.0, Budget(1), Graphs.of(plan).ready(0.0005))
     impatient = made._sloped((0.3, 0.3), (0.0, 0.0))
     orders = [choose(plan, made.wholes, impatient.urgency, patience) for patience in ((0.0, 0.0), (5.0, 5.0))]
     assert orders[0] is not None

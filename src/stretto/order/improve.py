@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 
 from stretto.order.depend import Role, WindowGraph
 from stretto.order.follow import replay
-from stretto.order.listing import captured_limit, list_window, urgencies
 from stretto.order.scope import make_whole
+from stretto.order.window import captured_limit, list_window, urgencies
 
 ROUNDS = 600
 """The most rounds for a window. Measured on forward and backward of three GPT layers with sequence

@@ -7,7 +7,7 @@ and RCPSP: a technique that pays", European Journal of Operational Research 165,
        late as what needs it and its lane allow, into gaps that later ops have left, too: a step pushed to its
        end.
     2. By where ops begin in it, they are ordered, and the step is walked again: in that order
-       (`together.follow`), and with what begins first as the most urgent (`together.choose`). The shorter of
+       (`order.follow`), and with what begins first as the most urgent (`order.listing`). The shorter of
        both is pushed again, as long as that makes steps shorter.
     3. Then with ends that are a little off, by another draw for each stretch of ops, from the best step so
        far.

@@ -1,11 +1,11 @@
 """Better orders of a step in which each rank has one window, by moving one op at a time.
 
-Urgencies (`together.search`) order ops by what follows them, whole stretches alike, and a lane that is free
+Urgencies (`whole_step.search`) order ops by what follows them, whole stretches alike, and a lane that is free
 takes what there is. What they cannot say is left for here: that this op goes before that one, or that a lane
 stands although something could go. So:
 
     1. An op of one rank, or sometimes two, is put a few places earlier or later, not past what it needs or
-       what needs it; the step is walked in these orders (`together.follow`).
+       what needs it; the step is walked in these orders (`order.follow`).
     2. What makes less of the step, with a little of the time that lanes stand for collectives
        (`Chosen.measure_us`), is kept; so is what makes as much.
 

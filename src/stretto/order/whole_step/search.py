@@ -1,44 +1,38 @@
 """Orders for a step in which each rank has one window: the best found over urgencies of its ops.
 
-    1. How urgent an op is: the longest path from it to the end of its microbatch, over all ranks and lanes,
-       less a part of the step for every microbatch before its own. Without that part all forwards come first;
-       with much of it, microbatches follow one another as in 1F1B.
-    2. That part (SLOPES) and the patience of each rank (`together.choose`) are tried: first equal for all
+    1. How urgent an op is: the longest path to the end of its microbatch (`whole_step.graphs`), less a part of
+       the step for every microbatch before its own. Without that part all forwards come first; with much of
+       it, microbatches follow one another as in 1F1B.
+    2. That part (SLOPES) and the patience of each rank (`order.listing`) are tried: first equal for all
        ranks, then rank by rank, the best kept. This for each way to let messages leave in pairs
-       (`together.pairs`), and without pairs; the most promising go on.
+       (`whole_step.pairs`), and without pairs; the most promising go on.
     3. Then rounds, each with another urgency of one or two stretches, or of some actions, or another
        patience, or a message paired otherwise; what does not make the step longer is kept.
     4. All this with more and with fewer of the small ops placed for themselves (LITTLE): with fewer, a round
        changes more. The best of these go on.
-    5. Then the steps are pushed to their end and back (`together.justify`), and single ops are moved
-       (`together.moves`): a few for each, many for the best.
+    5. Then the steps are pushed to their end and back (`whole_step.justify`), and single ops are moved
+       (`whole_step.moves`): a few for each, many for the best.
 
-Steps walked are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every
-machine. May touch `stretto.ir`, `stretto.schedule` and this room.
+The search takes the time that the step is worth (EFFORT) and says how far it came. Steps walked are counted,
+not timed, and draws have a fixed seed, so equal jobs get equal plans on every machine. May touch `stretto.ir`
+and this room.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from graphlib import TopologicalSorter
 
-from stretto.ir.action import Action, Overlap, Phase
-from stretto.ir.costs import Costs
-from stretto.ir.plan import Item, Plan, Window
-from stretto.ir.program import Job
-from stretto.order import Node, Role, WindowGraph, make_graph
-from stretto.order.improve import stretches
-from stretto.order.scope import Whole, make_whole
+from stretto.ir.plan import Plan, Window
+from stretto.order.scope import Whole
 from stretto.order.walk import Chosen
 from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
+from stretto.order.whole_step.graphs import Graphs, Ready
 from stretto.order.whole_step.justify import justify
 from stretto.order.whole_step.moves import move_ops
 from stretto.order.whole_step.pairs import MORE, Borders, borders, paired
-from stretto.schedule.windows import make_window, window_name
-from stretto.simulate.windows import Call, make_ready
 
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
 """Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
@@ -96,9 +90,6 @@ TRIAL = 0.25
 CLOSE = 1.01
 """A step this close to its bound needs no search. Assumed."""
 
-Key = tuple[int, bool, Item]
-"""An item of any microbatch: stage, whether of F, and the item as of part 0."""
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -150,7 +141,7 @@ def _searches(plan: Plan, bound_us: float, budget: Budget) -> list[_Search]:
     """Steps 2 to 4, the best first."""
     apart = borders(plan)
     ways = list(dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)]))
-    graphs = _Graphs.of(plan)
+    graphs = Graphs.of(plan)
     found: list[_Search] = []
     for behind, little in reversed(list(enumerate(reversed(LITTLE)))):
         later = budget.keep(behind / (behind + 1))
@@ -168,34 +159,6 @@ def _searches(plan: Plan, bound_us: float, budget: Budget) -> list[_Search]:
     return sorted(found, key=lambda search: search.step_us)
 
 
-def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key, float]:
-    """Step 1: the longest path from an item to the end of its microbatch, itself and lanes included."""
-    nodes = {}
-    after: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    receives: dict[int, tuple[int, int]] = {}
-    for stage in range(len(job.stages)):
-        slot = Overlap((Action(stage, Phase.F, 0), Action(stage, Phase.B, 0)))
-        graph = make_graph(job, costs, make_window(job, slot), stage_ranks)
-        for index, node in enumerate(graph.nodes):
-            nodes[stage, index] = graph.window.parts[node.item.part][1], node
-            after[stage, index] = [(stage, other) for other in graph.after[index]]
-            if node.role is Role.RECEIVE:
-                receives[int(node.item.ref)] = stage, index
-    for place, (_, node) in nodes.items():
-        if node.role is Role.SEND:
-            after[place].append(receives[int(node.item.ref)])
-    found: dict[tuple[int, int], float] = {}
-    for place in TopologicalSorter(after).static_order():
-        _, node = nodes[place]
-        leads = node.role in (Role.START, Role.SEND) and after[place]
-        behind_us = max((found[other] for other in after[place]), default=0.0)
-        found[place] = node.work_us + (node.time_us if leads else 0.0) + behind_us
-    return {
-        (stage, nodes[stage, index][0] is Phase.F, replace(nodes[stage, index][1].item, part=0)): us
-        for (stage, index), us in found.items()
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class _Point:
     """Where the search stands: by rank, the urgency of nodes, and patience; messages that leave together."""
@@ -205,56 +168,9 @@ class _Point:
     pairs: Borders = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A step ready to be searched. tails_us: by rank and node, step 1 without its second part; groups: the
-    stretches of ops that lead to one communication, as (rank, nodes)."""
-
-    wholes: tuple[Whole, ...]
-    tails_us: tuple[tuple[float, ...], ...]
-    groups: tuple[tuple[int, list[int]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Graphs:
-    """What does not depend on which ops are placed for themselves; fields as in `_Ready`."""
-
-    graphs: tuple[WindowGraph, ...]
-    microbatches: tuple[tuple[int, ...], ...]
-    calls: tuple[tuple[Call | None, ...], ...]
-    tails_us: tuple[tuple[float, ...], ...]
-    groups: tuple[tuple[int, list[int]], ...]
-
-    @staticmethod
-    def of(plan: Plan) -> _Graphs:
-        job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
-        slots = [slot for (slot,) in plan.schedule.orders]
-        microbatches = tuple(tuple(action.microbatch for action in slot.actions) for slot in slots)
-        graphs = tuple(
-            make_graph(job, costs, plan.windows[window_name(slot)], ranks, microbatches=mine)
-            for slot, mine in zip(slots, microbatches, strict=True)
-        )
-        known_us = tails_us(job, costs, ranks)
-
-        def tail_us(graph: WindowGraph, node: Node) -> float:
-            stage, phase = graph.window.parts[node.item.part]
-            return known_us[stage, phase is Phase.F, replace(node.item, part=0)]
-
-        tails = tuple(tuple(tail_us(graph, node) for node in graph.nodes) for graph in graphs)
-        groups = tuple((rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph))
-        calls = tuple(make_ready(plan, graph.window.name).calls for graph in graphs)
-        return _Graphs(graphs, microbatches, calls, tails, groups)
-
-    def ready(self, little: float) -> _Ready:
-        """The step with one size of ops that are placed for themselves."""
-        mine = zip(self.graphs, self.microbatches, self.calls, strict=True)
-        wholes = tuple(make_whole(*one, little) for one in mine)
-        return _Ready(wholes, self.tails_us, self.groups)
-
-
 class _Search:
     def __init__(
-        self, plan: Plan, bound_us: float, budget: Budget, ready: _Ready, pairs: Borders = ()
+        self, plan: Plan, bound_us: float, budget: Budget, ready: Ready, pairs: Borders = ()
     ) -> None:
         self._plan = plan
         self._bound_us = bound_us
