@@ -16,7 +16,7 @@ from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, 
 from stretto.ir.program import WAIT, Buffer, Job
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, list_order, make_graph
-from stretto.order.follow import follow
+from stretto.order.follow import follow, replay
 from stretto.order.scope import Whole, make_whole
 from stretto.order.storages import Memory
 from stretto.order.walk import Chosen
@@ -258,6 +258,18 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
         assert again.step_us == pytest.approx(found.step_us, rel=0.02)
         verify(in_order(plan, wholes, again))
     assert len(steps) > 1, "urgencies matter"
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.2])
+@pytest.mark.parametrize("slowdown", [0.0, 0.3])
+def test_a_window_by_itself_takes_as_long_as_it_is_simulated(skew: float, slowdown: float) -> None:
+    job, _ = job_of(microbatches=3, stages=1)
+    costs = replace(make_comm_costs(job, collective_us=150.0, slowdown=slowdown), skew=skew)
+    plan = whole_plan(job, costs)
+    (one,) = wholes_of(plan)
+    order = list_order(one.graph)
+    made = in_order(plan, [one], Chosen(0.0, (order,), 0.0))
+    assert simulate(made).step_us == pytest.approx(replay(one.graph, order).end_us, rel=0.01)
 
 
 def test_what_takes_little_stands_directly_before_its_first_user() -> None:

@@ -1,6 +1,6 @@
 """Orders for a step in which each rank has one window: the best found over urgencies of its ops.
 
-    1. How urgent an op is: the longest path to the end of its microbatch (`whole_step.graphs`), less a part of
+    1. How urgent an op is: the longest path to the end of its microbatch (`whole_step.graphs`), less part of
        the step for every microbatch before its own. Without that part all forwards come first; with much of
        it, microbatches follow one another as in 1F1B.
     2. That part (SLOPES) and the patience of each rank (`order.listing`) are tried: first equal for all
