@@ -1,17 +1,12 @@
 """List scheduling over lanes, of a whole step or of one window: always the most urgent op that can run now.
 
-The contract: a legal order, the same for the same graph and urgencies. It keeps `limit_bytes` wherever
-something else than what would exceed it can run.
+The contract: a legal order, the same for the same graph and urgencies.
 
-    1. A send that can go, goes; one that is paired, when its partner can go as well (`whole_step.pairs`).
-       Of the ops whose values are there the most urgent is next, but before those for which the lane would
-       have to wait until the slowest rank of its place has done its part of a collective. With `fit`, if
-       something more urgent arrives soon, one that is done by then is preferred: the longest.
+    1. A send that can go, goes; one that is paired, when its partner can go as well (`whole_step.pairs`). Of
+       the ops whose values are there the most urgent is next, but before those for which the lane would have
+       to wait until the slowest rank of its place has done its part of a collective.
     2. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile. Not
-       more: lanes keep their order, and something more urgent may be ready after the op. Where `sequence`
-       gives a lane's order, each start goes as soon as it is the next of it. An op that is `held` for a start
-       is not there before it: it is kept to fill a later gap. Where the limit allows nothing else, nothing is
-       held any more.
+       more: lanes keep their order, and something more urgent may be ready after the op.
     3. Not if a start that is more urgent could be made soon after the lane is free: within `patience` times
        what the first would take. A lane that waits for a moment may be better than one that is taken.
     4. If there is nothing to do, the compute lane waits until something arrives.
@@ -24,8 +19,8 @@ touch this room.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from stretto.order.depend import Role
@@ -43,8 +38,7 @@ Meet = Callable[[tuple[int, int], Callable[[], None]], bool]
 
 
 class Listing(Rank):
-    """One rank's compute lane, whose ops are chosen as they come. The fields without a `_` are for
-    `order.window`: `queues` has by lane the starts that are still to go, where their order is given."""
+    """One rank's compute lane, whose ops are chosen as they come."""
 
     def __init__(
         self,
@@ -57,10 +51,6 @@ class Listing(Rank):
         memory: Memory | None = None,
     ) -> None:
         super().__init__(world, rank, whole, memory)
-        self.limit_bytes = 0
-        self.fit = False
-        self.held: Mapping[int, int] = {}
-        self.queues: dict[str, deque[int]] | None = None
         self._meet = meet
         self._urgency = urgency
         self._patience = patience
@@ -73,13 +63,7 @@ class Listing(Rank):
         self._sends: list[tuple[float, int]] = []
         self._starts: dict[str, list[tuple[float, int]]] = {}
         """Lane -> starts that can go: (-urgency, node)."""
-        self._waiting: set[int] = set()
-        """Starts that can go but for their place in the queue."""
         self._ready: list[tuple[float, int]] = []
-        self._kept: dict[int, list[int]] = {}
-        """Start -> ops that could run, and are held for it."""
-        self._arriving: list[tuple[float, int]] = []
-        """With `fit`: (when it is there, node)."""
         self._flying: dict[str, int] = defaultdict(int)
         self._free_us: dict[str, float] = defaultdict(float)
         """Lane -> about when it has done what is started."""
@@ -96,8 +80,6 @@ class Listing(Rank):
 
     def _can_go(self, index: int) -> None:
         """All that a node needs is there."""
-        node = self.graph.nodes[index]
-        entry = -self._urgency[index], index
         if self._whole.waits[index]:
             arrival = self._arrival(index)
             if arrival is None:
@@ -105,21 +87,26 @@ class Listing(Rank):
                 return
             self._coming += 1
             arrival.then(partial(self._arrives, index))
-            if self.fit:
-                when_us = self._started[node.start].done_us if node.start >= 0 else node.time_us
-                heapq.heappush(self._arriving, (when_us, index))
-        elif node.role is Role.SEND:
+            self._awaits(index)
+        elif self.graph.nodes[index].role is Role.SEND:
+            node = self.graph.nodes[index]
             message = int(node.item.ref), self._microbatch(node)
             if self._meet is None or self._meet(message, partial(self._met_partner, index)):
-                heapq.heappush(self._sends, entry)
-        elif node.role is Role.START and self.queues is not None:
-            self._waiting.add(index)
-        elif node.role is Role.START:
-            heapq.heappush(self._starts.setdefault(node.lane, []), entry)
-        elif index in self.held and not self._placed[self.held[index]]:
-            self._kept.setdefault(self.held[index], []).append(index)
+                heapq.heappush(self._sends, (-self._urgency[index], index))
         else:
-            heapq.heappush(self._ready, entry)
+            self._queue(index)
+
+    def _awaits(self, index: int) -> None:
+        """What a node waits for is under way."""
+
+    def _launched(self, index: int) -> None:
+        """A start has gone."""
+
+    def _queue(self, index: int) -> None:
+        """An op or a start can run."""
+        node = self.graph.nodes[index]
+        queue = self._starts.setdefault(node.lane, []) if node.role is Role.START else self._ready
+        heapq.heappush(queue, (-self._urgency[index], index))
 
     def _arrives(self, index: int) -> None:
         self._coming -= 1
@@ -140,14 +127,6 @@ class Listing(Rank):
             if not missing[user]:
                 self._can_go(user)
 
-    def _let_go(self, start: int | None = None) -> None:
-        """What is held for a start can run; all that is held, without one."""
-        for one in (start,) if start is not None else tuple(self._kept):
-            for kept in self._kept.pop(one, ()):
-                heapq.heappush(self._ready, (-self._urgency[kept], kept))
-        if start is None:
-            self.held = {}
-
     # --- steps 1 to 5 ---------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
@@ -159,8 +138,7 @@ class Listing(Rank):
                 index = self._chosen()
             elif (start := self._dry(0.0)) is not None:
                 index = start
-            elif self._kept and not self._coming:
-                self._let_go()
+            elif self._let_go():
                 continue
             else:
                 self._stand()
@@ -171,23 +149,14 @@ class Listing(Rank):
                 return
             self._done(index)
 
+    def _let_go(self) -> bool:
+        """Nothing can run; whether something that was kept can now."""
+        return False
+
     def _chosen(self) -> int:
         """Steps 1 to 3: the next of the ops that are ready, or a start before it."""
-        nodes = self.graph.nodes
-        if self.memory is None:
-            start = self._dry(nodes[self._ready[0][1]].work_us)
-            return self._soonest() if start is None else start
-        chosen = self._choose(self.memory)
-        start = self._dry(nodes[chosen].work_us, others=True)
-        if start is None:
-            return chosen
-        heapq.heappush(self._ready, (-self._urgency[chosen], chosen))
-        return start
-
-    def _choose(self, memory: Memory) -> int:
-        """Step 1 under a memory limit."""
-        best = self._fits_memory(memory)
-        return (self._fitting(best, memory) if self.fit else best)[1]
+        start = self._dry(self.graph.nodes[self._ready[0][1]].work_us)
+        return self._soonest() if start is None else start
 
     def _soonest(self) -> int:
         """Step 1: not one for which the lane would wait, if there is another."""
@@ -212,57 +181,8 @@ class Listing(Rank):
                 landed_us = max(landed_us, self._started[start].done_us)
         return self._straggler.late_us(self._clock.now_us - landed_us)
 
-    def _fits_memory(self, memory: Memory) -> tuple[float, int]:
-        best = heapq.heappop(self._ready)
-        set_aside: list[tuple[float, int]] = []
-        over = best
-        while memory.needs(best[1]) > self.limit_bytes and memory.grows(best[1]) > 0:
-            set_aside.append(best)
-            if memory.grows(best[1]) < memory.grows(over[1]):
-                over = best
-            if not self._ready:
-                self._let_go()
-            if not self._ready:
-                set_aside.remove(over)
-                best = over
-                break
-            best = heapq.heappop(self._ready)
-        for other in set_aside:
-            heapq.heappush(self._ready, other)
-        return best
-
-    def _fitting(self, best: tuple[float, int], memory: Memory) -> tuple[float, int]:
-        """The op itself, or one that is done before something more urgent arrives."""
-        while self._arriving and self._exists[self._arriving[0][1]]:
-            heapq.heappop(self._arriving)
-        if not self._arriving or self._urgency[self._arriving[0][1]] <= -best[0]:
-            return best
-        nodes = self.graph.nodes
-        gap_us = self._arriving[0][0] - self._clock.now_us
-        if nodes[best[1]].work_us <= gap_us:
-            return best
-        fits = [
-            entry
-            for entry in self._ready
-            if 0.0 < nodes[entry[1]].work_us <= gap_us and memory.needs(entry[1]) <= self.limit_bytes
-        ]
-        if not fits:
-            return best
-        found = max(fits, key=lambda entry: (nodes[entry[1]].work_us, -entry[0], -entry[1]))
-        self._ready.remove(found)
-        heapq.heapify(self._ready)
-        heapq.heappush(self._ready, best)
-        return found
-
     def _dry(self, work_us: float, others: bool = False) -> int | None:
         """Steps 2 and 3, before the next op of so much work. others: there is one, beside those ready."""
-        if self.queues is not None:
-            if self._waiting:
-                for queue in self.queues.values():
-                    if queue and queue[0] in self._waiting:
-                        self._waiting.remove(queue[0])
-                        return queue.popleft()
-            return None
         for lane, starts in self._starts.items():
             if starts and self._free(lane) <= self._clock.now_us + AHEAD * work_us:
                 idle = not others and not self._ready and not self._flying[lane]
@@ -310,8 +230,7 @@ class Listing(Rank):
                 self._flying[node.lane] += 1
                 self._coming += 1
                 self._started[index].done.then(partial(self._landed, index))
-            if self._kept:
-                self._let_go(index)
+            self._launched(index)
         self._there(index)
 
     def _landed(self, index: int) -> None:
