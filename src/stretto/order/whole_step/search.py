@@ -101,14 +101,14 @@ class Found:
     ended: bool
 
 
-def order_together(plan: Plan, bound_us: float) -> Found | None:
+def order_together(plan: Plan, bound_us: float, walks: int | None = None) -> Found | None:
     """The windows with the shortest step that the search finds in its time (EFFORT).
 
-    plan: each rank has one window, in the captured order. bound_us: no order is faster. None where no order
-    lets all ranks reach their end.
+    plan: each rank has one window, in the captured order. bound_us: no order is faster. walks: at most
+    so many, instead. None where no order lets all ranks reach their end.
     """
     items = sum(len(window.items) for window in plan.windows.values())
-    budget = Budget(max(1, int(min(LARGEST, max(LEAST, EFFORT * bound_us))) // items))
+    budget = Budget(walks or max(1, int(min(LARGEST, max(LEAST, EFFORT * bound_us))) // items))
     later = budget.keep(1.0 - SEARCHING)
     searches = _searches(plan, bound_us, budget)
     # 5.
