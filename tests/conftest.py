@@ -55,12 +55,11 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "MOST", search.MOST // 10)
-        patch.setattr(search, "WORK", search.WORK // 10)
-        patch.setattr(search, "FEWEST", search.FEWEST // 10)
+        patch.setattr(search, "LEAST", search.LEAST // 10)
+        patch.setattr(search, "EFFORT", search.EFFORT / 10)
         patch.setattr(search, "MORE", search.MORE[2:3])
         patch.setattr(search, "FINALISTS", 1)
         patch.setattr(justify, "MOST", justify.MOST // 10)
-        patch.setattr(justify, "WORK", justify.WORK // 10)
         yield
 
 

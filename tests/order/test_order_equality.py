@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from tests.parallelize.test_tensor_equality import (
     MODELS,
+    ROWS,
     assert_plan_is_plain,
     batch_of,
     gpt,
@@ -52,11 +54,13 @@ def costs_of(job: Job) -> Costs:
     return replace(costs, op_us=op_us, collectives=found, action_us=0.0)
 
 
-def numbers(plan: Plan, model: nn.Module) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def numbers(
+    plan: Plan, model: nn.Module, batch: dict[str, Tensor] | None = None
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Loss and gradients of every rank."""
 
     def work(runner: Runner) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = runner.step(batch_of())
+        loss = runner.step(batch_of() if batch is None else batch)
         return loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
 
     return run_threads(plan, lambda _: copy.deepcopy(model), work)
@@ -106,6 +110,43 @@ def test_all_modes_give_the_numbers_of_off(layout: dict[str, int], tied: bool) -
             assert grads.keys() == same_grads.keys()
             for name, grad in grads.items():
                 assert torch.equal(grad, same_grads[name]), f"{mode}: {name}"
+
+
+VIRTUAL = (
+    "0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3\n"
+    "1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "tied"),
+    [("virtual", 4, False), ("virtual", 4, True), ("zb-h1", 4, False), ("1f1b", 32, False)],
+)
+def test_one_window_a_rank_gives_the_numbers_of_off(
+    schedule: str, microbatches: int, tied: bool, tmp_path: Path
+) -> None:
+    """Of several stages a rank, of split backwards, and of many microbatches."""
+    if schedule == "virtual":
+        path = tmp_path / "virtual.csv"
+        path.write_text(VIRTUAL)
+        schedule = str(path)
+    stages = 4 if schedule.endswith(".csv") else 2
+    model = gpt(layers=stages, tie_embeddings=tied, dropout=0.1).double()
+    batch = batch_of(max(ROWS, microbatches))
+    parallel = Parallel(pp=2, tp=2, microbatches=microbatches, schedule=schedule)
+    job = capture(model, batch, next_token_loss, parallel, stages=stages)
+    costs = costs_of(job)
+    off = make_plan(job, costs, overlap="off")
+    plan = make_plan(job, costs, overlap="window")
+    assert plan.overlap == "window"
+    assert [len(order) for order in plan.schedule.orders] == [1, 1], "one window a rank"
+    for (loss, grads), (same_loss, same_grads) in zip(
+        numbers(plan, model, batch), numbers(off, model, batch), strict=True
+    ):
+        assert torch.equal(loss, same_loss)
+        assert grads.keys() == same_grads.keys()
+        for name, grad in grads.items():
+            assert torch.equal(grad, same_grads[name]), name
 
 
 @pytest.mark.parametrize(

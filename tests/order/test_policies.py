@@ -31,6 +31,8 @@ from stretto.order import (
     replay,
 )
 from stretto.order.policies import Policy
+from stretto.order.scope import make_whole
+from stretto.order.window import list_window, urgencies
 from stretto.planning.make_plan import make_plan
 from stretto.verify import verify
 from tests.order.best import shortest_us
@@ -211,6 +213,22 @@ def test_a_wait_stands_for_the_slowest_rank_of_the_place() -> None:
     # With more to do meanwhile nothing is left to wait for.
     longer = replace(chains([100, "C", 50], fillers=[500]), skew=0.1)
     assert replay(longer, order).stands_us == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fit", [False, True])
+def test_a_window_that_is_listed_takes_as_long_as_its_order_walked_again(seed: int, fit: bool) -> None:
+    plain = random_graph(seed)
+    draw = random.Random(seed)
+    nodes = [replace(node, load=draw.choice((0.0, 0.3))) for node in plain.nodes]
+    graph = replace(plain, nodes=tuple(nodes), skew=draw.choice((0.0, 0.1)))
+    starts = [index for index, node in enumerate(nodes) if node.role is Role.START]
+    for sequence in (None, starts):
+        made = list_window(make_whole(graph), urgencies(graph), fit, 10**9, sequence, {})
+        again = replay(graph, made.order)
+        assert made.end_us == pytest.approx(again.end_us)
+        assert made.end_us - made.worked_us == pytest.approx(again.stands_us)
+        assert legal_order("list", graph), "of other costs, and legal"
 
 
 def test_orders_are_the_same_every_time() -> None:

@@ -8,22 +8,25 @@ from itertools import pairwise
 
 import pytest
 
+from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
-from stretto.ir.action import Action, Overlap, Phase
+from stretto.ir.action import Action, Overlap, Phase, Schedule
 from stretto.ir.costs import Costs, Quota
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Buffer, Job
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, list_order, make_graph
-from stretto.order.replay import Memory
+from stretto.order.follow import follow, replay
+from stretto.order.scope import Whole, make_whole
+from stretto.order.storages import Memory
+from stretto.order.walk import Chosen
 from stretto.order.whole_step import justify as justifying
 from stretto.order.whole_step import moves, order_together, search
+from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
-from stretto.order.whole_step.follow import Steps, follow
+from stretto.order.whole_step.graphs import Graphs
 from stretto.order.whole_step.justify import justify
 from stretto.order.whole_step.moves import move_ops
-from stretto.order.whole_step.rank_step import Whole, make_whole
-from stretto.order.whole_step.walk import Chosen
 from stretto.planning import windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
@@ -32,6 +35,7 @@ from stretto.runtime.compile import cut
 from stretto.schedule.families import make_schedule
 from stretto.schedule.windows import make_window
 from stretto.simulate import compute_lane, simulate
+from stretto.simulate.windows import make_ready
 from stretto.verify import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
 from tests.verify.comm_plans import comm_job
@@ -58,7 +62,8 @@ def wholes_of(plan: Plan) -> list[Whole]:
     for (slot,) in plan.schedule.orders:
         window = make_window(plan.job, slot)
         graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
-        found.append(make_whole(plan, graph, tuple(action.microbatch for action in slot.actions), 0.0005))
+        calls = make_ready(plan, window.name).calls
+        found.append(make_whole(graph, tuple(action.microbatch for action in slot.actions), calls, 0.0005))
     return found
 
 
@@ -77,7 +82,7 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
 def poor_step() -> tuple[Plan, list[Whole], Chosen]:
     """A step with long collectives whose microbatches all go on at once."""
     plan = whole_plan(*job_of(collective_us=300.0))
-    made = search._Search(plan, 1.0, 1, search._ready(plan, [0.0005])[0])
+    made = search._Search(plan, 1.0, Budget(1), Graphs.of(plan).ready(0.0005))
     point = made._sloped((0.0, 0.0), (0.0, 0.0))
     poor = choose(plan, made.wholes, point.urgency, point.patience)
     assert poor is not None
@@ -110,7 +115,7 @@ def test_a_forward_and_a_backward_of_one_microbatch_are_one_window() -> None:
     assert reads, "B reads what F has saved"
     assert all(source in graph.before[at] for at, source in reads)
     # What F makes goes with its last reader in B: nothing is left but what leaves.
-    memory = Memory(graph)
+    memory = Memory(len(graph.nodes), graph.storages)
     for index in list_order(graph):
         memory.take(index)
     assert memory.peak > 0
@@ -247,13 +252,24 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
         assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
         steps.add(round(found.step_us))
         # The same orders, given: nothing stands between that the walk would not have chosen.
-        named = [Steps(one) for one in wholes]
-        given = [mine.named(order) for mine, order in zip(named, found.orders, strict=True)]
-        again = follow(plan, named, given)
+        given = [mine.names(order) for mine, order in zip(wholes, found.orders, strict=True)]
+        again = follow(plan, wholes, given)
         assert again is not None
         assert again.step_us == pytest.approx(found.step_us, rel=0.02)
         verify(in_order(plan, wholes, again))
     assert len(steps) > 1, "urgencies matter"
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.2])
+@pytest.mark.parametrize("slowdown", [0.0, 0.3])
+def test_a_window_by_itself_takes_as_long_as_it_is_simulated(skew: float, slowdown: float) -> None:
+    job, _ = job_of(microbatches=3, stages=1)
+    costs = replace(make_comm_costs(job, collective_us=150.0, slowdown=slowdown), skew=skew)
+    plan = whole_plan(job, costs)
+    (one,) = wholes_of(plan)
+    order = list_order(one.graph)
+    made = in_order(plan, [one], Chosen(0.0, (order,), 0.0))
+    assert simulate(made).step_us == pytest.approx(replay(one.graph, order).end_us, rel=0.01)
 
 
 def test_what_takes_little_stands_directly_before_its_first_user() -> None:
@@ -305,35 +321,34 @@ def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
 ) -> None:
     monkeypatch.setattr(moves, "A_MOVE_US", 50.0)  # steps of this job are short
     plan, wholes, poor = poor_step()
-    found = move_ops(plan, wholes, poor, 0.0)
+    found = move_ops(plan, wholes, poor, 0.0, Budget(10**6))
     assert found.step_us < poor.step_us
-    steps = [Steps(one) for one in wholes]
-    before = follow(plan, steps, [mine.named(order) for mine, order in zip(steps, poor.orders, strict=True)])
+    given = [mine.names(order) for mine, order in zip(wholes, poor.orders, strict=True)]
+    before = follow(plan, wholes, given)
     assert before is not None
-    assert 0.0 < found.exposed_us <= before.exposed_us < len(steps) * before.step_us
+    assert 0.0 < found.exposed_us <= before.exposed_us < len(wholes) * before.step_us
     moved = in_order(plan, wholes, found)
     verify(moved)
     assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)
     # A step that is short enough is left; so is one that is too short to be worth a move.
-    assert move_ops(plan, wholes, poor, poor.step_us) is poor
-    with monkeypatch.context() as patch:
-        patch.setattr(moves, "WORK", 1)
-        assert move_ops(plan, wholes, poor, 0.0) is poor, "too many ops to move"
+    assert move_ops(plan, wholes, poor, poor.step_us, Budget(10**6)) is poor
+    assert move_ops(plan, wholes, poor, 0.0, Budget(0)) is poor, "no time is left"
     monkeypatch.setattr(moves, "A_MOVE_US", 2.0 * poor.step_us)
-    assert move_ops(plan, wholes, poor, 0.0) is poor
+    assert move_ops(plan, wholes, poor, 0.0, Budget(10**6)) is poor
 
 
-def test_pushed_steps_are_shorter_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushed_steps_are_shorter_proved_and_equal_for_equal_jobs() -> None:
     plan, wholes, poor = poor_step()
-    found = justify(plan, wholes, poor, 0.0)
+    found = justify(plan, wholes, poor, 0.0, Budget(10**6))
     assert found.step_us < poor.step_us
     pushed = in_order(plan, wholes, found)
     verify(pushed)
     assert simulate(pushed).step_us == pytest.approx(found.step_us, rel=0.02)
-    assert justify(plan, wholes, poor, 0.0).orders == found.orders
-    assert justify(plan, wholes, poor, poor.step_us) is poor, "a step that is short enough is left"
-    monkeypatch.setattr(justifying, "WORK", 1)
-    assert justify(plan, wholes, poor, 0.0) is poor, "too many ops to push"
+    assert justify(plan, wholes, poor, 0.0, Budget(10**6)).orders == found.orders
+    assert justify(plan, wholes, poor, poor.step_us, Budget(10**6)) is poor, (
+        "a step that is short enough is left"
+    )
+    assert justify(plan, wholes, poor, 0.0, Budget(0)) is poor, "no time is left"
 
 
 def test_a_pushed_step_keeps_what_ops_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,11 +404,10 @@ def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> Non
     plan = whole_plan(job, costs)
     draw = random.Random(0)
     for one in wholes_of(plan):
-        steps = Steps(one)
-        order = steps.named(range(len(one.graph.nodes)))
+        order = one.names(range(len(one.graph.nodes)))
         for _ in range(200):
             at, far = draw.randrange(len(order)), draw.randint(-20, 20)
-            moved = moves._moved(steps, order, at, far)
+            moved = moves._moved(one, order, at, far)
             assert sorted(moved) == sorted(order)
             assert [index for index in moved if index != order[at]] == order[:at] + order[at + 1 :]
             to = moved.index(order[at])
@@ -402,11 +416,11 @@ def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> Non
                 # It stands beside what stopped it, or at an end.
                 beside = moved[to - 1 if far < 0 else to + 1] if 0 < to < len(moved) - 1 else None
                 first, last = (beside, order[at]) if far < 0 else (order[at], beside)
-                assert beside is None or steps.ancestors[last or 0] >> (first or 0) & 1
+                assert beside is None or one.ancestors[last or 0] >> (first or 0) & 1
             order = moved
         done: set[int] = set()
         for index in order:
-            assert all(n in done for n in range(index) if one.named[n] and steps.ancestors[index] >> n & 1)
+            assert all(n in done for n in range(index) if one.named[n] and one.ancestors[index] >> n & 1)
             done.add(index)
 
 
@@ -415,7 +429,7 @@ def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
     # An op that leads to the next collective takes less than a collective of another microbatch would.
     costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
     plan = whole_plan(job, costs)
-    made = search._Search(plan, 1.0, 1, search._ready(plan, [0.0005])[0])
+    made = search._Search(plan, 1.0, Budget(1), Graphs.of(plan).ready(0.0005))
     impatient = made._sloped((0.3, 0.3), (0.0, 0.0))
     orders = [choose(plan, made.wholes, impatient.urgency, patience) for patience in ((0.0, 0.0), (5.0, 5.0))]
     assert orders[0] is not None
@@ -433,7 +447,7 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch
     text = plan_to_text(plan)
     assert text == plan_to_text(make_plan(job, costs, schedule="1f1b", overlap="window"))
     assert plan_from_text(text) == plan
-    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us: None)
+    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us, walks: None)
     assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
 
 
@@ -442,13 +456,13 @@ def test_the_only_rank_of_a_pipeline_may_have_one_window_too(monkeypatch: pytest
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert [window.shares for window in plan.windows.values()] == [(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10)]
     verify(plan)
-    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us: None)
+    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us, walks: None)
     assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
 
 
 def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Plan] = []
-    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us: asked.append(plan))
+    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us, walks: asked.append(plan))
 
     def tried(job: Job, costs: Costs, schedule: str = "1f1b") -> bool:
         asked.clear()
@@ -457,8 +471,6 @@ def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     job, costs = job_of(microbatches=4, blocks=1)
     assert tried(job, costs)
-    assert not tried(job, costs, "zb-h1"), "I and W are apart"
-    assert not tried(*job_of(microbatches=13, stages=4, blocks=1)), "it would cost more with every microbatch"
     plan = make_plan(replace(job, max_live=3), costs, schedule="1f1b", overlap="window")
     assert not asked[1:]
     assert plan.overlap in ("local", "window")
@@ -467,8 +479,60 @@ def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert not tried(replace(job, buffers=(written,)), costs), "forwards would read what is not written yet"
 
 
-def test_a_step_that_is_too_long_to_be_walked_often_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = whole_plan(*job_of(microbatches=2, blocks=1))
-    assert order_together(plan, 1.0) is not None
-    monkeypatch.setattr(search, "WORK", 100)
-    assert order_together(plan, 1.0) is None
+def virtual_stages(microbatches: int) -> Schedule:
+    """Two ranks, each with two stages: forwards of all, then backwards."""
+    count = range(microbatches)
+    orders = tuple(
+        tuple(
+            Action(stage, phase, m)
+            for phase, stages in ((Phase.F, (rank, rank + 2)), (Phase.B, (rank + 2, rank)))
+            for stage in stages
+            for m in count
+        )
+        for rank in (0, 1)
+    )
+    return Schedule("virtual", 4, microbatches, (0, 1, 0, 1), orders)
+
+
+def in_a_v(microbatches: int) -> Schedule:
+    """Two ranks, the first and the last stage on one of them, so that messages stay on the other."""
+    made = virtual_stages(microbatches)
+    swapped = [{1: 1, 3: 2}, {0: 0, 2: 3}]
+    orders = tuple(
+        tuple(replace(slot, stage=swapped[1 - rank][slot.stage]) for slot in made.orders[rank])
+        for rank in (0, 1)
+    )
+    # Stage 3 is behind stage 2, and before it in the backward.
+    return replace(made, stage_ranks=(0, 1, 1, 0), orders=orders)
+
+
+@pytest.mark.parametrize("family", ["virtual", "v", "zb-h1", "zb-h2", "1f1b", "gpipe"])
+@pytest.mark.parametrize("microbatches", [4, 32])
+def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is_given(
+    family: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"virtual": virtual_stages, "v": in_a_v}
+    stages = 4 if family in own else 2
+    job, costs = job_of(microbatches, stages, blocks=1)
+    schedule = own[family](microbatches) if family in own else make_schedule(family, stages, microbatches)
+    paired = whole(schedule)
+    assert paired is not None
+    plan = plan_with(job, paired, costs, overlap="window")
+    items = sum(len(window.items) for window in plan.windows.values())
+    bound_us = lower_bound(job, paired, costs).us
+    monkeypatch.setattr(search, "EFFORT", 0.0)
+    steps = []
+    for walks in (1, 30):
+        monkeypatch.setattr(search, "LEAST", walks * items)
+        found = order_together(plan, bound_us)
+        assert found is not None
+        assert found.walks <= walks + 1, "a push takes two walks"
+        assert found.ended or found.walks >= walks
+        done, orders, _ = lower(plan.job, plan.schedule, overlap="window", windows=found.windows)
+        made = replace(plan, windows=done, orders=orders)
+        verify(made)
+        steps.append(simulate(made).step_us)
+    off = make_plan(job, costs, schedule=schedule, overlap="off")
+    assert steps[1] <= steps[0]
+    assert steps[1] < 0.9 * step_us(off)
+    assert order_together(plan, bound_us) == found

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from stretto.order import Role
+from stretto.order.walk import Chosen
 from stretto.order.whole_step import search
+from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
+from stretto.order.whole_step.graphs import Graphs
 from stretto.order.whole_step.pairs import Border, Borders, borders, paired, partners
-from stretto.order.whole_step.walk import Chosen
 from tests.order.test_whole_step import job_of, whole_plan
 
 
@@ -27,7 +29,7 @@ def sent_us(made: search._Search, found: Chosen) -> dict[tuple[int, int], float]
 
 def walked(pairs: Borders) -> tuple[search._Search, Chosen | None]:
     plan = whole_plan(*job_of())
-    made = search._Search(plan, 1000.0, 1, search._ready(plan, [0.0005])[0], pairs)
+    made = search._Search(plan, 1000.0, Budget(1), Graphs.of(plan).ready(0.0005), pairs)
     point = made._sloped((0.3, 0.3), (0.0, 0.0))
     return made, choose(plan, made.wholes, point.urgency, point.patience, point.pairs)
 

@@ -7,11 +7,11 @@ from stretto.order.arrange import Arranger
 from stretto.order.at_once import waits_at_once
 from stretto.order.depend import NOTHING, Node, Outside, Role, WindowGraph, make_graph
 from stretto.order.exact import exact_order
+from stretto.order.follow import Replay, replay
 from stretto.order.improve import improve_order
-from stretto.order.listing import list_order
 from stretto.order.policies import POLICIES, Policy, legal_order, policy_of, register
-from stretto.order.replay import Replay, replay
 from stretto.order.storages import Storage
+from stretto.order.window import list_order
 
 __all__ = [
     "NOTHING",

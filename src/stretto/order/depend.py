@@ -125,13 +125,14 @@ def make_graph(
     window: Window,
     stage_ranks: Sequence[int],
     outside: Outside = NOTHING,
+    microbatches: Sequence[int] = (),
 ) -> WindowGraph:
-    """The graph of a window. outside: what is known of other ranks.
+    """The graph of a window. outside: what is known of other ranks. microbatches: of its parts, where it
+    runs once; without them messages that stay on the rank are taken to be for the same.
 
     Raises PlanError for a collective without a cost.
     """
-    maker = _Maker(job, costs, window, stage_ranks, outside)
-    return maker.make()
+    return _Maker(job, costs, window, stage_ranks, outside, microbatches).make()
 
 
 class _Maker:
@@ -142,7 +143,9 @@ class _Maker:
         window: Window,
         stage_ranks: Sequence[int],
         outside: Outside,
+        microbatches: Sequence[int],
     ) -> None:
+        self.microbatches = microbatches or (0,) * len(window.parts)
         self.job = job
         self.costs = costs
         self.window = window
@@ -171,7 +174,7 @@ class _Maker:
     def make(self) -> WindowGraph:
         nodes: list[Node] = []
         needs: list[set[int]] = []
-        sent: dict[int, int] = {}
+        sent: dict[tuple[int, int], int] = {}
         last_add: dict[int, int] = {}
         adds = self._adds()
         for at, item in enumerate(self.window.items):
@@ -189,18 +192,19 @@ class _Maker:
                 nodes.append(self._op(item, op))
             else:
                 edge = self.job.edges[int(item.ref)]
+                message = edge.index, self.microbatches[item.part]
                 if item.kind is ItemKind.SEND:
                     if (item.part, edge.value) in self.made:
                         need.add(self.made[item.part, edge.value])
-                    sent[edge.index] = at
+                    sent[message] = at
                     ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
                     link = self.costs.link(*ends)
                     us = message_us(link, edge.spec.nbytes) if ends[0] != ends[1] else 0.0
                     tail_us = self.outside.tails.get((item.part, edge.index), 0.0)
                     nodes.append(Node(item, Role.SEND, time_us=us, tail_us=tail_us))
                 else:
-                    if edge.index in sent:
-                        need.add(sent[edge.index])  # from a part of the same rank, perhaps for the same data
+                    if message in sent:
+                        need.add(sent[message])  # from a part of the same rank
                     self.made[item.part, edge.value] = at
                     when = self.outside.arrivals.get((item.part, edge.index), 0.0)
                     nodes.append(Node(item, Role.RECEIVE, time_us=when, lazy=True))

@@ -22,8 +22,9 @@ import random
 from collections.abc import Mapping, Sequence
 
 from stretto.order.depend import Role, WindowGraph
-from stretto.order.listing import captured_limit, list_order, urgencies
-from stretto.order.replay import replay
+from stretto.order.follow import replay
+from stretto.order.scope import make_whole
+from stretto.order.window import captured_limit, list_window, urgencies
 
 ROUNDS = 600
 """The most rounds for a window. Measured on forward and backward of three GPT layers with sequence
@@ -70,16 +71,14 @@ class _Search:
         self.limit_bytes = limit_bytes
         self.urgency = urgencies(graph)
         self.order: tuple[int, ...] = tuple(range(len(graph.nodes)))
-        self.found = self._score(self.order)
+        self._whole = make_whole(graph)
+        played = replay(graph, self.order)
+        self.found = played.late_us, played.end_us, played.peak_bytes
+        """Time with what must follow its messages, the window's own, then bytes."""
         self.fit = False
         self.sequence: list[int] | None = None
         self.held: dict[int, int] = {}
         self.floor_us = floor_us(graph)
-
-    def _score(self, order: Sequence[int]) -> tuple[float, float, int]:
-        """Time with what must follow its messages, the window's own, then bytes."""
-        played = replay(self.graph, order)
-        return played.late_us, played.end_us, played.peak_bytes
 
     def _try(
         self,
@@ -88,18 +87,13 @@ class _Search:
         sequence: Sequence[int] | None = None,
         held: Mapping[int, int] | None = None,
     ) -> bool:
-        order = list_order(
-            self.graph,
-            urgency=urgency,
-            fit=fit,
-            limit_bytes=self.limit_bytes,
-            sequence=sequence,
-            held=self.held if held is None else held,
-        )
-        score = self._score(order)
+        held = self.held if held is None else held
+        made = list_window(self._whole, urgency, fit, self.limit_bytes, sequence, held)
+        assert made.memory is not None
+        score = max(made.end_us, made.late_us), made.end_us, made.memory.peak
         if score > self.found:
             return False
-        self.order, self.found = order, score
+        self.order, self.found = tuple(made.order), score
         return True
 
     def first(self) -> None:
@@ -117,7 +111,7 @@ class _Search:
             return
         sizes_us = sum(self.graph.nodes[n].time_us for n in starts)
         typical_us = sizes_us / len(starts) + self.graph.work_us / len(groups)
-        needs = _needs(self.graph)
+        needs = self._whole.ancestors
         for done in range(count):
             if self.found[0] <= CLOSE * self.floor_us:
                 return
@@ -150,17 +144,6 @@ class _Search:
             fit = self.fit if draw.random() < 0.8 else not self.fit
             if self._try(urgency, fit, sequence, held):
                 self.urgency, self.fit, self.sequence, self.held = urgency, fit, sequence, held
-
-
-def _needs(graph: WindowGraph) -> list[int]:
-    """By node, all that it needs, near and far: bit n is node n."""
-    found: list[int] = []
-    for needs in graph.before:
-        mask = 0
-        for needed in needs:
-            mask |= found[needed] | 1 << needed
-        found.append(mask)
-    return found
 
 
 def _together(graph: WindowGraph, needs: Sequence[int], sequence: Sequence[int]) -> list[int]:

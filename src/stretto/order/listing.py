@@ -1,268 +1,240 @@
-"""List scheduling over lanes: always the most urgent op that can run now, communications as early as can be.
+"""List scheduling over lanes, of a whole step or of one window: always the most urgent op that can run now.
 
-The contract: a legal order, the same for the same graph and urgencies. It keeps `limit_bytes` wherever
-something else than what would exceed it can run.
+The contract: a legal order, the same for the same graph and urgencies.
 
-    1. How urgent a node is: the longest path from it to the window's end, through lanes as well as compute
-       (critical path), or to the end of what must follow a message. What nothing waits for, as weight
-       gradients, is the least urgent and fills gaps.
-    2. A send that can go, goes. Of the ops whose values are there at this time the most urgent is next. With
-       `fit`, if something more urgent arrives soon, one that is done by then is preferred: the longest.
-    3. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile.
-       Not more: lanes keep their order, and something more urgent may be ready after the op. Where
-       `sequence` gives a lane's order, each start goes as soon as it is the next of it.
-       An op that is `held` for a start is not there before it: it is kept to fill a later gap. Where the
-       limit allows nothing else, nothing is held any more.
-    4. If there is no op, the compute lane stands until the next collective or message arrives.
-    5. Waits and views have no place of their own: they stand directly before their first user, so that what
-       arrives later than predicted stops the lane as late as possible.
+    1. A send that can go, goes; one that is paired, when its partner can go as well (`whole_step.pairs`). Of
+       the ops whose values are there the most urgent is next, but before those for which the lane would have
+       to wait until the slowest rank of its place has done its part of a collective.
+    2. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile. Not
+       more: lanes keep their order, and something more urgent may be ready after the op.
+    3. Not if a start that is more urgent could be made soon after the lane is free: within `patience` times
+       what the first would take. A lane that waits for a moment may be better than one that is taken.
+    4. If there is nothing to do, the compute lane waits until something arrives.
+    5. Waits, views and ops that take little are placed directly before their first user (`order.scope`).
 
-Source: list scheduling by critical path is Graham's and Hu's; the lanes are those of `docs/overlap.md`.
+Source: list scheduling by critical path is Graham's and Hu's; the lanes are those of `docs/overlap.md`. May
+touch this room.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from stretto.order.depend import Role, WindowGraph
-from stretto.order.replay import Lanes, Memory, replay
-
-
-def urgencies(graph: WindowGraph) -> list[float]:
-    """Step 1, in microseconds by node."""
-    found = [0.0] * len(graph.nodes)
-    for index in reversed(range(len(graph.nodes))):
-        node = graph.nodes[index]
-        behind = max((found[n] for n in graph.after[index]), default=0.0)
-        # What only a later window waits for is in no hurry.
-        leads = node.role is Role.SEND or (node.role is Role.START and graph.after[index])
-        on_lane_us = max(node.time_us, node.tail_us) if leads else 0.0
-        found[index] = max(node.work_us, on_lane_us) + behind
-    return found
-
-
-def captured_limit(graph: WindowGraph) -> int:
-    """The bytes that the captured order needs, one part after the other: what an order may use as well."""
-    return replay(graph, range(len(graph.nodes))).peak_bytes
-
-
-def list_order(
-    graph: WindowGraph,
-    *,
-    urgency: Sequence[float] | None = None,
-    fit: bool = False,
-    limit_bytes: int | None = None,
-    sequence: Sequence[int] | None = None,
-    held: Mapping[int, int] | None = None,
-) -> tuple[int, ...]:
-    """An order of the graph's nodes.
-
-    urgency: by node; the critical path without it. fit: see step 3. limit_bytes: above what is held at the
-    window's begin; what the captured order needs without it. sequence: all starts, in an order that does not
-    go against what they need. held: op -> the start before which it does not run; no start needs such an op.
-    """
-    if limit_bytes is None:
-        limit_bytes = captured_limit(graph)
-    urgency = urgencies(graph) if urgency is None else urgency
-    return _Listing(graph, urgency, fit, limit_bytes, sequence, held or {}).order()
-
+from stretto.order.depend import Role
+from stretto.order.scope import Whole
+from stretto.order.storages import Memory
+from stretto.order.walk import Rank
+from stretto.order.worlds import World
 
 AHEAD = 1.25
 """A lane counts as running dry within this many times the next op's time: collectives may be faster than
 predicted. Assumed."""
 
+Meet = Callable[[tuple[int, int], Callable[[], None]], bool]
+"""A message, (edge, microbatch), can go: whether it goes at once; else the function is called later."""
 
-class _Listing:
+
+class Listing(Rank):
+    """One rank's compute lane, whose ops are chosen as they come."""
+
     def __init__(
         self,
-        graph: WindowGraph,
+        world: World,
+        rank: int,
+        whole: Whole,
         urgency: Sequence[float],
-        fit: bool,
-        limit_bytes: int,
-        sequence: Sequence[int] | None,
-        held: Mapping[int, int],
+        patience: float = 0.0,
+        meet: Meet | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        self.graph = graph
-        self.urgency = urgency
-        self.fit = fit
-        self.limit_bytes = limit_bytes
-        self.held = held
-        self.kept: dict[int, list[int]] = {}
-        """Start -> ops that could run, and are held for it."""
-        self.now_us = 0.0
-        self.lanes = Lanes()
-        self.memory = Memory(graph)
-        self.missing = [len(needs) for needs in graph.before]
-        self.done: dict[int, float] = {}
-        self.order_: list[int] = []
-        self.placed = [False] * len(graph.nodes)
-        self.sends: list[tuple[float, int]] = []
-        self.starts: dict[str, list[tuple[float, int]]] = {}
+        super().__init__(world, rank, whole, memory)
+        self._meet = meet
+        self._urgency = urgency
+        self._patience = patience
+        self._missing = list(whole.count)
+        self._exists = [False] * len(self.graph.nodes)
+        self._to_come = sum(whole.named) + sum(whole.waits)
+        """Of waits and of what stands for itself, how many do not exist yet."""
+        self._coming = 0
+        """What is under way: it will wake the lane."""
+        self._sends: list[tuple[float, int]] = []
+        self._starts: dict[str, list[tuple[float, int]]] = {}
         """Lane -> starts that can go: (-urgency, node)."""
-        self.queues: dict[str, deque[int]] | None = None
-        """Lane -> starts that are still to go, where their order is given."""
-        if sequence is not None:
-            self.queues = {}
-            for index in sequence:
-                self.queues.setdefault(graph.nodes[index].lane, deque()).append(index)
-        self.waiting: set[int] = set()
-        """Starts that can go but for their place in the queue."""
-        self.ready: list[tuple[float, int]] = []
-        """Ops that can run: (-urgency, node)."""
-        self.arriving: list[tuple[float, int]] = []
-        """What is under way: (when it is there, node)."""
+        self._ready: list[tuple[float, int]] = []
+        self._flying: dict[str, int] = defaultdict(int)
+        self._free_us: dict[str, float] = defaultdict(float)
+        """Lane -> about when it has done what is started."""
 
-    def order(self) -> tuple[int, ...]:
+    def begin(self) -> None:
         # Those that can go at once; what they let go, they let go themselves.
-        for index in [n for n, missing in enumerate(self.missing) if not missing]:
-            self._can_go(index)
-        while True:
-            while self.arriving and self.arriving[0][0] <= self.now_us:
-                self._there(heapq.heappop(self.arriving)[1])
-            if self.sends:
-                self._run(heapq.heappop(self.sends)[1])
-            elif self.ready:
-                chosen = self._choose()
-                start = self._dry(self.graph.nodes[chosen].work_us)
-                if start is not None:
-                    heapq.heappush(self.ready, (-self.urgency[chosen], chosen))
-                    chosen = start
-                self._run(chosen)
-            elif (start := self._dry(0.0)) is not None:
-                self._run(start)
-            elif self.arriving or any(self.starts.values()):
-                times = [self.lanes.free_us(lane) for lane, starts in self.starts.items() if starts]
-                self.now_us = min(times + [when for when, _ in self.arriving[:1]])
-            elif self.kept:
-                self._let_go()
-            else:
-                break
-        for index in range(len(self.graph.nodes)):
-            self._place(index)  # what only later windows read
-        return tuple(self.order_)
+        whole = self._whole
+        for index in [n for n, missing in enumerate(self._missing) if not missing]:
+            if whole.named[index] or whole.waits[index]:
+                self._can_go(index)
+        super().begin()
+
+    # --- what can go ----------------------------------------------------------------------------------
 
     def _can_go(self, index: int) -> None:
-        """All that the node needs is there, or is waited for behind it."""
-        node = self.graph.nodes[index]
-        if node.role is Role.FINISH or node.role is Role.RECEIVE:
-            when = self.done[node.start] if node.start >= 0 else node.time_us
-            heapq.heappush(self.arriving, (when, index))
-        elif node.lazy:
-            self._there(index)
+        """All that a node needs is there."""
+        if self._whole.waits[index]:
+            arrival = self._arrival(index)
+            if arrival is None:
+                self._there(index)
+                return
+            self._coming += 1
+            arrival.then(partial(self._arrives, index))
+            self._awaits(index)
+        elif self.graph.nodes[index].role is Role.SEND:
+            node = self.graph.nodes[index]
+            message = int(node.item.ref), self._microbatch(node)
+            if self._meet is None or self._meet(message, partial(self._met_partner, index)):
+                heapq.heappush(self._sends, (-self._urgency[index], index))
         else:
             self._queue(index)
 
-    def _queue(self, index: int) -> None:
-        node = self.graph.nodes[index]
-        if node.role is Role.START and self.queues is not None:
-            self.waiting.add(index)
-        elif node.role is Role.SEND:
-            heapq.heappush(self.sends, (-self.urgency[index], index))
-        elif index in self.held and not self.placed[self.held[index]]:
-            self.kept.setdefault(self.held[index], []).append(index)
-        else:
-            queue = self.starts.setdefault(node.lane, []) if node.role is Role.START else self.ready
-            heapq.heappush(queue, (-self.urgency[index], index))
+    def _awaits(self, index: int) -> None:
+        """What a node waits for is under way."""
 
-    def _dry(self, work_us: float) -> int | None:
-        """Step 3: a start for a lane that has nothing left to do before that much work is done."""
-        if self.queues is not None:
-            for queue in self.queues.values():
-                if queue and queue[0] in self.waiting:
-                    return queue.popleft()
-            return None
-        for lane, starts in self.starts.items():
-            if starts and self.lanes.free_us(lane) <= self.now_us + AHEAD * work_us:
-                return heapq.heappop(starts)[1]
-        return None
+    def _launched(self, index: int) -> None:
+        """A start has gone."""
+
+    def _queue(self, index: int) -> None:
+        """An op or a start can run."""
+        node = self.graph.nodes[index]
+        queue = self._starts.setdefault(node.lane, []) if node.role is Role.START else self._ready
+        heapq.heappush(queue, (-self._urgency[index], index))
+
+    def _arrives(self, index: int) -> None:
+        self._coming -= 1
+        self._there(index)
+        self._wake(index)
+
+    def _met_partner(self, index: int) -> None:
+        heapq.heappush(self._sends, (-self._urgency[index], index))
+        self._wake(index)
 
     def _there(self, index: int) -> None:
         """The node's value exists from now on."""
-        for user in self.graph.after[index]:
-            self.missing[user] -= 1
-            if not self.missing[user]:
+        self._exists[index] = True
+        self._to_come -= 1
+        missing = self._missing
+        for user in self._whole.after[index]:
+            missing[user] -= 1
+            if not missing[user]:
                 self._can_go(user)
 
-    def _run(self, index: int) -> None:
-        node = self.graph.nodes[index]
-        self._place(index)
-        if node.role is Role.START:
-            self.done[index] = self.lanes.start(node.lane, self.now_us, node.time_us, node.load)
-            for kept in self.kept.pop(index, ()):
-                heapq.heappush(self.ready, (-self.urgency[kept], kept))
-        if node.work_us:
-            self.now_us = self.lanes.work(self.now_us, node.work_us)
+    # --- steps 1 to 5 ---------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        placed, needs = self._placed, self._whole.needs
+        while True:
+            if self._sends:
+                index = heapq.heappop(self._sends)[1]
+            elif self._ready:
+                index = self._chosen()
+            elif (start := self._dry(0.0)) is not None:
+                index = start
+            elif self._let_go():
+                continue
+            else:
+                self._stand()
+                return
+            # Step 5: the node, behind all that it needs and that is not placed.
+            late_us, work_us = self._put([needed for needed in needs[index] if not placed[needed]])
+            if (work_us or late_us) and self._busy(index, late_us, work_us):
+                return
+            self._done(index)
+
+    def _let_go(self) -> bool:
+        """Nothing can run; whether something that was kept can now."""
+        return False
+
+    def _chosen(self) -> int:
+        """Steps 1 to 3: the next of the ops that are ready, or a start before it."""
+        start = self._dry(self.graph.nodes[self._ready[0][1]].work_us)
+        return self._soonest() if start is None else start
+
+    def _soonest(self) -> int:
+        """Step 1: not one for which the lane would wait, if there is another."""
+        late: list[tuple[float, int]] = []
+        while self._ready:
+            entry = heapq.heappop(self._ready)
+            if self._late_us(entry[1]) <= 0.0:
+                break
+            late.append(entry)
+        else:
+            entry = late.pop(0)
+        for other in late:
+            heapq.heappush(self._ready, other)
+        return entry[1]
+
+    def _late_us(self, index: int) -> float:
+        """How long the lane would wait for the slowest rank of its place before this op."""
+        landed_us = float("-inf")
+        for needed in self._whole.needs[index]:
+            start = self.graph.nodes[needed].start
+            if start >= 0 and not self._placed[needed]:
+                landed_us = max(landed_us, self._started[start].done_us)
+        return self._straggler.late_us(self._clock.now_us - landed_us)
+
+    def _dry(self, work_us: float, others: bool = False) -> int | None:
+        """Steps 2 and 3, before the next op of so much work. others: there is one, beside those ready."""
+        for lane, starts in self._starts.items():
+            if starts and self._free(lane) <= self._clock.now_us + AHEAD * work_us:
+                idle = not others and not self._ready and not self._flying[lane]
+                if idle or not self._holds(lane, starts[0][1]):
+                    return heapq.heappop(starts)[1]
+        return None
+
+    def _free(self, lane: str) -> float:
+        return max(self._clock.now_us, self._free_us[lane]) if self._flying[lane] else self._clock.now_us
+
+    def _holds(self, lane: str, index: int) -> bool:
+        """Step 3: whether a more urgent start is worth waiting for."""
+        if self._patience <= 0.0:
+            return False
+        nodes, now_us = self.graph.nodes, self._clock.now_us
+        latest_us = self._free(lane) + self._patience * nodes[index].time_us
+        for leads in self._whole.leads:
+            lead = next((lead for lead in leads if lead.start not in self._started), None)
+            if lead is None or nodes[lead.start].lane != lane or not self._missing[lead.start]:
+                continue
+            if self._urgency[lead.start] <= self._urgency[index]:
+                continue
+            when_us = now_us + sum(nodes[n].work_us for n in lead.work if not self._placed[n])
+            for wait in lead.waits:
+                if not self._exists[wait]:
+                    under_way = nodes[wait].role is Role.FINISH and nodes[wait].start in self._started
+                    when_us += self._free(lane) - now_us if under_way else float("inf")
+            if when_us <= latest_us:
+                return True
+        return False
+
+    def _stand(self) -> None:
+        """Step 4; at the end, what nobody of this window reads is placed."""
+        self._waits_now()
+        if not self._to_come and not self.end_us:
+            self._put([index for index, placed in enumerate(self._placed) if not placed])
+            self.end_us = self._clock.now_us
+
+    def _done(self, index: int) -> None:
+        super()._done(index)
+        if index in self._started:
+            node = self.graph.nodes[index]
+            self._free_us[node.lane] = self._free(node.lane) + node.time_us
+            if not self._started[index].done.happened:
+                self._flying[node.lane] += 1
+                self._coming += 1
+                self._started[index].done.then(partial(self._landed, index))
+            self._launched(index)
         self._there(index)
 
-    def _let_go(self) -> None:
-        """Nothing is held any more."""
-        for kept in (index for held in self.kept.values() for index in held):
-            heapq.heappush(self.ready, (-self.urgency[kept], kept))
-        self.kept = {}
-        self.held = {}
-
-    def _place(self, index: int) -> None:
-        """Step 5: the node, behind the waits and views that it needs."""
-        if self.placed[index]:
-            return
-        nodes = self.graph.nodes
-        todo = [index]
-        while todo:
-            at = todo[-1]
-            needed = [n for n in self.graph.before[at] if not self.placed[n]]
-            if needed:
-                todo += reversed(needed)
-                continue
-            todo.pop()
-            if not self.placed[at]:
-                self.placed[at] = True
-                self.order_.append(at)
-                self.memory.take(at)
-                if at != index and nodes[at].work_us:
-                    self.now_us = self.lanes.work(self.now_us, nodes[at].work_us)
-
-    def _choose(self) -> int:
-        """Step 3, under the memory limit."""
-        best = heapq.heappop(self.ready)
-        set_aside: list[tuple[float, int]] = []
-        over = best
-        while self.memory.needs(best[1]) > self.limit_bytes and self.memory.grows(best[1]) > 0:
-            set_aside.append(best)
-            if self.memory.grows(best[1]) < self.memory.grows(over[1]):
-                over = best
-            if not self.ready:
-                self._let_go()
-            if not self.ready:
-                set_aside.remove(over)
-                best = over
-                break
-            best = heapq.heappop(self.ready)
-        if self.fit and self.arriving:
-            best = self._fitting(best)
-        for other in set_aside:
-            heapq.heappush(self.ready, other)
-        return best[1]
-
-    def _fitting(self, best: tuple[float, int]) -> tuple[float, int]:
-        """The op itself, or one that is done before something more urgent arrives."""
-        when, arrives = self.arriving[0]
-        if self.urgency[arrives] <= -best[0]:
-            return best
-        nodes = self.graph.nodes
-        gap_us = when - self.now_us
-        if nodes[best[1]].work_us <= gap_us:
-            return best
-        fits = [
-            entry
-            for entry in self.ready
-            if 0.0 < nodes[entry[1]].work_us <= gap_us and self.memory.needs(entry[1]) <= self.limit_bytes
-        ]
-        if not fits:
-            return best
-        found = max(fits, key=lambda entry: (nodes[entry[1]].work_us, -entry[0], -entry[1]))
-        self.ready.remove(found)
-        heapq.heapify(self.ready)
-        heapq.heappush(self.ready, best)
-        return found
+    def _landed(self, index: int) -> None:
+        """A lane has done what a node started."""
+        self._flying[self.graph.nodes[index].lane] -= 1
+        self._coming -= 1
+        self._wake(index)

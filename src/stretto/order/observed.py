@@ -3,7 +3,7 @@
     1. A run begins when the one before it on its rank has ended.
     2. An arrival is counted from the begin of the receiver's run.
     3. A message is due when its receiver comes to the wait for it: where the lane stood for it, when that
-       began; else when the window's own clock (`schedule.order.replay`) comes there.
+       began; else when the window's own clock (`order.follow`) comes there.
     4. A message's tail is the time from when it should have left, to be there when it is due, to the end of
        the sender's run.
     5. Of many runs of one window, medians count, without the first and the last: the steady state. They are

@@ -26,7 +26,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.order.depend import WindowGraph
 from stretto.order.exact import exact_order
 from stretto.order.improve import improve_order
-from stretto.order.listing import list_order
+from stretto.order.window import list_order
 
 Policy = Callable[[WindowGraph], Sequence[int]]
 

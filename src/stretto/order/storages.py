@@ -10,6 +10,7 @@ May touch `stretto.ir`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ def find_storages(
     ops: by part, the ops of its stage by name. bytes_in: (stage, value) -> bytes of what edges bring. made:
     (part, value) -> the item that makes it.
     """
-    memory = _Memory(job, window, ops, made)
+    memory = _Places(job, window, ops, made)
     users: dict[tuple[int, str], list[int]] = {}
     for at, item in enumerate(window.items):
         if item.kind is not ItemKind.OP:
@@ -72,7 +73,7 @@ def find_storages(
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
+class _Places:
     job: Job
     window: Window
     ops: Sequence[Mapping[str, Op]]
@@ -107,3 +108,51 @@ class _Memory:
             leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
             found.update(self.place(part, value) for value in leaves)
         return found
+
+
+class Memory:
+    """Bytes that a window holds above what it held at its begin, item by item."""
+
+    __slots__ = ("_allocates", "_freed", "_left", "_touches", "held", "peak")
+
+    def __init__(self, count: int, storages: Sequence[Storage]) -> None:
+        self.held = 0
+        self.peak = 0
+        self._allocates = [0] * count
+        self._touches: list[list[int]] = [[] for _ in range(count)]
+        self._freed = [storage for storage in storages if not storage.kept]
+        self._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
+        """(users that are left, bytes) of what is freed in this window."""
+        for at, storage in enumerate(self._freed):
+            for user in storage.users:
+                self._touches[user].append(at)
+        for storage in storages:
+            if storage.maker >= 0:
+                self._allocates[storage.maker] += storage.nbytes
+
+    def needs(self, index: int) -> int:
+        """Bytes that are held while the node runs."""
+        return self.held + self._allocates[index]
+
+    def grows(self, index: int) -> int:
+        """By how much more is held after the node than before."""
+        freed = sum(self._left[at][1] for at in self._touches[index] if self._left[at][0] == 1)
+        return self._allocates[index] - freed
+
+    def empty(self) -> Memory:
+        """The same window's at its begin."""
+        made = copy.copy(self)
+        made.held = made.peak = 0
+        made._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
+        return made
+
+    def take(self, index: int) -> None:
+        """The node has run."""
+        self.held += self._allocates[index]
+        if self.held > self.peak:
+            self.peak = self.held
+        for at in self._touches[index]:
+            left, nbytes = self._left[at]
+            self._left[at] = (left - 1, nbytes)
+            if left == 1:
+                self.held -= nbytes

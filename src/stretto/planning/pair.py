@@ -17,8 +17,8 @@ A few microbatches more are live on a stage that pairs: `stretto.schedule.timing
 Backwards keep their order, so gradients are summed as they were. That no pair waits for itself by way of
 other ranks is proved on the lowered plan.
 
-`whole` goes to the end of this way: all actions of a rank in one window, forwards and backwards of one
-microbatch too. What it costs grows with microbatches, so it is for steps with few of them.
+`whole` goes to the end of this way: all actions of a rank in one window, of all its stages, forwards and
+backwards of one microbatch too, I and W as the schedule has them.
 May touch `stretto.ir`.
 """
 
@@ -54,18 +54,13 @@ def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False, width: int =
 
 
 def whole(schedule: Schedule) -> Schedule | None:
-    """The schedule with one window for each rank; None for one with overlapped slots, with I and W apart, or
-    with several stages on a rank."""
-    if len(set(schedule.stage_ranks)) < schedule.stages:
-        return None
-    orders: list[tuple[Slot, ...]] = []
-    for order in schedule.orders:
-        actions = tuple(action for slot in order for action in slot.actions)
-        apart = any(action.phase in (Phase.I, Phase.W) for action in actions)
-        if apart or len(actions) < 2 or len(actions) > len(order):
+    """The schedule with one window for each rank; None for one with overlapped slots, and where a rank has a
+    single action."""
+    actions = [tuple(action for slot in order for action in slot.actions) for order in schedule.orders]
+    for own, order in zip(actions, schedule.orders, strict=True):
+        if len(own) < 2 or len(own) > len(order):
             return None
-        orders.append((Overlap(actions),))
-    return replace(schedule, orders=tuple(orders))
+    return replace(schedule, orders=tuple((Overlap(own),) for own in actions))
 
 
 def _ahead(actions: Sequence[Action], by: int) -> list[Action]:

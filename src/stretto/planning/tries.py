@@ -3,13 +3,13 @@
     1. A variant's passes are run, up to the one that gives windows their order. Variants that begin alike
        share what they have in common.
     2. The windows of the step's short schedule get their order, and the step is simulated.
-    3. Where a step is not one window a rank and far ahead, the most promising are ordered again for the step
-       as a whole.
+    3. Where one window a rank is neither far ahead nor near its bound, the most promising of the others are
+       ordered again for the step as a whole.
     4. The fastest comes first, and of equal ones the one that moves least. What shares windows comes first
        only where it gains what costs can tell (`WORTH`).
 
 A variant that deadlocks, or keeps more microbatches live than the job allows, is left out, and it is said
-why. May touch `stretto.ir`, `stretto.simulate`, `stretto.passes.step` and this package.
+why. May touch `stretto.ir`, `stretto.bounds`, `stretto.simulate`, `stretto.passes.step` and this package.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError, TooLargeError
 from stretto.ir.program import OverlapMode
 from stretto.order.policies import DEFAULT
@@ -37,9 +38,10 @@ REFINED = 0.99
 costs that are off by a percent, and lets a rank wait wherever the step of these costs does not need it; an
 order of each window by itself hides what can be hidden everywhere. Assumed."""
 
-AHEAD_OF = 0.96
-"""Of the fastest other variant's step, what one window a rank takes at most where the others need not be
-ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was then faster still."""
+AHEAD_OF, NEAR = 0.96, 1.03
+"""Of the fastest other variant's step, or of its own bound, what one window a rank takes at most where the
+others need not be ordered again. Measured on GPTs over pp=2 tp=2: that gains 1 to 7 %, and one window was
+then faster still; what is left above the bound is not worth it."""
 
 WORTH = 0.98
 """Of the fastest step without windows that microbatches share, what one with them takes at most where it
@@ -87,8 +89,11 @@ class Tries:
         if order == DEFAULT and len(going_on) > 1:
             others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
             wholes = [one for one in found if whole_step in one.variant]
-            least_us = min(one.step_us for one in others)
-            if all(one.step_us > AHEAD_OF * least_us for one in wholes):
+            least = min(others, key=lambda one: one.step_us)
+            alike = [self._as_short(one, least) for one in wholes]
+            found = [one for one in found if one not in wholes] + alike
+            near = any(one.step_us <= NEAR * self._bound_us(one) for one in wholes)
+            if not near and all(one.step_us > AHEAD_OF * least.step_us for one in alike):
                 found += self._again(others, asked)
         return sorted(found, key=self._weighed_us)
 
@@ -138,6 +143,18 @@ class Tries:
         else:
             made = variant[-1](replace(before, schedule=before.short), self._context)
         return Tried(variant, made.overlap, one_step(lowered(made, self._context)).step_us)
+
+    def _as_short(self, whole: Tried, other: Tried) -> Tried:
+        """One window a rank, which is ordered and simulated for all microbatches, with the step by which
+        others are compared."""
+        if self._first.short is self._first.schedule:
+            return whole
+        all_us = one_step(lowered(self.step(other.variant), self._context)).step_us
+        return replace(whole, step_us=whole.step_us * other.step_us / all_us)
+
+    def _bound_us(self, tried: Tried) -> float:
+        job = self.step(tried.variant[:-1]).job
+        return lower_bound(job, self._first.schedule, self._context.costs_of(job)).us
 
     def _miss(self, why: str) -> None:
         if why and why not in self.missing:

@@ -42,9 +42,6 @@ ENDS = 8
 """Ends in windows of their own, and wide windows, are tried with at most this many microbatches a rank: they
 can win at most a few windows of a step, and cost as much planning as all others. Assumed."""
 
-WHOLE = 12
-"""Microbatches up to which a step may be one window a rank: its ops are ordered one by one. Assumed."""
-
 Variant = tuple[Pass, ...]
 """Passes, in order. Of those that begin alike the beginning is run once."""
 
@@ -69,7 +66,7 @@ def ways(step: Step, asked: OverlapMode, order: str) -> list[Variant]:
     if asked == "window" and job.trains and not overlaps(step):
         for pairs in _pairs(step):
             found += [(pairs, ordered), (pairs, moved_across, ordered)]
-        if order == DEFAULT and job.microbatches <= WHOLE and not writes_buffers(job):
+        if order == DEFAULT and not writes_buffers(job):
             found.append((one_window, whole_step))
     return found
 

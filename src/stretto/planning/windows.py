@@ -1,7 +1,7 @@
 """Passes that give windows the order of their items, and the plan of a step that has them.
 
 One of them is in every variant. May touch `stretto.ir`, `stretto.passes.step`, `stretto.order`,
-`stretto.bounds` and `planning.lower`.
+`stretto.bounds`, `stretto.simulate` and `planning.lower`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from stretto.order.whole_step import order_together
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.schedule.sums import make_sums
+from stretto.simulate import one_step
+
+BRIEF = 20
+"""Steps walked to see whether one window a rank can be held at all, where memory has a limit. Assumed."""
 
 
 def at_once(step: Step, context: Context) -> Step:
@@ -62,13 +66,25 @@ def _refined(step: Step, context: Context) -> Refined | None:
 
 
 def whole_step(step: Step, context: Context) -> Step:
-    """One window a rank, all of them ordered together (`stretto.order.whole_step`)."""
-    captured = as_captured(step, context)
+    """One window a rank, all of them ordered together (`stretto.order.whole_step`).
+
+    Left out where a rank holds more than it may, so that other orders are searched for as well.
+    """
+    captured = lowered(as_captured(step, context), context)
     bound_us = lower_bound(step.job, step.schedule, context.costs_of(step.job)).us
-    windows = order_together(lowered(captured, context), bound_us)
-    if windows is None:
-        raise LeftOutError
-    return replace(step, windows=windows)
+    made = step
+    for walks in (None,) if step.max_bytes is None else (BRIEF, None):
+        found = order_together(captured, bound_us, walks)
+        if found is None:
+            raise LeftOutError
+        made = replace(step, windows=found.windows)
+        if step.max_bytes is not None:
+            holds = max(one_step(lowered(made, context)).peak_bytes)
+            if holds > step.max_bytes:
+                raise LeftOutError(
+                    f"one window a rank holds {holds:,} bytes, and the limit is {step.max_bytes:,}"
+                )
+    return made
 
 
 def lowered(step: Step, context: Context) -> Plan:

@@ -36,6 +36,13 @@ class Clock:
         event()
         return True
 
+    def skip(self, time_us: float) -> bool:
+        """Let it be `time_us`, if nothing happens until then; whether it is."""
+        if self._events and self._events[0][0] <= time_us:
+            return False
+        self.now_us = time_us
+        return True
+
     def advance(self, time_us: float) -> None:
         """Let the events up to `time_us` happen; then it is that time, or stays what it was if that is
         later."""

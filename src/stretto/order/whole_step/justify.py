@@ -7,7 +7,7 @@ and RCPSP: a technique that pays", European Journal of Operational Research 165,
        late as what needs it and its lane allow, into gaps that later ops have left, too: a step pushed to its
        end.
     2. By where ops begin in it, they are ordered, and the step is walked again: in that order
-       (`together.follow`), and with what begins first as the most urgent (`together.choose`). The shorter of
+       (`order.follow`), and with what begins first as the most urgent (`order.listing`). The shorter of
        both is pushed again, as long as that makes steps shorter.
     3. Then with ends that are a little off, by another draw for each stretch of ops, from the best step so
        far.
@@ -29,19 +29,17 @@ from collections.abc import Mapping, Sequence
 
 from stretto.ir.plan import Plan
 from stretto.order import Role
+from stretto.order.follow import follow
 from stretto.order.improve import stretches
+from stretto.order.scope import Whole
+from stretto.order.walk import Chosen
+from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
-from stretto.order.whole_step.follow import Steps, follow
 from stretto.order.whole_step.pairs import Borders
-from stretto.order.whole_step.rank_step import Whole
-from stretto.order.whole_step.walk import Chosen
 
 MOST = 300
 """Pushes for one job. Measured on GPTs over pp=2 tp=2: 60 gain 1 to 7 % of what the search before has found,
 in a second or two, and 300 up to another 2 %."""
-
-WORK = 1_000_000
-"""Pushes times the items of all ranks: jobs with many get fewer. Measured: 10 s on one core."""
 
 STALE = 100
 """So many pushes without a gain end it. Assumed."""
@@ -61,21 +59,25 @@ Place = tuple[int, int]
 
 
 def justify(
-    plan: Plan, wholes: Sequence[Whole], found: Chosen, enough_us: float, pairs: Borders = ()
+    plan: Plan,
+    wholes: Sequence[Whole],
+    found: Chosen,
+    enough_us: float,
+    budget: Budget,
+    pairs: Borders = (),
 ) -> Chosen:
     """The orders that were found, or better ones. A step of `enough_us` need not be improved. pairs: messages
     that leave together where ops are ordered by urgency."""
-    steps = [Steps(whole) for whole in wholes]
     pushing = _Pushing(plan, wholes)
     groups = [(rank, group) for rank, whole in enumerate(wholes) for group in stretches(whole.graph)]
-    items = sum(len(whole.graph.nodes) for whole in wholes)
     each_us = found.step_us / plan.job.microbatches
     draw = random.Random(0)
     best = here = found
     stale = 0
-    for _ in range(min(MOST, WORK // max(1, items))):
-        if best.step_us <= enough_us or stale >= STALE:
+    for _ in range(MOST):
+        if best.step_us <= enough_us or stale >= STALE or not budget.left:
             break
+        budget.spend(2)
         # 1, and 3 where the last push was in vain.
         off: dict[Place, float] = {}
         if stale:
@@ -85,7 +87,7 @@ def justify(
                 off.update({(rank, index): by_us for index in group})
         begins = pushing.begins_us(here, off)
         # 2.
-        made = _shorter(plan, wholes, steps, begins, pairs)
+        made = _shorter(plan, wholes, begins, pairs)
         stale += 1
         if made is None:
             here = best
@@ -101,17 +103,17 @@ def justify(
 def _shorter(
     plan: Plan,
     wholes: Sequence[Whole],
-    steps: Sequence[Steps],
     begins: Sequence[Sequence[float]],
     pairs: Borders,
 ) -> Chosen | None:
     """Step 2, once."""
     # Of ops that begin at one time those that are needed come first: nodes stand behind what they use.
     orders = [
-        sorted(mine.named(range(len(of))), key=of.__getitem__) for mine, of in zip(steps, begins, strict=True)
+        sorted(mine.names(range(len(of))), key=of.__getitem__)
+        for mine, of in zip(wholes, begins, strict=True)
     ]
     urgencies = [[-us for us in of] for of in begins]
-    made = [follow(plan, steps, orders), choose(plan, wholes, urgencies, (0.0,) * len(wholes), pairs)]
+    made = [follow(plan, wholes, orders), choose(plan, wholes, urgencies, (0.0,) * len(wholes), pairs)]
     return min((one for one in made if one is not None), key=lambda one: one.measure_us, default=None)
 
 

@@ -7,8 +7,8 @@ that is the gradient of an earlier microbatch. So:
 
     1. A border is an edge whose message crosses ranks, and the edge of the gradient that comes back.
     2. At a border the gradient of microbatch k is paired with the value of microbatch k + ahead, and neither
-       leaves before both can (`together.choose`). `ahead` is what 1F1B has in flight there, and a few more.
-    3. A search (`together.search`) pairs single messages otherwise, or not at all.
+       leaves before both can (`order.listing`). `ahead` is what 1F1B has in flight there, and a few more.
+    3. A search (`whole_step.search`) pairs single messages otherwise, or not at all.
 
 That what travels both ways meets is what 1F1B's steady state does where stages take equally long; that it
 pays to wait for it was measured here: on the tensor race of hidden 2048 over pp=2 the search comes to 1.104

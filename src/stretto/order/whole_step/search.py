@@ -1,42 +1,38 @@
 """Orders for a step in which each rank has one window: the best found over urgencies of its ops.
 
-    1. How urgent an op is: the longest path from it to the end of its microbatch, over all ranks and lanes,
-       less a part of the step for every microbatch before its own. Without that part all forwards come first;
-       with much of it, microbatches follow one another as in 1F1B.
-    2. That part (SLOPES) and the patience of each rank (`together.choose`) are tried: first equal for all
+    1. How urgent an op is: the longest path to the end of its microbatch (`whole_step.graphs`), less part of
+       the step for every microbatch before its own. Without that part all forwards come first; with much of
+       it, microbatches follow one another as in 1F1B.
+    2. That part (SLOPES) and the patience of each rank (`order.listing`) are tried: first equal for all
        ranks, then rank by rank, the best kept. This for each way to let messages leave in pairs
-       (`together.pairs`), and without pairs; the most promising go on.
+       (`whole_step.pairs`), and without pairs; the most promising go on.
     3. Then rounds, each with another urgency of one or two stretches, or of some actions, or another
        patience, or a message paired otherwise; what does not make the step longer is kept.
     4. All this with more and with fewer of the small ops placed for themselves (LITTLE): with fewer, a round
        changes more. The best of these go on.
-    5. Then the steps are pushed to their end and back (`together.justify`), and single ops are moved
-       (`together.moves`): a few for each, many for the best.
+    5. Then the steps are pushed to their end and back (`whole_step.justify`), and single ops are moved
+       (`whole_step.moves`): a few for each, many for the best.
 
-Steps walked are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every
-machine. May touch `stretto.ir`, `stretto.schedule` and this room.
+The search takes the time that the step is worth (EFFORT) and says how far it came. Steps walked are counted,
+not timed, and draws have a fixed seed, so equal jobs get equal plans on every machine. May touch `stretto.ir`
+and this room.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from graphlib import TopologicalSorter
 
-from stretto.ir.action import Action, Overlap, Phase
-from stretto.ir.costs import Costs
-from stretto.ir.plan import Item, Plan, Window
-from stretto.ir.program import Job
-from stretto.order import Role, make_graph
-from stretto.order.improve import stretches
+from stretto.ir.plan import Plan, Window
+from stretto.order.scope import Whole
+from stretto.order.walk import Chosen
+from stretto.order.whole_step.budget import Budget
 from stretto.order.whole_step.choose import choose
+from stretto.order.whole_step.graphs import Graphs, Ready
 from stretto.order.whole_step.justify import justify
 from stretto.order.whole_step.moves import move_ops
 from stretto.order.whole_step.pairs import MORE, Borders, borders, paired
-from stretto.order.whole_step.rank_step import Whole, make_whole
-from stretto.order.whole_step.walk import Chosen
-from stretto.schedule.windows import make_window, window_name
 
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
 """Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
@@ -47,17 +43,20 @@ PATIENCE = (0.0, 0.5, 1.0)
 MOST = 300
 """Steps walked by one search, in steps 2 and 3."""
 
-WORK = 1_600_000
-"""These times the items that all ranks run in one: jobs with many get fewer. Measured: 5 s on one core."""
+EFFORT = 12.0
+"""Items walked for each microsecond of the step: planning takes about as long as 50 of its steps, once."""
+
+LEAST, LARGEST = 1_200_000, 30_000_000
+"""Items walked for even the shortest step, and for the longest. Measured: 5 s and 120 s on one core."""
+
+SEARCHING = 0.7
+"""Part of them that steps 2 to 4 may take; the rest is for the best of them. Assumed."""
 
 STALE = 150
 """So many steps without a gain end the search. Assumed."""
 
 GAIN = 0.0005
 """Share of a step that counts as a gain. Assumed."""
-
-FEWEST = 60
-"""Where fewer steps than this may be walked, the search is not worth its while. Assumed."""
 
 LITTLE = (0.0005, 0.003, 0.01)
 """Of a microbatch's work on a rank, what ops take at most that are placed directly before their first user,
@@ -82,9 +81,6 @@ A_FINALIST_US = 1_000_000.0
 LONGER = 1_000
 """Rounds more for each of FINALISTS. On the same step these gain up to another 2 %."""
 
-LONGER_WORK = 3_300_000
-"""These times items. Measured: 13 s on one core."""
-
 A_WALK_US = 10_000.0
 """Of a step, what is worth one of these rounds. They take some 10 ms, once. Assumed."""
 
@@ -94,84 +90,73 @@ TRIAL = 0.25
 CLOSE = 1.01
 """A step this close to its bound needs no search. Assumed."""
 
-Key = tuple[int, Phase, Item]
-"""An item of any microbatch: stage, phase, and the item as of part 0."""
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The windows with the shortest step that was found. walks: how many steps were walked for it; ended:
+    whether the search ended by itself, and not because its time was up."""
+
+    windows: dict[str, Window]
+    walks: int
+    ended: bool
 
 
-def order_together(plan: Plan, bound_us: float) -> dict[str, Window] | None:
-    """The windows with the shortest step that the search finds.
+def order_together(plan: Plan, bound_us: float, walks: int | None = None) -> Found | None:
+    """The windows with the shortest step that the search finds in its time (EFFORT).
 
-    plan: each rank has one window, in the captured order. bound_us: no order is faster. None for a step with
-    too many items to walk it often, and where no order lets all ranks reach their end.
+    plan: each rank has one window, in the captured order. bound_us: no order is faster. walks: at most
+    so many, instead. None where no order lets all ranks reach their end.
     """
     items = sum(len(window.items) for window in plan.windows.values())
-    allowed = min(MOST, WORK // max(1, items))
-    if allowed < FEWEST:
-        return None
-    searches = [
-        search for ready in _ready(plan, LITTLE) for search in _searches(plan, bound_us, allowed, ready)
-    ]
+    budget = Budget(walks or max(1, int(min(LARGEST, max(LEAST, EFFORT * bound_us))) // items))
+    later = budget.keep(1.0 - SEARCHING)
+    searches = _searches(plan, bound_us, budget)
     # 5.
+    budget.left += later
     enough_us = CLOSE * bound_us
     found: list[tuple[Chosen, Sequence[Whole]]] = []
-    searches.sort(key=lambda search: search.step_us)
     finalists = min(FINALISTS, 1 + int(searches[0].step_us / A_FINALIST_US)) if searches[0].best else 0
-    for search in searches[:finalists]:
+    for behind, search in reversed(list(enumerate(searches[:finalists]))):
         if search.best is not None:
-            search.go_on(min(LONGER, LONGER_WORK // items, int(search.step_us / A_WALK_US)))
-            pushed = justify(plan, search.wholes, search.best, enough_us, search.pairs)
-            found.append((move_ops(plan, search.wholes, pushed, enough_us, share=TRIAL), search.wholes))
+            later = budget.keep(behind / (behind + 1))
+            search.go_on(min(LONGER, int(search.step_us / A_WALK_US)))
+            pushed = justify(plan, search.wholes, search.best, enough_us, budget, search.pairs)
+            moved = move_ops(plan, search.wholes, pushed, enough_us, budget, share=TRIAL)
+            found.append((moved, search.wholes))
+            budget.left += later
     if not found:
         return None
     best, wholes = min(found, key=lambda one: one[0].measure_us)
-    best = move_ops(plan, wholes, best, enough_us)
-    return {
+    best = move_ops(plan, wholes, best, enough_us, budget)
+    windows = {
         whole.graph.window.name: replace(
             whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
         )
         for whole, order in zip(wholes, best.orders, strict=True)
     }
+    return Found(windows, budget.spent, budget.left > 0)
 
 
-def _searches(plan: Plan, bound_us: float, allowed: int, ready: _Ready) -> list[_Search]:
-    """Steps 2 and 3 with one size of ops that are placed for themselves."""
+def _searches(plan: Plan, bound_us: float, budget: Budget) -> list[_Search]:
+    """Steps 2 to 4, the best first."""
     apart = borders(plan)
-    pairs = dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)])
-    searches = [_Search(plan, bound_us, allowed, ready, each) for each in pairs]
-    for search in searches:
-        search.slopes()
-    best = sorted(searches, key=lambda search: search.step_us)[:PROMISING]
-    for search in best:
-        search.rounds()
-    return best
-
-
-def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key, float]:
-    """Step 1: the longest path from an item to the end of its microbatch, itself and lanes included."""
-    nodes = {}
-    after: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    receives: dict[int, tuple[int, int]] = {}
-    for stage in range(len(job.stages)):
-        slot = Overlap((Action(stage, Phase.F, 0), Action(stage, Phase.B, 0)))
-        graph = make_graph(job, costs, make_window(job, slot), stage_ranks)
-        for index, node in enumerate(graph.nodes):
-            nodes[stage, index] = graph.window.parts[node.item.part][1], node
-            after[stage, index] = [(stage, other) for other in graph.after[index]]
-            if node.role is Role.RECEIVE:
-                receives[int(node.item.ref)] = stage, index
-    for place, (_, node) in nodes.items():
-        if node.role is Role.SEND:
-            after[place].append(receives[int(node.item.ref)])
-    found: dict[tuple[int, int], float] = {}
-    for place in TopologicalSorter(after).static_order():
-        _, node = nodes[place]
-        leads = node.role in (Role.START, Role.SEND) and after[place]
-        behind_us = max((found[other] for other in after[place]), default=0.0)
-        found[place] = node.work_us + (node.time_us if leads else 0.0) + behind_us
-    return {
-        (stage, nodes[stage, index][0], replace(nodes[stage, index][1].item, part=0)): us
-        for (stage, index), us in found.items()
-    }
+    ways = list(dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)]))
+    graphs = Graphs.of(plan)
+    found: list[_Search] = []
+    for behind, little in reversed(list(enumerate(reversed(LITTLE)))):
+        later = budget.keep(behind / (behind + 1))
+        ready = graphs.ready(little)
+        searches = []
+        for pairs in ways:
+            if budget.left or not found:
+                searches.append(_Search(plan, bound_us, budget, ready, pairs))
+                searches[-1].slopes()
+        searches.sort(key=lambda search: search.step_us)
+        for search in searches[:PROMISING]:
+            search.rounds()
+        found += searches[:PROMISING]
+        budget.left += later
+    return sorted(found, key=lambda search: search.step_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,45 +168,14 @@ class _Point:
     pairs: Borders = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A step ready to be searched. tails_us: by rank and node, step 1 without its second part; groups: the
-    stretches of ops that lead to one communication, as (rank, nodes)."""
-
-    wholes: tuple[Whole, ...]
-    tails_us: tuple[tuple[float, ...], ...]
-    groups: tuple[tuple[int, list[int]], ...]
-
-
-def _ready(plan: Plan, littles: Sequence[float]) -> list[_Ready]:
-    """The step with each size of ops that are placed for themselves."""
-    job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
-    slots = [slot for (slot,) in plan.schedule.orders]
-    graphs = [make_graph(job, costs, plan.windows[window_name(slot)], ranks) for slot in slots]
-    known_us = tails_us(job, costs, ranks)
-    tails = tuple(
-        tuple(
-            known_us[*graph.window.parts[node.item.part], replace(node.item, part=0)] for node in graph.nodes
-        )
-        for graph in graphs
-    )
-    groups = tuple((rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph))
-    microbatches = [tuple(action.microbatch for action in slot.actions) for slot in slots]
-    return [
-        _Ready(
-            tuple(make_whole(plan, *one, little) for one in zip(graphs, microbatches, strict=True)),
-            tails,
-            groups,
-        )
-        for little in littles
-    ]
-
-
 class _Search:
-    def __init__(self, plan: Plan, bound_us: float, allowed: int, ready: _Ready, pairs: Borders = ()) -> None:
+    def __init__(
+        self, plan: Plan, bound_us: float, budget: Budget, ready: Ready, pairs: Borders = ()
+    ) -> None:
         self._plan = plan
         self._bound_us = bound_us
-        self._left = allowed
+        self._budget = budget
+        self._left = MOST
         self._stale = 0
         self._enough_stale = STALE
         self._mark_us = float("inf")
@@ -245,6 +199,7 @@ class _Search:
         """Walk the step, and keep the point if the step does not get longer."""
         self._left -= 1
         self._stale += 1
+        self._budget.spend()
         found = choose(self._plan, self.wholes, point.urgency, point.patience, point.pairs)
         if found is None or (self.best is not None and found.step_us > self.best.step_us):
             return False
@@ -254,7 +209,7 @@ class _Search:
         return True
 
     def _enough(self) -> bool:
-        if self._left <= 0 or self._stale >= self._enough_stale:
+        if self._left <= 0 or not self._budget.left or self._stale >= self._enough_stale:
             return True
         return self.best is not None and self.best.step_us <= CLOSE * self._bound_us
 

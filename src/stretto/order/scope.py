@@ -1,16 +1,20 @@
-"""A rank whose step is one window: its graph, its collectives, and what must be before each of them starts.
+"""What one rank orders, a window or its whole step, made ready to be walked many times.
 
-May touch `stretto.ir`, `stretto.schedule` and `stretto.simulate`.
+Waits, views and what takes little have no place of their own: they stand directly before their first user, so
+that what arrives later than predicted stops the lane as late as possible. May touch
+this room's graph, and the simulation's names.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from stretto.ir.plan import Plan
-from stretto.order import Role, WindowGraph
-from stretto.simulate.windows import Call, make_ready
+from stretto.order.depend import Role, WindowGraph
+from stretto.order.storages import Memory
+from stretto.simulate.windows import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +26,15 @@ class Lead:
     work: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Whole:
-    """One rank's only window. By node:
+    """One rank's window, and the microbatches of its parts. By node:
 
-    calls: its collective. lazy: whether it stands directly before its first user. waits: whether it waits for
-    what comes over a lane or a link. named: whether it stands for itself: neither lazy nor a wait. needs:
-    what it needs that does not stand for itself, in an order in which it can stand, itself last.
-    count, after: of waits and of what stands for itself, how many of them it needs, directly or through what
-    is lazy, and which of them need it.
+    calls: its collective in a plan; () for a window by itself. lazy: whether it stands directly before its
+    first user. waits: whether it waits for what comes over a lane or a link. named: whether it stands for
+    itself: neither lazy nor a wait. needs: what it needs that does not stand for itself, in an order in which
+    it can stand, itself last. count, after: of waits and of what stands for itself, how many of them it
+    needs, directly or through what is lazy, and which of them need it.
 
     leads: its starts by part, in their order.
     """
@@ -46,20 +50,49 @@ class Whole:
     count: tuple[int, ...]
     after: tuple[tuple[int, ...], ...]
 
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """By node, all that must stand before it: bit k is node k."""
+        found: list[int] = []
+        for needs in self.graph.before:  # nodes stand behind what they use
+            mask = 0
+            for needed in needs:
+                mask |= found[needed] | 1 << needed
+            found.append(mask)
+        return tuple(found)
 
-def make_whole(plan: Plan, graph: WindowGraph, microbatches: tuple[int, ...], little: float) -> Whole:
-    """A rank's window ready to be walked. graph: of the plan's window; microbatches: of its parts.
+    @cached_property
+    def memory(self) -> Memory:
+        """What the window holds, at its begin."""
+        return Memory(len(self.graph.nodes), self.graph.storages)
+
+    @cached_property
+    def rest(self) -> tuple[int, ...]:
+        """Nodes that no named one needs; they stand at the end."""
+        needed = {index for one, needs in enumerate(self.needs) if self.named[one] for index in needs}
+        return tuple(index for index in range(len(self.named)) if index not in needed)
+
+    def names(self, order: Iterable[int]) -> list[int]:
+        """Of an order of all nodes, those that stand for themselves."""
+        return [index for index in order if self.named[index]]
+
+
+def make_whole(
+    graph: WindowGraph,
+    microbatches: tuple[int, ...] = (),
+    calls: tuple[Call | None, ...] = (),
+    little: float | None = None,
+) -> Whole:
+    """A window ready to be walked. microbatches: of its parts, where these are known; calls: as in `Whole`.
 
     little: of a microbatch's work on a rank, what an op takes at most that stands directly before its first
-        user, as views do.
-
-    Raises PlanError for ops or collectives without a cost.
+        user, as views do; without it only views do.
     """
+    microbatches = microbatches or (0,) * len(graph.window.parts)
     leads: dict[int, list[Lead]] = defaultdict(list)
     for index, node in enumerate(graph.nodes):
         if node.role is Role.START:
             leads[node.item.part].append(_lead(graph, index))
-    calls = make_ready(plan, graph.window.name).calls
     lazy = _lazy(graph, microbatches, little)
     waits = tuple(node.role in (Role.FINISH, Role.RECEIVE) for node in graph.nodes)
     named = tuple(not one and not other for one, other in zip(lazy, waits, strict=True))
@@ -92,8 +125,10 @@ def make_whole(plan: Plan, graph: WindowGraph, microbatches: tuple[int, ...], li
     )
 
 
-def _lazy(graph: WindowGraph, microbatches: tuple[int, ...], little: float) -> tuple[bool, ...]:
+def _lazy(graph: WindowGraph, microbatches: tuple[int, ...], little: float | None) -> tuple[bool, ...]:
     """Waits, views, and ops that take little, if what they lead to is more than these."""
+    if little is None:
+        return tuple(node.lazy for node in graph.nodes)
     little_us = little * sum(node.work_us for node in graph.nodes) / len(set(microbatches))
     lazy = [node.lazy for node in graph.nodes]
     leads = [False] * len(lazy)

@@ -1,0 +1,216 @@
+"""The one walk of time of this room: ranks' compute lanes, event by event, in a whole step or in one window.
+
+    1. A rank's compute lane does one op after another. Which comes next, a subclass says: by how urgent ops
+       are (`order.listing`), or by an order that is given (`order.follow`).
+    2. What ranks share, and how long things take, is their world's (`order.worlds`).
+    3. A wait for a collective waits for the slowest rank of the place too (`simulate.straggler`).
+
+May touch `stretto.simulate` and this room.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from stretto.order.depend import Node, Role
+from stretto.order.scope import Whole
+from stretto.order.storages import Memory
+from stretto.order.worlds import Flight, World
+from stretto.simulate.clock import Moment
+
+STANDING = 0.01
+"""What a lane's standing for collectives counts beside the step, where single ops are moved. Measured on GPTs
+over pp=2 tp=2: steps are as long as without it, and lanes stand a tenth less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When things happened on one rank. ends_us: by node, when it was done; stretch: how many times its ops'
+    times its compute lane worked; lane_us: by start, how long its collective had its lane."""
+
+    ends_us: Sequence[float]
+    stretch: float
+    lane_us: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How long the step took, and by rank the order of its window's nodes. exposed_us: of all ranks, how long
+    lanes stood for collectives; timings: by rank."""
+
+    step_us: float
+    orders: tuple[tuple[int, ...], ...]
+    exposed_us: float
+    timings: tuple[Timing, ...] = field(default=(), repr=False)
+
+    @property
+    def measure_us(self) -> float:
+        """What moves make less of. A rank that others wait for anyway loses nothing by standing, in a step
+        that goes as it was planned; but what it hides is there when something takes longer."""
+        return self.step_us + STANDING * self.exposed_us
+
+
+def walk(world: World, ranks: Sequence[Rank]) -> Chosen | None:
+    """Let the ranks of a world go to their end; None when they stand for ever."""
+    for rank in ranks:
+        rank.begin()
+    world.clock.run()
+    if any(len(rank.order) < len(rank.graph.nodes) for rank in ranks):
+        return None
+    return Chosen(
+        max(rank.end_us for rank in ranks),
+        tuple(tuple(rank.order) for rank in ranks),
+        sum(rank.exposed_us for rank in ranks),
+        tuple(rank.timing() for rank in ranks),
+    )
+
+
+class Rank(ABC):
+    """One rank's compute lane. order: the nodes so far; late_us: when what must follow its messages
+    (`Node.tail_us`) has ended; worked_us: how long the lane has worked; memory: of what is held, if any."""
+
+    def __init__(self, world: World, rank: int, whole: Whole, memory: Memory | None = None) -> None:
+        self.graph = whole.graph
+        self.order: list[int] = []
+        self.end_us = self.exposed_us = self.late_us = self.worked_us = 0.0
+        self.memory = memory
+        self._world = world
+        self._clock = world.clock
+        self._rank = rank
+        self._whole = whole
+        self._placed = [False] * len(self.graph.nodes)
+        self._started: dict[int, Flight] = {}
+        self._straggler = world.straggler()
+        self._working = False
+        """Whether the lane works, or waits for the slowest rank of its place."""
+        self._idle_since_us: float | None = None
+        """Since when the lane has waited, and nobody has counted."""
+        self._ends_us = [0.0] * len(self.graph.nodes)
+        self._work_us = 0.0
+
+    def begin(self) -> None:
+        """Post all receives, and go on until the lane works or waits."""
+        for node in self.graph.nodes:
+            if node.role is Role.RECEIVE:
+                self._world.post(node, self._microbatch(node))
+        self._go_on()
+
+    def timing(self) -> Timing:
+        """At the end of the walk."""
+        lane_us: dict[int, float] = {}
+        free_us: dict[str, float] = {}
+        for index, started in sorted(self._started.items(), key=lambda pair: pair[1].done_us):
+            lane = self.graph.nodes[index].lane
+            begun_us = max(free_us.get(lane, 0.0), self._ends_us[index])
+            lane_us[index] = max(0.0, started.done_us - begun_us)
+            free_us[lane] = started.done_us
+        stretch = self.worked_us / self._work_us if self._work_us else 1.0
+        return Timing(self._ends_us, stretch, lane_us)
+
+    @abstractmethod
+    def _go_on(self) -> None:
+        """The lane is free: place what comes next, until the lane works or waits."""
+
+    def _microbatch(self, node: Node) -> int:
+        return self._whole.microbatches[node.item.part]
+
+    def _arrival(self, index: int) -> Moment | None:
+        """What a wait or a receive waits for; None when it is there."""
+        node = self.graph.nodes[index]
+        if node.role is Role.FINISH and node.start >= 0:
+            found: Moment | None = self._started[node.start].done
+        elif node.role is Role.FINISH or node.role is Role.RECEIVE:
+            found = self._world.arrival(node, self._microbatch(node))
+        else:
+            return None
+        return None if found is None or found.happened else found
+
+    def _wake(self, index: int) -> None:
+        """What a node waits for has arrived; a lane that works sees it when its op has ended."""
+        if self._idle_since_us is not None:
+            if self.graph.nodes[index].role in (Role.START, Role.FINISH):
+                self.exposed_us += self._clock.now_us - self._idle_since_us
+            self._idle_since_us = self._clock.now_us
+        self._world.soon(self._resume)
+
+    def _resume(self) -> None:
+        if not self._working:
+            self._go_on()
+
+    def _put(self, nodes: Iterable[int]) -> tuple[float, float]:
+        """These come next, in this order. Returns how long the lane waits for the slowest rank of its place,
+        and their work, in microseconds."""
+        late_us = work_us = 0.0
+        now_us = self._clock.now_us
+        for index in nodes:
+            node = self.graph.nodes[index]
+            self._placed[index] = True
+            self._ends_us[index] = now_us
+            self.order.append(index)
+            work_us += node.work_us
+            if self.memory is not None:
+                self.memory.take(index)
+            if node.role is Role.FINISH:
+                done_us = self._started[node.start].done_us if node.start >= 0 else node.time_us
+                late_us += self._straggler.meet(now_us + late_us - done_us)
+        return late_us, work_us
+
+    def _busy(self, index: int, late_us: float, work_us: float) -> bool:
+        """Let the lane wait for the slowest rank, and then work; False if that is over."""
+        if late_us > 0.0:
+            self._waits_now()
+            if not self._clock.skip(self._clock.now_us + late_us):
+                self._working, self._idle_since_us = True, None
+                self._clock.at(self._clock.now_us + late_us, partial(self._met, index, work_us))
+                return True
+        if late_us > 0.0 or work_us:
+            self._idle_since_us = None
+        return bool(work_us) and not self._work(index, work_us)
+
+    def _waits_now(self) -> None:
+        self._world.waits(self._rank)
+        if self._idle_since_us is None:
+            self._idle_since_us = self._clock.now_us
+
+    def _met(self, index: int, work_us: float) -> None:
+        """The slowest rank of the place is there as well."""
+        self._working = False
+        if not work_us or self._work(index, work_us):
+            self._done(index)
+            self._go_on()
+
+    def _work(self, index: int, work_us: float) -> bool:
+        """Let the lane work; whether that is over."""
+        since_us = self._clock.now_us
+        self._work_us += work_us
+        if self._world.skip(work_us):
+            self._stop(since_us, work_us)
+            return True
+        self._working = True
+        self._world.work(self._rank, work_us, partial(self._worked, index, since_us, work_us))
+        return False
+
+    def _worked(self, index: int, since_us: float, work_us: float) -> None:
+        self._working = False
+        self._stop(since_us, work_us)
+        self._done(index)
+        self._go_on()
+
+    def _stop(self, since_us: float, work_us: float) -> None:
+        self.worked_us += self._clock.now_us - since_us
+        self._world.worked(self._rank, self._straggler, work_us)
+
+    def _done(self, index: int) -> None:
+        """The node's work is done: what it starts or sends goes."""
+        now_us = self._ends_us[index] = self._clock.now_us
+        node = self.graph.nodes[index]
+        if node.role is Role.COMPUTE:
+            return
+        if node.role is Role.SEND:
+            self.late_us = max(self.late_us, now_us + node.tail_us)
+            self._world.send(node, self._microbatch(node))
+        elif node.role is Role.START:
+            self._started[index] = self._world.start(self._rank, self._whole, index)
