@@ -50,11 +50,6 @@ def test_a_mode_lists_its_transfers_in_order() -> None:
     )
 
 
-def test_a_search_is_a_row_of_its_own() -> None:
-    printed = run("--shape", "64,64", "--src", "3x1:RS0", "--dst", "2x1:S0R", "--search", "0.01")
-    assert printed.count("searched") == 3
-
-
 def test_json_holds_every_transfer_and_the_figures() -> None:
     document = json.loads(run(*CASE, "--json", "--rate", "8gbit", "--dtype", "bfloat16"))
     assert document["link_bytes_per_s"] == 1e9

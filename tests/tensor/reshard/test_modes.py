@@ -9,7 +9,7 @@ from stretto.tensor.reshard.modes import cut, sends_of
 from stretto.tensor.reshard.tasks import UnitTask
 from stretto.tensor.reshard.timeline import footprint
 
-HOLDERS = ((0, 0), (1, 0))
+HOLDERS = (0, 1)
 TASK = UnitTask(0, ((2, 8), (0, 3)), 6 * 3 * 4, HOLDERS, (4, 5, 6, 7))
 HOSTS = Hosts.of(2, 8, link_bytes_per_s=1e6, latency_us=1.0)
 
@@ -33,7 +33,7 @@ def test_all_gather_brings_each_device_a_part_which_it_hands_to_the_others():
         ((5, 8), ((5,),), None),
         ((5, 8), ((4,),), 2),
     ]
-    assert sends[1].candidates == ((4, 0),)
+    assert sends[1].candidates == (4,)
     assert [send.after for send in sends[4:]] == [None, 4, None, 6]
 
 

@@ -127,15 +127,15 @@ def test_any_reshard_arrives_once_from_who_holds_it(tensors, hosts, mode, choice
 @given(
     st.lists(some_tensor(), min_size=1, max_size=3), some_hosts(), st.sampled_from(MODES), st.integers(1, 100)
 )
-def test_naive_greedy_and_search_each_no_worse_than_the_one_before(tensors, hosts, mode, piece_bytes):
-    naive, greedy, search, again = (
-        plan_reshards(tensors, hosts, mode, search_s, choice=choice, piece_bytes=piece_bytes)
-        for search_s, choice in ((0, "naive"), (0, "balanced"), (0.0007, "balanced"), (0.0007, "balanced"))
+def test_balanced_choices_are_no_worse_than_naive_ones_nor_better_than_the_bound(
+    tensors, hosts, mode, piece_bytes
+):
+    naive, balanced = (
+        plan_reshards(tensors, hosts, mode, choice=choice, piece_bytes=piece_bytes)
+        for choice in ("naive", "balanced")
     )
     rounded = 1 + 1e-9
-    assert greedy.bound_us <= search.makespan_us * rounded
-    assert search.makespan_us <= greedy.makespan_us * rounded
-    assert greedy.makespan_us <= naive.makespan_us * rounded
-    assert search == again
-    assert search.bytes_sent == search.needed_bytes == naive.bytes_sent
-    check_values(search, tensors)
+    assert balanced.bound_us <= balanced.makespan_us * rounded
+    assert balanced.makespan_us <= naive.makespan_us * rounded
+    assert balanced.bytes_sent == balanced.needed_bytes == naive.bytes_sent
+    check_values(balanced, tensors)

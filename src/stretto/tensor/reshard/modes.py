@@ -31,7 +31,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 class Send:
     """A transfer of which the sender and the way are still open.
 
-    candidates: (rank, source layout) of those that may send, in order of rank.
+    candidates: ranks that may send, in order.
     groups: receivers, a group for each host; the order of the groups is open, that in a group is not.
     after: index of the send that brings the box to the only candidate; None: candidates hold it already.
     """
@@ -39,7 +39,7 @@ class Send:
     tensor: int
     region: Region
     nbytes: int
-    candidates: tuple[tuple[int, int], ...]
+    candidates: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
     after: int | None = None
 
@@ -56,9 +56,9 @@ def sends_of(
         raise UsageError(f"mode {mode!r} is not known; use one of {', '.join(MODES)}")
     sends: list[Send] = []
     for task in tasks:
-        near: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        near: dict[int, list[int]] = defaultdict(list)
         for holder in task.holders:
-            near[hosts[holder[0]]].append(holder)
+            near[hosts[holder]].append(holder)
         needing: dict[int, list[int]] = defaultdict(list)
         for rank in task.receivers:
             needing[hosts[rank]].append(rank)
@@ -84,7 +84,7 @@ def _gathered(task: UnitTask, group: tuple[int, ...], first: int) -> Iterator[Se
         yield _send(part, task.holders, ((rank,),))
         others = tuple(other for other in group if other != rank)
         if others:
-            yield Send(part.tensor, part.region, part.nbytes, ((rank, 0),), (others,), first)
+            yield Send(part.tensor, part.region, part.nbytes, (rank,), (others,), first)
         first += 1 + bool(others)
 
 
@@ -110,7 +110,5 @@ def cut(task: UnitTask, parts: int) -> Iterator[UnitTask]:
         yield UnitTask(task.tensor, region, nbytes, task.holders, task.receivers)
 
 
-def _send(
-    task: UnitTask, candidates: tuple[tuple[int, int], ...], groups: tuple[tuple[int, ...], ...]
-) -> Send:
+def _send(task: UnitTask, candidates: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> Send:
     return Send(task.tensor, task.region, task.nbytes, candidates, groups)

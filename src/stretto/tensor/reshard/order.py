@@ -8,11 +8,9 @@ follows from it. The steps:
     3. order: again and again the send that can start first; which of several is a rule, and several rules
        are tried (open-shop list scheduling; a send is an operation on several links at once); then rounds
        (their own room)
-    4. search: seeded local changes of order, senders and ways, kept when they are no worse, until the bound
-       is met or the budget is spent (its own room)
 
 Each step starts from the best of those before it, so none is worse than they are. Equal input gives equal
-choices: ties go by index, and the budget is counted in evaluations.
+choices: ties go by index.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class Way:
     """A send as it is done: who sends it, along which ranks, and what that takes of the links."""
 
     sender: int
-    holding: int
     receivers: tuple[int, ...]
     takes: Footprint
 
@@ -64,10 +61,10 @@ class Arranger:
     def way(self, index: int, candidate: int, groups: Sequence[tuple[int, ...]]) -> Way:
         """The way of a send from one of its candidates through its hosts in this order."""
         send = self.sends[index]
-        sender, holding = send.candidates[candidate]
+        sender = send.candidates[candidate]
         receivers = tuple(rank for group in groups for rank in group)
         takes = footprint(send.nbytes, (sender, *receivers), self.hosts, self.piece_bytes)
-        return Way(sender, holding, receivers, takes)
+        return Way(sender, receivers, takes)
 
     def walk(
         self, ways: Sequence[Way], order: Sequence[int]
@@ -109,12 +106,12 @@ class Arranger:
 
         def open_choice(i: int) -> tuple[bool, int, int]:
             send = self.sends[i]
-            return len({self.hosts[rank] for rank, _ in send.candidates}) > 1, -send.nbytes, i
+            return len({self.hosts[rank] for rank in send.candidates}) > 1, -send.nbytes, i
 
         # those that have no choice first: the others then even out what these load
         for i in sorted(range(len(self.sends)), key=open_choice):
             send = self.sends[i]
-            by_load = [(up[self.hosts[rank]], out[rank], c) for c, (rank, _) in enumerate(send.candidates)]
+            by_load = [(up[self.hosts[rank]], out[rank], c) for c, rank in enumerate(send.candidates)]
             candidate = min(by_load)[2]
             # the last host forwards nothing, so the one that sends most otherwise stands there
             groups = sorted(send.groups, key=lambda group: up[self.hosts[group[0]]])

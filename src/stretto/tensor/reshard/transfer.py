@@ -15,7 +15,6 @@ class Transfer:
     region: the box, in elements of the whole tensor.
     nbytes: its bytes.
     sender: the rank that it comes from.
-    holding: in which of the source layouts the sender holds it (0 unless several were given).
     receivers: the sender sends to the first, the first hands each piece on to the second, and so on; each
         keeps it. One receiver: a plain message.
     after: index, in the plan's transfers, of the one that brought this box (or one around it) to the sender,
@@ -28,7 +27,6 @@ class Transfer:
     nbytes: int
     sender: int
     receivers: tuple[int, ...]
-    holding: int = 0
     after: int | None = None
     start_us: float = 0.0
     end_us: float = 0.0
@@ -42,4 +40,3 @@ class Copy:
     region: Region
     nbytes: int
     rank: int
-    holding: int = 0
