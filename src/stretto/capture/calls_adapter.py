@@ -19,7 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stretto.capture.carried import Traced
+from stretto.capture.graphs import Traced
 from stretto.errors import CaptureError
 
 

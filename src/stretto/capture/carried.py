@@ -19,28 +19,18 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from stretto.capture.graphs import JointGraph, Traced
 from stretto.capture.repeat import NotRepeatedError
 from stretto.capture.state import State
 from stretto.errors import CaptureError
 
-if TYPE_CHECKING:
-    from stretto.capture.torch_adapter import JointGraph
-
 NAMED = 3
 """How many names of what is carried a message has."""
-
-
-class Traced(NamedTuple):
-    """The graph under way and what holds its constants; id of a tensor -> the node that makes it."""
-
-    graph: torch.fx.Graph
-    holder: Any
-    nodes: Mapping[int, torch.fx.Node]
 
 
 class Rules(NamedTuple):

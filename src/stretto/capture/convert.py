@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from stretto.capture import torch_adapter
 from stretto.capture.expand import TracedOp
+from stretto.capture.graphs import JointGraph
 from stretto.errors import CaptureError
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.alone import Matched
@@ -35,7 +36,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def convert(
-    joint: torch_adapter.JointGraph, names: dict[torch.fx.Node, str], matched: Sequence[Matched] = ()
+    joint: JointGraph, names: dict[torch.fx.Node, str], matched: Sequence[Matched] = ()
 ) -> tuple[list[TracedOp], list[Constant]]:
     """All nodes in order; puts the ops' names into `names`. matched: the calls of a spread model.
 

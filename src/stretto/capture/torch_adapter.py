@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -27,6 +26,7 @@ from stretto.batch.loss import Loss, loss_and_count
 from stretto.capture.calls_adapter import buffers_in_place, nodes_of, untraced
 from stretto.capture.carried import Calls, Rules
 from stretto.capture.explain import at_fault
+from stretto.capture.graphs import JointGraph
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
@@ -38,25 +38,6 @@ SEGMENT = "stretto_segment"
 
 CALL = "stretto_call"
 """Likewise, for the call that made a node (`stretto.parallelize.alone` numbers them)."""
-
-
-@dataclass(frozen=True, slots=True)
-class JointGraph:
-    """The joint graph with its calling convention in plain words.
-
-    inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
-    outputs: (kind, name, node or None) in order, kind in "loss", "count", "grad", "update".
-    segments: the module whose code runs in each segment, by number. borders: stage of a program on several
-    meshes -> the segment in which execution first goes on there. count: how many each microbatch's loss
-    counts, where that is a number.
-    """
-
-    module: torch.fx.GraphModule
-    inputs: dict[torch.fx.Node, tuple[str, str | int]]
-    outputs: list[tuple[str, str, torch.fx.Node | None]]
-    segments: list[str]
-    borders: dict[int, int] = field(default_factory=dict)
-    count: float | None = None
 
 
 def fake_mode() -> FakeTensorMode:

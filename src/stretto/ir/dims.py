@@ -207,13 +207,33 @@ RULES: dict[str, Rule] = {
     ),
     "aten.index_select.default": dims_moved.index_select,
     "aten.index.Tensor": dims_moved.index,
+    **dict.fromkeys(("aten.index_put.default", "aten._index_put_impl.default"), dims_moved.index_put),
+    **dict.fromkeys(
+        (
+            *("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", "aten.index_add.default"),
+            *("aten.index_copy.default", "aten.index_reduce.default"),
+        ),
+        dims_moved.into_rows,
+    ),
+    **dict.fromkeys(
+        (
+            f"aten.{pool}{way}.default"
+            for n in (2, 3)
+            for pool in (f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d")
+            for way in ("", "_backward")
+        ),
+        dims_moved.image,
+    ),
     **dict.fromkeys(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"), dims_attention.norm),
     **dict.fromkeys(
         ("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default"),
         dims_attention.norm_backward,
     ),
     "aten.topk.default": dims_moved.topk,
-    "aten.nll_loss_forward.default": dims_attention.nll,
+    **dict.fromkeys(("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"), dims_attention.nll),
+    **dict.fromkeys(
+        ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default"), dims_attention.nll_backward
+    ),
 }
 
 

@@ -36,6 +36,7 @@ from stretto.ir.placement import (
     EQUAL,
     LOCAL,
     SUM,
+    UNKNOWN,
     EqualReducedError,
     NeedsEqualError,
     Placement,
@@ -105,6 +106,11 @@ def _is_zero(op: Op) -> bool:
         return True
     at = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}.get(name)
     return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
+
+
+def _of_whom(given: Sequence[Placement]) -> Placement:
+    """What an op makes of which nobody knows whether ranks make slices of it or the whole."""
+    return UNKNOWN if all(p.kind == "equal" or p == UNKNOWN for p in given) else LOCAL
 
 
 class Placer:
@@ -184,12 +190,14 @@ class Placer:
             return (self.of(source) if several is None else several[int(op.args[1])],)
         if op.target in FILLS:
             return (self._filled(op),)
-        if not self._exact and not op.target.startswith(KNOWN_OPS):
-            return (LOCAL,) * max(len(op.outputs), 1)  # of what library, nobody knows
         names = operands(op)
         given = tuple(self.of(name) for name in names)
+        if not self._exact and not op.target.startswith(KNOWN_OPS):
+            return (_of_whom(given),) * max(len(op.outputs), 1)
         if all(p is EQUAL for p in given) and op.target != EXPAND:
             return (EQUAL,) * max(len(op.outputs), 1)
+        if UNKNOWN in given:
+            return (_of_whom(given),) * max(len(op.outputs), 1)
         key = (_key(op, names, given, specs, own, scaled), self._backward)
         found = self._known.get(key)
         if found is None:
@@ -262,7 +270,7 @@ class Placer:
         if op.args[-2] != self._axis:
             return held
         if held.zero or held.kind == "local":
-            return held
+            return LOCAL if held == UNKNOWN else held
         if held.kind == "sum":
             raise NeedsEqualError((source,))
         if held.kind != "equal":

@@ -12,11 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.ir.flow import PHASES
-from stretto.ir.placement import LOCAL, EqualReducedError, NeedsEqualError, RefusedError, is_thin
+from stretto.ir.flow import PHASES, given_specs
+from stretto.ir.placement import (
+    LOCAL,
+    UNKNOWN,
+    EqualReducedError,
+    NeedsEqualError,
+    Placement,
+    RefusedError,
+    is_thin,
+)
 from stretto.ir.placements import Placer, placers_of
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job, Op, TensorSpec
+from stretto.ir.program import Op, TensorSpec
 from stretto.verify.fault import Fault
 
 TENSOR = "tp"
@@ -30,22 +38,9 @@ def placement_faults(plan: Plan) -> list[Fault]:
         return []
     shards = {p.name: shard for p in job.parameters for shard in p.shards if shard.axis == TENSOR}
     placers = placers_of(TENSOR, size, shards, exact=False)
-    specs = _given(job)
+    specs = given_specs(job)
     found = list(_walk(plan, placers, specs))
-    if not found:
-        found += _gradients(plan, placers, specs)
-    return found
-
-
-def _given(job: Job) -> dict[str, TensorSpec]:
-    """Specs of what no op makes."""
-    return {
-        **{f"param/{p.name}": p.spec for p in job.parameters},
-        **{f"buffer/{b.name}": b.spec for b in job.buffers},
-        **{f"const/{c.name}": c.spec for c in job.constants},
-        **{f"batch/{name}": spec for name, spec in job.batch},
-        "tangent": job.loss_spec,
-    }
+    return found or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
 
 
 def _walk(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
@@ -96,30 +91,44 @@ def _place(
 def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
     """Gradients of spread parameters are spread with them, others are whole or addends, as they say."""
     for parameter in plan.job.parameters:
-        shard = next((s for s in parameter.shards if s.axis == TENSOR), None)
+        where, partial = f"parameter {parameter.name}", TENSOR in parameter.partial
         for stage, phase, value in parameter.grads:
+            rank, its = plan.rank_of(stage), f"its gradient {value} ({stage}{phase})"
             for placer in placers:
                 own, held = placer.of(f"param/{parameter.name}"), placer.of(value)
-                if (
-                    held.kind == "local"
-                    or held.zero
-                    or (held.kind == "part" and is_thin(held, specs[value].shape))
-                ):
+                thin = is_thin(held, specs[value].shape)  # one element may be an addend as well
+                if held.zero:
                     continue
-                fits = (
-                    held.kind == "part"
-                    if own.kind == "part"
-                    else held.kind == ("sum" if TENSOR in parameter.partial else "equal")
-                )
-                if not fits:
-                    yield Fault(
-                        plan.rank_of(stage),
-                        f"parameter {parameter.name}",
-                        f"its gradient {value} ({stage}{phase}) is {held}, but the parameter is {own}"
-                        + (
-                            f" with addends of its gradient on {TENSOR} ranks"
-                            if TENSOR in parameter.partial
-                            else ""
-                        ),
-                        f"Give it {'the shard' if shard is None else 'no shard'} or `partial` that fits",
-                    )
+                whole = _is_whole(held)
+                if own.kind == "part" and held.kind not in ("part", "local"):
+                    what = f"{its} is {held}, but the parameter is {own}"
+                    yield Fault(rank, where, what, "Give it the shard or `partial` that fits")
+                elif own.kind != "part" and not partial and not whole and not thin:
+                    what = f"{its} differs between {TENSOR} ranks, which all hold it whole, and is not summed"
+                    yield Fault(rank, where, what, f"Name {TENSOR} in `partial`")
+                elif own.kind != "part" and partial and whole:
+                    size = plan.job.size(TENSOR)
+                    what = f"{its} is the whole on every {TENSOR} rank, and would be counted {size} times"
+                    yield Fault(rank, where, what, f"Take {TENSOR} out of `partial`")
+                elif own.kind != "part" and partial and held.kind == "part" and not thin:
+                    what = f"{its} is {held}, but the parameter is {own} with addends of its gradient"
+                    yield Fault(rank, where, f"{what} on {TENSOR} ranks", "Give it no shard that fits")
+
+
+def _kept(plan: Plan, placers: list[Placer]) -> Iterator[Fault]:
+    """The loss, and what buffers become, are whole on every rank."""
+    for placer in placers:
+        stage, loss = plan.job.loss
+        if not _is_whole(placer.of(loss)):
+            what = f"{loss} differs between {TENSOR} ranks"
+            yield Fault(plan.rank_of(stage), "loss", what, "Gather or sum what it is made of first")
+        for buffer in plan.job.buffers:
+            for stage, phase, value in buffer.updates:
+                if not _is_whole(placer.of(value)):
+                    what = f"its update {value} ({stage}{phase}) differs between {TENSOR} ranks, which all "
+                    fix = "Sum or gather what it is made of first"
+                    yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}hold it whole", fix)
+
+
+def _is_whole(held: Placement) -> bool:
+    return held.kind == "equal" or held == UNKNOWN

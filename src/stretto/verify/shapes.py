@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from stretto.ir.flow import given_specs
 from stretto.ir.plan import Plan
 from stretto.ir.program import DTYPE_BYTES, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
 from stretto.verify.fault import Fault
@@ -37,21 +38,12 @@ DEVICE_ATTENTION = ("attention",)
 def shape_faults(plan: Plan) -> list[Fault]:
     """Every op that cannot be called so, or gives something else. References must be sound."""
     job = plan.job
-    specs = _inputs(job)
+    specs: dict[str, Given] = {name: (spec,) for name, spec in given_specs(job).items()}
     for stage in job.stages:
         for ops in stage.ops.values():
             for op in ops:
                 specs[op.name] = op.outputs
     return [*_ops(job, specs), *_gradients(job, specs)]
-
-
-def _inputs(job: Job) -> dict[str, Given]:
-    named = {f"param/{p.name}": p.spec for p in job.parameters}
-    named |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-    named |= {f"const/{c.name}": c.spec for c in job.constants}
-    named |= {f"batch/{name}": spec for name, spec in job.batch}
-    given: dict[str, Given] = {name: (spec,) for name, spec in named.items()}
-    return given | {"tangent": (job.loss_spec,)}
 
 
 def _ops(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:

@@ -1,9 +1,7 @@
-"""Proves that axes and shards fit together, and that ranks along tp stay equal where they must.
+"""Proves that axes and shards fit together.
 
-Parameters that are spread name real axes and dims; copies of one tensor are spread alike. A gradient of which
-every rank has only a part is summed, and one of which every rank has the whole is not: either mistake would
-train another model, and no message would be missing. What differs between ranks is read off the programs
-(`stretto.ir.varying`). May touch `stretto.ir`.
+Parameters that are spread name real axes and dims; copies of one tensor are spread alike. May touch
+`stretto.ir`.
 """
 
 from __future__ import annotations
@@ -13,11 +11,7 @@ from collections.abc import Iterator
 from stretto.ir.mesh import AXES
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter, Shard
-from stretto.ir.varying import varying_in_job
 from stretto.verify.fault import Fault
-
-TENSOR = "tp"
-"""The axis along which values are equal unless the program says otherwise; along others, data differ."""
 
 
 def sharding_faults(plan: Plan) -> list[Fault]:
@@ -28,17 +22,6 @@ def sharding_faults(plan: Plan) -> list[Fault]:
         found += _parameter(plan.job, parameter)
         found += _tie(first.setdefault(parameter.tied_to, parameter), parameter)
     return found
-
-
-def difference_faults(plan: Plan) -> list[Fault]:
-    """Gradients, updates and a loss that are other than their parameters, buffers and readers expect.
-
-    The programs must have no other fault.
-    """
-    job = plan.job
-    if job.size(TENSOR) == 1:
-        return []
-    return list(_differences(plan, varying_in_job(job, TENSOR)))
 
 
 def _axes(job: Job) -> Iterator[Fault]:
@@ -147,41 +130,3 @@ def _tie(first: Parameter, parameter: Parameter) -> Iterator[Fault]:
 
 def _spread(parameter: Parameter) -> str:
     return " and ".join(f"{s.axis} along dim {s.dim}" for s in parameter.shards) or "not spread"
-
-
-def _differences(plan: Plan, differing: set[str]) -> Iterator[Fault]:
-    job = plan.job
-    size = job.size(TENSOR)
-    ranks = f"{TENSOR} ranks, which all hold it whole"
-    if job.loss[1] in differing:
-        yield Fault(
-            plan.rank_of(job.loss[0]),
-            "loss",
-            f"{job.loss[1]} differs between {TENSOR} ranks",
-            "Gather or sum what it is made of first",
-        )
-    for parameter in job.parameters:
-        if any(shard.axis == TENSOR for shard in parameter.shards):
-            continue
-        for stage, phase, value in parameter.grads:
-            differs, partial = value in differing, TENSOR in parameter.partial
-            if differs == partial:
-                continue
-            yield Fault(
-                plan.rank_of(stage),
-                f"parameter {parameter.name}",
-                f"its gradient {value} ({stage}{phase}) differs between {ranks}, and is not summed"
-                if differs
-                else f"its gradient {value} ({stage}{phase}) is the whole on every {TENSOR} rank, "
-                f"and would be counted {size} times",
-                f"Name {TENSOR} in `partial`" if differs else f"Take {TENSOR} out of `partial`",
-            )
-    for buffer in job.buffers:
-        for stage, phase, value in buffer.updates:
-            if value in differing:
-                yield Fault(
-                    plan.rank_of(stage),
-                    f"buffer {buffer.name}",
-                    f"its update {value} ({stage}{phase}) differs between {ranks}",
-                    "Sum or gather what it is made of first",
-                )

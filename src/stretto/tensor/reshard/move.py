@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of, wrapped
-from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor
+from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor, moved_by
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import check_way, checked_move, checked_moves, text_of
 from stretto.tensor.reshard.between import Move, between
@@ -100,17 +100,24 @@ def reshard_all(
     return _agreed(tensors, found, _Way(True, in_flight_bytes, mode))
 
 
-def redistributed(x: GlobalTensor, placements: Sequence[Placement], async_op: bool) -> GlobalTensor:
-    """Other placements on the same mesh, by the ranks of the mesh alone, as DTensor does. Differentiable."""
-    placements = checked_move(x, x.device_mesh, placements)
+def _redistributed(
+    x: GlobalTensor, mesh: DeviceMesh, placements: Sequence[Placement], async_op: bool
+) -> GlobalTensor:
+    """Other placements; on the same mesh by its ranks alone, as DTensor does. Differentiable."""
+    if mesh != x.device_mesh:
+        return reshard(x, mesh, placements)
+    placements = checked_move(x, mesh, placements)
     program = captured()
     if program is not None:
         made: GlobalTensor = program.redistribute(x, placements)
         return made
-    if not in_order(x.device_mesh):
-        return reshard(x, x.device_mesh, placements)
+    if not in_order(mesh):
+        return reshard(x, mesh, placements)
     way = _Way(False, IN_FLIGHT_BYTES, "broadcast", async_op)
-    return _apply([x], (Move(0, x.device_mesh, placements),), way)[0]
+    return _apply([x], (Move(0, mesh, placements),), way)[0]
+
+
+moved_by(_redistributed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +166,7 @@ class _Moves(torch.autograd.Function):
             back = _agreed(there, moves, ctx.way)
         else:
             back = tuple(
-                redistributed(as_global(gradient), move.placements, ctx.way.async_op)
+                _redistributed(as_global(gradient), move.mesh, move.placements, ctx.way.async_op)
                 for gradient, move in zip(there, moves)
             )
         sums: list[torch.Tensor | None] = [None] * len(ctx.back)
