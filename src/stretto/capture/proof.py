@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.gathered import VIEW_OPS
+from stretto.ir.placed_programs import placers_of
 from stretto.ir.placement import (
     LOCAL,
     SUM,
@@ -36,7 +37,7 @@ from stretto.ir.placement import (
     is_thin,
     part,
 )
-from stretto.ir.placements import Placer, placers_of
+from stretto.ir.placements import Placer
 from stretto.ir.program import CHUNK, STARTS, WAIT, Const, Op, Ref, Shard, TensorSpec
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import rooted, with_uses

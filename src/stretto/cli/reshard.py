@@ -27,7 +27,7 @@ WIDTH = 120
 SHOWN = 64
 """Transfers that are listed at most; `--json` lists all."""
 
-NAMES = {"broadcast": "broadcast", "all_gather": "all-gather in a host", "point_to_point": "point to point"}
+NAMES = {"broadcast": "broadcast", "point_to_point": "point to point"}
 
 reshard = typer.Typer(add_completion=False)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
-from stretto.ir.varying import varying_in_job
 from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
@@ -83,7 +83,7 @@ class RankState:
             device,
             frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates),
             self.coordinates,
-            frozenset(varying_in_job(job, "tp") if job.size("tp") > 1 else ()),
+            frozenset(differing_in(job, "tp") if job.size("tp") > 1 else ()),
         )
         order = plan.orders[self.place]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}

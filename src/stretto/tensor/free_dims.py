@@ -64,18 +64,11 @@ def free_dims(
     name, _, overload = str(op).removeprefix("aten.").partition(".")
     name = name if name in IN_PARTS else name.removesuffix("_")
     given: list[torch.Tensor] = []
-
-    def written(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            given.append(value)
-            return Ref(str(len(given)))
-        return tuple(map(written, value)) if isinstance(value, (list, tuple)) else value
-
     call = Op(
         "call",
         f"aten.{name}.{overload}",
-        tuple(map(written, args)),
-        tuple((key, written(value)) for key, value in kwargs.items()),
+        _written(args, given),
+        tuple((key, _written(value, given)) for key, value in kwargs.items()),
         tuple(results),
     )
     specs = [TensorSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in given]
@@ -90,6 +83,16 @@ def free_dims(
         return []
     on_mesh = [at for at, x in enumerate(given) if isinstance(x, DTensor)]
     return [] if rule is None else _free(rule, [rule.inputs[at] for at in on_mesh])
+
+
+# No function within the one above, which would refer to itself, and keep the tensors until Python looks for
+# cycles.
+def _written(value: Any, given: list[torch.Tensor]) -> Any:
+    """An argument as programs write it; its tensors come to `given`."""
+    if isinstance(value, torch.Tensor):
+        given.append(value)
+        return Ref(str(len(given)))
+    return tuple(_written(item, given) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _free(rule: Dims, inputs: Sequence[tuple[int | None, ...]]) -> list[FreeDim]:

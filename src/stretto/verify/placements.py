@@ -12,17 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.ir.flow import PHASES, given_specs
-from stretto.ir.placement import (
-    LOCAL,
-    UNKNOWN,
-    EqualReducedError,
-    NeedsEqualError,
-    Placement,
-    RefusedError,
-    is_thin,
-)
-from stretto.ir.placements import Placer, placers_of
+from stretto.ir.flow import given_specs
+from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
+from stretto.ir.placement import UNKNOWN, EqualReducedError, NeedsEqualError, Placement, is_thin
+from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op, TensorSpec
 from stretto.verify.fault import Fault
@@ -36,56 +29,26 @@ def placement_faults(plan: Plan) -> list[Fault]:
     size = job.size(TENSOR)
     if size == 1:
         return []
-    shards = {p.name: shard for p in job.parameters for shard in p.shards if shard.axis == TENSOR}
-    placers = placers_of(TENSOR, size, shards, exact=False)
+    placers = placers_of(TENSOR, size, shards_of(job, TENSOR), exact=False)
     specs = given_specs(job)
-    found = list(_walk(plan, placers, specs))
+    stages, programs = zip(*programs_of(job), strict=True)
+    troubles = place_all(programs, placers, specs)
+    found = [_fault(plan.rank_of(stages[at]), op, trouble) for at, op, trouble in troubles]
     return found or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
 
 
-def _walk(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
-    """Place all ops of all programs, each when its operands are known: values cross stages either way."""
-    programs = [
-        (stage.index, phase is not PHASES[0], list(stage.ops[phase]))
-        for phase in PHASES
-        for stage in plan.job.stages
-    ]
-    known = set(specs)
-    at = [0] * len(programs)
-    moved = True
-    while moved:
-        moved = False
-        for k, (stage, backward, ops) in enumerate(programs):
-            while at[k] < len(ops) and all(name in known for name in ops[at[k]].uses):
-                op = ops[at[k]]
-                yield from _place(plan.rank_of(stage), op, placers, specs, backward)
-                if len(op.outputs) == 1 and op.outputs[0] is not None:
-                    specs[op.name] = op.outputs[0]
-                known.add(op.name)
-                at[k] += 1
-                moved = True
-
-
-def _place(
-    rank: int, op: Op, placers: list[Placer], specs: dict[str, TensorSpec], backward: bool
-) -> Iterator[Fault]:
-    for placer in placers:
-        try:
-            placer.place(op, specs, backward=backward and not op.repeats)  # else one of the forward
-            continue
-        except NeedsEqualError as error:
-            what = (
-                f"uses {', '.join(error.names)} as a whole, of which every {TENSOR} rank has only an addend"
-            )
-            fix = "Sum it over the ranks first"
-        except EqualReducedError as error:
-            what = f"sums {error} over {TENSOR} ranks, which all hold it whole"
-            fix = "Use it as it is"
-        except RefusedError as error:
-            what = f"has operands that {TENSOR} ranks do not hold alike: {error}"
-            fix = "Gather what is spread first"
-        placer.values[op.name] = LOCAL  # what comes of it is no fault of its own
-        yield Fault(rank, f"{op.name} ({op.target})", what, fix)
+def _fault(rank: int, op: Op, trouble: Trouble) -> Fault:
+    if isinstance(trouble, NeedsEqualError):
+        names = ", ".join(trouble.names)
+        what = f"uses {names} as a whole, of which every {TENSOR} rank has only an addend"
+        fix = "Sum it over the ranks first"
+    elif isinstance(trouble, EqualReducedError):
+        what = f"sums {trouble} over {TENSOR} ranks, which all hold it whole"
+        fix = "Use it as it is"
+    else:
+        what = f"has operands that {TENSOR} ranks do not hold alike: {trouble}"
+        fix = "Gather what is spread first"
+    return Fault(rank, f"{op.name} ({op.target})", what, fix)
 
 
 def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
 """Resharding: a tensor goes from one layout to another, within a mesh or between meshes.
 
     tasks        what must move: each distinct box, who holds it, who needs it
-    modes        how a box goes to several ranks: point to point, all-gather in a host, a chain
+    modes        how a box goes to several ranks: point to point, or a chain
     order        who sends, and in which order
     rounds       an order in which as many hosts as can send and receive at once
     timeline     when each transfer runs on the hosts' links

@@ -1,8 +1,6 @@
 """How a box goes to several ranks: what each mode makes of a unit task.
 
     point_to_point   every receiver gets its own copy from a holder
-    all_gather       every receiving host gets the box once, a part of it to each of its receivers; these then
-                     hand their parts to one another inside the host
     broadcast        one chain through all receiving hosts, so that each host's link carries the box once in
                      each direction; inside a host the chain goes on from device to device
 
@@ -22,7 +20,7 @@ from stretto.tensor.layout import Region, region_count
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.tasks import UnitTask
 
-Mode: TypeAlias = Literal["broadcast", "all_gather", "point_to_point"]
+Mode: TypeAlias = Literal["broadcast", "point_to_point"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -33,7 +31,6 @@ class Send:
 
     candidates: ranks that may send, in order.
     groups: receivers, a group for each host; the order of the groups is open, that in a group is not.
-    after: index of the send that brings the box to the only candidate; None: candidates hold it already.
     """
 
     tensor: int
@@ -41,7 +38,6 @@ class Send:
     nbytes: int
     candidates: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
-    after: int | None = None
 
 
 def sends_of(
@@ -70,22 +66,9 @@ def sends_of(
             far = [tuple(ranks) for ranks in needing.values()]
             if mode == "broadcast":
                 sends.append(_send(piece, task.holders, tuple(far)))
-            elif mode == "point_to_point":
-                sends += [_send(piece, task.holders, ((rank,),)) for group in far for rank in group]
             else:
-                for group in far:
-                    sends += _gathered(piece, group, len(sends))
+                sends += [_send(piece, task.holders, ((rank,),)) for group in far for rank in group]
     return sends
-
-
-def _gathered(task: UnitTask, group: tuple[int, ...], first: int) -> Iterator[Send]:
-    """A part to each device of a host, which hands it to the others. first: index of the first send made."""
-    for part, rank in zip(cut(task, len(group)), group):
-        yield _send(part, task.holders, ((rank,),))
-        others = tuple(other for other in group if other != rank)
-        if others:
-            yield Send(part.tensor, part.region, part.nbytes, (rank,), (others,), first)
-        first += 1 + bool(others)
 
 
 def cut(task: UnitTask, parts: int) -> Iterator[UnitTask]:

@@ -38,7 +38,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Ways by index of send, and the order of the sends that follow no other; followers come right after."""
+    """Ways by index of send, and the order of the sends."""
 
     ways: tuple[Way, ...]
     order: tuple[int, ...]
@@ -52,11 +52,6 @@ class Arranger:
         self.sends = sends
         self.hosts = hosts
         self.piece_bytes = piece_bytes
-        self.first = tuple(i for i, send in enumerate(sends) if send.after is None)
-        self.followers: dict[int, list[int]] = defaultdict(list)
-        for i, send in enumerate(sends):
-            if send.after is not None:
-                self.followers[send.after].append(i)
 
     def way(self, index: int, candidate: int, groups: Sequence[tuple[int, ...]]) -> Way:
         """The way of a send from one of its candidates through its hosts in this order."""
@@ -73,8 +68,6 @@ class Arranger:
         timeline, times = Timeline(), {}
         for i in order:
             times[i] = timeline.place(ways[i].takes)
-            for follower in self.followers.get(i, ()):
-                times[follower] = timeline.place(ways[follower].takes, times[i][1])
         return timeline, times
 
     def arrangement(self, ways: Sequence[Way], order: Sequence[int]) -> Arrangement:
@@ -84,14 +77,14 @@ class Arranger:
     def naive(self) -> Arrangement:
         """Step 1."""
         ways = [self.way(i, 0, send.groups) for i, send in enumerate(self.sends)]
-        return self.arrangement(ways, self.first)
+        return self.arrangement(ways, range(len(ways)))
 
     def balanced(self, bound_us: float) -> Arrangement:
         """Steps 2 and 3: the best of the naive arrangement and of each order with balanced senders."""
         best = self.naive()
         ways = self.balanced_ways()
         orders: list[Callable[[], list[int]]] = [partial(self.listed, ways, rule) for rule in RULES]
-        orders.append(lambda: in_rounds({i: ways[i].takes for i in self.first}))
+        orders.append(lambda: in_rounds({i: way.takes for i, way in enumerate(ways)}))
         for order in orders:
             if meets(best.makespan_us, bound_us):
                 break
@@ -138,8 +131,8 @@ class Arranger:
 
         # sends that take the same of the same links are equally good: one of each kind stands in the heap
         alike: dict[Footprint, deque[int]] = defaultdict(deque)
-        for i in self.first:
-            alike[ways[i].takes].append(i)
+        for i, way in enumerate(ways):
+            alike[way.takes].append(i)
         # starts only move later and remaining loads only shrink, so a key only grows: one that is unchanged
         # when it comes up is the least of all
         heap = [key(queue.popleft()) for queue in alike.values()]
@@ -151,13 +144,9 @@ class Arranger:
                 heapq.heapreplace(heap, now)
                 continue
             order.append(i)
-            end = timeline.place(ways[i].takes)[1]
-            done = [i, *self.followers.get(i, ())]
-            for follower in done[1:]:
-                timeline.place(ways[follower].takes, end)
-            for one in done:
-                for link, from_us, to_us in ways[one].takes.uses:
-                    remaining[link] -= to_us - from_us
+            timeline.place(ways[i].takes)
+            for link, from_us, to_us in ways[i].takes.uses:
+                remaining[link] -= to_us - from_us
             queue = alike[ways[i].takes]
             if queue:
                 heapq.heapreplace(heap, key(queue.popleft()))

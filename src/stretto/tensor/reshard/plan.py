@@ -160,14 +160,13 @@ def _plan(
     bound: float,
 ) -> ReshardPlan:
     timeline, times = arranger.walk(found.ways, found.order)
-    place = {send: index for index, send in enumerate(times)}
     hosts = arranger.hosts
     transfers = []
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     for index, (start_us, end_us) in times.items():
         send, way = arranger.sends[index], found.ways[index]
-        transfers.append(_transfer(send, way, place, start_us, end_us))
+        transfers.append(_transfer(send, way, start_us, end_us))
         for here, there in pairwise((way.sender, *way.receivers)):
             if hosts[here] != hosts[there]:
                 sent[hosts[here]] += send.nbytes
@@ -191,14 +190,13 @@ def _plan(
     )
 
 
-def _transfer(send: Send, way: Way, place: Mapping[int, int], start_us: float, end_us: float) -> Transfer:
+def _transfer(send: Send, way: Way, start_us: float, end_us: float) -> Transfer:
     return Transfer(
         tensor=send.tensor,
         region=send.region,
         nbytes=send.nbytes,
         sender=way.sender,
         receivers=way.receivers,
-        after=None if send.after is None else place[send.after],
         start_us=start_us,
         end_us=end_us,
     )

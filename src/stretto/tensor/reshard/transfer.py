@@ -17,8 +17,6 @@ class Transfer:
     sender: the rank that it comes from.
     receivers: the sender sends to the first, the first hands each piece on to the second, and so on; each
         keeps it. One receiver: a plain message.
-    after: index, in the plan's transfers, of the one that brought this box (or one around it) to the sender,
-        which then sends out of its target tensor; None: it sends out of its source tensor.
     start_us, end_us: predicted: the first byte leaves the sender, the last one reaches the last receiver.
     """
 
@@ -27,7 +25,6 @@ class Transfer:
     nbytes: int
     sender: int
     receivers: tuple[int, ...]
-    after: int | None = None
     start_us: float = 0.0
     end_us: float = 0.0
 
