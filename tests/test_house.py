@@ -19,17 +19,11 @@ UPWARD = {
     ("measure.time_ops", "price.roofline"),
 }
 EACH_OTHER = {
-    ("capture.carried", "capture.torch_adapter"),
     ("cli.bench", "cli.bench_tensor"),
-    ("ir.plan", "ir.serialize"),
     ("price.cluster", "price.roofline"),
-    ("tensor.global_tensor", "tensor.reshard.move"),
 }
 TOO_LONG = {
-    "capture/torch_adapter.py",
     "config.py",
-    "ir/placements.py",
-    "ir/program.py",
 }
 
 _spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")

@@ -22,7 +22,7 @@ coordinates (`Plan.mesh`) walk the same orders on other shards or other data, ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -170,6 +170,14 @@ class Bucket:
     parameters: tuple[str, ...]
 
 
+_writers: list[Callable[[Plan, Path], None]] = []
+
+
+def written_by(write: Callable[[Plan, Path], None]) -> None:
+    """Say how plans are written to a file. `stretto.ir.serialize` does, which reads this module."""
+    _writers[:] = [write]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk.
@@ -253,9 +261,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: readable, versioned; equal plans give equal bytes. Raises StrettoError."""
-        from stretto.ir.serialize import save_plan  # here, because the file's text form reads this module
-
-        save_plan(self, Path(path))
+        (write,) = _writers
+        write(self, Path(path))
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} ranks"
