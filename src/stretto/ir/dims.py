@@ -132,55 +132,33 @@ def _along_one(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     )
 
 
-def _mm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    return Dims(((0, 1), (1, 2)), ((0, 2),), summed=frozenset((1,)), linear=each(0, 1))
+CONTRACTIONS = {
+    "mm": ("ik", "kj", "ij"),
+    "bmm": ("bik", "bkj", "bij"),
+    "mv": ("ik", "k", "i"),
+    "dot": ("k", "k", ""),
+}
+"""Products of two operands, which are summed over k, as einsum writes them."""
+
+ADDED_TO = {"addmm": "mm", "baddbmm": "bmm"}
+"""The same with an operand before them, which is added to the product."""
 
 
-def _bmm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    return Dims(((3, 0, 1), (3, 1, 2)), ((3, 0, 2),), summed=frozenset((1,)), linear=each(0, 1))
-
-
-def _addmm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    made = op.outputs[0]
-    assert made is not None
-    to = {0: 0, 1: 2}
-    bias = tuple(None if d is None else to[d] for d in broadcast(specs[0], made.shape))
+def _product(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    name = op.target.split(".")[1]
+    letters = CONTRACTIONS[ADDED_TO.get(name, name)]
+    left, right, made = (tuple(map("ikjb".index, part)) for part in letters)
+    summed = frozenset((1,))
+    result = op.outputs[0]
+    if name not in ADDED_TO or result is None:
+        return Dims((left, right), (made,), summed=summed, linear=each(0, 1))
+    bias = tuple(None if d is None else made[d] for d in broadcast(specs[0], result.shape))
     linear = (frozenset((0, 1)), frozenset((0, 2)))
-    return Dims(
-        (bias, (0, 1), (1, 2)), ((0, 2),), summed=frozenset((1,)), linear=linear, added=frozenset((0,))
-    )
-
-
-def _baddbmm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    made = op.outputs[0]
-    assert made is not None
-    to = {0: 3, 1: 0, 2: 2}
-    bias = tuple(None if d is None else to[d] for d in broadcast(specs[0], made.shape))
-    linear = (frozenset((0, 1)), frozenset((0, 2)))
-    return Dims(
-        (bias, (3, 0, 1), (3, 1, 2)),
-        ((3, 0, 2),),
-        summed=frozenset((1,)),
-        linear=linear,
-        added=frozenset((0,)),
-    )
-
-
-def _mv(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    return Dims(((0, 1), (1,)), ((0,),), summed=frozenset((1,)), linear=each(0, 1))
-
-
-def _dot(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    return Dims(((0,), (0,)), ((),), summed=frozenset((0,)), linear=each(0, 1))
+    return Dims((bias, left, right), (made,), summed=summed, linear=linear, added=frozenset((0,)))
 
 
 RULES: dict[str, Rule] = {
-    "aten.mm.default": _mm,
-    "aten.bmm.default": _bmm,
-    "aten.addmm.default": _addmm,
-    "aten.baddbmm.default": _baddbmm,
-    "aten.mv.default": _mv,
-    "aten.dot.default": _dot,
+    **{f"aten.{name}.default": _product for name in (*CONTRACTIONS, *ADDED_TO)},
     **dict.fromkeys(("aten.permute.default", "aten.transpose.int", "aten.t.default"), dims_moved.permute),
     **dict.fromkeys(
         (

@@ -104,13 +104,13 @@ class GlobalTensor(DTensor):
     def to_local(self, **options: Any) -> torch.Tensor:
         """This rank's part. Raises UsageError on a rank off the mesh; `stretto.local` gives None there."""
         if is_absent(self.device_mesh):
-            raise errors.part_off_mesh(self, dist.get_rank(), "to_local")
+            raise errors.part_off_mesh("to_local", self, dist.get_rank())
         return DTensor.to_local(self, **options)
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """The whole tensor. Raises UsageError on a rank off the mesh; `stretto.reshard` brings it there."""
         if is_absent(self.device_mesh):
-            raise errors.part_off_mesh(self, dist.get_rank(), "full_tensor")
+            raise errors.part_off_mesh("full_tensor", self, dist.get_rank())
         return DTensor.full_tensor(self, **options)
 
     def tolist(self) -> Any:

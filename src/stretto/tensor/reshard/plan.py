@@ -20,14 +20,13 @@ from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from stretto.errors import UsageError
-from stretto.tensor.layout import Layout
+from stretto.tensor.layout import Layout, Region
 from stretto.tensor.reshard.bound import bound_us, sends_bound_us
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.modes import Mode, Send, sends_of
 from stretto.tensor.reshard.order import Arrangement, Arranger, Way
-from stretto.tensor.reshard.tasks import Needs, Tensor, needs_of
+from stretto.tensor.reshard.tasks import Copy, Needs, Tensor, needs_of
 from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S
-from stretto.tensor.reshard.transfer import Copy, Transfer
 
 __all__ = [
     "Choice",
@@ -49,6 +48,28 @@ PARTS_MUST_SAVE = 0.01
 """Of the makespan, by which more parts must be better to be worth their messages. Assumed."""
 
 Choice: TypeAlias = Literal["balanced", "naive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box goes from a rank that holds it along a chain of ranks that need it.
+
+    tensor: which of the tensors that are planned together, from 0.
+    region: the box, in elements of the whole tensor.
+    nbytes: its bytes.
+    sender: the rank that it comes from.
+    receivers: the sender sends to the first, the first hands each piece on to the second, and so on; each
+        keeps it. One receiver: a plain message.
+    start_us, end_us: predicted: the first byte leaves the sender, the last one reaches the last receiver.
+    """
+
+    tensor: int
+    region: Region
+    nbytes: int
+    sender: int
+    receivers: tuple[int, ...]
+    start_us: float = 0.0
+    end_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

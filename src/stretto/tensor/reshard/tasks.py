@@ -16,7 +16,6 @@ from itertools import pairwise, product
 
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout, Region, intersect, region_count
-from stretto.tensor.reshard.transfer import Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,16 @@ class UnitTask:
     nbytes: int
     holders: tuple[int, ...]
     receivers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A rank holds a box that it needs, and copies it from its source tensor into its target tensor."""
+
+    tensor: int
+    region: Region
+    nbytes: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
