@@ -54,7 +54,7 @@ class Traced:
     buffers: name -> (spec, value name of its update or None).
     whole, count, mean_over: as in `ir.program.Job`.
     shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
-    borders: as in `torch_adapter.JointGraph`.
+    borders: as in `graphs.JointGraph`.
     """
 
     name: str

@@ -13,7 +13,7 @@ on all of them, those off the mesh too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,7 +54,7 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
     at = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     tensors: list[DTensor] = [leaves[number] for number in at]
     mesh = tensors[0].device_mesh
-    if _draws(op, args, kwargs):
+    if draws(op, args, kwargs):
         raise errors.random_op(op, tensors[0])
     returned = _returned(op, args, kwargs)
     found = _metas(op, _frozen(leaves), tree)
@@ -223,7 +223,7 @@ Described = tuple[tuple[Meta | None, ...], TreeSpec]
 UNKNOWN = "PyTorch does not know what its results are without computing them"
 
 
-def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op draws at random; one that may drop some draws where the chance of it is not 0."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
