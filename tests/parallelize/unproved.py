@@ -18,9 +18,8 @@ def _varying(ops: Sequence[TracedOp], given: set[str]) -> set[str]:
     """Values that differ between ranks, read off the ops alone: whatever is made of what differs."""
     found = set(given)
     for op in (item.op for item in ops):
-        collective = op.collective
-        if collective is not None and collective.axis == AXIS:
-            differs = collective.kind == "reduce_scatter"
+        if op.kind is not None and op.kind.differs != "as given":
+            differs = op.kind.differs == "always"
         else:
             differs = op.target in (INDEX, CHUNK) or not found.isdisjoint(op.uses)
         if differs:

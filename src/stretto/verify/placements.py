@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.ir.axes import TENSOR
 from stretto.ir.flow import given_specs
 from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
 from stretto.ir.placement import UNKNOWN, EqualReducedError, NeedsEqualError, Placement, is_thin
@@ -19,8 +20,6 @@ from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op, TensorSpec
 from stretto.verify.fault import Fault
-
-TENSOR = "tp"
 
 
 def placement_faults(plan: Plan) -> list[Fault]:

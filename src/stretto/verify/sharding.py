@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.ir.mesh import AXES
+from stretto.ir.axes import AXES, Sums, sums_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter
 from stretto.verify.fault import Fault
@@ -67,7 +67,7 @@ def _shards(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
 def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
     shards = {shard.axis: shard for shard in parameter.shards}
     for axis in parameter.partial:
-        if axis not in dict(job.axes) or axis == "dp":
+        if axis not in dict(job.axes) or sums_of(axis) is Sums.ALL:
             what = f"has gradients that are parts along {axis!r}, which is no axis that splits a sample"
             yield what, "Name axes of the job; the sum over dp is taken of every gradient"
         elif axis in shards and shards[axis].copies == 1:
