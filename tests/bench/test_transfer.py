@@ -75,17 +75,17 @@ def test_ranks_are_as_uneven_as_those_that_communicate_alike() -> None:
     assert all_reduces(whole.job)
     assert not all_reduces(parts.job)
 
-    def uneven(plan: Plan, skew: float, pace: float) -> Plan:
-        kinds = {key: replace(cost, pace=pace) for key, cost in plan.costs.collectives.items()}
+    def uneven(plan: Plan, skew: float, lost_us: float) -> Plan:
+        kinds = {key: replace(cost, processor_us=lost_us) for key, cost in plan.costs.collectives.items()}
         return replace(plan, costs=replace(plan.costs, skew=skew, collectives=kinds))
 
-    known = {8e7: [uneven(whole, 0.1, 0.5), uneven(parts, 0.3, 0.9)], math.inf: [whole]}
-    for plan, skew, pace in ((whole, 0.1, 0.5), (parts, 0.3, 0.9)):
+    known = {8e7: [uneven(whole, 0.1, 50.0), uneven(parts, 0.3, 90.0)], math.inf: [whole]}
+    for plan, skew, lost_us in ((whole, 0.1, 50.0), (parts, 0.3, 90.0)):
         costs = transferred(plan, 8e7, ops_of(plan), known).costs
         assert costs.skew == pytest.approx(skew)
-        assert all(cost.pace == pytest.approx(pace) for cost in costs.collectives.values())
+        assert all(cost.processor_us == pytest.approx(lost_us) for cost in costs.collectives.values())
     # Of those that there are.
-    found = transferred(parts, 8e7, ops_of(parts), {8e7: [uneven(whole, 0.1, 0.5)]})
+    found = transferred(parts, 8e7, ops_of(parts), {8e7: [uneven(whole, 0.1, 50.0)]})
     assert found.costs.skew == pytest.approx(0.1)
 
 

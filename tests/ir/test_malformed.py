@@ -90,10 +90,6 @@ MALFORMED = [
         r"links\[0\]\.bytes_per_us: expected a rate above 0, found 0",
     ),
     (
-        changed("costs", "collectives", 0, "pace", to=0),
-        r"collectives\[0\]\.pace: expected a share above 0",
-    ),
-    (
         changed("costs", "collectives", 0, "slowdown", to=1.5),
         r"collectives\[0\]\.slowdown: expected a share from 0 to 1",
     ),

@@ -5,7 +5,7 @@ made; a step that is timed ten minutes later is held against them here:
 
     1. Before the timed steps all ranks measure the ops of their stages together (`bench.visits`).
     2. After the last step they measure messages and collectives once more; the mean of both times counts
-       (`cost.mean`).
+       (`bench.mean`).
     3. The plans get these costs, and are predicted anew. Their orders stay.
 
 May touch plans and costs.
@@ -17,13 +17,13 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from stretto.bench.mean import mean_costs
 from stretto.bench.visits import Visits
 from stretto.ir.costs import Costs
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.measure.measured import Communication, measure_communication
-from stretto.price.mean import mean_costs
 from stretto.simulate import predict
 
 ROUNDS = 3

@@ -211,7 +211,6 @@ def _result(
             "latency_us": link.latency_us,
             "mbit_per_s": link.bytes_per_us * 8,
             "processor_us_per_mb": link.processor_us_per_mb,
-            "slower": link.slower,
         }
         for (a, b), link in any_plan.costs.links.items()
     }

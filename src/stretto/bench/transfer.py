@@ -4,7 +4,7 @@
    of the same signature is looked up, a product comes from a fit, others lie between ops of the same kind
    with less and more work (`stretto.price.priced`).
 2. Links and collectives at the cell's rate lie between those of the calibrated rates
-   (`stretto.price.at_rate`). What ranks and collectives do to each other is that of calibrated plans that
+   (`stretto.bench.at_rate`). What ranks and collectives do to each other is that of calibrated plans that
    communicate alike: with sequence parallelism, or without. What starts and waits take on the compute lane
    is a line over bytes, through those of all calibrated plans.
 3. The cell's plan, the very order that ran, is simulated with these costs; nothing else that was measured in
@@ -18,14 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from stretto.bench.at_rate import costs_at_rate
+from stretto.bench.mean import with_mean_ranks
 from stretto.ir.costs import Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Job
 from stretto.measure.calls import Calls, calls_us, line_through
-from stretto.price.at_rate import costs_at_rate
 from stretto.price.calibration import Calibration
-from stretto.price.mean import with_mean_processors
 from stretto.price.priced import priced_ops
 from stretto.simulate import predict
 
@@ -89,7 +89,7 @@ def all_reduces(job: Job) -> bool:
 
 def _merged(plans: Sequence[Plan], reduces: bool) -> Costs:
     """Costs of several shapes at one rate: a collective's curve goes through the points of all. What it
-    takes of processors, and how uneven ranks are, and how slow after waiting, is the mean of those that
+    takes of processors, and how uneven ranks are, is the mean of those that
     all-reduce most of what they move, or of those that do not; of all where there are none."""
     costs = [plan.costs for plan in plans]
     alike = [plan.costs for plan in plans if all_reduces(plan.job) is reduces] or costs
@@ -106,7 +106,5 @@ def _merged(plans: Sequence[Plan], reduces: bool) -> Costs:
             curve=Curve.fitted(points[key]),
             processor_us_per_mb=fmean(cost.processor_us_per_mb for cost in found),
             processor_us=fmean(cost.processor_us for cost in found),
-            pace=fmean(cost.pace for cost in found),
-            slower=fmean(cost.slower for cost in found),
         )
-    return with_mean_processors(replace(costs[0], collectives=collectives), alike)
+    return with_mean_ranks(replace(costs[0], collectives=collectives), alike)

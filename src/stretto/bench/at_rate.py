@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from stretto.bench.mean import with_mean_ranks
 from stretto.errors import UsageError
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.price.mean import with_mean_processors
 
 
 def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:
@@ -43,9 +43,6 @@ def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:
             1.0 / slowness if slowness > 0 else math.inf,
             value(lambda c: of(c).processor_us_per_mb),
             "interpolated between measured rates",
-            min(1.0, value(lambda c: of(c).slower)),
-            # Over a link without a limit it is noise.
-            max((of(c).buffered_bytes for c, slow in zip(costs, inverse, strict=True) if slow), default=0.0),
         )
 
     pairs = [key for key in costs[0].links if all(key in c.links for c in costs)]
@@ -57,7 +54,7 @@ def costs_at_rate(measured: Mapping[float, Costs], rate: float) -> Costs:
         collectives={key: _collective([c.collectives[key] for c in costs], inverse, at) for key in kinds},
         source=f"{costs[0].source}; communication interpolated between rates",
     )
-    return with_mean_processors(made, costs)
+    return with_mean_ranks(made, costs)
 
 
 def _collective(found: list[CollectiveCost], inverse: list[float], at: float) -> CollectiveCost:
@@ -66,17 +63,12 @@ def _collective(found: list[CollectiveCost], inverse: list[float], at: float) ->
     for nbytes in sizes:
         us = _on_lines(inverse, [cost.curve.us(nbytes) for cost in found], at)
         points.append((nbytes, max(us, points[-1][1]) if points else us))
-    # Under compute it takes us / pace, which lies on a line as the time alone does; pace itself does not.
-    largest, alone_us = points[-1]
-    beside_us = _on_lines(inverse, [cost.curve.us(largest) / cost.pace for cost in found], at)
     return CollectiveCost(
         Curve(tuple(points)),
         _on_lines(inverse, [cost.processor_us_per_mb for cost in found], at),
         _on_lines(inverse, [cost.slowdown for cost in found], at),
         "interpolated between measured rates",
-        alone_us / beside_us if beside_us > alone_us > 0 else 1.0,
         _on_lines(inverse, [cost.processor_us for cost in found], at),
-        min(1.0, _on_lines(inverse, [cost.slower for cost in found], at)),
     )
 
 

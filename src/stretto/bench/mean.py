@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from stretto.ir.costs import CollectiveCost, Costs, Link, Quota, Unsteady
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 
 
@@ -33,38 +33,17 @@ def mean_costs(found: Sequence[Costs]) -> Costs:
             key: _collective([costs.collectives[key] for costs in found]) for key in first.collectives
         },
     )
-    return with_mean_processors(mean, found)
+    return with_mean_ranks(mean, found)
 
 
-def with_mean_processors(costs: Costs, found: Sequence[Costs]) -> Costs:
-    """The costs with the mean of what processors were found to do, which neither ops nor networks touch."""
-    return replace(
-        costs,
-        skew=statistics.fmean(one.skew for one in found),
-        quota=_quota(found),
-        cold=statistics.fmean(one.cold for one in found),
-        unsteady=_unsteady([one.unsteady for one in found if one.unsteady is not None]),
-    )
-
-
-def _unsteady(found: Sequence[Unsteady]) -> Unsteady | None:
-    if not found:
-        return None
-    return Unsteady(
-        math.sqrt(statistics.fmean(one.spread**2 for one in found)),
-        statistics.fmean(one.spell_us for one in found),
-        statistics.fmean(one.common for one in found),
-    )
-
-
-def _quota(found: Sequence[Costs]) -> Quota | None:
-    """The first's quota, with the mean of what ranks do under it."""
-    first = found[0].quota
-    quotas = [costs.quota for costs in found if costs.quota is not None]
-    if first is None:
-        return None
-    speed = statistics.fmean(quota.speed for quota in quotas)
-    return replace(first, speed=speed, skew=statistics.fmean(quota.skew for quota in quotas))
+def with_mean_ranks(costs: Costs, found: Sequence[Costs]) -> Costs:
+    """The costs with the mean of how far ranks come apart, which neither ops nor networks touch."""
+    processors = [one.processor for one in found if one.processor is not None]
+    first = found[0].processor
+    if first is not None:
+        speed = statistics.fmean(one.speed for one in processors)
+        first = replace(first, speed=speed, skew=statistics.fmean(one.skew for one in processors))
+    return replace(costs, skew=statistics.fmean(one.skew for one in found), processor=first)
 
 
 def _link(found: Sequence[Link]) -> Link:
@@ -74,8 +53,6 @@ def _link(found: Sequence[Link]) -> Link:
         latency_us=statistics.fmean(link.latency_us for link in found),
         bytes_per_us=1.0 / slowness if slowness else math.inf,
         processor_us_per_mb=statistics.fmean(link.processor_us_per_mb for link in found),
-        slower=statistics.fmean(link.slower for link in found),
-        buffered_bytes=statistics.fmean(link.buffered_bytes for link in found),
     )
 
 
@@ -95,6 +72,4 @@ def _collective(found: Sequence[CollectiveCost]) -> CollectiveCost:
         processor_us_per_mb=mean(lambda cost: cost.processor_us_per_mb),
         processor_us=mean(lambda cost: cost.processor_us),
         slowdown=mean(lambda cost: cost.slowdown),
-        pace=1.0 / mean(lambda cost: 1.0 / cost.pace),
-        slower=mean(lambda cost: cost.slower),
     )

@@ -9,28 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
+from stretto.bench.mean import mean_costs
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.price.mean import mean_costs
+from stretto.ir.processor import Processor
 
 KEY = ("tp", "all_reduce")
 
 
 def costs(scale: float, curve: Curve, rate: float = 10.0) -> Costs:
-    link = Link(100.0 * scale, rate, 5.0 * scale, "measured", 0.25 * scale, 1000.0 * scale)
-    collective = CollectiveCost(curve, 8.0 * scale, 0.1, "measured", 0.5 * scale, 20.0 * scale, 0.3 * scale)
+    link = Link(100.0 * scale, rate, 5.0 * scale, "measured")
+    collective = CollectiveCost(curve, 8.0 * scale, 0.1, "measured", 20.0 * scale)
     op_us = {(0, "mm"): 50.0 * scale}
-    return Costs(
-        op_us,
-        {(0, 1): link},
-        link,
-        1.0,
-        "measured",
-        {KEY: collective},
-        ("tp",),
-        0.02 * scale,
-        cold=0.1 * scale,
-    )
+    return Costs(op_us, {(0, 1): link}, link, 1.0, "measured", {KEY: collective}, ("tp",), 0.02 * scale)
 
 
 def test_the_mean_is_taken_of_every_figure() -> None:
@@ -40,25 +31,22 @@ def test_the_mean_is_taken_of_every_figure() -> None:
     )
     made = mean_costs([slow, fast])
     assert made.op_us == {(0, "mm"): 75.0}
-    link = Link(150.0, pytest.approx(10.0), 7.5, "measured", 0.375, 1500.0)
+    link = Link(150.0, pytest.approx(10.0), 7.5, "measured")
     assert made.links[0, 1] == made.default_link == link
     assert made.skew == pytest.approx(0.03)
-    assert made.cold == pytest.approx(0.15)
     found = made.collectives[KEY]
     assert (found.processor_us_per_mb, found.processor_us) == (12.0, 30.0)
-    assert found.slower == pytest.approx(0.45)
-    assert found.pace == pytest.approx(1 / 1.5), "what takes us / pace lies in the middle of both"
     # At 50 bytes the first takes 60, at 100 the second 30.
     assert found.curve.points == ((0.0, 20.0), (50.0, 40.0), (100.0, 60.0))
 
 
 def test_a_quota_has_the_mean_of_what_ranks_do_under_it() -> None:
     one = costs(1.0, Curve(((0.0, 1.0),)))
-    found = [replace(one, quota=Quota(100.0, 0.5, *of)) for of in ((0.7, 0.1), (0.9, 0.3))]
-    quota = mean_costs(found).quota
-    assert quota is not None
-    assert (quota.speed, quota.skew) == (pytest.approx(0.8), pytest.approx(0.2))
-    assert mean_costs([one, found[0]]).quota is None
+    found = [replace(one, processor=Processor(100.0, 0.5, *of)) for of in ((0.7, 0.1), (0.9, 0.3))]
+    made = mean_costs(found).processor
+    assert made is not None
+    assert (made.speed, made.skew) == (pytest.approx(0.8), pytest.approx(0.2))
+    assert mean_costs([one, found[0]]).processor is None
 
 
 def test_a_link_has_the_rate_of_the_mean_time() -> None:
