@@ -51,7 +51,7 @@ def calibration() -> Calibration:
         LinkTiming(
             1,
             1,
-            Link(20.0, 500.0, 2.0, "measured: c.json", 0.5, 4_194_304.0),
+            Link(20.0, 500.0, 2.0, "measured: c.json"),
             1.5,
             Link(25.0, 400.0, 2.0, "measured: c.json"),
         ),
@@ -75,7 +75,7 @@ def test_a_file_comes_back_equal(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: d.pop("format"), 'not a calibration: expected "format": "stretto-calibration"'),
-        (lambda d: d.update(version=2), "this Stretto reads version 8"),
+        (lambda d: d.update(version=2), "this Stretto reads version 9"),
         (lambda d: d.update(extra=1), "unknown key 'extra'"),
         (lambda d: d["machine"].update(kind="tpu"), "machine.kind: expected cpu or cuda, found 'tpu'"),
         (lambda d: d["collectives"][0].update(kind="all"), r"collectives\[0\].kind: expected all_reduce"),

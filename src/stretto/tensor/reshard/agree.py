@@ -148,8 +148,8 @@ class Agreement:
                 f"rank {self.rank} has waited {patience_s():.0f} s in reshard number {number} ({waits_for}); "
                 f"one of ranks {sorted(peers)} is late, or does not make this call. All ranks, those off the "
                 "meshes too, must make every reshard and every collective of theirs in one order; PyTorch's "
-                "flight recorder (TORCH_FR_BUFFER_SIZE=2000, then torchfrtrace) says in which collective a rank "
-                "waits. If one may be so late, set STRETTO_RESHARD_PATIENCE_S higher"
+                "flight recorder (TORCH_FR_BUFFER_SIZE=2000, then torchfrtrace) says where each rank waits. "
+                "If one may be so late, set STRETTO_RESHARD_PATIENCE_S higher"
             )
             self.raise_alarm(str(error))
             raise error
