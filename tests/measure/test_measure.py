@@ -462,7 +462,7 @@ def test_noise_is_told_with_the_op(plan_file: Path, tmp_path: Path, monkeypatch:
     )
 
 
-def test_the_dearest_ops_and_communications_of_a_plan(tmp_path: Path) -> None:
+def test_the_costliest_ops_and_communications_of_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = stretto.plan(comm_job(2, 4, tp=2, rows=256, hidden=512), cluster="h100x8")
     plan.save(path)
@@ -487,5 +487,5 @@ def test_the_dearest_ops_and_communications_of_a_plan(tmp_path: Path) -> None:
     assert sum(op["share"] for op in whole["ops"]) == pytest.approx(1.0)
     assert sum(one["share"] for one in whole["communications"]) == pytest.approx(1.0)
     table = CliRunner().invoke(cost_app, [str(path)])
-    assert "Dearest ops" in table.output
+    assert "Costliest ops" in table.output
     assert "model of h100x8: tp in one node" in table.output

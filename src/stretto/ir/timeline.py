@@ -36,7 +36,8 @@ class Span:
 
     `name` is the action's token (`1B0`) for compute. For communication, and for what waits for it, it begins
     with the axis: `pp 0>1 e3:0`, `pp loss`, `tp all_reduce mm_3_sum`, `dp 0.1` (a bucket of gradients).
-    For a message, (sender, sent_us) says who sent it and when the send was started.
+    For a message, (sender, sent_us) says who sent it and when the send was started, and `edge` which one of
+    the job's it is.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Span:
     nbytes: int = 0
     sender: int | None = None
     sent_us: float | None = None
+    edge: int | None = None
 
     @property
     def duration_us(self) -> float:

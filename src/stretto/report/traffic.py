@@ -1,4 +1,4 @@
-"""Communication by axis and kind: how much there was, how much of it stood exposed, how much was hidden.
+"""Communication by axis and kind: how much there was, how much of it was exposed, how much was hidden.
 
 Reads a timeline's spans by their names alone, so that predicted and measured steps are accounted alike. May
 touch `stretto.ir` only.

@@ -208,6 +208,7 @@ def _message(
         nbytes=edge.spec.nbytes,
         sender=sender,
         sent_us=left,
+        edge=edge_index,
     )
 
 
