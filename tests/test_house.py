@@ -16,7 +16,6 @@ UPWARD = {
     ("measure.calibrate", "price.calibration"),
     ("measure.measure_collectives", "price.sharing"),
     ("measure.measured", "price.roofline"),
-    ("measure.nccl_tests", "price.collectives"),
     ("measure.time_ops", "price.roofline"),
 }
 EACH_OTHER = {

@@ -206,9 +206,14 @@ def test_large_axes_are_measured_small() -> None:
 @pytest.mark.parametrize("target", STARTS)
 def test_starts_make_the_buffer_of_their_result(target: str) -> None:
     x = torch.randn(4, 3)
-    arguments = ("tp", 2) if target == "comm.all_gather" else ("sum", "tp", 2)
-    made = function_of(target, CPU)(x, *arguments)
-    rows = {"comm.all_reduce": 4, "comm.all_gather": 8, "comm.reduce_scatter": 2}[target]
+    rows, *how = {
+        "comm.all_reduce": (4, "sum"),
+        "comm.all_gather": (8,),
+        "comm.reduce_scatter": (2, "sum"),
+        "comm.all_to_all": (4,),
+        "comm.all_to_all_sized": (4, ((1, 3), (3, 1))),
+    }[target]
+    made = function_of(target, CPU)(x, *how, "tp", 2)
     assert made.shape == (rows, 3)
     assert made.data_ptr() != x.data_ptr()
 

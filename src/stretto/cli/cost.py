@@ -17,6 +17,7 @@ from rich.console import Console
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.ir.transfers import SUM
 from stretto.report.costliest import OpGroup, costliest_ops
 from stretto.report.grid import WIDTH, Columns, Row, grid_of
 from stretto.report.rundir import load_run
@@ -75,7 +76,7 @@ def communications_of(plan: Plan, predicted: Timeline, measured: Timeline | None
     everything = sum(sum(times) for times in groups.values()) or 1.0
     found: list[Row] = []
     for (axis, kind, nbytes), times in groups.items():
-        curve = plan.costs.collectives.get((axis, "all_reduce" if kind == "gradients" else kind))
+        curve = plan.costs.collectives.get((axis, SUM if kind == "gradients" else kind))
         link = next(iter(plan.costs.links.values()), plan.costs.default_link)
         ran = taken.get((axis, kind, nbytes))
         found.append(

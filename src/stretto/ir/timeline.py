@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
-from stretto.ir.mesh import AXES
+from stretto.ir.axes import AXES, PIPELINE
 
 COMPUTE_LANE = "compute"
 
@@ -62,7 +62,7 @@ class Span:
     def axis(self) -> str:
         """The axis of a communication, or of what waits for one: the first word of its name; pp if none."""
         word = self.name.partition(" ")[0]
-        return word if word in AXES else "pp"
+        return word if word in AXES else PIPELINE
 
 
 Saver = Callable[["Timeline", Path], None]
@@ -103,7 +103,7 @@ class Timeline:
 
     def exposed_axis_us(self) -> dict[str, tuple[float, ...]]:
         """Axis -> by rank, exposed communication."""
-        totals: dict[str, list[float]] = {"pp": [0.0] * self.ranks}
+        totals: dict[str, list[float]] = {PIPELINE: [0.0] * self.ranks}
         for span in self.spans:
             if span.kind is SpanKind.EXPOSED:
                 totals.setdefault(span.axis, [0.0] * self.ranks)[span.rank] += span.duration_us
