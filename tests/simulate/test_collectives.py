@@ -8,9 +8,10 @@ import pytest
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost, Quota
+from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan
+from stretto.ir.processor import Processor
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
 from stretto.simulate import op_times, simulate
 from tests.simulate.test_engine import lane, message, schedule
@@ -83,8 +84,8 @@ def test_ranks_come_apart_where_their_quota_stops_them() -> None:
     working = make_comm_plan(ONE, op_us=1000, collective_us=50)
 
     def step_us(plan: Plan, skew: float, quota_skew: float, period_us: float) -> float:
-        quota = Quota(period_us, 0.5, skew=quota_skew)
-        return simulate(replace(plan, costs=replace(plan.costs, skew=skew, quota=quota))).step_us
+        quota = Processor(period_us, 0.5, skew=quota_skew)
+        return simulate(replace(plan, costs=replace(plan.costs, skew=skew, processor=quota))).step_us
 
     # Work that goes on is stopped in every period: as far apart as if that were no quota's doing.
     even_us = step_us(working, 0.0, 0.0, 100.0)
@@ -150,17 +151,6 @@ def test_a_collective_slows_the_ops_that_it_meets() -> None:
             simulate(reordered(slow, "0B", *order)).step_us - simulate(reordered(base, "0B", *order)).step_us
         )
         assert gained == pytest.approx(40)
-
-
-def test_a_collective_goes_at_its_pace_while_its_member_computes() -> None:
-    order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
-    base = reordered(make_comm_plan(ONE, op_us=100, collective_us=80), "0B", *order)
-    costs = {key: replace(cost, pace=0.4) for key, cost in base.costs.collectives.items()}
-    plan = replace(base, costs=replace(base.costs, collectives=costs))
-    (quick,), (slow,) = ([m for m in lane_of(found) if "br0.0" in m.name] for found in (base, plan))
-    # All of it under dn0 would take 200 us; in dn0's 100 half of it is done, the rest while the lane stands.
-    assert (quick.duration_us, slow.duration_us) == (pytest.approx(80), pytest.approx(100 + 40))
-    assert simulate(plan).step_us == pytest.approx(simulate(base).step_us + 40)
 
 
 def lane_of(plan: Plan) -> list[Span]:

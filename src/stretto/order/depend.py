@@ -89,7 +89,7 @@ class WindowGraph:
     """A window's nodes in the captured order (its parts one after the other), and what must precede what.
 
     before[n], after[n]: the nodes that n needs, and those that need n; both ascending. A legal order names
-    every node once, each after all of `before`. skew: `Costs.working_skew`.
+    every node once, each after all of `before`. skew: `Costs.skew`.
     """
 
     window: Window
@@ -216,7 +216,7 @@ class _Maker:
             tuple(tuple(sorted(need)) for need in needs),
             tuple(tuple(found) for found in after),
             find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
-            self.costs.working_skew,
+            self.costs.skew,
         )
 
     def _forward_first(self, needs: list[set[int]]) -> None:

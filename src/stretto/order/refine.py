@@ -24,7 +24,7 @@ from stretto.ir.plan import Plan, Window
 from stretto.ir.timeline import Timeline
 from stretto.order import NOTHING, Arranger, Outside, Role
 from stretto.order.observed import observe
-from stretto.simulate import one_step
+from stretto.simulate import simulate
 
 GRID = (0.0, 0.3, 0.6, 0.9, 1.3)
 """Arrivals and tails that are tried, in parts of a window's work. Assumed."""
@@ -162,7 +162,7 @@ class _Search:
             return False
         plan = self._build(windows)
         try:
-            timeline = one_step(plan)
+            timeline = simulate(plan)
         except PlanError:
             self._known[key] = float("inf")
             return False

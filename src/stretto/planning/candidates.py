@@ -38,7 +38,7 @@ from stretto.planning.lower import captured_windows, lower
 from stretto.planning.pair import pair, whole
 from stretto.schedule.sums import make_sums
 from stretto.schedule.timing import peak_live
-from stretto.simulate import one_step
+from stretto.simulate import simulate
 
 AHEAD = (0, 1)
 """How much longer than its own the warm-up of a paired schedule may be, in forwards for every rank behind:
@@ -194,7 +194,7 @@ def _pairs(job: Job, schedule: Schedule) -> tuple[list[tuple[Schedule, Schedule]
 
 
 def _candidate(way: _Way, costs: Costs) -> Candidate:
-    step = one_step(_plan(_few(way), costs, way.short, way.mode, way.arranger))
+    step = simulate(_plan(_few(way), costs, way.short, way.mode, way.arranger))
     return Candidate(
         way.mode, step.step_us, lambda: _plan(way.job, costs, way.schedule, way.mode, way.arranger)
     )
@@ -247,7 +247,7 @@ def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | N
         return None, ""
     # Receives are posted in the order of the sends, which is another now.
     best = _lowered(job, costs, paired, "window", windows)
-    return Candidate("window", one_step(best).step_us, lambda: best), ""
+    return Candidate("window", simulate(best).step_us, lambda: best), ""
 
 
 def writes_buffers(job: Job) -> bool:

@@ -34,7 +34,7 @@ from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.posting import Message
 from stretto.schedule.timing import peak_live
-from stretto.simulate import one_step, predict, simulate
+from stretto.simulate import predict, simulate
 from stretto.verify import verify
 
 SENT_MARGIN = 2.0
@@ -205,7 +205,7 @@ def _peaks(job: Job, costs: Costs, schedule: Schedule, overlap: OverlapMode) -> 
     pairs that hold more are refused."""
     found, _ = candidates(job, costs, schedule, "off" if overlap == "off" else "local", "captured")
     # Of a step at even speed: one by chance holds the same, and a promise would take twelve of them.
-    return one_step(_lowered(max(found, key=lambda one: one.overlap != "off"))).peak_bytes
+    return simulate(_lowered(max(found, key=lambda one: one.overlap != "off"))).peak_bytes
 
 
 def _overlap_mode(text: str) -> OverlapMode:
@@ -227,7 +227,7 @@ def _lowered(candidate: Candidate) -> Plan:
     draft = candidate.make()
     sends = any(i.kind is InstructionKind.SENT for order in draft.orders for i in order)
     if sends and draft.overlap != "off":
-        placed = _sent_before(draft, one_step(draft))
+        placed = _sent_before(draft, simulate(draft))
         _, orders, _ = lower(
             draft.job, draft.schedule, overlap=draft.overlap, windows=draft.windows, sent_before=placed
         )

@@ -49,7 +49,6 @@ class Live:
     def begin(self) -> None:
         """The step begins, at 0."""
         self._walk.begin()
-        self._walk.cards.work(self._place, True)
 
     def advance(self, now_us: float) -> None:
         """Step 1."""
@@ -83,18 +82,15 @@ class Live:
 
         Raises PlanError when it never will, with what every other rank stands for.
         """
-        self._walk.cards.work(self._place, False)
         while not moment.happened:
             if not self._clock.step():
                 fault = f"rank {self._place} stands for ever: waits for {what}"
                 raise PlanError("the plan stops", [fault, *self._walk.stuck()])
-        self._walk.cards.work(self._place, True)
         return self._clock.now_us
 
     def end(self, now_us: float) -> float:
         """The real rank has ended: the others go on to their ends. Returns when the last of all ended."""
         self._clock.advance(now_us)
-        self._walk.cards.work(self._place, False)
         self._clock.run()
         stuck = self._walk.stuck()
         if stuck:

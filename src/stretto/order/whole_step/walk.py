@@ -23,7 +23,7 @@ from stretto.order.whole_step.rank_step import Whole
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock
 from stretto.simulate.collectives import Collective, Collectives
-from stretto.simulate.compute_lane import ComputeLane, Load
+from stretto.simulate.compute_lane import ComputeLane
 from stretto.simulate.network import Message, Network
 from stretto.simulate.straggler import Straggler
 
@@ -70,7 +70,7 @@ class Walk:
         self.collectives = Collectives(plan, self.clock, self.cards, [])
         self._ranks: Sequence[Rank] = ()
 
-    def _change_load(self, rank: int, was: Load, load: Load) -> None:
+    def _change_load(self, rank: int, was: float, load: float) -> None:
         self._ranks[rank].lane.change_load(was, load)
 
     def run(self, make: Callable[[int], Rank]) -> Chosen | None:
@@ -97,14 +97,14 @@ class Rank(ABC):
         self.graph = whole.graph
         self.order: list[int] = []
         self.end_us = self.exposed_us = 0.0
-        self.lane = ComputeLane(walk.clock, costs.quota, costs.cold)
+        self.lane = ComputeLane(walk.clock, costs)
         self._walk = walk
         self._clock = walk.clock
         self._rank = rank
         self._whole = whole
         self._placed = [False] * len(self.graph.nodes)
         self._started: dict[int, Collective] = {}
-        self._straggler = Straggler(costs.skew, costs.quota_skew)
+        self._straggler = Straggler(costs.skew)
         self._meeting = False
         """Whether the lane stands for the slowest rank of its place."""
         self._stood_since_us: float | None = None
@@ -182,7 +182,6 @@ class Rank(ABC):
         return True
 
     def _stands(self) -> None:
-        self._walk.cards.work(self._rank, False)
         if self._stood_since_us is None:
             self._stood_since_us = self._clock.now_us
 
@@ -193,18 +192,16 @@ class Rank(ABC):
             self._work(index, work_us)
         else:
             self._since_us = self._clock.now_us
-            self._worked(index)
+            self._worked(index, 0.0)
 
     def _work(self, index: int, work_us: float) -> None:
-        self._walk.cards.work(self._rank, True)
-        self._straggler.work(work_us)
         self._since_us = self._clock.now_us
         self._work_us += work_us
-        self.lane.work(work_us, partial(self._worked, index))
+        self.lane.work(work_us, partial(self._worked, index, work_us))
 
-    def _worked(self, index: int) -> None:
+    def _worked(self, index: int, work_us: float) -> None:
         self._worked_us += self._clock.now_us - self._since_us
-        self._straggler.stop(self.lane.stopped_work())
+        self._straggler.work(work_us, self.lane.behind_us())
         self._done(index)
         self._go_on()
 
