@@ -63,7 +63,9 @@ def observe(plan: Plan, timeline: Timeline, arranger: Arranger) -> dict[str, Out
     for message in messages:
         run = runs[message.receiver]
         arrivals[run.window][message.into].append(max(0.0, message.arrives_us - run.begin_us))
-    works_us = {name: arranger.graph(window).work_us for name, window in plan.windows.items()}
+    # What a window's last run starts beside it is nothing to other ranks.
+    ordered = {run.window: plan.windows[run.window] for run in runs.values()}
+    works_us = {name: arranger.graph(window).work_us for name, window in ordered.items()}
     seen = {name: _typical(found, works_us[name]) for name, found in arrivals.items()}
     # 3 and 4. When they are due, and tails.
     reached = {name: _reached(plan, arranger, name, found) for name, found in seen.items()}
@@ -77,7 +79,7 @@ def observe(plan: Plan, timeline: Timeline, arranger: Arranger) -> dict[str, Out
         tails[sender.window][message.out].append(max(0.0, tail_us))
     return {
         name: Outside(seen.get(name, {}), _typical(tails.get(name, {}), works_us[name]))
-        for name in plan.windows
+        for name in ordered
         if name in seen or name in tails
     }
 

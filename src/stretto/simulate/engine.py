@@ -11,8 +11,8 @@ May touch `stretto.ir` and this room. The contract:
    place come apart as they work, and meet at waits: one that is later is later with its part of a
    collective or message, and who waits stands for it (`simulate.members` says by how much, of ranks at even
    speed and of ranks as chance has them).
-3. `sent` stands until the message has left. `loss` and `reduce` start a collective; `heard` and
-   `reduced` stand until it is done.
+3. `sent` stands until the message has left. `loss` and `reduce`, which may stand in a window, start a
+   collective; `heard` and `reduced` stand until it is done.
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
    what is shared of `simulate.cards`; what is held in memory is that of `simulate.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares; under a quota they
@@ -184,24 +184,24 @@ class _Rank:
                 memory.sent(edge, microbatch)
                 self.accounts.hold(self._clock.now_us, memory.bytes_held)
             else:
-                collectives = self._walk.collectives
-                of_loss = kind in (InstructionKind.LOSS, InstructionKind.HEARD)
-                collective = (
-                    collectives.loss(self._index)
-                    if of_loss
-                    else collectives.bucket(str(instruction.ref), self._index)
-                )
-                if kind is InstructionKind.REDUCE:
-                    self.accounts.hold(self._clock.now_us, memory.reduce(str(instruction.ref)))
-                if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-                    collectives.join(collective, self._index, self._members.last(collective.axes))
-                else:
-                    came_us = self._clock.now_us
-                    yield from self._wait(collective.done, collective.name, collective)
-                    self._members.meet(came_us, collective.done_us, collective.behind)
-                if kind is InstructionKind.REDUCED:
-                    memory.reduced(str(instruction.ref))
-                self.accounts.hold(self._clock.now_us, memory.bytes_held)
+                yield from self._once_a_step(kind, str(instruction.ref))
+
+    def _once_a_step(self, kind: InstructionKind, bucket: str) -> Lane:
+        """The loss, or a bucket's sum."""
+        collectives, memory = self._walk.collectives, self._memory
+        of_loss = kind in (InstructionKind.LOSS, InstructionKind.HEARD)
+        collective = collectives.loss(self._index) if of_loss else collectives.bucket(bucket, self._index)
+        if kind is InstructionKind.REDUCE:
+            self.accounts.hold(self._clock.now_us, memory.reduce(bucket))
+        if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
+            collectives.join(collective, self._index, self._members.last(collective.axes))
+        else:
+            came_us = self._clock.now_us
+            yield from self._wait(collective.done, collective.name, collective)
+            self._members.meet(came_us, collective.done_us, collective.behind)
+        if kind is InstructionKind.REDUCED:
+            memory.reduced(bucket)
+        self.accounts.hold(self._clock.now_us, memory.bytes_held)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
         ready = self._walk.window(name)
@@ -241,6 +241,8 @@ class _Rank:
                     yield from self._finish(started, call)
                 if started is not None:
                     yield from self._meet(started, came_us)
+            elif segment.control is Control.REDUCE:
+                yield from self._once_a_step(InstructionKind.REDUCE, segment.bucket)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 
