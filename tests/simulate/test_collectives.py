@@ -10,7 +10,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Quota
 from stretto.ir.curve import Curve
-from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan
+from stretto.ir.plan import Item, ItemKind, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
 from stretto.simulate import op_times, simulate
 from tests.simulate.test_engine import lane, message, schedule
@@ -332,7 +332,7 @@ def test_a_wait_for_nothing_is_refused() -> None:
 
 def test_a_bucket_that_the_plan_does_not_have_is_refused() -> None:
     plan = make_comm_plan(ONE)
-    assert any(i.kind is InstructionKind.REDUCE for i in plan.orders[0])
+    assert any(item.kind is ItemKind.REDUCE for item in plan.windows["0B last"].items)
     with pytest.raises(PlanError, match=r"rank 0: `reduce tp 0\.0` needs a bucket"):
         simulate(replace(plan, buckets=()))
 

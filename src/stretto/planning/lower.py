@@ -43,7 +43,7 @@ def lower(
     windows: Mapping[str, Window] | None = None,
     sent_before: Mapping[Message, int] | None = None,
 ) -> tuple[dict[str, Window], tuple[tuple[Instruction, ...], ...], tuple[Communicator, ...]]:
-    """Windows by name, orders by rank, and communicators in the order of their creation.
+    """Windows that are run, by name, orders by rank, and communicators in the order of their creation.
 
     overlap: "off" waits for every message, collective and sum (but of ties) as soon as it is started, and
     posts a receive one message ahead (less would deadlock): the baseline that hides nothing. The others
@@ -64,6 +64,7 @@ def lower(
             plain, names[rank][at] = names[rank][at], last_name(names[rank][at])
             if names[rank][at] not in windows:
                 windows[names[rank][at]] = with_sums(job, windows[plain], buckets)
+    windows = {name: windows[name] for of_rank in names for name in of_rank}
     of_window = {name: _Traffic.of(window) for name, window in windows.items()}
     traffic = [[of_window[name] for name in of_rank] for of_rank in names]
     sends = {rank: _sends(job, schedule, traffic, rank) for rank in range(schedule.ranks)}
@@ -219,9 +220,9 @@ def _order(
             after[last[rank]] += [start, wait]
             continue
         finish.append(wait)
-    for names in sums.late[rank]:
-        finish += [Instruction(InstructionKind.REDUCE, name) for name in names]
-        finish += [Instruction(InstructionKind.REDUCED, name) for name in names]
+    for together in sums.late[rank]:
+        finish += [Instruction(InstructionKind.REDUCE, name) for name in together]
+        finish += [Instruction(InstructionKind.REDUCED, name) for name in together]
 
     instructions: list[Instruction] = []
     for at, (slot, name) in enumerate(zip(order, names, strict=True)):

@@ -29,7 +29,7 @@ from stretto.passes.split_ops import split_for_overlap
 from stretto.planning.candidates import Candidate, candidates, why_less
 from stretto.planning.lower import lower
 from stretto.planning.recomputed import recomputed
-from stretto.planning.sums_within import only_run, sums_within
+from stretto.planning.sums_within import sums_within
 from stretto.price.cluster import Description, costs_of, describe, memory_limit
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
@@ -238,7 +238,7 @@ def _lowered(candidate: Candidate, *, within: bool = False) -> Plan:
             draft.job, draft.schedule, overlap=draft.overlap, windows=draft.windows, sent_before=placed
         )
         draft = replace(draft, orders=orders)
-    return only_run(draft)
+    return draft
 
 
 def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:

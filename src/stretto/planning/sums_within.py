@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
+from stretto.ir.plan import ItemKind, Plan, Window
 from stretto.order.depend import make_graph
 from stretto.order.early_sums import early_sums
 from stretto.planning.lower import lower
@@ -32,12 +32,6 @@ def sums_within(plan: Plan) -> Plan:
     if silent and silent != early:
         tried.append(_with(plan, silent))
     return min(tried, key=lambda one: one_step(one).step_us)
-
-
-def only_run(plan: Plan) -> Plan:
-    """The plan without windows that no rank runs: those of which the last run is the only one."""
-    run = {str(i.ref) for order in plan.orders for i in order if i.kind is InstructionKind.RUN}
-    return replace(plan, windows={name: window for name, window in plan.windows.items() if name in run})
 
 
 def _reordered(plan: Plan) -> dict[str, Window]:
