@@ -191,10 +191,9 @@ def _of_model(
     plan: Plan, model: nn.Module, transport: EmulatedTransport | CudaTransport, seed: int
 ) -> tuple[RankState, tuple[torch.Tensor, ...]]:
     runner = Runner(plan, model, transport=transport, seed=seed)
-    for copy, parameter in runner._copies:
-        copy.copy_(parameter.detach())
+    runner.held.refresh()
     buffers = [buffer for _, buffer in runner.named_buffers()]
-    return runner.state, (*runner.parameters(), *runner._compute.values(), *buffers)
+    return runner.state, (*runner.parameters(), *runner.held.compute.values(), *buffers)
 
 
 def _made_up(

@@ -19,19 +19,18 @@ from torch import nn
 from stretto.backend.heap import keep_freed_memory
 from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
-from stretto.ir.program import Parameter
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
-from stretto.runtime.fit import agree, check_tensor, check_ties, fit_batch
-from stretto.runtime.frozen import Frozen
+from stretto.runtime.fit import agree, fit_batch
+from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.old_model import Cut, OldModel, warn_if_old
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
-from stretto.runtime.shards import part_here, part_of, whole_spec
+from stretto.runtime.shards import part_of
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 from stretto.runtime.whole_state import entries_of, gather, put
@@ -76,17 +75,11 @@ class Runner:
                 f"the plan is for {plan.world} ranks, but {self.transport.size} run: start as many processes "
                 f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan anew"
             )
-        self.coordinates = plan.mesh.coordinates(self.rank)
-        self._shared = {} if shares is None else shares._by_tie()
-        self._wholes: dict[str, torch.Tensor] = {}
         if shares is None:
             warn_if_old(model)
-        self.on_mesh = False
         self.unfit: str | None = None
-        self._adopt(model)
-        self.device = next(
-            (t.device for t in (*self._parameters.values(), *self._buffers.values())), torch.device("cpu")
-        )
+        self.held: Held = Held(plan, self.rank, model, None if shares is None else shares.held)
+        self.coordinates, self.device = self.held.coordinates, self.held.device
         if self.device.type != plan.job.device:
             raise UsageError(
                 f"the plan was captured for {plan.job.device}, but the model is on {self.device}: kernels "
@@ -96,19 +89,23 @@ class Runner:
             keep_freed_memory()
         threads = plan.world > 1 and isinstance(self.transport, ThreadTransport)
         self.compiler = make_compiler(compile, self.device, threads)
-        self._compute = self._compute_copies()
-        self._owned = self._find_owned()
         agree(plan, self.transport, seed)
         self.check_copies()
-        self._wholes = {}  # what this rank does not hold may be dropped
+        self.held.wholes.clear()  # what this rank does not hold may be dropped
         self.transport.open(plan.communicators, self.device, plan.mesh)
-        dtypes = {k: parameter.dtype for k, parameter in self._parameters.items()}
+        dtypes = {k: parameter.dtype for k, parameter in self.held.parameters.items()}
         self.state = RankState(
-            plan, self.transport, self.device, self._compute, self._buffers, seed, dtypes, self.compiler
+            plan,
+            self.transport,
+            self.device,
+            self.held.compute,
+            self.held.buffers,
+            seed,
+            dtypes,
+            self.compiler,
         )
         if self.compiler is not None:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
-        self._addresses = {k: parameter.data_ptr() for k, parameter in self._parameters.items()}
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
@@ -117,74 +114,6 @@ class Runner:
         self._peak_bytes = 0
 
     # Parameters.
-
-    def _adopt(self, model: nn.Module) -> None:
-        """Take this rank's parameters and buffers from the model, by name, and check that they fit."""
-        stages = set(self.plan.schedule.stages_of(self.coordinates["pp"]))
-        given = dict(model.named_parameters(remove_duplicate=False))
-        held = dict(model.named_buffers(remove_duplicate=False))
-        self._parts: dict[int, nn.Parameter] = {}
-        self._parameters: dict[int, nn.Parameter] = {}
-        self._buffers: dict[int, torch.Tensor] = {}
-        for k, parameter in enumerate(self.plan.job.parameters):
-            if stages & set(parameter.stages):
-                found = given.get(parameter.name)
-                whole = whole_spec(self.plan.job, parameter)
-                check_tensor(self.rank, parameter.name, found, whole, self.plan.job.param_dtype)
-                assert isinstance(found, nn.Parameter)
-                self._parameters[k] = self._part(parameter, found)
-        check_ties(self.plan.job, given)
-        self._frozen = Frozen(self.plan.job, given, self._parameters)
-        for k, buffer in enumerate(self.plan.job.buffers):
-            if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
-                found_buffer = held.get(buffer.name)
-                check_tensor(self.rank, buffer.name, found_buffer, buffer.spec, None)
-                assert found_buffer is not None
-                self._buffers[k] = part_here(
-                    buffer.name, found_buffer, buffer.spec, self.rank, self._place_in_stage()
-                )
-
-    def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
-        """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie). Of
-        a model on several meshes, its part, which shares the model's memory."""
-        here = part_here(parameter.name, whole, parameter.spec, self.rank, self._place_in_stage())
-        on_mesh = here is not whole
-        self.on_mesh |= on_mesh
-        if not parameter.shards and not on_mesh:
-            return whole
-        if parameter.tied_to in self._shared:
-            return self._shared[parameter.tied_to]
-        if id(whole) not in self._parts:
-            if parameter.shards and not on_mesh:
-                self._wholes[parameter.tied_to] = whole.detach()
-                here = part_of(whole.detach(), parameter, self.plan.job, self.coordinates).clone()
-            self._parts[id(whole)] = nn.Parameter(here, requires_grad=whole.requires_grad)
-        return self._parts[id(whole)]
-
-    def _place_in_stage(self) -> int:
-        """This rank's place among the ranks of its stage: on a mesh of their own, its coordinate there."""
-        return self.coordinates.get("tp", 0)
-
-    def _by_tie(self) -> dict[str, nn.Parameter]:
-        return {self.plan.job.parameters[k].tied_to: part for k, part in self._parameters.items()}
-
-    def _compute_copies(self) -> dict[int, torch.Tensor]:
-        """The tensors that ops read: the parameters, or copies in the dtype of the computation."""
-        name = self.plan.job.param_dtype
-        self._copies: list[tuple[torch.Tensor, nn.Parameter]] = []
-        result: dict[int, torch.Tensor] = {}
-        made: dict[int, torch.Tensor] = {}
-        for k, parameter in self._parameters.items():
-            spec = self.plan.job.parameters[k].spec
-            dtype = getattr(torch, spec.dtype)
-            if name is None or parameter.dtype is dtype:
-                result[k] = parameter.detach()
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                self._copies.append((made[id(parameter)], parameter))
-            result[k] = made[id(parameter)]
-        return result
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""
@@ -197,31 +126,11 @@ class Runner:
         A tied parameter has the first of its names, as in `model.named_parameters()`, on ranks too whose
         stages use it by a later one: what is chosen by name is then the same for all copies.
         """
-        known = self.plan.job.parameters
-        place = {parameter.name: k for k, parameter in enumerate(known)}
-        named = {known[k].tied_to: parameter for k, parameter in self._parameters.items()}
-        yield from sorted(named.items(), key=lambda item: place[item[0]])
+        return self.held.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers with their names in the model."""
-        for k, buffer in sorted(self._buffers.items()):
-            yield self.plan.job.buffers[k].name, buffer
-
-    def indexed_parameters(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """This rank's parameters with their places in the job, each once."""
-        places = {parameter.name: k for k, parameter in enumerate(self.plan.job.parameters)}
-        for name, parameter in self.named_parameters():
-            yield places[name], parameter
-
-    def owned_buffers(self) -> set[str]:
-        """The buffers that this rank is the one to save: of those that write one, or read it, the first."""
-        copy = any(at for axis, at in self.coordinates.items() if axis != "pp")
-        found: set[str] = set()
-        for buffer in () if copy else self.plan.job.buffers:
-            writers = {stage for stage, _, _ in buffer.updates} or set(buffer.stages)
-            if writers and min(map(self.plan.rank_of, writers)) == self.coordinates["pp"]:
-                found.add(buffer.name)
-        return found
+        return self.held.named_buffers()
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the one to count and save what it holds of the parameter: the first of those
@@ -231,21 +140,7 @@ class Runner:
         one copy is saved. Of a parameter that is spread, each rank owns its part, of ranks with the same part
         the first.
         """
-        return name in self._owned
-
-    def _find_owned(self) -> frozenset[str]:
-        first: dict[str, int] = {}
-        for parameter in self.plan.job.parameters:
-            for stage in parameter.stages:
-                place = self.plan.rank_of(stage)
-                first[parameter.tied_to] = min(first.get(parameter.tied_to, place), place)
-        owned = set()
-        for parameter in self.plan.job.parameters:
-            copies = {shard.axis: shard.copies for shard in parameter.shards}
-            copy = any(at % copies.get(axis, at + 1) for axis, at in self.coordinates.items() if axis != "pp")
-            if first.get(parameter.tied_to) == self.coordinates["pp"] and not copy:
-                owned.add(parameter.name)
-        return frozenset(owned)
+        return self.held.owns(name)
 
     # Values.
 
@@ -256,7 +151,7 @@ class Runner:
         the others {}; by default all do. For what one machine's memory cannot hold there is `stretto.save`.
         """
         self._refuse_on_mesh("state_dict")
-        return gather(self, only_on)
+        return gather(self.held, self.transport, self.entries, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
@@ -266,7 +161,9 @@ class Runner:
         (unless not strict), other shapes, and values that ties forbid; after, for ranks with other values.
         """
         self._refuse_on_mesh("load_state_dict")
-        put(self, state_dict, strict)
+        put(self.held, self.transport, self.entries, state_dict, strict)
+        self.loaded()
+        self.check_copies()
 
     def loaded(self) -> None:
         """For who writes values into this rank's parameters: they are whole, and not the model's any more."""
@@ -275,10 +172,10 @@ class Runner:
 
     def check_copies(self) -> None:
         """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
-        check_copies(self.plan, self.transport, self._parameters, self._buffers, self._wholes)
+        check_copies(self.plan, self.transport, self.held.parameters, self.held.buffers, self.held.wholes)
 
     def _refuse_on_mesh(self, what: str) -> None:
-        if self.on_mesh:
+        if self.held.on_mesh:
             raise UsageError(
                 f"runner.{what}: the model lies on meshes (stretto.shard), whose tensors the Runner shares: "
                 "take the model's own, with torch.distributed.checkpoint"
@@ -287,11 +184,11 @@ class Runner:
     def _watch(self, model: nn.Module) -> OldModel:
         """Whoever takes the model for what is trained from now on is told."""
         job, trained = self.plan.job, dict[str, tuple[nn.Parameter, Cut]]()
-        if not self.on_mesh:
-            for k, held in self._parameters.items():
+        if not self.held.on_mesh:
+            for k, held in self.held.parameters.items():
                 cut = partial(part_of, parameter=job.parameters[k], job=job, coordinates=self.coordinates)
                 trained[job.parameters[k].name] = held, cut
-        used = {p.name for p in job.parameters if p.stages} if not self.on_mesh else set()
+        used = {p.name for p in job.parameters if p.stages} if not self.held.on_mesh else set()
         return OldModel(model, trained, frozenset(used - trained.keys()))
 
     def close(self) -> None:
@@ -316,7 +213,7 @@ class Runner:
         with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
             loss = self.state.step(leaves)
         for k, grad in sorted(self.state.grads.items()):
-            parameter = self._parameters[k]
+            parameter = self.held.parameters[k]
             if not parameter.requires_grad:
                 continue  # frozen since the capture
             if parameter.grad is not None:
@@ -351,25 +248,14 @@ class Runner:
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device)
-        self._frozen.check()
-        self._check_bound()
+        self.held.frozen.check()
+        self.held.check_bound()
         if self.unfit is not None:
             raise RunError(f"the Runner has no whole values: {self.unfit}")
         if self._last is None:
             self.old_model.check_unchanged()
-        for copy, parameter in self._copies:
-            copy.copy_(parameter.detach())
+        self.held.refresh()
         return leaves
-
-    def _check_bound(self) -> None:
-        """Ops read the tensors that the parameters had when the runner was made."""
-        for k, parameter in self._parameters.items():
-            if parameter.data_ptr() != self._addresses[k]:
-                raise UsageError(
-                    f"parameter {self.plan.job.parameters[k].name!r} has got another tensor since the Runner "
-                    "was made (load_state_dict(assign=True)?): copy values into it instead, or "
-                    "make a new Runner"
-                )
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
@@ -377,7 +263,7 @@ class Runner:
         if self._last is not None:
             yield
             return
-        held = (*self._compute.values(), *self._parameters.values(), *self._buffers.values())
+        held = (*self.held.compute.values(), *self.held.parameters.values(), *self.held.buffers.values())
         meter = MemoryMeter(held)
         with meter, nullcontext() if self.compiler is None else self.compiler.metered(meter):
             yield

@@ -3,14 +3,14 @@
     1. Each rank tells what it owns (`Runner.owns`): boxes of wholes.
     2. Rank by rank, box by box, they are broadcast; whoever wants the wholes puts each in its place.
 
-May touch a Runner's tensors and its transport; a lane of all ranks is opened on first use.
+May touch what a rank holds and its transport; a lane of all ranks is opened on first use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +19,9 @@ from stretto.errors import UsageError
 from stretto.ir.plan import Communicator
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
+from stretto.runtime.held import Held
 from stretto.runtime.shards import part_of, pieces_of, whole_spec
-
-if TYPE_CHECKING:
-    from stretto.runtime.runner import Runner
+from stretto.runtime.transport import Transport
 
 LANE = "state"
 SHOWN = 4
@@ -54,16 +53,18 @@ def entries_of(model: nn.Module, job: Job) -> dict[str, Entry]:
     return {name: found[name] for name in kept if name in found}
 
 
-def gather(runner: Runner, only_on: int | None) -> dict[str, torch.Tensor]:
+def gather(
+    held: Held, transport: Transport, entries: Mapping[str, Entry], only_on: int | None
+) -> dict[str, torch.Tensor]:
     """`Runner.state_dict`."""
-    if only_on is not None and not 0 <= only_on < runner.transport.size:
-        raise UsageError(f"only_on = {only_on}: the ranks are 0 to {runner.transport.size - 1}")
-    wanted = only_on is None or only_on == runner.rank
-    wholes = _gather_wholes(runner, wanted)
+    if only_on is not None and not 0 <= only_on < transport.size:
+        raise UsageError(f"only_on = {only_on}: the ranks are 0 to {transport.size - 1}")
+    wanted = only_on is None or only_on == held.rank
+    wholes = _gather_wholes(held, transport, wanted)
     if not wanted:
         return {}
     found: dict[str, torch.Tensor] = {}
-    for key, entry in runner.entries.items():
+    for key, entry in entries.items():
         if entry.unused is not None:
             found[key] = entry.unused.detach().clone().cpu()
         else:
@@ -73,21 +74,21 @@ def gather(runner: Runner, only_on: int | None) -> dict[str, torch.Tensor]:
     return found
 
 
-def _gather_wholes(runner: Runner, wanted: bool) -> dict[str, torch.Tensor]:
+def _gather_wholes(held: Held, transport: Transport, wanted: bool) -> dict[str, torch.Tensor]:
     """Steps 1 and 2."""
-    mine = _owned(runner)
+    mine = _owned(held)
     table = [(name, whole, dtype, offsets, tuple(box.shape)) for name, whole, dtype, offsets, box in mine]
-    told = runner.transport.all_gather(table)
-    _open(runner)
+    told = transport.all_gather(table)
+    _open(held, transport)
     wholes: dict[str, torch.Tensor] = {}
     for rank, owned in enumerate(told):
         for k, (name, whole, dtype, offsets, shape) in enumerate(owned):
-            if rank == runner.rank:
+            if rank == held.rank:
                 box = mine[k][4].detach().contiguous()
             else:
-                box = torch.empty(shape, dtype=dtype, device=runner.device)
-            if runner.transport.size > 1:
-                runner.transport.broadcast(LANE, box, rank).wait()
+                box = torch.empty(shape, dtype=dtype, device=held.device)
+            if transport.size > 1:
+                transport.broadcast(LANE, box, rank).wait()
             if wanted:
                 if name not in wholes:
                     wholes[name] = torch.empty(whole, dtype=dtype)
@@ -100,68 +101,67 @@ Box = tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...], torch.Tensor]
 """Name, shape and dtype of the whole; offsets in it, and what is there."""
 
 
-def _owned(runner: Runner) -> list[Box]:
-    job = runner.plan.job
+def _owned(held: Held) -> list[Box]:
+    job = held.plan.job
     known = {p.name: p for p in job.parameters}
     found: list[Box] = []
-    for name, held in runner.named_parameters():
-        if runner.owns(name):
+    for name, mine in held.named_parameters():
+        if held.owns(name):
             parameter = known[name]
             whole = whole_spec(job, parameter).shape
-            for offsets, box in pieces_of(held.detach(), parameter, job, runner.coordinates):
-                found.append((f"model.{parameter.tied_to}", whole, held.dtype, offsets, box))
-    owned = runner.owned_buffers()
-    for name, buffer in runner.named_buffers():
+            for offsets, box in pieces_of(mine.detach(), parameter, job, held.coordinates):
+                found.append((f"model.{parameter.tied_to}", whole, mine.dtype, offsets, box))
+    owned = held.owned_buffers()
+    for name, buffer in held.named_buffers():
         if name in owned:
             found.append((f"buffer.{name}", tuple(buffer.shape), buffer.dtype, (0,) * buffer.dim(), buffer))
     return found
 
 
-def _open(runner: Runner) -> None:
-    if runner.transport.size > 1:
-        plan = runner.plan
+def _open(held: Held, transport: Transport) -> None:
+    if transport.size > 1:
+        plan = held.plan
         axes = ("pp", *(axis for axis, _ in plan.job.axes))
         everyone = Communicator(LANE, tuple(range(plan.ranks)), axes)
-        runner.transport.open((*plan.communicators, everyone), runner.device, plan.mesh)
+        transport.open((*plan.communicators, everyone), held.device, plan.mesh)
 
 
-def put(runner: Runner, values: Mapping[str, Any], strict: bool) -> None:
+def put(
+    held: Held, transport: Transport, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool
+) -> None:
     """`Runner.load_state_dict`."""
-    together(runner.transport, lambda: _check(runner, values, strict))
-    job = runner.plan.job
+    job = held.plan.job
+    together(transport, lambda: _check(job, entries, values, strict))
     with torch.no_grad():
-        for k, held in runner.indexed_parameters():
+        for k, mine in held.indexed_parameters():
             parameter = job.parameters[k]
-            given = _given(runner, values, parameter.tied_to)
+            given = _given(entries, values, parameter.tied_to)
             if given is not None:
-                whole = given.to(held.device, held.dtype)
-                held.copy_(part_of(whole, parameter, job, runner.coordinates))
-        for name, buffer in runner.named_buffers():
+                whole = given.to(mine.device, mine.dtype)
+                mine.copy_(part_of(whole, parameter, job, held.coordinates))
+        for name, buffer in held.named_buffers():
             if name in values:
                 buffer.copy_(values[name])
-        for key, entry in runner.entries.items():
+        for key, entry in entries.items():
             if entry.unused is not None and key in values and not entry.unused.is_meta:
                 entry.unused.copy_(values[key])
-    runner.loaded()
-    runner.check_copies()
 
 
-def _given(runner: Runner, values: Mapping[str, torch.Tensor], tie: str) -> torch.Tensor | None:
+def _given(entries: Mapping[str, Entry], values: Mapping[str, torch.Tensor], tie: str) -> torch.Tensor | None:
     """The value of a parameter under any of its names."""
-    names = [key for key, entry in runner.entries.items() if entry.parameter == tie and key in values]
+    names = [key for key, entry in entries.items() if entry.parameter == tie and key in values]
     return values[names[0]] if names else None
 
 
-def _check(runner: Runner, values: Mapping[str, Any], strict: bool) -> None:
+def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool) -> None:
     """Raises UsageError for keys that are missing or too many, other shapes, and ties that come apart."""
-    job = runner.plan.job
     shapes = {p.tied_to: whole_spec(job, p).shape for p in job.parameters}
     shapes |= {b.name: b.spec.shape for b in job.buffers}
     ties: dict[str, list[str]] = {}
-    for key, entry in runner.entries.items():
+    for key, entry in entries.items():
         ties.setdefault(entry.parameter or key, []).append(key)
     missing = [keys[0] for keys in ties.values() if not any(key in values for key in keys)]
-    unexpected = [key for key in values if key not in runner.entries]
+    unexpected = [key for key in values if key not in entries]
     if strict and (missing or unexpected):
         told = [f"it lacks {_shown(missing)}"] if missing else []
         told += [f"the model has no {_shown(unexpected)}"] if unexpected else []
@@ -170,9 +170,9 @@ def _check(runner: Runner, values: Mapping[str, Any], strict: bool) -> None:
             "or strict=False"
         )
     for key, value in values.items():
-        if key not in runner.entries:
+        if key not in entries:
             continue
-        entry = runner.entries[key]
+        entry = entries[key]
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"load_state_dict: {key!r} is no tensor ({type(value).__name__})")
         want = tuple(entry.unused.shape) if entry.unused is not None else shapes[entry.parameter or key]

@@ -24,7 +24,7 @@ from stretto.saving.parts import Part
 def held_model(runner: Runner) -> dict[str, Part]:
     """Parameters and buffers, as views of the runner's own tensors. Raises UsageError for a model on meshes,
     whose parts have no place in a whole that a Runner knows."""
-    if runner.on_mesh:
+    if runner.held.on_mesh:
         raise UsageError(
             "the Runner's model lies on meshes (stretto.shard); save and load its parameters with "
             "torch.distributed.checkpoint, which knows DTensors"
@@ -60,5 +60,5 @@ def owned_names(runner: Runner) -> set[str]:
 def owned_model(runner: Runner, held: Mapping[str, Part]) -> dict[str, Part]:
     """Of `held_model`, what this rank writes: it is the one to, or one of those that hold the same."""
     kept = {f"model.{name}" for name in owned_names(runner)}
-    kept |= {f"buffer.{name}" for name in runner.owned_buffers()}
+    kept |= {f"buffer.{name}" for name in runner.held.owned_buffers()}
     return {key: part for key, part in held.items() if key in kept}

@@ -1,0 +1,175 @@
+"""What one rank holds of a model: the parameters and buffers that its stages use, and what ops read of them.
+
+    a parameter that is whole here    the model's own tensor
+    one that is spread over ranks     a copy of this rank's part, one for each tie
+    one on a mesh of ranks            this rank's part, which shares the model's memory
+
+May touch the user's model while it is read; keeps only what this rank's stages use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from stretto.errors import UsageError
+from stretto.ir.plan import Plan
+from stretto.ir.program import Parameter
+from stretto.runtime.fit import check_tensor, check_ties
+from stretto.runtime.frozen import Frozen
+from stretto.runtime.shards import part_here, part_of, whole_spec
+
+
+class Held:
+    """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
+    or copies in the dtype of the computation. wholes: tied name -> the whole of which a part was cut, until
+    the Runner drops them. on_mesh: whether any of it lies on a mesh.
+    """
+
+    def __init__(self, plan: Plan, rank: int, model: nn.Module, shares: Held | None) -> None:
+        """shares: what another Runner on this rank holds, whose parts are used.
+
+        Raises UsageError where the model does not fit the plan."""
+        self.plan, self.rank = plan, rank
+        self.coordinates = plan.mesh.coordinates(rank)
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.wholes: dict[str, torch.Tensor] = {}
+        self.on_mesh = False
+        self._shared = {} if shares is None else shares.by_tie()
+        self._parts: dict[int, nn.Parameter] = {}
+        self._adopt(model)
+        self.device = next(
+            (t.device for t in (*self.parameters.values(), *self.buffers.values())), torch.device("cpu")
+        )
+        self.compute = self._compute_copies()
+        self._addresses = {k: parameter.data_ptr() for k, parameter in self.parameters.items()}
+        self._owned = self._find_owned()
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Take this rank's parameters and buffers from the model, by name, and check that they fit."""
+        stages = set(self.plan.schedule.stages_of(self.coordinates["pp"]))
+        given = dict(model.named_parameters(remove_duplicate=False))
+        held = dict(model.named_buffers(remove_duplicate=False))
+        for k, parameter in enumerate(self.plan.job.parameters):
+            if stages & set(parameter.stages):
+                found = given.get(parameter.name)
+                whole = whole_spec(self.plan.job, parameter)
+                check_tensor(self.rank, parameter.name, found, whole, self.plan.job.param_dtype)
+                assert isinstance(found, nn.Parameter)
+                self.parameters[k] = self._part(parameter, found)
+        check_ties(self.plan.job, given)
+        self.frozen = Frozen(self.plan.job, given, self.parameters)
+        for k, buffer in enumerate(self.plan.job.buffers):
+            if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
+                found_buffer = held.get(buffer.name)
+                check_tensor(self.rank, buffer.name, found_buffer, buffer.spec, None)
+                assert found_buffer is not None
+                self.buffers[k] = part_here(
+                    buffer.name, found_buffer, buffer.spec, self.rank, self._place_in_stage()
+                )
+
+    def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
+        """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie). Of
+        a model on several meshes, its part, which shares the model's memory."""
+        here = part_here(parameter.name, whole, parameter.spec, self.rank, self._place_in_stage())
+        on_mesh = here is not whole
+        self.on_mesh |= on_mesh
+        if not parameter.shards and not on_mesh:
+            return whole
+        if parameter.tied_to in self._shared:
+            return self._shared[parameter.tied_to]
+        if id(whole) not in self._parts:
+            if parameter.shards and not on_mesh:
+                self.wholes[parameter.tied_to] = whole.detach()
+                here = part_of(whole.detach(), parameter, self.plan.job, self.coordinates).clone()
+            self._parts[id(whole)] = nn.Parameter(here, requires_grad=whole.requires_grad)
+        return self._parts[id(whole)]
+
+    def _place_in_stage(self) -> int:
+        """This rank's place among the ranks of its stage: on a mesh of their own, its coordinate there."""
+        return self.coordinates.get("tp", 0)
+
+    def by_tie(self) -> dict[str, nn.Parameter]:
+        return {self.plan.job.parameters[k].tied_to: part for k, part in self.parameters.items()}
+
+    def _compute_copies(self) -> dict[int, torch.Tensor]:
+        """The tensors that ops read: the parameters, or copies in the dtype of the computation."""
+        name = self.plan.job.param_dtype
+        self._copies: list[tuple[torch.Tensor, nn.Parameter]] = []
+        result: dict[int, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}
+        for k, parameter in self.parameters.items():
+            spec = self.plan.job.parameters[k].spec
+            dtype = getattr(torch, spec.dtype)
+            if name is None or parameter.dtype is dtype:
+                result[k] = parameter.detach()
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                self._copies.append((made[id(parameter)], parameter))
+            result[k] = made[id(parameter)]
+        return result
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """`Runner.named_parameters`."""
+        known = self.plan.job.parameters
+        place = {parameter.name: k for k, parameter in enumerate(known)}
+        named = {known[k].tied_to: parameter for k, parameter in self.parameters.items()}
+        yield from sorted(named.items(), key=lambda item: place[item[0]])
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's buffers with their names in the model."""
+        for k, buffer in sorted(self.buffers.items()):
+            yield self.plan.job.buffers[k].name, buffer
+
+    def indexed_parameters(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """This rank's parameters with their places in the job, each once."""
+        places = {parameter.name: k for k, parameter in enumerate(self.plan.job.parameters)}
+        for name, parameter in self.named_parameters():
+            yield places[name], parameter
+
+    def refresh(self) -> None:
+        """Ops' copies in another dtype get the parameters' values."""
+        for copy, parameter in self._copies:
+            copy.copy_(parameter.detach())
+
+    def check_bound(self) -> None:
+        """Ops read the tensors that the parameters had when the runner was made."""
+        for k, parameter in self.parameters.items():
+            if parameter.data_ptr() != self._addresses[k]:
+                raise UsageError(
+                    f"parameter {self.plan.job.parameters[k].name!r} has got another tensor since the Runner "
+                    "was made (load_state_dict(assign=True)?): copy values into it instead, or "
+                    "make a new Runner"
+                )
+
+    def owned_buffers(self) -> set[str]:
+        """The buffers that this rank is the one to save: of those that write one, or read it, the first."""
+        copy = any(at for axis, at in self.coordinates.items() if axis != "pp")
+        found: set[str] = set()
+        for buffer in () if copy else self.plan.job.buffers:
+            writers = {stage for stage, _, _ in buffer.updates} or set(buffer.stages)
+            if writers and min(map(self.plan.rank_of, writers)) == self.coordinates["pp"]:
+                found.add(buffer.name)
+        return found
+
+    def owns(self, name: str) -> bool:
+        """`Runner.owns`."""
+        return name in self._owned
+
+    def _find_owned(self) -> frozenset[str]:
+        first: dict[str, int] = {}
+        for parameter in self.plan.job.parameters:
+            for stage in parameter.stages:
+                place = self.plan.rank_of(stage)
+                first[parameter.tied_to] = min(first.get(parameter.tied_to, place), place)
+        owned = set()
+        for parameter in self.plan.job.parameters:
+            copies = {shard.axis: shard.copies for shard in parameter.shards}
+            copy = any(at % copies.get(axis, at + 1) for axis, at in self.coordinates.items() if axis != "pp")
+            if first.get(parameter.tied_to) == self.coordinates["pp"] and not copy:
+                owned.add(parameter.name)
+        return frozenset(owned)

@@ -1,0 +1,101 @@
+"""The house keeps its order: nothing imports upward, no two files import each other, no file is too long.
+
+What does not hold yet is listed here by name. The lists only shrink: a listed name that is mended fails.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST_LINES = 400
+
+UPWARD = {
+    ("measure.calibrate", "price.calibration"),
+    ("measure.measure_collectives", "price.sharing"),
+    ("measure.measured", "price.roofline"),
+    ("measure.nccl_tests", "price.collectives"),
+    ("measure.time_ops", "price.roofline"),
+}
+EACH_OTHER = {
+    ("capture.carried", "capture.torch_adapter"),
+    ("cli.bench", "cli.bench_tensor"),
+    ("ir.plan", "ir.serialize"),
+    ("price.cluster", "price.roofline"),
+    ("tensor.global_tensor", "tensor.reshard.move"),
+}
+TOO_LONG = {
+    "capture/torch_adapter.py",
+    "config.py",
+    "ir/placements.py",
+    "ir/program.py",
+}
+
+_spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
+assert _spec is not None
+assert _spec.loader is not None
+house = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(house)
+
+
+def test_every_file_is_in_a_room_that_the_order_knows() -> None:
+    rooms = {house.room_of(module) for module in house.read_imports()}
+    assert rooms == set(house.ROOMS), (
+        "name the new room in docs/draw_architecture.py, or remove the one that is gone"
+    )
+
+
+def test_nothing_imports_upward() -> None:
+    height = {room: -place for place, room in enumerate(house.ROOMS)}
+    upward = {
+        (module, other)
+        for module, others in house.read_imports().items()
+        for other in others
+        if height[house.room_of(other)] > height[house.room_of(module)]
+    }
+    _compare(upward, UPWARD, "UPWARD")
+
+
+def test_no_two_files_import_each_other() -> None:
+    imports = house.read_imports()
+    pairs = {
+        (module, other)
+        for module, others in imports.items()
+        for other in others
+        if module < other and module in imports[other]
+    }
+    _compare(pairs, EACH_OTHER, "EACH_OTHER")
+
+
+def test_no_file_is_longer_than_a_room() -> None:
+    long = {
+        path.relative_to(house.SOURCE).as_posix()
+        for path in house.SOURCE.rglob("*.py")
+        if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES
+    }
+    _compare(long, TOO_LONG, "TOO_LONG")
+
+
+def test_the_reader_of_imports_sees_all_forms(tmp_path: Path) -> None:
+    house_of_cards = tmp_path / "cards"
+    (house_of_cards / "low").mkdir(parents=True)
+    (house_of_cards / "__init__.py").write_text("from cards.low import ace\n")
+    (house_of_cards / "low" / "__init__.py").write_text("")
+    (house_of_cards / "low" / "ace.py").write_text("import cards.low.king as king\nimport json\n")
+    (house_of_cards / "low" / "king.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from cards.low.ace import Suit\n"
+        "def play():\n    import cards\n"
+    )
+    assert house.read_imports(house_of_cards) == {
+        "": {"low.ace"},
+        "low": set(),
+        "low.ace": {"low.king"},
+        "low.king": {"low.ace", ""},
+    }
+
+
+def _compare(found: set[object], listed: set[object], name: str) -> None:
+    assert not found - listed, f"new: {sorted(map(str, found - listed))}"
+    assert not listed - found, f"mended: take it out of {name}: {sorted(map(str, listed - found))}"
