@@ -41,7 +41,8 @@ def early_sums(graph: WindowGraph) -> tuple[int, ...]:
         return played.late_us, played.end_us, played.peak_bytes
 
     kept = [order for order in tried[1:] if replay(graph, order).peak_bytes <= limit_bytes]
-    return tuple(min([tried[0], *kept], key=measure))
+    best: Sequence[int] = min((tried[0], *kept), key=measure)
+    return tuple(best)
 
 
 def _sums_first(graph: WindowGraph) -> list[float]:

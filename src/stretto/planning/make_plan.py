@@ -38,6 +38,7 @@ from stretto.schedule.posting import Message
 from stretto.schedule.timing import peak_live
 from stretto.simulate import one_step, predict, simulate
 from stretto.verify import verify
+from stretto.verify.memory import memory_faults
 
 SENT_MARGIN = 2.0
 """A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
@@ -222,6 +223,8 @@ def _finished(candidate: Candidate, max_bytes: int | None, *, within: bool) -> P
     """Steps 3 to 6 for a candidate. within: whether last backwards are ordered for sums of gradients. Raises
     PlanError for one that cannot work."""
     draft = _lowered(candidate, within=within)
+    if within and max_bytes is not None and memory_faults(draft, max_bytes):
+        draft = _lowered(candidate)  # sums that start early hold their buffers for longer
     verify(draft, max_bytes)
     return replace(draft, prediction=predict(draft))
 

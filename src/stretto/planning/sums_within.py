@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from stretto.errors import PlanError
 from stretto.ir.plan import ItemKind, Plan, Window
 from stretto.order.depend import make_graph
 from stretto.order.early_sums import early_sums
@@ -20,10 +21,7 @@ from stretto.simulate import one_step
 
 
 def sums_within(plan: Plan) -> Plan:
-    """The plan with the orders of last runs, as they are or with sums as early as can be, that take least.
-
-    Raises PlanError for a plan whose ranks wait for each other for ever.
-    """
+    """The plan with the orders of last runs, as they are or with sums as early as can be, that take least."""
     early = _reordered(plan)
     if not early:
         return plan
@@ -31,7 +29,15 @@ def sums_within(plan: Plan) -> Plan:
     tried = [plan, _with(plan, early)]
     if silent and silent != early:
         tried.append(_with(plan, silent))
-    return min(tried, key=lambda one: one_step(one).step_us)
+    return min(tried, key=_step_us)
+
+
+def _step_us(plan: Plan) -> float:
+    """Infinite for a plan whose ranks wait for each other for ever."""
+    try:
+        return one_step(plan).step_us
+    except PlanError:
+        return float("inf")
 
 
 def _reordered(plan: Plan) -> dict[str, Window]:
