@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 400
@@ -15,19 +16,16 @@ UPWARD = {
     ("measure.calibrate", "price.calibration"),
     ("measure.measure_collectives", "price.sharing"),
     ("measure.measured", "price.roofline"),
-    ("measure.nccl_tests", "price.collectives"),
     ("measure.time_ops", "price.roofline"),
 }
 EACH_OTHER = {
     ("capture.carried", "capture.torch_adapter"),
-    ("cli.bench", "cli.bench_tensor"),
     ("ir.plan", "ir.serialize"),
     ("price.cluster", "price.roofline"),
     ("tensor.global_tensor", "tensor.reshard.move"),
 }
 TOO_LONG = {
     "capture/torch_adapter.py",
-    "config.py",
     "ir/placements.py",
     "ir/program.py",
 }
@@ -99,3 +97,12 @@ def test_the_reader_of_imports_sees_all_forms(tmp_path: Path) -> None:
 def _compare(found: set[object], listed: set[object], name: str) -> None:
     assert not found - listed, f"new: {sorted(map(str, found - listed))}"
     assert not listed - found, f"mended: take it out of {name}: {sorted(map(str, listed - found))}"
+
+
+def test_the_picture_is_drawn_and_the_page_names_every_room() -> None:
+    picture = ElementTree.fromstring(house.draw())
+    drawn = {node.text for node in picture.iter("{http://www.w3.org/2000/svg}text")}
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for room in house.ROOMS:
+        assert room in drawn
+        assert f"| `{room}` |" in page, f"docs/architecture.md says what is in {room}"

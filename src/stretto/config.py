@@ -2,7 +2,7 @@
 
 Each field's docstring is its documentation. The tree knows which values are possible and which belong
 together; what a value does is for its owner, and this room imports none of them. How a file is read,
-and how faults are told, is in `stretto.files.settings_file`.
+and how faults are worded, is in `stretto.files.settings_file`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GPTSettings(Settings):
     tie_embeddings: bool = False
     """Whether the output layer uses the embedding's weight."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """How a position is told: by rotating queries and keys, or by a learned vector."""
+    """How a position is encoded: by rotating queries and keys, or by a learned vector."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> GPTSettings:
@@ -343,54 +343,48 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> TrainSettings:
-        faults = list(_faults_between_parts(self))
-        if faults:
+        if faults := _faults_between_parts(self):
             raise ValueError("\n".join(faults))
         return self
 
 
-def _faults_between_parts(settings: TrainSettings) -> Sequence[str]:
+def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training = settings.model, settings.parallel, settings.training
     length = settings.data.sequence_length
-    faults: list[str] = []
     if isinstance(model, GPTSettings):
-        if length > model.context:
-            faults.append(
-                f"data.sequence_length = {length} must not be above model.context = {model.context}"
-            )
-        if model.heads % parallel.tp:
-            faults.append(f"model.heads = {model.heads} must be a multiple of parallel.tp = {parallel.tp}")
-        if parallel.pp > model.layers:
-            faults.append(
-                f"parallel.pp = {parallel.pp} must not be above model.layers = {model.layers}: "
-                "every rank needs a block"
-            )
+        longest, what, layers, heads = model.context, "model.context", model.layers, model.heads
     else:
-        longest = model.config.get("max_position_embeddings")
-        if isinstance(longest, int) and length > longest:
-            faults.append(
-                f"data.sequence_length = {length} must not be above "
-                f"model.config.max_position_embeddings = {longest}"
-            )
-    pieces = parallel.microbatches * parallel.dp
-    if training.global_batch % pieces:
-        by = f" times parallel.dp = {parallel.dp}" if parallel.dp > 1 else ""
-        faults.append(
+        given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"
+        longest, layers, heads = given if isinstance(given, int) else length, parallel.pp, parallel.tp
+    pieces, by = parallel.microbatches * parallel.dp, ""
+    if parallel.dp > 1:
+        by = f" times parallel.dp = {parallel.dp}"
+    warmup = settings.lr_schedule.warmup_steps
+    checked = (
+        (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
+        (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),
+        (
+            parallel.pp > layers,
+            f"parallel.pp = {parallel.pp} must not be above model.layers = {layers}: "
+            "every rank needs a block",
+        ),
+        (
+            training.global_batch % pieces,
             f"training.global_batch = {training.global_batch} must be a multiple of "
-            f"parallel.microbatches = {parallel.microbatches}{by}"
-        )
-    if parallel.sequence_parallel and length % parallel.tp:
-        faults.append(
+            f"parallel.microbatches = {parallel.microbatches}{by}",
+        ),
+        (
+            parallel.sequence_parallel and length % parallel.tp,
             f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "
-            "sequence_parallel gives each rank an equal part"
-        )
-    if settings.lr_schedule.warmup_steps > training.steps:
-        faults.append(
-            f"lr_schedule.warmup_steps = {settings.lr_schedule.warmup_steps} must not be above "
-            f"training.steps = {training.steps}"
-        )
-    return faults
+            "sequence_parallel gives each rank an equal part",
+        ),
+        (
+            warmup > training.steps,
+            f"lr_schedule.warmup_steps = {warmup} must not be above training.steps = {training.steps}",
+        ),
+    )
+    return [fault for wrong, fault in checked if wrong]
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from stretto.bench.reshard import Setup
 from stretto.bench.reshard_cases import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, cases, planned
 from stretto.cli.bench import bench
-from stretto.cli.bench_reshard import print_race
+from stretto.cli.bench_tables import reshard_table
 from stretto.errors import UsageError
 
 ROWS = 4096
@@ -100,9 +100,9 @@ def test_the_table_names_each_case_with_its_error(capsys: pytest.CaptureFixture[
         "measured_over_predicted": 4.0 / 3.0,
         "ratio_to_bound": 4.0,
     }
-    print_race({"setup": asdict(Setup()), "rows": [row]})
+    reshard_table({"setup": asdict(Setup()), "rows": [row]}).print()
     printed = capsys.readouterr().out
-    for word in ("64 MiB at 200mbit", "one host to 3", "point to point", "-25.0 %", "4.00"):
+    for word in ("64 MiB at 200mbit", "one host to 3", "point to point", "-25.0%", "4.00"):
         assert word in printed
 
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli import plan as plan_command
-from stretto.cli.figures import check_json, write_json
+from stretto.cli.bench import write_json
 from stretto.cli.main import app
 from stretto.cli.outputs import check_output
 from stretto.errors import StrettoError, UsageError
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_the_old_file(
 
 def test_figures_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "figures.json"
-    check_json(out)
+    check_output("--json", out)
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(StrettoError, match=r"cannot write .*figures\.json: No space left"):
         write_json({}, out)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.ir.mesh import AXES, Mesh
+from stretto.ir.axes import AXES
+from stretto.ir.mesh import Mesh
 
 MESH = Mesh((("pp", 2), ("dp", 3), ("tp", 2)))
 

@@ -18,7 +18,7 @@ import sys
 from stretto.cli.calibrate import calibrate as app
 from stretto.measure import calibrate, sweep
 
-calibrate.KINDS, calibrate.SIZES = ("all_reduce",), (65_536, 4_096)
+calibrate.PRICED, calibrate.SIZES = ("all_reduce",), (65_536, 4_096)
 sweep.PRODUCTS, sweep.LINEAR_SIZES, sweep.ELEMENTS, sweep.ATTENTIONS = ((64, 64, 64),), (), (1 << 10,), ()
 app(["--cluster-out", sys.argv[1], "--threads", "1"], standalone_mode=False)
 """
@@ -68,7 +68,7 @@ def test_running_ranks_find_collectives_messages_and_each_other(
 def test_one_process_measures_between_others_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "KINDS", ("all_reduce",))
+    monkeypatch.setattr(calibrate, "PRICED", ("all_reduce", "all_to_all"))
     monkeypatch.setattr(calibrate, "SIZES", (65_536,))
     monkeypatch.setattr(calibrate, "LOCAL_GROUPS", (2,))
     monkeypatch.setattr(calibrate, "NOISY_GROUP", -1.0)
@@ -77,8 +77,10 @@ def test_one_process_measures_between_others_and_goes_on(
     outcome = calibrate.Outcome(Calibration(machine_of(cpu)))
     calibrate.calibrate_communication(outcome, [], cpu, nothing)
     found = outcome.calibration
-    (one,) = found.collectives
+    one, other = found.collectives
     assert (one.kind, one.members, one.stride) == ("all_reduce", 2, 1)
+    assert (other.kind, other.members, other.stride) == ("all_to_all", 2, 1)
+    assert other.cost.curve.us(65_536) > 1.0
     assert any("all_reduce of 2 ranks, 1 apart: rounds differ" in warning for warning in outcome.warnings)
     (link,) = found.links
     assert link.link.source == "measured, loopback"
@@ -93,7 +95,7 @@ def test_one_process_measures_between_others_and_goes_on(
     monkeypatch.setattr(calibrate, "measure_between", fail)
     found.ranks = RankTiming(skew=0.25)
     calibrate.calibrate_communication(outcome, [], cpu, nothing)
-    assert outcome.calibration.collectives == [one]
+    assert outcome.calibration.collectives == [one, other]
     assert outcome.calibration.ranks == RankTiming(skew=0.25), "what running ranks have found stays"
     save_calibration(found, tmp_path / "c.json")
     assert load_calibration(tmp_path / "c.json").links[0].both_ways == pytest.approx(

@@ -185,7 +185,7 @@ def test_what_a_thread_had_of_its_core_is_measured(monkeypatch: pytest.MonkeyPat
         clock["now"] += 3_000_000
         clock["mine"] += 1_000_000
 
-    for module in ("crowd", "products"):
+    for module in ("core_share", "products"):
         monkeypatch.setattr(f"stretto.measure.{module}.time.perf_counter_ns", lambda: clock["now"])
     monkeypatch.setattr("stretto.measure.core_share.time.thread_time_ns", lambda: clock["mine"])
     monkeypatch.setattr("stretto.measure.core_share.products_on", lambda device: product)
@@ -210,9 +210,14 @@ def test_large_axes_are_measured_small() -> None:
 @pytest.mark.parametrize("target", STARTS)
 def test_starts_make_the_buffer_of_their_result(target: str) -> None:
     x = torch.randn(4, 3)
-    arguments = ("tp", 2) if target == "comm.all_gather" else ("sum", "tp", 2)
-    made = function_of(target, CPU)(x, *arguments)
-    rows = {"comm.all_reduce": 4, "comm.all_gather": 8, "comm.reduce_scatter": 2}[target]
+    rows, *how = {
+        "comm.all_reduce": (4, "sum"),
+        "comm.all_gather": (8,),
+        "comm.reduce_scatter": (2, "sum"),
+        "comm.all_to_all": (4,),
+        "comm.all_to_all_sized": (4, ((1, 3), (3, 1))),
+    }[target]
+    made = function_of(target, CPU)(x, *how, "tp", 2)
     assert made.shape == (rows, 3)
     assert made.data_ptr() != x.data_ptr()
 
@@ -466,7 +471,7 @@ def test_noise_is_told_with_the_op(plan_file: Path, tmp_path: Path, monkeypatch:
     )
 
 
-def test_the_dearest_ops_and_communications_of_a_plan(tmp_path: Path) -> None:
+def test_the_costliest_ops_and_communications_of_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = stretto.plan(comm_job(2, 4, tp=2, rows=256, hidden=512), cluster="h100x8")
     plan.save(path)
@@ -491,5 +496,5 @@ def test_the_dearest_ops_and_communications_of_a_plan(tmp_path: Path) -> None:
     assert sum(op["share"] for op in whole["ops"]) == pytest.approx(1.0)
     assert sum(one["share"] for one in whole["communications"]) == pytest.approx(1.0)
     table = CliRunner().invoke(cost_app, [str(path)])
-    assert "Dearest ops" in table.output
+    assert "Costliest ops" in table.output
     assert "model of h100x8: tp in one node" in table.output

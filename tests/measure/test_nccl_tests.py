@@ -9,7 +9,6 @@ import pytest
 
 from stretto.errors import UsageError
 from stretto.measure.nccl_tests import read_nccl_tests
-from stretto.price.collectives import Collective
 
 RANKS = "\n".join(
     f"#  Rank {r:2d} Group  0 Pid   68{r:02d} on    node-0 device  {r} [0000:0{r}:00] NVIDIA H100 80GB HBM3"
@@ -62,19 +61,22 @@ def write(tmp_path: Path, text: str, name: str = "out.txt") -> Path:
 
 def test_a_text_with_noise_around_it(tmp_path: Path) -> None:
     ((key, curve),) = read_nccl_tests(write(tmp_path, NEW)).items()
-    assert key == (Collective.ALL_REDUCE, 4)
+    assert key == ("all_reduce", 4)
     assert [curve.us(x) for x in (1024, 1048576, 67108864)] == [20.5, 40.0, 500.0]
 
 
 def test_several_runs_in_one_file(tmp_path: Path) -> None:
-    found = read_nccl_tests(write(tmp_path, NEW + "COMMAND: all_gather_perf -b 8\n" + GATHER + OLD))
-    assert set(found) == {(Collective.ALL_REDUCE, 4), (Collective.ALL_GATHER, 4), (Collective.P2P, 4)}
-    assert found[Collective.P2P, 4].us(67108864) == 300.0
+    exchange = GATHER.replace("all_gather_perf", "alltoall_perf")
+    found = read_nccl_tests(
+        write(tmp_path, NEW + "COMMAND: all_gather_perf -b 8\n" + GATHER + exchange + OLD)
+    )
+    assert set(found) == {("all_reduce", 4), ("all_gather", 4), ("all_to_all", 4), ("send", 4)}
+    assert found["send", 4].us(67108864) == 300.0
 
 
 def test_a_size_that_was_run_twice_counts_by_the_faster(tmp_path: Path) -> None:
     again = NEW.replace("40.00   26.21", "35.00   29.96").replace("20.50 ", "99.00 ")
-    curve = read_nccl_tests(write(tmp_path, NEW + again))[Collective.ALL_REDUCE, 4]
+    curve = read_nccl_tests(write(tmp_path, NEW + again))["all_reduce", 4]
     assert (curve.us(1048576), curve.us(1024)) == (35.0, 20.5)
 
 
@@ -86,15 +88,15 @@ def test_lines_that_a_launcher_marked(tmp_path: Path) -> None:
 def test_blank_columns_of_programs_without_a_reduction(tmp_path: Path) -> None:
     blank = NEW.replace("   sum    -1", "            ")
     assert blank != NEW
-    curve = read_nccl_tests(write(tmp_path, blank))[Collective.ALL_REDUCE, 4]
+    curve = read_nccl_tests(write(tmp_path, blank))["all_reduce", 4]
     assert curve.us(1048576) == 40.0
 
 
 def test_a_table_alone_is_known_by_its_rates_or_by_what_the_caller_says(tmp_path: Path) -> None:
     nameless = NEW.replace("all_reduce_perf", "")
-    assert (Collective.ALL_REDUCE, 4) in read_nccl_tests(write(tmp_path, nameless))
+    assert ("all_reduce", 4) in read_nccl_tests(write(tmp_path, nameless))
     told = read_nccl_tests(write(tmp_path, nameless), kind="reduce_scatter")
-    assert set(told) == {(Collective.REDUCE_SCATTER, 4)}
+    assert set(told) == {("reduce_scatter", 4)}
 
 
 def whole_json(**changes: object) -> dict[str, object]:
@@ -118,14 +120,14 @@ def whole_json(**changes: object) -> dict[str, object]:
 
 def test_json(tmp_path: Path) -> None:
     found = read_nccl_tests(write(tmp_path, json.dumps(whole_json()), "out.json"))
-    assert set(found) == {(Collective.REDUCE_SCATTER, 8)}
-    assert found[Collective.REDUCE_SCATTER, 8].us(1048576) == 40.0
+    assert set(found) == {("reduce_scatter", 8)}
+    assert found["reduce_scatter", 8].us(1048576) == 40.0
 
 
 def test_json_of_one_process_counts_its_devices(tmp_path: Path) -> None:
     config = {"nthreads": 1, "ngpus": 4, "devices": [{"rank": 0}]}
     found = read_nccl_tests(write(tmp_path, json.dumps(whole_json(config=config)), "out.json"))
-    assert set(found) == {(Collective.REDUCE_SCATTER, 4)}
+    assert set(found) == {("reduce_scatter", 4)}
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from stretto.price.priced import Pricer, find_group, find_link, priced_costs, pr
 from stretto.price.roofline import specs_of
 from stretto.price.sharing import sharing
 from stretto.schedule.families import make_schedule
+from tests.exchange_job import exchange_job
 from tests.price.comm_job import comm_job
 
 HERE = Machine("a device", "2.13.0", 1)
@@ -209,6 +210,18 @@ def test_what_is_missing_is_said() -> None:
         priced_costs(comm_job(2), make_schedule("1f1b", 2, 2), found)
     with pytest.raises(stretto.UsageError, match="holds no messages, which a pipeline needs"):
         find_link(Calibration(HERE), 1)
+
+
+def test_a_file_without_all_to_alls_serves_plans_without_them() -> None:
+    old, schedule = calibration(), make_schedule("1f1b", 1, 2)
+    job = exchange_job(1)
+    old.ops |= {key: Timing(10.0, 0.01, op.flops, 1000) for key, (op, _) in distinct_ops([job]).items()}
+    with pytest.raises(stretto.UsageError, match="no all_to_all, which the job has on tp: run `stretto"):
+        priced_costs(job, schedule, old)
+    assert ("tp", "all_reduce") in priced_costs(comm_job(1), schedule, old).collectives
+    old.collectives.append(group("all_to_all", 2, us=50.0))
+    costs = priced_costs(exchange_job(1, sizes=((4, 8), (8, 4))), schedule, old)
+    assert costs.collectives["tp", "all_to_all"].curve.us(0.0) == 50.0
 
 
 def test_axes_that_leave_hosts_share_the_cards() -> None:

@@ -1,4 +1,4 @@
-"""What a report is made of: communication by kind, runs and their ops, the dearest ops, findings, text."""
+"""What a report is made of: communication by kind, runs and their ops, the costliest ops, findings, text."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_runs_hold_all_compute_of_a_timeline() -> None:
     windows = window_ops(plan)
     for of_rank in runs:
         for run in of_rank:
-            expected = sum(row.us for row in windows[run.window].rows)
+            expected = sum(row.us for row in windows[run.window])
             assert sum(span.duration_us for span in run.spans) == pytest.approx(expected)
 
 
@@ -135,7 +135,7 @@ def test_an_op_that_is_recomputed_has_a_category_of_its_own() -> None:
     assert op_category(Op("h", "aten.mm.default", ()), Phase.I) == "I"
 
 
-def test_the_dearest_ops_come_first_and_shares_are_of_everything() -> None:
+def test_the_costliest_ops_come_first_and_shares_are_of_everything() -> None:
     plan = comm_plan()
     costs = {key: us * (5 if key[1].startswith("dw") else 1) for key, us in plan.costs.op_us.items()}
     plan = replace(plan, costs=replace(plan.costs, op_us=costs))
@@ -145,8 +145,8 @@ def test_the_dearest_ops_come_first_and_shares_are_of_everything() -> None:
     # Two stages of two blocks, four microbatches.
     assert found[0].calls == 2 * 2 * 4
     assert found[0].total_us == pytest.approx(500.0 * found[0].calls)
-    assert sum(dear.share for dear in found) == pytest.approx(1.0)
-    assert [dear.total_us for dear in found] == sorted((d.total_us for d in found), reverse=True)
+    assert sum(group.share for group in found) == pytest.approx(1.0)
+    assert [group.total_us for group in found] == sorted((d.total_us for d in found), reverse=True)
     merged = costliest_ops(plan, most=100, by_inputs=False)
     assert len({(d.target, d.made) for d in merged}) == len(merged) < len(found)
     assert "measured" not in costliest_grid(found).head

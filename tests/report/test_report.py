@@ -163,7 +163,7 @@ def test_the_terminal_report_fits_100_columns(run_dir: Path) -> None:
         "Predicted against measured",
         "What binds the bound: rank",
         "Communication, measured",
-        "Dearest ops",
+        "Costliest ops",
         "Predicted timeline",
         "Measured timeline",
         "// exposed",

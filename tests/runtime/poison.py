@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stretto.ir.collectives import How
 from stretto.runtime.transport import Handle, ThreadTransport
 
 
@@ -71,20 +72,16 @@ class PoisonTransport(ThreadTransport):
         staged = value.clone()
         return _Checked(self, super().broadcast(lane, staged, source), result=self._lent(lane, value, staged))
 
-    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        staged = value.clone()
-        return _Checked(self, super().all_reduce(lane, staged, op), result=self._lent(lane, value, staged))
-
-    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
+    def collective(
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+    ) -> Handle:
+        if result is value:
+            staged = value.clone()
+            handle = super().collective(lane, kind, staged, staged, how)
+            return _Checked(self, handle, result=self._lent(lane, value, staged))
         staged, source = torch.empty_like(result), value.clone()
-        handle = super().gather(lane, staged, source)
-        watched = (Watched(value, f"what is gathered on {lane}"), source)
-        return _Checked(self, handle, source=watched, result=self._lent(lane, result, staged))
-
-    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        staged, source = torch.empty_like(result), value.clone()
-        handle = super().reduce_scatter(lane, staged, source)
-        watched = (Watched(value, f"what is scattered on {lane}"), source)
+        handle = super().collective(lane, kind, staged, source, how)
+        watched = (Watched(value, f"what {kind} gives on {lane}"), source)
         return _Checked(self, handle, source=watched, result=self._lent(lane, result, staged))
 
     def _lent(self, lane: str, buffer: torch.Tensor, staged: torch.Tensor) -> tuple[Watched, torch.Tensor]:

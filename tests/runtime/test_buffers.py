@@ -153,7 +153,7 @@ def writes_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
 MISTAKES = (
     ("pipeline", "send", drops_what_it_sends, "what is sent on pp .* was freed"),
     ("pipeline", "send", writes_what_it_sends, "what is sent on pp .* was written"),
-    ("sequence", "start", drops_the_source, "what is (gathered|scattered) on tp was freed"),
+    ("sequence", "start", drops_the_source, "what (all_gather|reduce_scatter) gives on tp was freed"),
     ("tp", "start", drops_the_result, "the result of lane tp was freed"),
     ("tp", "start", writes_the_result, "the result of lane tp was written"),
 )

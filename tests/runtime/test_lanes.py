@@ -90,8 +90,8 @@ def blocked(folder: Path) -> None:
         if at % 3 == 0:
             return transport.all_reduce(lane, value), value
         result = torch.empty(12 if at % 3 == 1 else 3)
-        move = transport.gather if at % 3 == 1 else transport.reduce_scatter
-        return move(lane, result, value), result
+        kind = "all_gather" if at % 3 == 1 else "reduce_scatter"
+        return transport.collective(lane, kind, result, value, "sum"), result
 
     first, *others = [lane.name for lane in reversed(LANES)]
     kept = [start(lane, at) for at, lane in enumerate(others)] if rank == 0 else []
@@ -231,8 +231,7 @@ def test_threads_refuse_lanes_that_were_not_opened() -> None:
         lambda: end.recv("pp 1>0", value, 1),
         lambda: end.broadcast("loss", value, 1),
         lambda: end.all_reduce("tp", value),
-        lambda: end.gather("tp", value, value),
-        lambda: end.reduce_scatter("tp", value, value),
+        lambda: end.collective("tp", "all_gather", value, value),
     ):
         with pytest.raises(RunError, match=r"was not opened on this rank.*Open are 'pp 0>1'"):
             start()

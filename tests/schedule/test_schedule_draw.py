@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stretto.report.svg import MAX_WIDTH_PX, draw_schedule
 from stretto.schedule.csv import read_csv
-from stretto.schedule.draw import describe_timing, to_ascii, to_json, to_svg
+from stretto.schedule.draw import describe_timing, tick_times, to_ascii, to_json
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.svg import MAX_WIDTH_PX, tick_times
 from stretto.schedule.timing import PhaseTimes, time_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,8 +26,8 @@ def boxes(svg: str) -> dict[str, tuple[str, float, float, float]]:
     for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
         tooltip = rect.find(f"{SVG}title")
         if tooltip is not None:
-            token = tooltip.text.split(":")[0]
-            assert token not in found
+            token = tooltip.text.split(",")[0]
+            assert token not in found or token == "bubble"
             found[token] = (rect.get("class"), *(float(rect.get(key)) for key in ("x", "width", "height")))
     return found
 
@@ -100,28 +100,28 @@ def test_a_very_short_phase_does_not_blow_up_the_text():
 def test_the_picture_has_one_box_for_each_action_at_its_time(family):
     schedule = make_schedule(family, 3, 5)
     timing = time_schedule(schedule, PhaseTimes(3.0, 2.0, 1.0, 0.5))
-    svg = to_svg(schedule, timing)
+    svg = draw_schedule(schedule, timing)
     found = boxes(svg)
-    assert len(found) == len(timing.start)
+    assert found.keys() - {"bubble"} == {str(action) for action in timing.start}
     first = found["0F0"][1]
     scale = (found["0F1"][1] - first) / 3
     for action, start in timing.start.items():
         phase, left, width, _ = found[str(action)]
-        assert phase == action.phase.value
+        assert phase[0] == action.phase.value
         assert left == pytest.approx(first + start * scale, abs=0.1)
-        assert width == pytest.approx((timing.end[action] - start) * scale - 1, abs=0.1)
+        assert width == pytest.approx((timing.end[action] - start) * scale, abs=0.1)
     labels = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
     for action in timing.start:
         assert str(action)[1:] in labels
     assert f"{family}: 3 stages, 5 microbatches" in labels
-    assert {"rank 0", "rank 1", "rank 2", "time", "forward", "idle"} <= set(labels)
-    assert ("input gradient" in labels) == family.startswith("zb")
+    assert {"rank 0", "rank 1", "rank 2", "F  forward", "bubble: nothing to do"} <= set(labels)
+    assert ("I  input gradient" in labels) == family.startswith("zb")
     assert "http" not in svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
 
 
 def test_overlapped_actions_share_the_height():
     schedule = read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
-    found = boxes(to_svg(schedule, time_schedule(schedule)))
+    found = boxes(draw_schedule(schedule, time_schedule(schedule)))
     assert found["0F1"][1:3] == found["0B0"][1:3]
     assert found["0F1"][3] < found["0F0"][3] / 2 + 1
 
@@ -129,14 +129,14 @@ def test_overlapped_actions_share_the_height():
 def test_names_are_escaped_and_widths_bounded():
     schedule = make_schedule("zb-h2", 2, 400)
     timing = time_schedule(schedule, PhaseTimes(1.0, 1.0, 0.0001))
-    root = ElementTree.fromstring(to_svg(schedule, timing))
+    root = ElementTree.fromstring(draw_schedule(schedule, timing))
     assert float(root.get("width")) <= MAX_WIDTH_PX
     named = type(schedule)("<a&b>", 1, 1, (0,), make_schedule("1f1b", 1, 1).orders)
-    assert ElementTree.fromstring(to_svg(named, time_schedule(named)))[0].text.startswith(
+    assert ElementTree.fromstring(draw_schedule(named, time_schedule(named)))[0].text.startswith(
         "<a&b>: 1 stage, 1 micro"
     )
     empty_time = make_schedule("1f1b", 2, 2)
-    ElementTree.fromstring(to_svg(empty_time, time_schedule(empty_time, PhaseTimes(0.0, 0.0, 0.0))))
+    ElementTree.fromstring(draw_schedule(empty_time, time_schedule(empty_time, PhaseTimes(0.0, 0.0, 0.0))))
 
 
 @given(st.floats(1e-9, 1e9), st.floats(0.1, 100))

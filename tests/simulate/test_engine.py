@@ -84,6 +84,7 @@ def test_a_message_says_who_sent_it_and_when() -> None:
     assert (span.rank, span.lane, span.sender, span.sent_us) == (1, "pp 0>1", 0, 180)
     assert (span.nbytes, span.stage, span.phase, span.microbatch) == (NBYTES, 0, Phase.F, 1)
     assert (span.start_us, span.end_us) == (180, 210)
+    assert (span.edge, span.microbatch) == (0, 1)
 
 
 def test_messages_of_a_communicator_go_in_order_and_latency_is_pipelined() -> None:

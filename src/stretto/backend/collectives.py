@@ -1,6 +1,7 @@
 """Collectives on `torch.distributed` as plans use them: the runtime starts them, the cost model times them.
 
-Every function starts and returns a work whose `wait()` completes it. Touches `torch.distributed` alone.
+`start` returns a work whose `wait()` completes it. What a kind does is its row of `stretto.ir.collectives`.
+Touches `torch.distributed` alone.
 """
 
 from __future__ import annotations
@@ -11,49 +12,100 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.ir.collectives import KINDS, How, Kind
+
 # PyTorch 2.13 calls these by new names, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-
-def all_reduce(value: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> Any:
-    """In place. op: "sum" or "max"."""
-    how = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-    return dist.all_reduce(value, how, group=group, async_op=True)
+Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, How], Any]
+"""(result, value, group, how) -> the work, already under way."""
 
 
-def all_gather(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """All members' values along dim 0 of `result`, in the order of the group; see `_exchange`."""
-    if value.device.type != "cpu":
-        return _all_gather(result, value, group=group, async_op=True)
-    parts = result.chunk(dist.get_world_size(group))
-    parts[dist.get_rank(group)].copy_(value)
-    return _Exchange(_exchange(parts, [value] * len(parts), group))
+def _all_reduce(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How) -> Any:
+    reduction = dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM
+    return dist.all_reduce(result, reduction, group=group, async_op=True)
 
 
-def reduce_scatter(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """This member's rows (dim 0) of the sum of all members' values; see `_exchange`. On processors each
-    member adds up its own rows when it waits."""
-    if value.device.type != "cpu":
-        return _reduce_scatter(result, value, group=group, async_op=True)
-    members, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows = value.chunk(members)
-    others = torch.empty((members, *result.shape), dtype=value.dtype)
+def _all_to_all(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How) -> Any:
+    return dist.all_to_all_single(result, value, group=group, async_op=True)
 
-    def add_up() -> None:
-        # In the order of the group, so that all layouts of a run give the same bits.
-        parts = [rows[rank] if member == rank else others[member] for member in range(members)]
-        result.copy_(parts[0])
-        for part in parts[1:]:
+
+def _all_to_all_sized(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How) -> Any:
+    assert isinstance(how, tuple)
+    me = dist.get_rank(group)
+    sent, received = list(how[me]), [sizes[me] for sizes in how]
+    return dist.all_to_all_single(result, value, received, sent, group=group, async_op=True)
+
+
+CALLS: dict[str, Call] = {
+    "all_reduce": _all_reduce,
+    "all_gather": lambda result, value, group, _: _all_gather(result, value, group=group, async_op=True),
+    "reduce_scatter": lambda result, value, group, _: _reduce_scatter(
+        result, value, group=group, async_op=True
+    ),
+    "all_to_all": _all_to_all,
+    "all_to_all_sized": _all_to_all_sized,
+}
+"""The library's own call of each kind that programs have."""
+
+
+def start(
+    kind: str, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How = ""
+) -> Any:
+    """Start a collective of a kind; all members of the group call it. Where it works in place, value is the
+    result. On processors all but these are made of messages, see `_exchange`."""
+    row = KINDS[kind]
+    if row.in_place or value.device.type != "cpu":
+        return CALLS[kind](result, value, group, how)
+    return _exchanged(row, result, value, group, how)
+
+
+def arrived(kind: Kind, values: Sequence[torch.Tensor], me: int, how: How) -> list[torch.Tensor]:
+    """What member `me` gets from each, views. values: what members give, in the order of the group."""
+    if kind.in_place:
+        return list(values)
+    size, rows = len(values), values[0].shape[0]
+    return [value[slice(*kind.sent(rows, m, me, size, how))] for m, value in enumerate(values)]
+
+
+def put_together(kind: Kind, result: torch.Tensor, parts: Sequence[torch.Tensor], how: How) -> None:
+    """Write what came from each member into the result, where it is to lie or added up. Sums are taken in the
+    order of the group, so that all layouts of a run give the same bits."""
+    if not kind.sums:
+        torch.cat(list(parts), out=result)
+        return
+    result.copy_(parts[0])
+    for part in parts[1:]:
+        if how == "max":
+            torch.maximum(result, part, out=result)
+        else:
             result.add_(part)
 
-    return _Exchange(_exchange(list(others), rows, group), add_up)
+
+def _exchanged(
+    kind: Kind, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How
+) -> Any:
+    size, me = dist.get_world_size(group), dist.get_rank(group)
+    gives = [value[a:b] for a, b in kind.gives(value.shape[0], me, size, how)]
+    if not kind.sums:
+        places = [result[a:b] for a, b in kind.gets(value.shape[0], me, size, how)]
+        places[me].copy_(gives[me])
+        return _Exchange(_exchange(places, gives, group))
+    others = list(torch.empty((size, *result.shape), dtype=value.dtype))
+
+    def add_up() -> None:
+        others[me] = gives[me]
+        put_together(kind, result, others, how)
+
+    return _Exchange(_exchange(others, gives, group), add_up)
 
 
 def _exchange(
     into: Sequence[torch.Tensor], out: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[Any]:
-    """Start to send `out[m]` to each other member m, and to receive `into[m]` from it.
+    """Start to send `out[m]` to each other member m, and to receive `into[m]` from it; nothing where that is
+    empty.
 
     Gloo announces a receive to the sender before data may leave. Posted behind a send, the announcement waits
     behind that send's data. Gloo's own collectives do so: for 131 kB each way at 100 Mbit/s its all-gather
@@ -64,9 +116,9 @@ def _exchange(
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     # Each member begins with its neighbour, so that no member is sent to by all at once.
     order = [(me + step) % len(ranks) for step in range(1, len(ranks))]
-    works: list[Any] = [dist.irecv(into[m], ranks[m], group=group) for m in reversed(order)]
-    works += [dist.isend(out[m], ranks[m], group=group) for m in order]
-    return works
+    receives = [m for m in reversed(order) if into[m].numel()]
+    works: list[Any] = [dist.irecv(into[m], ranks[m], group=group) for m in receives]
+    return works + [dist.isend(out[m], ranks[m], group=group) for m in order if out[m].numel()]
 
 
 class _Exchange:

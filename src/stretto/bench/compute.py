@@ -12,7 +12,6 @@ Touches `transformers` for the models that come from there.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from stretto.bench.race import compare, fresh, race, timed
 from stretto.errors import RunError, UsageError
 from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
@@ -40,9 +40,6 @@ COMPILED, OURS_COMPILED = "torch.compile", "stretto inductor"
 WARM_UPS = 4
 """Turns that do not count. Measured: the C library's allocator goes on returning memory, and the system on
 giving it anew, for three steps; later steps fault no pages."""
-
-SAME = 1e-5
-"""Relative error up to which float32 losses and gradients are the same. Measured: 2e-6 at most."""
 
 ROWS, SEQUENCE, VOCABULARY = 1, 256, 4096
 """Of a microbatch, and of all models."""
@@ -132,35 +129,33 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         return total
 
     plain = partial(loss, model)
-    systems: dict[str, Callable[[], Tensor]] = {
+    steps: dict[str, Callable[[], Tensor]] = {
         EAGER: partial(theirs, plain),
         OURS: partial(stretto.Runner(plan, model).step, batch),
     }
     compile_s: dict[str, float] = {}
     if cell.compile:
-        start = time.perf_counter()
-        compiled = torch.compile(plain, dynamic=False)
-        _turn(model, partial(theirs, compiled))
-        compile_s[COMPILED] = time.perf_counter() - start
-        systems[COMPILED] = partial(theirs, compiled)
+        steps[COMPILED] = partial(theirs, torch.compile(plain, dynamic=False))
+        compile_s[COMPILED] = timed(fresh(model.parameters(), steps[COMPILED]))
         start = time.perf_counter()
         runner = stretto.Runner(plan, model, compile="inductor")
         compile_s[OURS_COMPILED] = time.perf_counter() - start
-        systems[OURS_COMPILED] = partial(runner.step, batch)
+        steps[OURS_COMPILED] = partial(runner.step, batch)
+    systems = {name: fresh(model.parameters(), step) for name, step in steps.items()}
     errors = _compare(model, systems)
-    seconds = _race(model, systems, cell.rounds)
+    times = race(systems, cell.rounds, warm_ups=0)
     rows = [
         {
             "system": name,
-            "step_s": statistics.median(times),
+            "step_s": found.median_s,
             "ratio_to_eager": statistics.median(
-                mine / eager for mine, eager in zip(times, seconds[EAGER], strict=True)
+                mine / eager for mine, eager in zip(found.rounds, times[EAGER].rounds, strict=True)
             ),
             "error": errors[name],
             "compile_s": compile_s.get(name),
-            "rounds_s": times,
+            "rounds_s": list(found.rounds),
         }
-        for name, times in seconds.items()
+        for name, found in times.items()
     ]
     return {"cell": asdict(cell), "rows": rows}
 
@@ -180,46 +175,19 @@ def _part(batch: Any, k: int) -> Any:
     return {name: leaf[k * ROWS : (k + 1) * ROWS] for name, leaf in batch.items()}
 
 
-def _turn(model: nn.Module, step: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """Seconds of one step that begins without gradients, and its loss."""
-    for parameter in model.parameters():
-        parameter.grad = None
-    gc.collect()  # so that no turn pays for the one before
-    start = time.perf_counter()
-    loss = step()
-    return time.perf_counter() - start, loss
-
-
-def _compare(model: nn.Module, systems: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+def _compare(model: nn.Module, systems: Mapping[str, Callable[[], Tensor | None]]) -> dict[str, float]:
     """The largest relative error of each system's loss and gradients against eager's; and warms up."""
     errors: dict[str, float] = {}
     want: dict[str, Tensor] = {}
     for name, step in systems.items():
         for _ in range(WARM_UPS):
-            _, loss = _turn(model, step)
+            loss = step()
+        assert loss is not None
         found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         found["loss"] = loss.detach().clone()
         want = want or found
-        if found.keys() != want.keys():
-            raise RunError(f"{name} has other gradients than {EAGER}: {sorted(found.keys() ^ want.keys())}")
-        off = {key: float((found[key] - value).norm() / value.norm()) for key, value in want.items()}
-        worst = max(off, key=lambda key: off[key])
-        errors[name] = off[worst]
-        if off[worst] > SAME:
-            raise RunError(f"{name} differs from {EAGER} in {worst} by {off[worst]:.1e}")
+        errors[name] = compare(name, found, want, EAGER)
     return errors
-
-
-def _race(
-    model: nn.Module, systems: Mapping[str, Callable[[], Tensor]], rounds: int
-) -> dict[str, list[float]]:
-    names = list(systems)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            seconds[name].append(_turn(model, systems[name])[0])
-    return seconds
 
 
 def compute(

@@ -1,24 +1,43 @@
-"""What a bench keeps of a plan that it ran: a folder that `stretto report` reads, and `stretto simulate`.
+"""What a bench does with a plan that it ran: predict it again, and keep it for `stretto report`.
 
-    plan.json       with the costs of the steps themselves (`bench.costs_now`)
+A machine that others use has another speed every minute. So costs are measured once more after the steps,
+and the plan is predicted again with them; its order stays. A folder that is kept has
+
+    plan.json       with the costs after its steps
     planned.json    with the costs that it was made from
     measured.json   the step whose time is the median
-
-Touches files only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from stretto.ir.costs import Costs, Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
 from stretto.ir.timeline import Timeline
+from stretto.measure.measured import measured_costs
 from stretto.report.jsonfile import save_json
+from stretto.simulate import predict
 
-Keep = Callable[[Plan, Plan, Sequence[Timeline]], None]
-"""(as it was made, with the costs of its steps, its counted steps)"""
+
+def costs_now(plan: Plan) -> Costs:
+    """A plan's costs as they are measured now; all of its ranks call it, and it is equal on all of them."""
+    return measured_costs(plan.job, plan.schedule)
+
+
+def with_costs(plan: Plan, costs: Costs) -> Plan:
+    """The plan as it is, with these costs and what they predict."""
+    made = replace(plan, costs=costs)
+    return replace(made, prediction=predict(made))
+
+
+def prediction_of(plan: Plan) -> Prediction:
+    """What is predicted of a plan that was made with costs."""
+    assert plan.prediction is not None
+    return plan.prediction
 
 
 def keep_run(folder: Path, planned: Plan, plan: Plan, timelines: Sequence[Timeline]) -> None:

@@ -27,8 +27,8 @@ from torch.distributed.pipelining import (
 )
 
 import stretto
-from stretto.bench.race import Times, race
-from stretto.errors import RunError
+from stretto.bench.kept import prediction_of
+from stretto.bench.race import Times, compare, fresh, race, running, say_on_first, write_result
 from stretto.ir.timeline import SpanKind
 from stretto.models.gpt import Block, GPTConfig
 from stretto.planning.make_plan import make_plan
@@ -74,21 +74,15 @@ def squared_error(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return nn.functional.mse_loss(model(batch["x"]), batch["target"])
 
 
-def run_worker(setup: Setup, out: Path | None) -> None:
+def run_worker(setup: Setup, out: Path) -> None:
     """One rank of the race; rank 0 writes the result to `out`. Raises RunError when gradients disagree."""
-    torch.set_num_threads(setup.threads_per_rank)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Blocks(setup)
     size = (setup.microbatches * setup.microbatch_size, setup.sequence, setup.hidden)
     batch = {"x": torch.randn(size), "target": torch.randn(size)}
 
-    def say(text: str) -> None:
-        if rank == 0:
-            print(text, file=sys.stderr, flush=True)
-
-    say("capturing, and measuring this machine")
+    say_on_first("capturing, and measuring this machine")
     systems: dict[str, Callable[[], object]] = _torch_systems(setup, model, batch, rank)
     runners: dict[str, stretto.Runner] = {}
     parallel = stretto.Parallel(pp=setup.ranks, microbatches=setup.microbatches, split=_split(setup))
@@ -97,8 +91,8 @@ def run_worker(setup: Setup, out: Path | None) -> None:
     for family in FAMILIES:
         plan = make_plan(job, costs, schedule=family)
         runners[family] = stretto.Runner(plan, model)
-        systems[family] = _fresh(model, partial(runners[family].step, batch))
-    _check_equal(systems, model, rank, runners[next(iter(FAMILIES))])
+        systems[family] = fresh(model.parameters(), partial(runners[family].step, batch))
+    _check_equal(systems, runners[next(iter(FAMILIES))])
 
     exposed: dict[str, list[float]] = {name: [] for name in runners}
 
@@ -107,28 +101,13 @@ def run_worker(setup: Setup, out: Path | None) -> None:
             timeline = runners[name].timeline()
             exposed[name].append(max(timeline.by_rank(SpanKind.EXPOSED)) / 1e6)
 
-    times = race(systems, setup.rounds, after=after, say=say)
+    times = race(systems, setup.rounds, after=after, say=say_on_first)
     if rank == 0:
-        result = _result(setup, times, runners, exposed)
-        if out is not None:
-            out.write_text(json.dumps(result, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+        write_result(out, _result(setup, times, runners, exposed))
 
 
 def _split(setup: Setup) -> list[str]:
     return [str(setup.layers_per_stage * stage) for stage in range(1, setup.ranks)]
-
-
-def _fresh(model: nn.Module, step: Callable[[], object]) -> Callable[[], object]:
-    """A step that begins without gradients, as after `zero_grad`."""
-
-    def run() -> object:
-        for parameter in model.parameters():
-            parameter.grad = None
-        return step()
-
-    return run
 
 
 def _torch_systems(
@@ -156,28 +135,19 @@ def _torch_systems(
             else:
                 schedule.step()
 
-        systems[name] = _fresh(model, step)
+        systems[name] = fresh(model.parameters(), step)
     return systems
 
 
-def _check_equal(
-    systems: dict[str, Callable[[], object]], model: nn.Module, rank: int, runner: stretto.Runner
-) -> None:
+def _check_equal(systems: dict[str, Callable[[], object]], runner: stretto.Runner) -> None:
     """All systems compute the same gradients, or the race is void."""
     reference: dict[str, torch.Tensor] = {}
     for name, step in systems.items():
         dist.barrier()
         step()
-        for key, parameter in runner.named_parameters():
-            if parameter.grad is None:
-                raise RunError(f"{name} left no gradient in {key} on rank {rank}")
-            grad = parameter.grad.clone()
-            known = reference.setdefault(key, grad)
-            error = float((grad - known).norm() / known.norm().clamp_min(1e-30))
-            if error > 1e-5:
-                raise RunError(
-                    f"{name} differs from {next(iter(systems))} in the gradient of {key} by {error:.1e}"
-                )
+        grads = {key: p.grad.clone() for key, p in runner.named_parameters() if p.grad is not None}
+        reference = reference or grads
+        compare(name, grads, reference, next(iter(systems)))
 
 
 def _result(
@@ -187,8 +157,8 @@ def _result(
     exposed: dict[str, list[float]],
 ) -> dict[str, Any]:
     """The JSON of the race: {"setup": ..., "rows": [...]}, medians, with every round's time beside them."""
-    predictions = {name: runner.plan.prediction for name, runner in runners.items()}
-    bound_s = min(p.bound_us for p in predictions.values() if p is not None) / 1e6
+    predictions = {name: prediction_of(runner.plan) for name, runner in runners.items()}
+    bound_s = min(found.bound_us for found in predictions.values()) / 1e6
     base = times[TORCH_1F1B].median_s
     rows = []
     for name, found in times.items():
@@ -206,24 +176,13 @@ def _result(
             }
         )
     any_plan = next(iter(runners.values())).plan
-    links = {
-        f"{a}>{b}": {
-            "latency_us": link.latency_us,
-            "mbit_per_s": link.bytes_per_us * 8,
-            "processor_us_per_mb": link.processor_us_per_mb,
-            "slower": link.slower,
-        }
-        for (a, b), link in any_plan.costs.links.items()
-    }
-    prediction = any_plan.prediction
     return {
         "setup": {
             **asdict(setup),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "bound_s": bound_s,
-            "binds": prediction.binds if prediction is not None else "",
-            "measured_links": links,
+            "binds": prediction_of(any_plan).binds,
         },
         "rows": rows,
     }
@@ -232,7 +191,8 @@ def _result(
 def main() -> None:
     """The worker's entry: `python -m stretto.bench.pipeline SETUP_JSON OUT`, once on each host."""
     setup = Setup(**json.loads(sys.argv[1]))
-    run_worker(setup, Path(sys.argv[2]))
+    with running(setup.ranks, setup.threads_per_rank):
+        run_worker(setup, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

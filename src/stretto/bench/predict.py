@@ -2,17 +2,11 @@
 
     1. A cell is a shape of GPT, a layout (pp, tp) and a rate. Cells of one layout and rate share a lab, one
        rank on each host; ranks share the machine's cores equally.
-    2. In each cell the ranks capture, measure their costs together, plan, and run. The machine's speed goes
-       up and down, by a fifth within seconds on some days, which is no error of a prediction: ops are
-       measured again before every step, and communication after the last. The plan, simulated with what both
-       took on average, stands beside what steps took on average: time, exposed communication, peak memory.
-       What was predicted when it was made is kept too. Steps go on for as many rounds as are asked for, and
-       then until they and their ops are `known`, or for `MOST_TIMES` as many.
-    3. Cells of shapes and rates that no measurement knows are predicted once more from others alone
-       (`stretto.bench.transfer`): op times from the jobs of calibrated shapes and a sweep of linear layers,
-       measured in the same minutes (`bench.visits`, `bench.layers`), communication from calibrated cells.
+    2. In each cell the ranks capture, measure their costs together, plan, run some steps, and measure their
+       costs again. The plan, simulated with these (`bench.kept`), is compared with what steps took on
+       average: time, exposed communication, peak memory. What was predicted when it was made is kept too.
 
-A worker (this module as a program, once on each host) does step 2, and keeps for step 3 what it needs.
+A worker (this module as a program, once on each host) does step 2.
 """
 
 from __future__ import annotations
@@ -21,28 +15,23 @@ import json
 import math
 import statistics
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import stretto
-from stretto.bench.costs_now import CostsNow, with_costs
-from stretto.bench.kept import Keep, keep_run
-from stretto.bench.layers import Layers
-from stretto.bench.visits import Visits, calibration_of
-from stretto.ir.program import Job, OverlapMode
+from stretto.bench.in_lab import CORES, lab_of, run_worker
+from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
+from stretto.bench.race import drop_gradients, running, say_on_first, timed, write_result
+from stretto.bench.work import GPTWork
+from stretto.ir.plan import Plan
+from stretto.ir.program import OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.measure.profile import typical
-from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.price.calibration import Calibration, save_calibration
-
-CPU = torch.device("cpu")
 
 WARM_UPS = 2
 """Steps that do not count: first messages open connections, first steps fill caches."""
@@ -51,68 +40,31 @@ ROUND_US = 3_000_000.0
 MOST_STEPS = 4
 """A round has as many steps as take this long, at least one and at most `MOST_STEPS`."""
 
-KNOWN_TO = 0.02
-"""The standard error of the steps' mean and of the mean of what their ops took in visits, together, as a
-share, up to which they count as known: a quarter of the error that a prediction may have."""
-
-EVERY = 2
-"""What prices a cell is visited before every second step of a round, which takes half of the time; before the
-first at least."""
-
-MOST_TIMES = 3
-"""A cell has at most as many times the rounds that were asked for."""
-
 FIGURES = "figures.json"
 """What a worker writes of a cell into its folder, beside what ran: its `Found`."""
 
-CALIBRATION = "calibration.json"
-"""And there, for a cell that is not calibrated, the op times of those that are."""
-
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A GPT and its batch. microbatch: rows; the step has `microbatches` of them."""
+class Cell(GPTWork):
+    """One place of the grid. overlap: as in `stretto.plan`."""
 
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    sequence: int
-    vocab: int
-    microbatch: int
-    microbatches: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One place of the grid. rate: as `tc` writes it, or "unlimited"; overlap: as in `stretto.plan`."""
-
-    shape: Shape
-    pp: int
-    tp: int
-    rate: str
-    sequence_parallel: bool = False
+    name: str = ""
     overlap: OverlapMode = "window"
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.tp
 
     def folder(self, root: Path) -> Path:
         """Where a grid keeps what it found of this cell."""
         return root / str(self).replace(" ", "-")
 
     def __str__(self) -> str:
-        sp = " sp" if self.sequence_parallel else ""
-        return f"{self.shape.name} pp={self.pp} tp={self.tp}{sp} {self.rate}"
+        return f"{self.name} {self.layout} {self.rate}"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A cell's figures. Shares are of the step, the mean over places; peaks by place.
 
-    planned_ms: what the plan said when it was made; predicted_ms: with what ops and communication took
-    meanwhile; measured_ms: of steps, the same mean as of ops; rounds_ms: the median of each round.
+    planned_ms: what the plan said when it was made; predicted_ms: with costs measured again after the steps;
+    measured_ms: of steps; rounds_ms: the median of each round.
     """
 
     cell: str
@@ -142,208 +94,165 @@ class Found:
         return max(errors, key=abs, default=0.0)
 
 
+_SHAPE = Cell(microbatch=1, microbatches=4)
 SHAPES = (
-    Shape("wide", hidden=1024, layers=2, heads=16, sequence=128, vocab=2048, microbatch=1, microbatches=4),
-    Shape("deep", hidden=512, layers=6, heads=8, sequence=128, vocab=1024, microbatch=1, microbatches=4),
-    Shape("long", hidden=1024, layers=2, heads=16, sequence=256, vocab=2048, microbatch=1, microbatches=3),
-    Shape("rows", hidden=640, layers=4, heads=10, sequence=64, vocab=4096, microbatch=3, microbatches=4),
+    replace(_SHAPE, name="wide", hidden=1024, layers=2, heads=16, sequence=128, vocab=2048),
+    replace(_SHAPE, name="deep", hidden=512, layers=6, heads=8, sequence=128, vocab=1024),
+    replace(_SHAPE, name="long", hidden=1024, layers=2, heads=16, sequence=256, vocab=2048, microbatches=3),
+    replace(_SHAPE, name="rows", hidden=640, layers=4, heads=10, sequence=64, vocab=4096, microbatch=3),
 )
-"""Small enough for half a core a rank, and different in what takes their time. `deep` and `long`, which price
-the others (`bench.predict_grid`), have the least and the most rows and weights: beyond what it is made from a
-fit of products is off."""
+"""Small enough for half a core a rank, and different in what takes their time."""
 
 RATES = ("50mbit", "100mbit", "200mbit", "1gbit", "unlimited")
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 
 
-def grid(
-    shapes: tuple[Shape, ...] = SHAPES, rates: tuple[str, ...] = RATES, overlap: OverlapMode = "window"
-) -> list[Cell]:
+def grid(rates: tuple[str, ...] = RATES, overlap: OverlapMode = "window") -> list[Cell]:
     """All cells; one rank alone has no network, and one rate. Every other shape has sequence parallelism."""
-    cells = []
-    for pp, tp in LAYOUTS:
-        for rate in rates if pp * tp > 1 else ("unlimited",):
-            for number, shape in enumerate(shapes):
-                sp = tp > 1 and number % 2 == 1
-                cells.append(Cell(shape, pp, tp, rate, sequence_parallel=sp, overlap=overlap))
-    return cells
+    return [
+        replace(shape, pp=pp, tp=tp, rate=rate, sequence_parallel=tp > 1 and number % 2 == 1, overlap=overlap)
+        for pp, tp in LAYOUTS
+        for rate in (rates if pp * tp > 1 else ("unlimited",))
+        for number, shape in enumerate(SHAPES)
+    ]
 
 
-def captured(cell: Cell) -> tuple[GPT, dict[str, torch.Tensor], Job]:
-    """The cell's model, a batch and the job; equal on all ranks, and in every process."""
-    shape = cell.shape
-    torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=shape.vocab,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        context=shape.sequence,
-    )
-    model = GPT(config)
-    rows = shape.microbatch * shape.microbatches
-    batch = {
-        "input_ids": torch.randint(0, shape.vocab, (rows, shape.sequence)),
-        "labels": torch.randint(0, shape.vocab, (rows, shape.sequence)),
-    }
-    parallel = stretto.Parallel(
-        pp=cell.pp,
-        tp=cell.tp,
-        sequence_parallel=cell.sequence_parallel,
-        microbatches=shape.microbatches,
-        schedule="1f1b",
-        overlap=cell.overlap,
-    )
-    return model, batch, stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
+# --- the worker: step 2 --------------------------------------------------------------------------------
 
 
-def run_cell(
-    cell: Cell,
-    rounds: int,
-    keep: Keep | None = None,
-    others: Sequence[Cell] = (),
-    layers: Layers | None = None,
-) -> tuple[Found, Calibration]:
-    """Step 2 on one rank; every rank of the cell calls it.
-
-    keep: is given what ran (`bench.kept`). others: of the same layout; what the ops of their jobs took
-    meanwhile, and `layers`, is the calibration (the cell's own, if it is one of them).
-    """
-    model, batch, job = captured(cell)
-    plan = stretto.plan(job, "local")
+def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]]:
+    """Step 2 on one rank; every rank of the cell calls it. Returns its figures, the plan as it was made, the
+    plan with the costs after its steps, and all counted steps."""
+    model, batch = cell.build()
+    plan = stretto.plan(cell.capture(model, batch, overlap=cell.overlap), "local")
     runner = stretto.Runner(plan, model)
-    planned = plan.prediction
-    assert planned is not None
     timelines: list[Timeline] = []
 
     def step() -> float:
-        for parameter in runner.parameters():
-            parameter.grad = None
-        _together()
-        start = time.perf_counter()
-        runner.step(batch)
-        took = _longest(time.perf_counter() - start)
+        drop_gradients(runner.parameters())
+        took_s = timed(lambda: runner.step(batch))
         timelines.append(runner.timeline())
-        return took * 1e3
+        return took_s * 1e3
 
     for _ in range(WARM_UPS):
         step()
     timelines.clear()
-    steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / planned.step_us)))
-    times: list[list[float]] = []
-    now = CostsNow(plan)
-    beside = [Visits(captured(other)[2], now.stages) for other in others if other.shape != cell.shape]
-    visited_us: list[Sequence[float]] = []
-    while len(times) < rounds or (len(times) < MOST_TIMES * rounds and not known(times, visited_us)):
-        times.append([])
-        for at in range(steps):
-            if at % EVERY == 0:
-                for visits in beside:
-                    visits.visit()
-                if layers is not None:
-                    layers.visit()
-            visited_us.append(_by_place(now.visit(), cell.pp))
-            times[-1].append(step())
+    steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / prediction_of(plan).step_us)))
+    times = [[step() for _ in range(steps)] for _ in range(rounds)]
     runner.close()
-    now.measure_communication()
-    now_known = with_costs(plan, now.agreed())
-    if keep is not None:
-        keep(plan, now_known, timelines)
-    prediction = now_known.prediction
-    assert prediction is not None
-    calibrated = [(visits.job, visits.agreed().op_us) for visits in beside]
-    if any(other.shape == cell.shape for other in others):
-        calibrated.append((job, now_known.costs.op_us))
-    peak = timelines[-1].peak_bytes
+    again = with_costs(plan, costs_now(plan))
+    prediction = prediction_of(again)
     exposed = [
         statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))
         for timeline in timelines
     ]
     found = Found(
         cell=str(cell),
-        planned_ms=planned.step_us / 1e3,
+        planned_ms=prediction_of(plan).step_us / 1e3,
         predicted_ms=prediction.step_us / 1e3,
         measured_ms=typical([ms for together in times for ms in together]),
         rounds_ms=tuple(statistics.median(together) for together in times),
         exposed_predicted=statistics.mean(us / prediction.step_us for us in prediction.exposed_us),
         exposed_measured=statistics.median(exposed),
         peak_predicted=prediction.peak_bytes,
-        peak_measured=peak,
+        peak_measured=timelines[-1].peak_bytes,
     )
-    return found, calibration_of(calibrated, layers.agreed() if layers is not None else None)
-
-
-def known(times: Sequence[Sequence[float]], visited_us: Sequence[Sequence[float]]) -> bool:
-    """Whether the steps of these rounds, and what their ops took in the visits beside, by place, are known to
-    `KNOWN_TO`. The place that is known least counts: any of them may be the one that others wait for. Ranks
-    know equal times, and so agree."""
-    steps = [ms for together in times for ms in together]
-    ops = max((uncertainty(place_us) for place_us in zip(*visited_us, strict=True)), default=math.inf)
-    return math.hypot(uncertainty(steps), ops) <= KNOWN_TO
-
-
-def uncertainty(times: Sequence[float]) -> float:
-    """The standard error of their mean, as a share of it; a single time tells nothing, and is not known at
-    all."""
-    if len(times) < 2:
-        return math.inf
-    return statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
-
-
-def _together() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _longest(seconds: float) -> float:
-    if not dist.is_initialized():
-        return seconds
-    longest = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return float(longest)
-
-
-def _by_place(us: float, places: int) -> list[float]:
-    """The mean over the ranks of each place of the pipeline; ranks are numbered place by place."""
-    if not dist.is_initialized():
-        return [us]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, us)
-    each = len(found) // places
-    return [statistics.fmean(found[place * each : (place + 1) * each]) for place in range(places)]
-
-
-def cell_from(data: dict[str, Any]) -> Cell:
-    """A cell from its JSON."""
-    return Cell(**{**data, "shape": Shape(**data["shape"])})
+    return found, plan, again, timelines
 
 
 def main() -> None:
     """The worker's entry: `python -m stretto.bench.predict CELLS_JSON ROUNDS FOLDER`, once on each host.
 
-    CELLS_JSON: a list of [cell, the cells whose ops are measured beside it]. Rank 0 writes a cell's figures,
-    and what it keeps of the cell, into the folder as soon as it has them.
+    Rank 0 writes a cell's figures, and what it keeps of the cell, into the folder as soon as it has them.
     """
-    cells, rounds, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    alone = cell_from(cells[0][0]).world == 1
-    if not alone:
-        dist.init_process_group("gloo")
-    first = alone or dist.get_rank() == 0
-    for data, beside in cells:
-        cell, others = cell_from(data), [cell_from(other) for other in beside]
-        kept = cell.folder(folder)
-        found, calibration = run_cell(
-            cell, rounds, partial(keep_run, kept) if first else None, others, Layers() if others else None
-        )
-        if first:
-            if others:
-                save_calibration(calibration, kept / CALIBRATION)
-            (kept / FIGURES).write_text(json.dumps(asdict(found)))
-            print(f"{cell}: {100 * found.error:+.1f} %", file=sys.stderr, flush=True)
-    if not alone:
-        dist.barrier()
-        dist.destroy_process_group()
+    cells = [Cell(**data) for data in json.loads(sys.argv[1])]
+    rounds, folder = int(sys.argv[2]), Path(sys.argv[3])
+    with running(cells[0].world) as first:
+        for cell in cells:
+            found, planned, plan, timelines = run_cell(cell, rounds)
+            if first:
+                keep_run(cell.folder(folder), planned, plan, timelines)
+                write_result(cell.folder(folder) / FIGURES, asdict(found))
+            say_on_first(f"{cell}: {100 * found.error:+.1f} %")
+
+
+# --- the grid: step 1 ----------------------------------------------------------------------------------
+
+
+def run_grid(
+    cells: Sequence[Cell],
+    rounds: int,
+    folder: Path,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Measure all cells, and sum up. Needs root, as every lab does.
+
+    Returns {"setup", "rows", "summary"}. folder: every cell has one in it (`bench.kept`). keep: is given as
+    much after each lab, of the cells so far, so that an end before the last loses none. Raises RunError when
+    a lab's ranks fail.
+    """
+    labs: dict[tuple[int, int, str], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        labs[cell.pp, cell.tp, cell.rate].append(cell)
+    done: dict[Cell, Found] = {}
+    for number, ((pp, tp, rate), together) in enumerate(labs.items(), 1):
+        say(f"lab {number} of {len(labs)}: pp={pp} tp={tp} {rate}, {len(together)} shapes")
+        _run_lab(together, rounds, folder)
+        done |= {cell: Found(**json.loads((cell.folder(folder) / FIGURES).read_text())) for cell in together}
+        keep(_result(done, rounds))
+    return _result({cell: done[cell] for cell in cells}, rounds)
+
+
+def _run_lab(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
+    data = json.dumps([asdict(cell) for cell in cells])
+    lab = lab_of(cells[0].world, cells[0].rate)
+    run_worker(lab, "stretto.bench.predict", [data, str(rounds), str(folder)], 1, str(cells[0]))
+
+
+def _result(done: Mapping[Cell, Found], rounds: int) -> dict[str, Any]:
+    shapes = {cell.name: asdict(cell) for cell in SHAPES}
+    return {
+        "setup": {
+            "rounds": rounds,
+            "overlap": next(iter(done)).overlap,
+            "cores": CORES,
+            "torch": torch.__version__,
+            "shapes": [shapes[name] for name in dict.fromkeys(cell.name for cell in done)],
+        },
+        "rows": [_row(found) for found in done.values()],
+        "summary": _summary(list(done.values())),
+    }
+
+
+def _row(found: Found) -> dict[str, Any]:
+    return {
+        "cell": found.cell,
+        "measured_ms": found.measured_ms,
+        "planned_ms": found.planned_ms,
+        "predicted_ms": found.predicted_ms,
+        "error_pct": 100.0 * found.error,
+        "exposed_measured_pct": 100.0 * found.exposed_measured,
+        "exposed_predicted_pct": 100.0 * found.exposed_predicted,
+        "peak_error_pct": 100.0 * found.peak_error,
+        "rounds_ms": list(found.rounds_ms),
+    }
+
+
+def _summary(rows: Sequence[Found]) -> dict[str, float]:
+    """Mean and worst magnitudes, in percent (of the step, of the peak) and in points of exposed share."""
+    figures: dict[str, list[float]] = {
+        "step_error_pct": [100.0 * found.error for found in rows],
+        "planned_step_error_pct": [100.0 * (f.planned_ms / f.measured_ms - 1.0) for f in rows],
+        "exposed_points": [found.exposed_points for found in rows],
+        "peak_error_pct": [100.0 * found.peak_error for found in rows],
+        "spread_pct": [100.0 * (max(f.rounds_ms) / min(f.rounds_ms) - 1.0) for f in rows],
+    }
+    summary = {"cells": float(len(rows))}
+    for name, values in figures.items():
+        summary[f"mean_{name}"] = statistics.mean(map(abs, values))
+        summary[f"worst_{name}"] = max(values, key=abs)
+    return summary
 
 
 if __name__ == "__main__":

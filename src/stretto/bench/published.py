@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.bench.published_steps import Factors, Row, errors, records, shipped, sizes, steps_report
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.curve import Curve
 from stretto.price.analytic import megatron_flops
-from stretto.price.collectives import Collective, collective_curve
+from stretto.price.collectives import collective_curve
 from stretto.price.devices import device
 from stretto.price.fabric import Group
 
@@ -39,7 +40,7 @@ def topology_curve(name: str, ranks: int) -> Curve:
     """The all-reduce of the first `ranks` devices, by the catalogue's figures alone."""
     fabric = device(name).fabric()
     per_node = min(ranks, fabric.node_devices)
-    return collective_curve(Collective.ALL_REDUCE, Group(per_node, ranks // per_node), fabric)
+    return collective_curve(ALL_REDUCE.name, Group(per_node, ranks // per_node), fabric)
 
 
 def collectives_report() -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Training steps that others measured, predicted; and the few factors that are fitted on half of them.
 
 The rows are vTrain's (Bang et al., MICRO 2024): single-node and multi-node steps of GPT models. A row's time
-is predicted by `stretto.price.analytic` with the catalogue's figures; what no sheet tells (launches, shortest
+is predicted by `stretto.price.analytic` with the catalogue's figures; what no sheet says (launches, shortest
 kernels, the framework's own time) is fitted on every second single-node row. Reads the package's data files.
 """
 

@@ -17,8 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench.race import Times, race
-from stretto.bench.reshard_cases import COLUMNS, ITEMSIZE_BYTES, PARTS, Case, bound_s, cases, planned
+from stretto.bench.race import Times, race, running, say_on_first, write_result
+from stretto.bench.reshard_cases import (
+    COLUMNS,
+    HOSTS,
+    ITEMSIZE_BYTES,
+    PARTS,
+    RANKS_PER_HOST,
+    Case,
+    bound_s,
+    cases,
+    planned,
+)
 from stretto.errors import RunError, UsageError
 from stretto.lab.rates import parse_rate
 from stretto.tensor.layout import Region, region_shape
@@ -73,7 +83,7 @@ class Reshard:
             self.targets.append(Part(wanted, None if wanted is None else memory[key]))
 
     def _values(self, region: Region) -> torch.Tensor:
-        """A part of the tensor, whose values are whole numbers that float32 tells apart."""
+        """A part of the tensor, whose values are whole numbers that float32 holds exactly."""
         rows, columns = self.shape
         whole = torch.arange(rows * columns, dtype=torch.float32).remainder_(1 << 24).view(self.shape)
         return whole[tuple(slice(*ends) for ends in region)].clone()
@@ -104,8 +114,6 @@ class Reshard:
 
 def run_worker(setup: Setup, out: Path) -> None:
     """One rank of the race; rank 0 writes the result to `out`. Raises RunError when values are wrong."""
-    torch.set_num_threads(setup.threads_per_rank)
-    dist.init_process_group("gloo")
     bytes_per_s = link_bytes_per_s(setup.rate)
     chosen = cases(setup.parts)
 
@@ -118,18 +126,11 @@ def run_worker(setup: Setup, out: Path) -> None:
     rows = (setup.mib << 20) // (COLUMNS * ITEMSIZE_BYTES)
     reshards = {one.case.name: one for one in made(rows)}
     systems: dict[str, Callable[[], object]] = {name: one.run for name, one in reshards.items()}
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, file=sys.stderr, flush=True)
-
     # what warm-ups are for was done in small
-    times = race(systems, setup.rounds, say=say, warm_ups=0)
+    times = race(systems, setup.rounds, say=say_on_first, warm_ups=0)
     if dist.get_rank() == 0:
         result = {"setup": asdict(setup), "rows": [_row(one, times[name]) for name, one in reshards.items()]}
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+        write_result(out, result)
 
 
 def link_bytes_per_s(rate: str) -> float:
@@ -159,7 +160,9 @@ def _row(one: Reshard, times: Times) -> dict[str, Any]:
 def main() -> None:
     """The worker's entry: `python -m stretto.bench.reshard SETUP_JSON OUT`, once on each host."""
     given = json.loads(sys.argv[1])
-    run_worker(Setup(**{**given, "parts": tuple(given["parts"])}), Path(sys.argv[2]))
+    setup = Setup(**{**given, "parts": tuple(given["parts"])})
+    with running(HOSTS * RANKS_PER_HOST, setup.threads_per_rank):
+        run_worker(setup, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,16 @@ a program, once on each host):
     1. captures the step and measures its costs on this network, once; all plans are made from them;
     2. runs every system once: gradients and loss must be those of the plain model, and ours must be bitwise
        equal to each other, or the race is void;
-    3. lets the systems take turns (`stretto.bench.race`), and keeps the timeline of each of ours; ops are
-       measured again before every turn, and communication after the last (`stretto.bench.costs_now`).
+    3. lets the systems take turns (`stretto.bench.race`), and keeps the timeline of each of ours; costs are
+       measured again after the last (`stretto.bench.kept`).
 
-What is hidden, and of what, is defined in `stretto.bench.hidden`.
+What is hidden, and of what, is defined in `stretto.bench.tensor_result`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,137 +24,85 @@ import torch
 import torch.distributed as dist
 
 import stretto
-from stretto.bench.costs_now import CostsNow, with_costs
-from stretto.bench.hidden import work_of
-from stretto.bench.kept import keep_run
-from stretto.bench.race import race
+from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
+from stretto.bench.race import (
+    SAME,
+    compare,
+    drop_gradients,
+    fresh,
+    is_first,
+    race,
+    running,
+    say_on_first,
+    write_result,
+)
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
+from stretto.bench.work import Batch, work_of
 from stretto.errors import RunError
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
-from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.models.gpt import GPT, next_token_loss
 from stretto.planning.make_plan import choose_schedule, make_plan
 from stretto.runtime.shards import part_of
 
-SAME = 1e-5
-"""Relative error up to which float32 gradients of different orders of sums are the same. Measured on the
-race's models: 1e-6 at most."""
-
 WARM_UPS = 1
 """Turns that do not count; the comparison of gradients was one more."""
-
-Batch = dict[str, torch.Tensor]
 
 
 def run_worker(setup: Setup, out: Path, kept: Path | None = None) -> None:
     """One rank of the race; rank 0 writes the result to `out`. kept: where it keeps what ran, a folder for
     each mode. Raises RunError when gradients disagree."""
-    rank = _begin(setup)
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(text, file=sys.stderr, flush=True)
-
-    say("capturing, and measuring this network")
-    model, batch = _work(setup)
+    say_on_first("capturing, and measuring this network")
+    model, batch = setup.build()
     job, costs = _measured(setup, model, batch)
     # 1. All plans from the same costs.
     runners: dict[str, stretto.Runner] = {}
     for mode in MODES:
         plan = make_plan(job, costs, overlap=mode)
         runners[mode] = stretto.Runner(plan, model, shares=runners.get("off"))
-        assert plan.prediction is not None
-        say(f"{mode}: predicted {plan.prediction.step_us / 1e6:.3f} s")
+        say_on_first(f"{mode}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
     theirs = TorchTensor(
         model, setup.cuts, setup.tp, setup.microbatches, sequence_parallel=setup.sequence_parallel
     )
     # 2. The same numbers.
     error = _check_equal(setup, model, batch, runners, theirs)
     # 3. In turn.
-    systems = {TORCH: partial(_fresh, theirs.zero_grad, partial(theirs.step, batch))}
+    systems = {TORCH: fresh(theirs.parameters(), partial(theirs.step, batch))}
     for name, runner in runners.items():
-        systems[name] = partial(_fresh, partial(_drop, runner), partial(runner.step, batch))
+        systems[name] = fresh(runner.parameters(), partial(runner.step, batch))
     timelines: dict[str, list[Timeline]] = {name: [] for name in runners}
 
     def after(name: str) -> None:
         if name in runners:
             timelines[name].append(runners[name].timeline())
 
-    now = CostsNow(runners["off"].plan)
-    times = race(systems, setup.rounds, after=after, before=now.visit, say=say, warm_ups=WARM_UPS)
-    now.measure_communication()
-    agreed = now.agreed()
-    if rank == 0:
+    times = race(systems, setup.rounds, after=after, say=say_on_first, warm_ups=WARM_UPS)
+    costs = costs_now(runners["off"].plan)
+    if is_first():
         plans = {mode: runner.plan for mode, runner in runners.items()}
-        known = {mode: with_costs(plan, agreed) for mode, plan in plans.items()}
+        known = {mode: with_costs(plan, costs) for mode, plan in plans.items()}
         result = make_result(setup, plans, known, times, timelines)
         result["setup"]["worst_error_vs_plain"] = error
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(out, result)
         if kept is not None:
             for name, plan in plans.items():
                 keep_run(kept / name, plan, known[name], timelines[name])
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def run_probe(setup: Setup, out: Path) -> None:
     """One rank of a short run that only measures; rank 0 writes the work of each place to `out`."""
-    rank = _begin(setup)
-    model, batch = _work(setup)
-    job, costs = _measured(setup, model, batch)
+    job, costs = _measured(setup, *setup.build())
     places = [work_of(job, costs, [stage]) for stage in range(setup.pp)]
-    if rank == 0:
-        out.write_text(json.dumps([asdict(work) for work in places]))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _begin(setup: Setup) -> int:
-    torch.set_num_threads(setup.threads_per_rank)
-    dist.init_process_group("gloo")
-    return dist.get_rank()
-
-
-def _work(setup: Setup) -> tuple[GPT, Batch]:
-    """The model and the batch, equal on all ranks."""
-    torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=setup.vocab,
-        layers=setup.layers,
-        hidden=setup.hidden,
-        heads=setup.heads,
-        context=setup.sequence,
-    )
-    size = (setup.microbatch * setup.microbatches, setup.sequence)
-    batch = {name: torch.randint(0, setup.vocab, size) for name in ("input_ids", "labels")}
-    return GPT(config), batch
+    if is_first():
+        write_result(out, [asdict(work) for work in places])
 
 
 def _measured(setup: Setup, model: GPT, batch: Batch) -> tuple[Job, Costs]:
-    parallel = stretto.Parallel(
-        pp=setup.pp,
-        tp=setup.tp,
-        sequence_parallel=setup.sequence_parallel,
-        microbatches=setup.microbatches,
-        schedule="1f1b",
-        split=[f"blocks.{cut}" for cut in setup.cuts] or "auto",
-    )
-    job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
+    job = setup.capture(model, batch, split=[f"blocks.{cut}" for cut in setup.cuts] or "auto")
     return job, measured_costs(job, choose_schedule(job))
-
-
-def _fresh(drop: Callable[[], None], step: Callable[[], object]) -> object:
-    """A step that begins without gradients, as after `zero_grad`."""
-    drop()
-    return step()
-
-
-def _drop(runner: stretto.Runner) -> None:
-    for parameter in runner.parameters():
-        parameter.grad = None
 
 
 def _check_equal(
@@ -166,10 +113,9 @@ def _check_equal(
     found: dict[str, tuple[float | None, Batch]] = {}
     for mode, runner in runners.items():
         dist.barrier()
-        _drop(runner)
         loss = float(runner.step(batch))
         grads = {n: p.grad.clone() for n, p in runner.named_parameters() if p.grad is not None}
-        _drop(runner)
+        drop_gradients(runner.parameters())
         found[mode] = loss, grads
     dist.barrier()
     theirs_loss = theirs.step(batch)
@@ -177,16 +123,8 @@ def _check_equal(
         None if theirs_loss is None else float(theirs_loss.detach()),
         {name: grad.clone() for name, grad in theirs.grads()},
     )
-    theirs.zero_grad()
-    worst = 0.0
-    for name, (_, grads) in found.items():
-        for key, known in plain.items():
-            if key not in grads:
-                raise RunError(f"{name} left no gradient in {key}")
-            error = float((grads[key] - known).norm() / known.norm().clamp_min(1e-30))
-            worst = max(worst, error)
-            if error > SAME:
-                raise RunError(f"{name} differs from the plain model in the gradient of {key} by {error:.1e}")
+    drop_gradients(theirs.parameters())
+    worst = max(compare(name, grads, plain, "the plain model") for name, (_, grads) in found.items())
     for mode in runners:
         differs = [key for key, grad in found[mode][1].items() if not torch.equal(grad, found["off"][1][key])]
         if differs or found[mode][0] != found["off"][0]:
@@ -211,8 +149,7 @@ def _plain(setup: Setup, model: GPT, batch: Batch, runner: stretto.Runner) -> Ba
         grad = whole[name].grad
         assert grad is not None
         parts[name] = part_of(grad, known[name], runner.plan.job, runner.coordinates).clone()
-    for parameter in whole.values():
-        parameter.grad = None
+    drop_gradients(whole.values())
     return parts
 
 
@@ -220,13 +157,14 @@ def main() -> None:
     """The worker's entry: `python -m stretto.bench.tensor SETUP_JSON OUT [probe | keep FOLDER]`, once on each
     host."""
     setup, out = Setup(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    match sys.argv[3:]:
-        case ["probe"]:
-            run_probe(setup, out)
-        case ["keep", folder]:
-            run_worker(setup, out, Path(folder))
-        case _:
-            run_worker(setup, out)
+    with running(setup.world, setup.threads_per_rank):
+        match sys.argv[3:]:
+            case ["probe"]:
+                run_probe(setup, out)
+            case ["keep", folder]:
+                run_worker(setup, out, Path(folder))
+            case _:
+                run_worker(setup, out)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.hidden import Work
 from stretto.bench.in_lab import CORES, lab_of, result_of
 from stretto.bench.tensor_result import Setup
+from stretto.bench.work import PlaceWork
 
 BALANCED = "balanced"
 UNLIMITED = "unlimited"
@@ -73,7 +73,7 @@ def _folder_name(setup: Setup) -> str:
 def balanced_rate(places: Sequence[dict[str, float]]) -> str:
     """Step 2: the rate, as the lab takes it, for the work of each place, of which the one with most compute
     counts. Where collectives take longer than compute without any limit, there is none: "unlimited"."""
-    work = max((Work(**place) for place in places), key=lambda work: work.compute_us)
+    work = max((PlaceWork(**place) for place in places), key=lambda work: work.compute_us)
     if work.collective_us >= work.compute_us:
         return UNLIMITED
     mbit_per_s = 8.0 * (work.wire_bytes + work.message_bytes) / work.compute_us

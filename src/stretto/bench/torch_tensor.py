@@ -102,10 +102,9 @@ class TorchTensor:
             if isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements):
                 parameter.grad = _as(parameter, grad)
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        for parameter in self._part.parameters():
-            parameter.grad = None
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this rank's part."""
+        return self._part.parameters()
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         """(the parameter's name in the whole model, this rank's part of its gradient)."""

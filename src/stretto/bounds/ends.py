@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Schedule
+from stretto.ir.axes import sums_of
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Bucket, Communicator
 from stretto.ir.program import Job
@@ -83,8 +84,7 @@ def ends_of(
 
 def _turn(communicators: Mapping[str, Communicator], bucket: Bucket) -> int:
     """Which of a gradient's sums comes when."""
-    axis = communicators[bucket.communicator].axes[0]
-    return 1 if axis == "pp" else 2 if axis == "dp" else 0
+    return sums_of(communicators[bucket.communicator].axes[0])
 
 
 def _sum_time(

@@ -41,6 +41,7 @@ from stretto.bounds.reach import Reach, StageReach, find_reach, pace_of
 from stretto.bounds.stage import COMPUTE, Array, Call, after_lane
 from stretto.bounds.words import collectives_of, format_us, machine_in_words, memory_in_words
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.ir.transfers import CollectiveTime, occupancy_us, processor_us
@@ -183,7 +184,7 @@ class _Place:
                 tail_us = end.us
                 for of in end.sums:
                     tail_us -= of.time.us
-                    if of.axis != "pp":
+                    if of.axis != PIPELINE:
                         _, least_us, rest_us = found.get(of.name, (of, 0.0, 0.0))
                         found[of.name] = (of, max(least_us, head_us), max(rest_us, tail_us))
                     head_us += of.time.us

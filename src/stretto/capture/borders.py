@@ -31,6 +31,7 @@ from stretto.capture.expand import TracedOp
 from stretto.capture.placed import ADD, PlacedStep
 from stretto.capture.split import Placement
 from stretto.capture.trace import Traced
+from stretto.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.program import CHUNK, GETITEM, VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
@@ -119,7 +120,7 @@ class _Border:
             return False
         if op.target == WAIT:
             start = self._here(op.uses[0])
-            if start is None or start.target != "comm.all_reduce" or start.args[1:3] != ("sum", AXIS):
+            if start is None or start.target != ALL_REDUCE.target or start.args[1:3] != ("sum", AXIS):
                 return False
             self._size = int(start.args[3])
             return self._step.only_reader(start.name)
@@ -175,7 +176,7 @@ class _Border:
             source = start.args[0]
             rows = self._add(f"{start.name}_rows", VIEW, (source, whole.shape), whole, source.name)
             args = (Ref(rows), "sum", AXIS, self._size)
-            scattered = self._add(f"{start.name}_part", "comm.reduce_scatter", args, part, None)
+            scattered = self._add(f"{start.name}_part", REDUCE_SCATTER.target, args, part, None)
             return self._add(f"{name}_part", WAIT, (Ref(scattered),), part, scattered)
         parts = {operand: self._rows(operand, spec) for operand in self._operands(op, spec)}
         if op.target == GETITEM:

@@ -16,12 +16,18 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from stretto.capture import torch_adapter
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
+from stretto.ir.axes import TENSOR
+from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.alone import Matched
 from stretto.parallelize.ops import NAMESPACE
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 """Namespaces of PyTorch's own. DTensor changes placements by those of plans, but a few ops call these."""
+
+PYTORCHS_ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
+PYTORCHS_WAIT = "_c10d_functional.wait_tensor.default"
+"""Those of them that programs have. The gradient of an all-to-all is one."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,9 +41,13 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def convert(
-    joint: torch_adapter.JointGraph, names: dict[torch.fx.Node, str], matched: Sequence[Matched] = ()
+    joint: torch_adapter.JointGraph,
+    names: dict[torch.fx.Node, str],
+    matched: Sequence[Matched] = (),
+    ranks: int = 1,
 ) -> tuple[list[TracedOp], list[Constant]]:
-    """All nodes in order; puts the ops' names into `names`. matched: the calls of a spread model.
+    """All nodes in order; puts the ops' names into `names`. matched: the calls of a spread model. ranks: over
+    how many it is spread.
 
     Everything after the first op that depends on the tangent belongs to the backward. Raises CaptureError
     that names the module of what cannot be written down.
@@ -59,7 +69,7 @@ def convert(
             if node.op != "call_function" or ("val" not in node.meta and not node.users):
                 continue  # an assertion on values makes nothing that anyone needs
             names[node] = node.name
-            op = _op(node, names, roots)
+            op = _op(node, names, roots, ranks)
         except CaptureError as error:
             raise CaptureError(f"cannot capture {module or 'the model'}: {error}") from None
         backward = backward or any(source in tainted for source in node.all_input_nodes)
@@ -88,7 +98,7 @@ def _tell_whole(ops: list[TracedOp], places: list[int], call: Matched) -> None:
         ops[place] = item
 
 
-def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str]) -> Op:
+def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str], ranks: int) -> Op:
     args = tuple(_arg(a, names, node) for a in node.args)
     kwargs = tuple((key, _arg(value, names, node)) for key, value in node.kwargs.items())
     value = node.meta["val"]
@@ -115,6 +125,11 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
             f"the model calls {node.target}, which is not an op of the dispatcher; "
             "control flow operators and compiled regions cannot be captured: call their body directly"
         )
+    if str(node.target) == PYTORCHS_ALL_TO_ALL:
+        _check_parts(node, ranks)
+        return Op(node.name, ALL_TO_ALL.target, (args[0], TENSOR, ranks), (), outputs)
+    if str(node.target) == PYTORCHS_WAIT:
+        return Op(node.name, WAIT, args, (), outputs, args[0].name)
     if str(node.target).partition(".")[0] in PYTORCHS_COLLECTIVES:
         raise CaptureError(
             f"an op on a spread tensor communicates in a way of its own ({node.target}), which a plan "
@@ -133,6 +148,21 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         random=torch_adapter.draws_random(node.target, node.args, node.kwargs),
         flops=_flops(node),
     )
+
+
+def _check_parts(node: torch.fx.Node, ranks: int) -> None:
+    """PyTorch's all-to-all names how many rows go to each rank, and come from each."""
+    parts = [tuple(sizes) for sizes in node.args[1:3] if isinstance(sizes, (list, tuple))]
+    if {len(sizes) for sizes in parts} != {ranks}:
+        raise CaptureError(
+            f"an all-to-all is of {len(parts[0]) if parts else 'unknown'} ranks, and the model is spread "
+            f"over {TENSOR} = {ranks}: exchange between the ranks of a stage's mesh"
+        )
+    if len({size for sizes in parts for size in sizes}) > 1:
+        raise CaptureError(
+            f"an all-to-all has parts of different sizes, {list(parts[1])} rows to send and {list(parts[0])} "
+            "to receive; a captured program has one shape on all ranks: pad the parts to one size"
+        )
 
 
 def _communication(

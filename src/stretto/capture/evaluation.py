@@ -54,7 +54,7 @@ def capture_evaluation(
             model,
             batch,
             loss,
-            microbatches=training.microbatches * training.size("dp"),
+            microbatches=training.pieces,
             param_dtype=None if training.param_dtype is None else getattr(torch, training.param_dtype),
             device=device,
             tensor=tensor,

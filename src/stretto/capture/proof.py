@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.gathered import VIEW_OPS
 from stretto.ir.placement import (
     SUM,
@@ -147,7 +148,7 @@ class _Proof:
             raise self._refusal(
                 item, f"{source} is whole on ranks that share a head, and is summed over them"
             )
-        if op.target == "comm.all_reduce":
+        if op.target == ALL_REDUCE.target:
             self.renamed[op.name] = source
             return
         own = replace(op, target=CHUNK, args=(op.args[0], 0, *op.args[2:]), alias=source)
@@ -183,7 +184,7 @@ class _Proof:
                     source = f"{name}_in_order"
                     self._new(maker, Op(source, "aten.clone.default", (Ref(name),), _CONTIGUOUS, (spec,)))
                 start = Op(
-                    f"{name}_sum", "comm.all_reduce", (Ref(source), "sum", AXIS, self.size), (), (spec,)
+                    f"{name}_sum", ALL_REDUCE.target, (Ref(source), "sum", AXIS, self.size), (), (spec,)
                 )
                 self._new(maker, start)
                 self._new(maker, Op(f"{name}_summed", WAIT, (Ref(start.name),), (), (spec,), start.name))
@@ -211,7 +212,7 @@ class _Proof:
             kinds = {placer.of(name).kind for _, placer in self.placers for name in (source, addend)}
             plain = self.specs[source].shape == self.specs[addend].shape
             if (
-                start.target != "comm.all_reduce"
+                start.target != ALL_REDUCE.target
                 or start.args[1:3] != ("sum", AXIS)
                 or kinds != {"sum"}
                 or not plain

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from stretto.capture.trace import Traced
 from stretto.errors import UsageError
-from stretto.ir.program import Op
+from stretto.ir.program import STARTS, WAIT, Op
 
 BYTE_FLOPS = 10.0
 """Flops that take as long as moving one byte of memory. Assumed: between a CPU core (80 GFLOP/s over
@@ -193,7 +193,7 @@ def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
         if (
             item.backward
             or op.random
-            or op.target.startswith("comm.")
+            or op.target in (*STARTS, WAIT)
             or any(name not in free for name in inputs)
         ):
             continue

@@ -193,7 +193,8 @@ def _trace(
         elif kind == "buffer":
             buffers[name] = (state[name], None)
 
-    ops, constants = convert(joint, names, () if beside is None else beside.matched)
+    matched = () if beside is None else beside.matched
+    ops, constants = convert(joint, names, matched, 1 if tensor is None else tensor.size)
     if absent:
         made = with_cuda_results(traced.op for traced in ops)
         ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]

@@ -34,6 +34,8 @@ from stretto.check.bisect_layout import bisect_layout
 from stretto.config import ParallelSettings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.action import Phase
+from stretto.ir.axes import PIPELINE
+from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
@@ -251,8 +253,7 @@ def _costs(job: Job) -> Costs:
     """Made up, for nothing but an order: collectives take as long as an op, so that there is overlap."""
     op_us = {(s.index, op.name): 10.0 for s in job.stages for ops in s.ops.values() for op in ops}
     each = CollectiveCost(Curve(((0.0, 10.0), (1e12, 10.0))))
-    kinds = ("all_reduce", "all_gather", "reduce_scatter")
-    collectives = {(axis, kind): each for axis, size in job.axes if size > 1 for kind in kinds}
+    collectives = {(axis, kind): each for axis, size in job.axes if size > 1 for kind in PRICED}
     return Costs(op_us, {}, Link(10.0, 1e6), 0.0, "made up", collectives)
 
 
@@ -273,7 +274,7 @@ def _differences(
     for at, _, grads in results:
         for name, grad in grads.items():
             if parameters[name].shards:
-                spread.setdefault((name, at["pp"], at.get("dp", 0)), []).append(grad)
+                spread.setdefault((name, at[PIPELINE], plan.job.copy_of(at)), []).append(grad)
             else:
                 wholes.setdefault(parameters[name].tied_to, []).append(grad)
     for (name, _, _), parts in spread.items():

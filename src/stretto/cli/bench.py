@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from stretto.cli.bench_compute import compute
-from stretto.cli.bench_reshard import reshard
-from stretto.cli.figures import JsonOut, KeepOut, check_json, make_folder, write_json
+from stretto.cli import bench_tables as tables
+from stretto.cli.outputs import check_output, saving
 from stretto.errors import StrettoError, UsageError
+from stretto.files.whole_file import write_file
 from stretto.ir.program import OVERLAP_MODES
-
-NOISY = 1.15
-"""Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
-machine of 2 cores: 1.03 to 1.08."""
 
 bench = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Race other systems; check the cost model."
 )
+progress = Console(stderr=True)
 
-
-bench.command()(compute)
-bench.command()(reshard)
+Rounds = Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")]
+JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+KeepOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--keep", help="Keep plans and measured steps in this folder, each as a run that `report` can show."
+    ),
+]
 
 
 @bench.callback()
@@ -36,9 +39,69 @@ def _bench() -> None:
 
 
 @bench.command()
+def compute(
+    models: Annotated[str, typer.Option(help="Models, with commas between; all by default.")] = "",
+    threads: Annotated[str, typer.Option(help="Numbers of threads, with commas between.")] = "1,2",
+    rounds: Rounds = 9,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Race the compiled systems too (Inductor).")
+    ] = True,
+    json_out: JsonOut = None,
+) -> None:
+    """Our window functions against eager PyTorch and torch.compile: one rank, no communication."""
+    from stretto.bench.compute import MODELS
+    from stretto.bench.compute import compute as race
+
+    _begin(rounds, 5, json_out)
+    counts = _words(threads)
+    if not counts or not all(word.isdecimal() and int(word) for word in counts):
+        raise UsageError(f"--threads {threads}: give numbers from 1 on, with commas between")
+    names = _words(models) or list(MODELS)
+    with tempfile.TemporaryDirectory() as folder:
+        result = race(
+            names, list(map(int, counts)), rounds, Path(folder), compile=compiled, say=progress.print
+        )
+    tables.compute_table(result).print()
+    write_json(result, json_out)
+
+
+@bench.command()
+def reshard(
+    rate: Annotated[str, typer.Option(help="Rate of each host's link: 200mbit.")] = "200mbit",
+    mib: Annotated[int, typer.Option(min=1, help="Size of the tensor.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Counted rounds; every case takes one turn in each.")] = 3,
+    parts: Annotated[
+        str, typer.Option("--cases", help="fan-out, devices, layouts, meshes.")
+    ] = "fan-out,devices,layouts",
+    in_flight_mib: Annotated[
+        int, typer.Option(min=1, help="What a rank may have under way before it waits.")
+    ] = 4,
+    json_out: JsonOut = None,
+) -> None:
+    """A tensor from one or two of four hosts to others: measured makespan against the plan and the bound.
+
+    Each host has two ranks.
+    """
+    from stretto.bench.in_lab import result_of
+    from stretto.bench.reshard import Setup, link_bytes_per_s
+    from stretto.bench.reshard_cases import HOSTS, RANKS_PER_HOST, cases
+    from stretto.lab import Lab
+
+    _begin(rounds, 3, json_out)
+    link_bytes_per_s(rate)  # before the lab is up
+    chosen = tuple(_words(parts))
+    cases(chosen)
+    setup = Setup(rate, mib, rounds, chosen, in_flight_mib << 20)
+    lab = Lab(hosts=HOSTS, rate=rate, ranks_per_host=RANKS_PER_HOST)
+    result = result_of(lab, "stretto.bench.reshard", asdict(setup))
+    tables.reshard_table(result).print()
+    write_json(result, json_out)
+
+
+@bench.command()
 def pipeline(
     rate: Annotated[str, typer.Option(help="Rate of the link: 100mbit, 1gbit, unlimited.")] = "100mbit",
-    rounds: Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")] = 7,
+    rounds: Rounds = 7,
     json_out: JsonOut = None,
 ) -> None:
     """PyTorch's pipelining against every family of ours: 2 ranks, 4 blocks of hidden 512 a stage."""
@@ -46,13 +109,11 @@ def pipeline(
     from stretto.bench.pipeline import Setup
     from stretto.lab import Lab
 
-    if rounds < 5:
-        raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 5 rounds or more")
-    check_json(json_out)
+    _begin(rounds, 5, json_out)
     setup = Setup(rate=rate, rounds=rounds)
-    lab = Lab(hosts=setup.ranks, rate=rate)
-    result = result_of(lab, "stretto.bench.pipeline", asdict(setup))
-    _print(result)
+    result = result_of(Lab(hosts=setup.ranks, rate=rate), "stretto.bench.pipeline", asdict(setup))
+    tables.pipeline_table(result).print()
+    tables.warn_of_noise(result["rows"])
     write_json(result, json_out)
 
 
@@ -70,50 +131,38 @@ def tensor(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Share the sequence between matrices too.")
     ] = False,
-    rounds: Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")] = 5,
+    rounds: Rounds = 5,
     json_out: JsonOut = None,
     keep_out: KeepOut = None,
 ) -> None:
     """PyTorch's eager tensor parallelism against ours, with overlap off, local and window: tp = 2."""
     from stretto.bench.tensor_race import BALANCED, SHAPES, races, run_races
-    from stretto.cli.bench_tensor import print_race
     from stretto.lab.rates import parse_rate
 
-    if rounds < 3:
-        raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 3 rounds or more")
-    check_json(json_out)
-    rates = [word.strip() for word in rate.split(",")]
+    _begin(rounds, 3, json_out)
+    rates = _words(rate)
     for word in rates:
         if word != BALANCED:
             parse_rate(word)  # before the first lab is up
     setups = races(
         rates,
-        _numbers("--hidden", hidden, tuple(SHAPES)),
+        _numbers("--hidden", hidden, SHAPES),
         _numbers("--pp", pp, (1, 2)),
         sequence_parallel=sequence_parallel,
         rounds=rounds,
     )
 
     def keep(result: dict[str, Any]) -> None:
-        print_race(result["races"][-1])
+        tables.tensor_table(result["races"][-1]).print()
+        tables.warn_of_noise(result["races"][-1]["rows"])
         write_json(result, json_out)
 
-    folder = make_folder(keep_out) if keep_out is not None else None
-    run_races(setups, Console(stderr=True).print, keep, folder)
-
-
-def _numbers(option: str, text: str, known: tuple[int, ...]) -> list[int]:
-    """Numbers with commas between, of those that are known."""
-    words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if word not in map(str, known)]
-    if wrong:
-        raise UsageError(f"{option} {text}: {wrong[0]!r} is none of {', '.join(map(str, known))}")
-    return [int(word) for word in words]
+    run_races(setups, progress.print, keep, _folder(keep_out))
 
 
 @bench.command()
 def predict(
-    rounds: Annotated[int, typer.Option(help="Rounds of each cell: ops measured, then steps.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of steps in each cell.")] = 3,
     rates: Annotated[str, typer.Option(help="Rates of the network, with commas between.")] = "",
     overlap: Annotated[str, typer.Option(help="off, local or window, as in a plan.")] = "window",
     pp: Annotated[str, typer.Option(help="1, 2 or both, with a comma between.")] = "1,2",
@@ -122,22 +171,17 @@ def predict(
     keep_out: KeepOut = None,
 ) -> None:
     """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
-    from stretto.bench.predict import RATES, SHAPES, grid
-    from stretto.bench.predict_grid import bits_per_s, run_grid
+    from stretto.bench.predict import RATES, grid, run_grid
+    from stretto.lab.rates import parse_rate
 
-    if rounds < 3:
-        raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants 3 rounds or more")
-    check_json(json_out)
-    chosen = tuple(rate.strip() for rate in rates.split(",")) if rates else RATES
+    _begin(rounds, 3, json_out)
+    chosen = tuple(_words(rates)) or RATES
     for rate in chosen:
-        bits_per_s(rate)  # before the first lab is up
+        parse_rate(rate)  # before the first lab is up
     if overlap not in OVERLAP_MODES:
         raise UsageError(f"--overlap {overlap}: choose one of {', '.join(OVERLAP_MODES)}")
     layouts = _numbers("--pp", pp, (1, 2)), _numbers("--tp", tp, (1, 2))
-    cells = [
-        cell for cell in grid(SHAPES, chosen, overlap) if cell.pp in layouts[0] and cell.tp in layouts[1]
-    ]
-    progress = Console(stderr=True)
+    cells = [cell for cell in grid(chosen, overlap) if cell.pp in layouts[0] and cell.tp in layouts[1]]
 
     def keep(so_far: dict[str, Any]) -> None:
         try:
@@ -146,36 +190,9 @@ def predict(
             progress.print(f"{error}; the run goes on", highlight=False, soft_wrap=True)
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder = make_folder(keep_out) if keep_out is not None else Path(temporary)
+        folder = _folder(keep_out) or Path(temporary)
         result = run_grid(cells, rounds, folder.resolve(), progress.print, keep)
-    table = Table()
-    for name in (
-        "cell",
-        "measured ms",
-        "predicted",
-        "planned",
-        "from others",
-        "exposed %",
-        "predicted",
-        "peak",
-    ):
-        table.add_column(name, justify="left" if name == "cell" else "right")
-    for row in result["rows"]:
-        other = row.get("transferred_error_pct")
-        table.add_row(
-            row["cell"],
-            f"{row['measured_ms']:.0f}",
-            f"{row['error_pct']:+.1f} %",
-            f"{100 * (row['planned_ms'] / row['measured_ms'] - 1):+.1f} %",
-            "" if other is None else f"{other:+.1f} %",
-            f"{row['exposed_measured_pct']:.1f}",
-            f"{row['exposed_predicted_pct']:.1f}",
-            f"{row['peak_error_pct']:+.1f} %",
-        )
-    console = Console(width=110)
-    console.print(table)
-    for name, value in result["summary"].items():
-        console.print(f"  {name.replace('_', ' '):40}{value:8.1f}", highlight=False)
+    tables.predict_table(result).print()
     write_json(result, json_out)
 
 
@@ -186,54 +203,46 @@ def published(
     """The cost model against published figures: collectives, training steps, printed rates."""
     from stretto.bench.published import published as compare
 
-    check_json(json_out)
+    check_output("--json", json_out)
     result = compare()
-    table = Table()
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for part, figures in result.items():
-        for name, value in figures.items():
-            table.add_row(f"{part}: {name.replace('_', ' ')}", _value(value))
-        table.add_section()
-    Console(width=110).print(table)
+    tables.published_table(result).print()
     write_json(result, json_out)
 
 
-def _value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_value(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_value, value)) or "none"
-    return str(value)
+def _begin(rounds: int, least: int, json_out: Path | None) -> None:
+    """What is looked at before any work."""
+    if rounds < least:
+        raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants {least} rounds or more")
+    check_output("--json", json_out)
 
 
-def _print(result: dict[str, object]) -> None:
-    setup, rows = result["setup"], result["rows"]
-    assert isinstance(setup, dict)
-    assert isinstance(rows, list)
-    table = Table(
-        title=f"{setup['rate']}, {setup['microbatches']} microbatches, medians of {setup['rounds']} rounds",
-        caption=f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}",
-    )
-    for column in ("system", "step s", "vs torch 1f1b", "vs bound", "exposed s", "predicted s", "error"):
-        table.add_column(column, justify="left" if column == "system" else "right")
-    for row in rows:
-        predicted, exposed = row["predicted_s"], row["exposed_s"]
-        table.add_row(
-            row["system"],
-            f"{row['step_s']:.3f}",
-            f"{row['speedup_vs_torch_1f1b']:.3f}",
-            f"{row['ratio_to_bound']:.3f}",
-            "" if exposed is None else f"{exposed:.3f}",
-            "" if predicted is None else f"{predicted:.3f}",
-            "" if predicted is None else f"{100 * (predicted / row['step_s'] - 1):+.1f} %",
-        )
-    Console(width=110).print(table)
-    noisy = [r["system"] for r in rows if max(r["rounds_s"]) > NOISY * min(r["rounds_s"])]
-    if noisy:
-        Console(width=110, stderr=True).print(
-            f"The rounds of {', '.join(noisy)} spread by more than {100 * (NOISY - 1):.0f} %: something else "
-            "was running. Quote nothing of this; run again on a quiet machine."
-        )
+def _words(text: str) -> list[str]:
+    """Words with commas between."""
+    return [word.strip() for word in text.split(",")] if text else []
+
+
+def _numbers(option: str, text: str, known: Iterable[int]) -> list[int]:
+    """Numbers with commas between, of those that are known."""
+    allowed = list(map(str, known))
+    for word in _words(text) or [""]:
+        if word not in allowed:
+            raise UsageError(f"{option} {text}: {word!r} is none of {', '.join(allowed)}")
+    return [int(word) for word in _words(text)]
+
+
+def _folder(out: Path | None) -> Path | None:
+    """The folder that `--keep` names, made if it is not there. Raises UsageError when it cannot be."""
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--keep {out}: the folder cannot be made: {error.strerror}") from None
+    return out
+
+
+def write_json(result: Any, out: Path | None) -> None:
+    """Write the figures, if they are wanted. Raises StrettoError when that fails."""
+    if out is not None:
+        with saving(out):
+            write_file(out, json.dumps(result, indent=1) + "\n")
+        progress.print(f"wrote {out}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stretto.price.calibration import Calibration
 
 SHOWN = 12
-"""Warnings that are printed; the count of the others is told."""
+"""Warnings that are printed; of the others the count."""
 
 KEEP_S = 10.0
 """The file is written about so often, so that a run that is killed has lost little. Assumed."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+
+from stretto.report.grid import Grid
 
 if TYPE_CHECKING:
     from stretto.price.calibration import Calibration, RankTiming
@@ -14,35 +15,40 @@ if TYPE_CHECKING:
 def print_communication(console: Console, found: Calibration) -> None:
     """Collectives, messages and ranks, as far as they were measured."""
     if found.collectives:
-        table = Table("collective", "ranks", "apart", "hosts", "1 MiB", "compute loses, 1 MB", "noise")
-        for one in found.collectives:
-            table.add_row(
-                one.kind,
-                str(one.members),
-                str(one.stride),
-                str(one.hosts),
-                f"{one.cost.curve.us(2**20) / 1000:.2f} ms",
-                f"{one.cost.lost_us(10**6) / 1000:.2f} ms"
-                + (f", {100 * one.cost.slowdown:.0f} %" if one.cost.slowdown else ""),
-                f"{100 * one.spread:.0f} %",
-            )
-        console.print(table)
+        Grid(
+            "",
+            ("collective", "ranks", "apart", "hosts", "1 MiB", "compute loses, 1 MB", "noise"),
+            [
+                (
+                    one.kind,
+                    str(one.members),
+                    str(one.stride),
+                    str(one.hosts),
+                    f"{one.cost.curve.us(2**20) / 1000:.2f} ms",
+                    f"{one.cost.lost_us(10**6) / 1000:.2f} ms"
+                    + (f", {100 * one.cost.slowdown:.0f} %" if one.cost.slowdown else ""),
+                    f"{100 * one.spread:.0f} %",
+                )
+                for one in found.collectives
+            ],
+        ).print(console)
     if found.links:
-        table = Table(
-            "messages", "hosts", "latency", "rate", "compute loses, 1 MB", "both ways at once", "noise"
-        )
+        rows = []
         for link in found.links:
             ways = (link.link,) if link.back is None else (link.link, link.back)
-            table.add_row(
-                f"{link.stride} apart",
-                str(link.hosts),
-                " / ".join(f"{way.latency_us:.0f}" for way in ways) + " us",
-                " / ".join(f"{way.bytes_per_us:.1f}" for way in ways) + " MB/s",
-                f"{link.link.processor_us_per_mb / 1000:.2f} ms",
-                f"{link.both_ways:.2f} times as long",
-                f"{100 * link.spread:.0f} %",
+            rows.append(
+                (
+                    f"{link.stride} apart",
+                    str(link.hosts),
+                    " / ".join(f"{way.latency_us:.0f}" for way in ways) + " us",
+                    " / ".join(f"{way.bytes_per_us:.1f}" for way in ways) + " MB/s",
+                    f"{link.link.processor_us_per_mb / 1000:.2f} ms",
+                    f"{link.both_ways:.2f} times as long",
+                    f"{100 * link.spread:.0f} %",
+                )
             )
-        console.print(table)
+        head = ("messages", "hosts", "latency", "rate", "compute loses, 1 MB", "both ways at once", "noise")
+        Grid("", head, rows).print(console)
     if found.ranks is not None:
         console.print(_ranks_in_words(found.ranks), highlight=False, soft_wrap=True)
 

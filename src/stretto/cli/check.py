@@ -14,7 +14,7 @@ import stretto
 from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
 
 ROWS = 2
-"""Rows of a microbatch, at most: one row is a special case, and more tell no more."""
+"""Rows of a microbatch, at most: one row is a special case, and more show no more."""
 
 check = typer.Typer(add_completion=False)
 

@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from stretto.cli.calibration_tables import print_communication
 from stretto.cli.outputs import check_output
 from stretto.errors import UsageError
 from stretto.price.cluster_file import Hardware, find_cluster, save_cluster
 from stretto.price.devices import GB_PER_S, Device, Figure, devices
+from stretto.report.grid import WIDTH, Grid
 
 if TYPE_CHECKING:
     from stretto.price.calibration import Calibration
     from stretto.price.cluster import Cluster, Description
-
-WIDTH = 120
-"""Columns of the tables, wherever they are printed."""
 
 UNITS = {
     "peak_tflops": "TFLOP/s",
@@ -46,14 +43,14 @@ def _cluster() -> None:
 @cluster.command("list")
 def list_devices() -> None:
     """List the devices of the catalogue; <device>x<count> names a cluster of them."""
-    table = Table(title="devices; a cluster is <device>x<count>, for example h100x1024")
-    for column in ("device", "what", "TFLOP/s", "GB", "TB/s", "node", "links", "GB/s", "NIC Gbit/s"):
-        table.add_column(column, justify="left" if column in ("device", "what", "links") else "right")
-    for device in devices().values():
-        row = ("peak_tflops", "memory_gb", "memory_tbps", "node_devices", "topology", "link_gbps", "nic_gbit")
-        table.add_row(device.key, device.name, *(_cell(device, field) for field in row))
-    table.caption = "~ inferred or recalled, ? assumed; `stretto cluster show NAME` prints every source"
-    Console(width=WIDTH).print(table)
+    figures = ("peak_tflops", "memory_gb", "memory_tbps", "node_devices", "topology", "link_gbps", "nic_gbit")
+    Grid(
+        "devices; a cluster is <device>x<count>, for example h100x1024",
+        ("device", "what", "TFLOP/s", "GB", "TB/s", "node", "links", "GB/s", "NIC Gbit/s"),
+        [(one.key, one.name, *(_cell(one, figure) for figure in figures)) for one in devices().values()],
+        words=(0, 1, 6),
+        caption="~ inferred or recalled, ? assumed; `stretto cluster show NAME` prints every source",
+    ).print()
 
 
 @cluster.command()
@@ -74,15 +71,15 @@ def show(
         _print_other(console, name, found)
         return
     console.print(_headline(found))
-    table = Table()
-    for column in ("figure", "value", "known", "source"):
-        table.add_column(column, justify="right" if column == "value" else "left", overflow="fold")
-    for field, figure in found.device.figures.items():
-        unit = UNITS.get(field, "")
-        table.add_row(field, f"{_text(figure)} {unit}".strip(), figure.status, figure.source)
-    for (kind, size), curve in sorted(found.measured.items()):
-        table.add_row(f"{kind} of {size}", f"{len(curve.points)} points", "measured", "nccl-tests")
-    console.print(table)
+    rows = [
+        (field, f"{_text(figure)} {UNITS.get(field, '')}".strip(), figure.status, figure.source)
+        for field, figure in found.device.figures.items()
+    ]
+    rows += [
+        (f"{kind} of {size}", f"{len(curve.points)} points", "measured", "nccl-tests")
+        for (kind, size), curve in sorted(found.measured.items())
+    ]
+    Grid("", ("figure", "value", "known", "source"), rows, words=(0, 2, 3)).print(console)
     if save is not None:
         save_cluster(found, save)
         Console(stderr=True).print(f"wrote {save}")
@@ -105,11 +102,16 @@ def _print_other(console: Console, name: str, found: Cluster | Calibration) -> N
 
     if isinstance(found, Cluster):
         console.print(f"{name}: equal devices joined by equal links", markup=False)
-        table = Table("figure", "value", "known", "what")
-        for field, about in Cluster.model_fields.items():
-            known = "given" if field in found.model_fields_set else "by default"
-            table.add_row(field, str(getattr(found, field)), known, about.description)
-        console.print(table)
+        rows = [
+            (
+                field,
+                str(getattr(found, field)),
+                "given" if field in found.model_fields_set else "by default",
+                about.description or "",
+            )
+            for field, about in Cluster.model_fields.items()
+        ]
+        Grid("", ("figure", "value", "known", "what"), rows, words=range(4)).print(console)
         return
     console.print(f"{name}: measured on {found.machine}", highlight=False, markup=False)
     console.print(f"{len(found.ops)} ops measured, {len(found.traced)} traced", highlight=False)

@@ -36,7 +36,7 @@ COMMANDS = {
         "calibrate",
         "Measure this machine or cluster for later planning.",
     ),
-    "cost": ("stretto.cli.cost", "cost", "List a plan's dearest ops and collectives."),
+    "cost": ("stretto.cli.cost", "cost", "List a plan's costliest ops and collectives."),
     "cluster": ("stretto.cli.cluster", "cluster", "List and show clusters that can be planned for."),
     "reshard": ("stretto.cli.reshard", "reshard", "Plan how a tensor goes from one mesh to another."),
     "lab": ("stretto.cli.lab", "lab", "Emulate a slow cluster on this machine."),
@@ -95,13 +95,13 @@ def main() -> None:
             typer.main.get_command(app)(prog_name="stretto")
         except SystemExit as end:
             status = end.code
-        # Here and not at the interpreter's end, where a failure could only be told as a traceback.
+        # Here and not at the interpreter's end, where a failure could only show as a traceback.
         if sys.stdout is not None:
             sys.stdout.flush()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
         status = error.exit_status
-    except BrokenPipeError:  # a reader that has seen enough, as `head`, is no failure to tell
+    except BrokenPipeError:  # a reader that has seen enough, as `head`, is no failure
         status = status or 1
     finally:
         sys.stdout = stdout
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 class Told:
-    """A stream whose failed writes are errors that `main` tells in one line. Whoever writes to a stream by
+    """A stream whose failed writes are errors that `main` prints in one line. Whoever writes to a stream by
     itself, as tables do, says not which one has failed."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -143,7 +143,7 @@ def _told() -> Iterator[None]:
 
 
 def _drop(stream: TextIO | None) -> None:
-    """Let go what a stream's buffer still holds and cannot write, else the interpreter's end tells it."""
+    """Let go what a stream's buffer still holds and cannot write, else the interpreter's end complains."""
     if stream is None:
         return
     try:

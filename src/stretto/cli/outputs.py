@@ -1,4 +1,4 @@
-"""Files that commands write: looked at before the work begins, and told of in one line when they fail."""
+"""Files that commands write: checked before the work begins, and named in one line when they fail."""
 
 from __future__ import annotations
 

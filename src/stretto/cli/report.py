@@ -25,7 +25,7 @@ from stretto.report.text import timeline_text
 WIDTH = 100
 """Columns of the terminal that are used at most, so that a report can be pasted anywhere."""
 
-DEAREST = 8
+COSTLIEST = 8
 
 report = typer.Typer(add_completion=False)
 
@@ -43,7 +43,7 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Show a run, or a plan: predicted against measured, what is hidden, the bound, the dearest ops."""
+    """Show a run, or a plan: predicted against measured, what is hidden, the bound, the costliest ops."""
     writers: dict[str, Callable[[Run, Path], str]] = {
         ".html": _write_page,
         ".perfetto-trace": _write_trace,
@@ -76,9 +76,9 @@ def _print(found: Run) -> None:
         console.print(ranks_grid(timeline).rich())
         console.print(traffic_grid([timeline]).rich())
     if found.plan is not None:
-        dearest = costliest_ops(found.plan, found.measured, most=DEAREST, by_inputs=False)
-        if dearest:
-            console.print(costliest_grid(dearest).rich())
+        costliest = costliest_ops(found.plan, found.measured, most=COSTLIEST, by_inputs=False)
+        if costliest:
+            console.print(costliest_grid(costliest).rich())
     for timeline in timelines:
         console.print(timeline_text(timeline, console.width), highlight=False)
     for note in found.notes:

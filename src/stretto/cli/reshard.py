@@ -10,19 +10,16 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from stretto.errors import UsageError
 from stretto.lab.rates import parse_rate
+from stretto.report.grid import WIDTH, Grid
 from stretto.report.words import format_bytes, format_us
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.modes import MODES, Mode
 from stretto.tensor.reshard.notation import HELP, between_meshes, read
 from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
-
-WIDTH = 120
-"""Columns of the tables, wherever they are printed."""
 
 SHOWN = 64
 """Transfers that are listed at most; `--json` lists all."""
@@ -98,10 +95,10 @@ def run(
         typer.echo(json.dumps(_document(sizes, dtype, src, dst, hosts, rows), indent=1))
         return
     console = Console(width=WIDTH)
-    console.print(_table(f"{shape} {dtype}: {src} to {dst}", rows))
+    _table(f"{shape} {dtype}: {src} to {dst}", rows).print(console)
     console.print(_note(rows[0].plan), style="dim", highlight=False)
     if mode is not None:
-        console.print(_transfers(rows[-1], hosts))
+        _transfers(rows[-1], hosts).print(console)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -118,18 +115,16 @@ def _itemsize(name: str) -> int:
     return found.itemsize
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title)
+def _table(title: str, rows: Sequence[Row]) -> Grid:
     head = ("mode", "senders, order", "tasks", "transfers", "between hosts", "makespan", "units", "bound")
-    for column in (*head, "of bound"):
-        table.add_column(column, justify="left" if column in head[:2] else "right")
+    cells = []
     for row in rows:
         plan = row.plan
-        cells = [NAMES[plan.mode], row.choice, f"{plan.tasks:,}", f"{len(plan.transfers):,}"]
-        cells += [format_bytes(plan.link_bytes), format_us(plan.makespan_us), _units(plan, plan.makespan_us)]
+        some = [NAMES[plan.mode], row.choice, f"{plan.tasks:,}", f"{len(plan.transfers):,}"]
+        some += [format_bytes(plan.link_bytes), format_us(plan.makespan_us), _units(plan, plan.makespan_us)]
         above = f"{plan.makespan_us / plan.bound_us:.2f}" if plan.bound_us else "-"
-        table.add_row(*cells, _units(plan, plan.bound_us), above)
-    return table
+        cells.append((*some, _units(plan, plan.bound_us), above))
+    return Grid(title, (*head, "of bound"), cells, words=(0, 1))
 
 
 def _units(plan: ReshardPlan, us: float) -> str:
@@ -143,20 +138,26 @@ def _note(plan: ReshardPlan) -> str:
     )
 
 
-def _transfers(row: Row, hosts: Hosts) -> Table:
+def _transfers(row: Row, hosts: Hosts) -> Grid:
     plan = row.plan
-    table = Table(title=f"{NAMES[plan.mode]}, {row.choice}: transfers in order; rank@host")
-    for column in ("start", "end", "from", "along", "box", "bytes"):
-        table.add_column(column, justify="left" if column in ("along", "box") else "right", overflow="fold")
-    for one in plan.transfers[:SHOWN]:
-        along = " ".join(f"{rank}@{hosts[rank]}" for rank in one.receivers)
-        times = format_us(one.start_us), format_us(one.end_us)
-        table.add_row(
-            *times, f"{one.sender}@{hosts[one.sender]}", along, _box(one.region), format_bytes(one.nbytes)
-        )
-    if len(plan.transfers) > SHOWN:
-        table.caption = f"and {len(plan.transfers) - SHOWN:,} more; --json lists all"
-    return table
+    more = len(plan.transfers) - SHOWN
+    return Grid(
+        f"{NAMES[plan.mode]}, {row.choice}: transfers in order; rank@host",
+        ("start", "end", "from", "along", "box", "bytes"),
+        [
+            (
+                format_us(one.start_us),
+                format_us(one.end_us),
+                f"{one.sender}@{hosts[one.sender]}",
+                " ".join(f"{rank}@{hosts[rank]}" for rank in one.receivers),
+                _box(one.region),
+                format_bytes(one.nbytes),
+            )
+            for one in plan.transfers[:SHOWN]
+        ],
+        words=(3, 4),
+        caption=f"and {more:,} more; --json lists all" if more > 0 else "",
+    )
 
 
 def _box(region: Region) -> str:

@@ -1,4 +1,4 @@
-"""`stretto schedule`: print, draw or time a schedule. Thin: everything is done in `stretto.schedule`."""
+"""`stretto schedule`: print, draw or time a schedule. Thin: `stretto.schedule` does it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from stretto.cli.outputs import check_output, saving
 from stretto.errors import UsageError
 from stretto.files.whole_file import write_file
 from stretto.ir.action import Schedule
+from stretto.report.svg import draw_schedule
 from stretto.schedule.csv import read_csv, to_csv
-from stretto.schedule.draw import describe_timing, to_ascii, to_json, to_svg
+from stretto.schedule.draw import describe_timing, to_ascii, to_json
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import UNIT_TIMES, parse_times, time_schedule
 
@@ -81,7 +82,7 @@ def run(
         text = to_json(chosen, asked)
     elif form is Format.SVG:
         assert timing is not None
-        text = to_svg(chosen, timing)
+        text = draw_schedule(chosen, timing)
     else:
         to_terminal = output is None and sys.stdout.isatty()
         text = to_ascii(chosen, timing, width=shutil.get_terminal_size().columns if to_terminal else None)

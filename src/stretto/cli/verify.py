@@ -16,7 +16,7 @@ verify = typer.Typer(add_completion=False)
 def prove(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PLAN_OR_CSV", help="A plan (JSON) or a schedule (CSV); told by content."),
+        typer.Argument(metavar="PLAN_OR_CSV", help="A plan (JSON) or a schedule (CSV); its content decides."),
     ],
     max_bytes: Annotated[
         int | None,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.ir.action import Phase
+from stretto.ir.axes import AXES
 from stretto.ir.flow import PHASES
-from stretto.ir.mesh import AXES
 from stretto.ir.op_text import decode_op, decode_spec, encode_float, encode_op
 from stretto.ir.program import (
     OVERLAP_MODES,

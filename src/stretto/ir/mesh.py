@@ -1,8 +1,7 @@
 """The mesh: how the ranks of a run are laid out over axes, and which ranks talk on a communicator.
 
-Axes stand outermost first: `pp`, then `dp cp ep tp` as far as there are any; ranks are numbered with the last
-axis fastest, so that tensor-parallel peers are neighbours. A plan names a *place* by its pp coordinate
-alone: ranks that differ in other coordinates do equal work on other data.
+Axes have the order of `stretto.ir.axes`, as far as there are any, the last fastest. A plan names a *place* by
+its pp coordinate alone: ranks that differ in other coordinates do equal work on other data.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-AXES = ("pp", "dp", "cp", "ep", "tp")
-"""All axes, outermost first (Megatron-LM's order, arXiv 2104.04473: tensor-parallel peers share a node)."""
+from stretto.ir.axes import PIPELINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,10 @@ class Mesh:
             found[axis] = rank % size
             rank //= size
         return found
+
+    def place(self, rank: int) -> int:
+        """The place of the pipeline at which a rank is."""
+        return self.coordinates(rank)[PIPELINE]
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at coordinates; axes that are not named are at 0."""

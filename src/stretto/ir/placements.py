@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from stretto.ir.collectives import Kind
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.gathered import KEEP_ORDER, VIEW_OPS, ordered, stacked
 from stretto.ir.placed_by_rule import EXPAND, whole, with_local, with_parts
@@ -201,22 +202,33 @@ class Placer:
 
     def _started(self, op: Op, specs: Mapping[str, TensorSpec]) -> Placement:
         source = op.args[0].name
-        held = self.of(source)
+        held, kind = self.of(source), op.kind
+        assert kind is not None
         if op.args[-2] != self._axis:
             return held
-        if op.target == "comm.all_gather":
+        if not kind.sums and kind.differs == "never":
             return self._gathered(source, held, specs[source])
+        if not kind.sums:
+            return self._exchanged(source, held, kind)
         if held.zero:
             return EQUAL
-        if op.target == "comm.all_reduce" and op.args[1] == "max" and held.kind in ("equal", "local"):
+        if op.how == "max" and held.kind in ("equal", "local"):
             return EQUAL
         if held.kind == "equal":
             raise EqualReducedError(source)
         if held.kind not in ("sum", "local") and self._exact:
             raise RefusedError(f"{source} is {held} and is summed over ranks", (source,))
-        if op.target == "comm.all_reduce":
+        return self.scattered(op, specs[source]) if kind.splits else EQUAL
+
+    def _exchanged(self, source: str, held: Placement, kind: Kind) -> Placement:
+        """What goes to other ranks is no part of the value as ops know it."""
+        if held.zero or (held.kind == "equal" and kind.differs == "as given"):
             return EQUAL
-        return self.scattered(op, specs[source])
+        if held.kind == "sum":
+            raise NeedsEqualError((source,))
+        if self._exact and held.kind not in ("local", "equal"):
+            raise RefusedError(f"{source} is {held}, and its rows go to other ranks", (source,))
+        return LOCAL
 
     def _gathered(self, source: str, held: Placement, spec: TensorSpec) -> Placement:
         if held.kind == "local" or held.zero or (held.kind == "equal" and not self._exact):

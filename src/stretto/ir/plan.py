@@ -29,6 +29,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, OverlapMode
@@ -164,7 +165,12 @@ class Communicator:
 
     name: str
     ranks: tuple[int, ...]
-    axes: tuple[str, ...] = ("pp",)
+    axes: tuple[str, ...] = (PIPELINE,)
+
+    @property
+    def joins_places(self) -> bool:
+        """Whether places of the pipeline are its members; else ranks of one place are."""
+        return self.axes[0] == PIPELINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +210,11 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """How the ranks of a run are laid out."""
-        return Mesh((("pp", self.ranks), *self.job.axes))
+        return self.job.mesh(self.ranks)
+
+    def everyone(self, name: str) -> Communicator:
+        """A communicator of all ranks."""
+        return Communicator(name, tuple(range(self.ranks)), tuple(axis for axis, _ in self.mesh.sizes))
 
     @property
     def world(self) -> int:

@@ -16,6 +16,8 @@ rank's place on an axis of the mesh (`axis` and its `size` are the last argument
     comm.all_reduce(x, "sum" | "max", axis, size)        start; of the shape of x
     comm.all_gather(x, axis, size)                       start; gathered along dim 0
     comm.reduce_scatter(x, "sum", axis, size)            start; scattered along dim 0
+    comm.all_to_all(x, axis, size)                       start; equal part k of dim 0 goes to rank k
+    comm.all_to_all_sized(x, sizes, axis, size)          start; sizes[j][k] rows go from rank j to rank k
     comm.wait(started)                                   the result, when it is there
     axis.index(axis, size)                               this rank's coordinate, a 0-d int64 tensor
     axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view
@@ -34,6 +36,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.ir.action import Phase
+from stretto.ir.axes import DP, PIPELINE, Sums, sums_of
+from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
+from stretto.ir.mesh import Mesh
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -101,8 +106,8 @@ class Const:
     text: str
 
 
-STARTS = ("comm.all_reduce", "comm.all_gather", "comm.reduce_scatter")
-"""Targets that start a communication."""
+STARTS = tuple(BY_TARGET)
+"""Targets that start a communication (`stretto.ir.collectives`)."""
 
 WAIT = "comm.wait"
 GETITEM = "getitem"
@@ -114,21 +119,6 @@ CHUNK = "axis.chunk"
 VIEW = "aten.view.default"
 VIEWS = (VIEW, "aten._unsafe_view.default")
 """Targets that give the same elements in the same order another shape, without a copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """What a starting op asks for. kind: `all_reduce`, `all_gather` or `reduce_scatter`; nbytes: of the whole
-    tensor (the reduced tensor, the gathered result, the input that is scattered); size: of the group."""
-
-    kind: str
-    axis: str
-    size: int
-    nbytes: int
-
-    def label(self, op: str) -> str:
-        """What timelines call the one that this op starts."""
-        return f"{self.axis} {self.kind} {op}"
 
 
 Arg = Any
@@ -181,13 +171,23 @@ class Op:
     @property
     def collective(self) -> Collective | None:
         """The communication that the op starts, or None."""
-        if self.target not in STARTS:
+        kind = self.kind
+        if kind is None:
             return None
         axis, size = str(self.args[-2]), int(self.args[-1])
         made = self.outputs[0]
         assert made is not None
-        whole = made.nbytes * size if self.target == "comm.reduce_scatter" else made.nbytes
-        return Collective(self.target.removeprefix("comm."), axis, size, whole)
+        return Collective(kind.cost, axis, size, kind.whole_nbytes(made.nbytes, size, self.how))
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind of communication that the op starts, or None."""
+        return BY_TARGET.get(self.target)
+
+    @property
+    def how(self) -> How:
+        """The reduction, or the sizes, of the communication that it starts."""
+        return self.args[1] if self.kind is not None and self.kind.says_how else ""
 
     @property
     def lane(self) -> str:
@@ -387,10 +387,28 @@ class Job:
         """The size of an axis beside pp."""
         return dict(self.axes).get(axis, 1)
 
+    def mesh(self, places: int) -> Mesh:
+        """How ranks are laid out with so many places of the pipeline."""
+        return Mesh(((PIPELINE, places), *self.axes))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which all gradients and the loss are summed."""
+        return tuple(axis for axis, size in self.axes if size > 1 and sums_of(axis) is Sums.ALL)
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel copies of the model, each with microbatches of its own."""
+        return self.size(DP.name)
+
+    def copy_of(self, coordinates: Mapping[str, int]) -> int:
+        """Which of them the rank at these coordinates belongs to."""
+        return coordinates.get(DP.name, 0)
+
     @property
     def pieces(self) -> int:
         """Microbatches of the whole batch, of all data-parallel copies."""
-        return self.microbatches * self.size("dp")
+        return self.microbatches * self.copies
 
     @property
     def tangent(self) -> float:

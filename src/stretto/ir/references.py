@@ -312,7 +312,7 @@ def _in_communicators_and_costs(plan: Plan) -> Iterator[BrokenReference]:
     ranks = len(plan.orders)
     for at, communicator in enumerate(plan.communicators):
         path = f"communicators[{at}]"
-        unknown = [axis for axis in communicator.axes if axis != "pp" and axis not in dict(plan.job.axes)]
+        unknown = [axis for axis in communicator.axes if axis not in dict(plan.mesh.sizes)]
         if unknown or not communicator.axes:
             yield BrokenReference(
                 f"{path}.axes", f"there is no axis {', '.join(unknown)}" if unknown else "name an axis"

@@ -38,5 +38,10 @@ def reads(op: Op) -> tuple[str, ...]:
     return (owner(op),) if op.target == GETITEM else op.uses
 
 
+def in_flight(start: Op) -> tuple[str, ...]:
+    """The values that a communication still reads until it is waited for."""
+    return () if start.kind is None or start.kind.in_place else start.uses
+
+
 def _part(name: str, index: int) -> str:
     return f"{name}#{index}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
-from stretto.ir.mesh import AXES
+from stretto.ir.axes import AXES, PIPELINE
 
 COMPUTE_LANE = "compute"
 
@@ -36,7 +36,8 @@ class Span:
 
     `name` is the action's token (`1B0`) for compute. For communication, and for what waits for it, it begins
     with the axis: `pp 0>1 e3:0`, `pp loss`, `tp all_reduce mm_3_sum`, `dp 0.1` (a bucket of gradients).
-    For a message, (sender, sent_us) says who sent it and when the send was started.
+    For a message, (sender, sent_us) says who sent it and when the send was started, and `edge` which one of
+    the job's it is.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Span:
     nbytes: int = 0
     sender: int | None = None
     sent_us: float | None = None
+    edge: int | None = None
 
     @property
     def duration_us(self) -> float:
@@ -60,7 +62,7 @@ class Span:
     def axis(self) -> str:
         """The axis of a communication, or of what waits for one: the first word of its name; pp if none."""
         word = self.name.partition(" ")[0]
-        return word if word in AXES else "pp"
+        return word if word in AXES else PIPELINE
 
 
 Saver = Callable[["Timeline", Path], None]
@@ -101,7 +103,7 @@ class Timeline:
 
     def exposed_axis_us(self) -> dict[str, tuple[float, ...]]:
         """Axis -> by rank, exposed communication."""
-        totals: dict[str, list[float]] = {"pp": [0.0] * self.ranks}
+        totals: dict[str, list[float]] = {PIPELINE: [0.0] * self.ranks}
         for span in self.spans:
             if span.kind is SpanKind.EXPOSED:
                 totals.setdefault(span.axis, [0.0] * self.ranks)[span.rank] += span.duration_us

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.errors import PlanError
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost, Costs, Link
 from stretto.ir.plan import Bucket, Communicator
 from stretto.ir.program import GETITEM, WAIT, Job, Op, Parameter
 
-ALL_REDUCE = "all_reduce"
+SUM = ALL_REDUCE.name
 """The kind of every sum of gradients, and of the loss where data-parallel ranks share it."""
 
 
@@ -100,12 +101,12 @@ def all_reduce_us(link: Link, members: int, nbytes: int) -> float:
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
     """
-    return link.latency_us + 2 * (members - 1) / members * occupancy_us(link, nbytes)
+    return link.latency_us + ALL_REDUCE.moved(members) * occupancy_us(link, nbytes)
 
 
 def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime:
-    """A collective of an axis beside pp: all_reduce, all_gather or reduce_scatter of `nbytes` (of the whole
-    tensor). Raises PlanError when the costs have none."""
+    """A collective of an axis beside pp, of `nbytes` (of the whole tensor). Raises PlanError when the costs
+    have none."""
     found = costs.collectives.get((axis, kind))
     if found is None:
         fault = f"{kind} on {axis!r} has no cost: links join places of the pipeline and say nothing of {axis}"
@@ -116,12 +117,12 @@ def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime
 def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int) -> CollectiveTime:
     """The sum of a gradient of `nbytes` over places of the pipeline: by its curve when costs name one, else
     a ring over the slowest link between the places."""
-    found = costs.collectives.get((communicator, ALL_REDUCE))
+    found = costs.collectives.get((communicator, SUM))
     if found is not None:
         return _time(found, nbytes)
     link = slowest_link(costs, places)
     us = all_reduce_us(link, len(places), nbytes) if nbytes else link.latency_us
-    lost_us = 2 * (len(places) - 1) / len(places) * processor_us(link, nbytes)
+    lost_us = ALL_REDUCE.moved(len(places)) * processor_us(link, nbytes)
     return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0, slower=link.slower)
 
 
@@ -132,12 +133,12 @@ def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
     Raises PlanError when there are data-parallel ranks and no cost of their collectives.
     """
     nbytes = job.loss_spec.nbytes
-    found = costs.collectives.get(("loss", ALL_REDUCE))
+    found = costs.collectives.get(("loss", SUM))
     if found is not None:
         return _time(found, nbytes)
     total = CollectiveTime(0.0)
-    if job.size("dp") > 1:
-        total += axis_time(costs, "dp", ALL_REDUCE, nbytes)
+    for axis in job.data_axes:
+        total += axis_time(costs, axis, SUM, nbytes)
     if len(places) > 1:
         total += sum_time(costs, "loss", places, 0)
     return total
@@ -145,9 +146,9 @@ def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
 
 def bucket_time(costs: Costs, communicator: Communicator, nbytes: int) -> CollectiveTime:
     """The sum of a bucket of gradients. Raises PlanError as `axis_time` does."""
-    if communicator.axes[0] == "pp":
+    if communicator.joins_places:
         return sum_time(costs, communicator.name, communicator.ranks, nbytes)
-    return axis_time(costs, communicator.name, ALL_REDUCE, nbytes)
+    return axis_time(costs, communicator.name, SUM, nbytes)
 
 
 def _time(cost: CollectiveCost, nbytes: int) -> CollectiveTime:

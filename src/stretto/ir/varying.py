@@ -1,7 +1,7 @@
 """Which values differ between the ranks of an axis, read off the ops alone.
 
 Ranks along an axis walk one program. What they read decides what differs: shards of parameters, their own
-coordinate, their own chunk. An all-reduce and an all-gather give all the same again.
+coordinate, their own chunk. Some communications give all the same again (`Kind.differs`).
 
 Two things follow from it. The gradient of a parameter that all ranks hold whole, but use in parts, differs:
 it is their part of a sum. And a random op on values that differ must draw differently on each rank, on equal
@@ -42,9 +42,8 @@ def varying_in_job(job: Job, axis: str) -> set[str]:
 
 
 def _differs(op: Op, differing: Collection[str], axis: str) -> bool:
-    collective = op.collective
-    if collective is not None and collective.axis == axis:
-        return collective.kind == "reduce_scatter"
+    if op.kind is not None and op.args[-2] == axis and op.kind.differs != "as given":
+        return op.kind.differs == "always"
     if op.target in (INDEX, CHUNK) and op.args[-2] == axis:
         return True
     return any(name in differing for name in op.uses)

@@ -262,7 +262,7 @@ class Lab:
     ) -> Statuses:
         """Run a command once for every rank, wait for all, and return their statuses by rank.
 
-        Lines are printed as they come with the host's number before them, stdout and stderr apart. With
+        Lines are printed as they come with the host's number before them, stdout and stderr separately. With
         `output`, host i writes `output/host-<i>.log` instead (where hosts have several ranks,
         `host-<i>-rank-<r>.log`); with `quiet_others` only rank 0 is printed, and the others where they fail.
         When one fails, the others have `grace_s` seconds before SIGTERM.

@@ -1,4 +1,4 @@
-"""Names of what the lab leaves in the kernel, so that leftovers of dead owners can be told from live labs.
+"""Names of what the lab leaves in the kernel, which distinguish leftovers of dead owners from live labs.
 
 A name is `stretto-<pid>-<start>-<serial>-<part>`: the owner's process id, the time it started (in
 clock ticks since boot, so that a reused id is not taken for the owner), the number of the lab in that

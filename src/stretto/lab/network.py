@@ -85,7 +85,7 @@ def shape(owner: Owner, hosts: int, rate_bits_per_s: int | None, delay_ms: float
     """Hold every link to a rate in both directions, and delay what it delivers by `delay_ms`.
 
     May be called again on a running lab; packets in the queues stay there when only the rate changes.
-    The delay stands at the switch's end alone, so that each packet meets it once on its way.
+    The delay is at the switch's end alone, so that each packet meets it once on its way.
     """
     bucket = None if rate_bits_per_s is None else Bucket.of(rate_bits_per_s)
     gso_bytes = _GSO_DEFAULT_BYTES if bucket is None else bucket.gso_max_bytes

@@ -19,7 +19,7 @@ class _Decoded:
 
 
 class Screen:
-    """One output stream that the hosts share; keeps a progress line apart from whole lines.
+    """One output stream that the hosts share; keeps a progress line separate from whole lines.
 
     A progress line is text that ends with a carriage return, as progress bars print it. On a terminal
     rank 0's is shown in place and gives way to whole lines; elsewhere carriage returns are plain characters.

@@ -53,7 +53,7 @@ def find_controller() -> CpuController | None:
 
 
 def why_no_quota() -> str:
-    """What to tell the user when there is no controller."""
+    """What to say to the user when there is no controller."""
     return (
         "no `cpu` control group controller is mounted: mount one (`mount -t cgroup -o cpu cgroup "
         "/sys/fs/cgroup/cpu`), or boot with the unified hierarchy, or leave --cpus out"

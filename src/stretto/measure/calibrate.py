@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import StrettoError
+from stretto.ir.axes import TENSOR
+from stretto.ir.collectives import PRICED
 from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op
@@ -50,8 +52,6 @@ half of an idle machine's rounds lies within a tenth."""
 
 NOISY_GROUP = 1.0
 """For collectives: their members come apart, and that is part of what is measured."""
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 SIZES = (65_536, 262_144, 1_048_576, 4_194_304, 4_096)
 """Bytes of the collectives that are measured, the most likely of activations first."""
@@ -170,8 +170,8 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
         link = members == 2 and not outcome.calibration.links
         if not kinds and not link:
             continue
-        wanted = [Wanted("tp", kind, _sizes(kind, jobs), "float32") for kind in kinds]
-        found = measure_between(Mesh((("tp", members),)), wanted, link=link)
+        wanted = [Wanted(TENSOR, kind, _sizes(kind, jobs), "float32") for kind in kinds]
+        found = measure_between(Mesh(((TENSOR, members),)), wanted, link=link)
         if found.link is not None:
             _keep_link(outcome, LinkTiming(1, 1, found.link, found.both_ways, spread=found.spread))
         for (_, kind), measured in found.collectives.items():
@@ -182,7 +182,7 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
 def _missing(outcome: Outcome, members: int, stride: int) -> list[str]:
     """Kinds that a run before this has not measured."""
     known = {(one.kind, one.members, one.stride) for one in outcome.calibration.collectives}
-    return [kind for kind in KINDS if (kind, members, stride) not in known]
+    return [kind for kind in PRICED if (kind, members, stride) not in known]
 
 
 def _sizes(kind: str, jobs: Sequence[Job]) -> tuple[int, ...]:

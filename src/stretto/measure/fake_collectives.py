@@ -8,24 +8,34 @@ gives its buffer on. `axis.*` ops give the values of the rank at coordinate 0. T
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from stretto.backend.dispatch import resolve
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT
+from stretto.ir.collectives import BY_TARGET, How, Kind
+from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT
 
 
 def function_of(target: str, device: torch.device) -> Callable[..., Any]:
     """The function that stands for an op: the dispatcher's own, or one of these."""
+    if target in BY_TARGET:
+        return partial(_started, BY_TARGET[target])
     found: dict[str, Callable[..., Any]] = {
         GETITEM: lambda parts, index: parts[index],
-        "comm.all_reduce": lambda x, op, axis, size: x.clone(memory_format=torch.contiguous_format),
-        "comm.all_gather": lambda x, axis, size: x.new_empty((x.shape[0] * size, *x.shape[1:])),
-        "comm.reduce_scatter": lambda x, op, axis, size: x.new_empty((x.shape[0] // size, *x.shape[1:])),
         WAIT: lambda started: started,
         INDEX: lambda axis, size: torch.zeros((), dtype=torch.int64, device=device),
         CHUNK: lambda x, dim, axis, size: x.narrow(dim, 0, x.shape[dim] // size),
     }
-    assert {*STARTS} <= found.keys()
     return found[target] if target in found else resolve(target)
+
+
+def _started(kind: Kind, x: torch.Tensor, *how_axis_size: Any) -> torch.Tensor:
+    """The buffer of a collective's result."""
+    if kind.in_place:
+        return x.clone(memory_format=torch.contiguous_format)
+    how: How = how_axis_size[0] if kind.says_how else ""
+    shape = kind.shape(x.shape, how_axis_size[-1], how)
+    assert shape is not None, f"{kind.name} of a tensor of shape {list(x.shape)}"
+    return x.new_empty(shape)

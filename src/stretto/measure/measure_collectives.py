@@ -34,6 +34,8 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.idle_class import keeping_core
 from stretto.errors import UsageError
+from stretto.ir.axes import PIPELINE
+from stretto.ir.collectives import KINDS, PRICED
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
@@ -142,7 +144,7 @@ def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
         return any(len({hosts[r] for r in g}) > 1 for g in mesh.groups((axis,), range(size)))
 
     leaving = [axis for axis, size in mesh.sizes if size > 1 and leaves(axis)]
-    return sharing(axes, leaving, pipelined=mesh.size("pp") > 1)
+    return sharing(axes, leaving, pipelined=mesh.size(PIPELINE) > 1)
 
 
 def hosts_of() -> list[Any]:
@@ -160,22 +162,22 @@ def collective_call(
 
     Raises UsageError for a kind that cannot be measured.
     """
+    if kind not in PRICED:
+        raise UsageError(f"cannot measure a collective {kind!r}: {', '.join(PRICED)}")
+    row = KINDS[kind]
     count = elements(nbytes, dtype, members)
-    of: torch.dtype = getattr(torch, dtype)
-    whole = torch.zeros(count, dtype=of, device=device)
-    part = torch.zeros(count // members, dtype=of, device=device)
+    how = row.reductions[0] if row.reductions else ""
+    # Of the whole tensor, or of a part of it that becomes the whole.
+    ways = [(given, row.shape((given,), members, how)) for given in (count, count // members)]
+    given, made = next((given, made) for given, made in ways if made and max(given, *made) == count)
+    value = torch.zeros(given, dtype=getattr(torch, dtype), device=device)
+    result = value if row.in_place else value.new_zeros(made)
 
     def start() -> Any:
         with keeping_core():  # as the transport does
-            if kind == "all_reduce":
-                return collectives.all_reduce(whole, group)
-            if kind == "all_gather":
-                return collectives.all_gather(whole, part, group)
-            return collectives.reduce_scatter(part, whole, group)
+            return collectives.start(kind, result, value, group, how)
 
-    if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
-        raise UsageError(f"cannot measure a collective {kind!r}: all_reduce, all_gather, reduce_scatter")
-    return whole.nbytes, start, part if kind == "reduce_scatter" else whole
+    return max(value.nbytes, result.nbytes), start, result
 
 
 def _group(mesh: Mesh, axis: str, device: torch.device) -> dist.ProcessGroup:

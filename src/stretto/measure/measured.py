@@ -44,7 +44,7 @@ def measured_costs(job: Job, schedule: Schedule) -> Costs:
     Raises UsageError when ranks were started but cannot talk, or there is no device of the job's kind.
     """
     device = device_of(job)
-    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    mesh = job.mesh(schedule.ranks)
     if dist.is_initialized() and dist.get_world_size() == mesh.world and mesh.world > 1:
         return _together(job, schedule, mesh, device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
@@ -98,7 +98,7 @@ def memory_here(job: Job) -> int | None:
 
 
 def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) -> Costs:
-    place = mesh.coordinates(dist.get_rank())["pp"]
+    place = mesh.place(dist.get_rank())
     dist.barrier()  # so that all ranks load the machine at the same time, as in a step
     mine = profile(job, device, schedule.stages_of(place))
     communication = measure_communication(job, schedule, mine.op_us)
@@ -169,8 +169,8 @@ def measure_communication(
     op_us: what the ops of the calling rank's stages take; ranks may differ.
     """
     device = device_of(job)
-    mesh = Mesh((("pp", schedule.ranks), *job.axes))
-    place = mesh.coordinates(dist.get_rank())["pp"]
+    mesh = job.mesh(schedule.ranks)
+    place = mesh.place(dist.get_rank())
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     here = [job.stages[stage] for stage in schedule.stages_of(place)]
     busiest = max(here, key=lambda stage: compute_between_us([stage], op_us))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from stretto.backend.gloo_adapter import calm_loops
 from stretto.backend.idle_class import keeping_core
 from stretto.backend.synchronise import synchronise
+from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import BYTES_PER_MB, Link
 from stretto.ir.mesh import Mesh
 from stretto.measure.contention import Compute, compute_loss
@@ -96,13 +97,13 @@ def measure_links(
     of a pair are assumed equal in what they take from the processor.
     """
     rank = dist.get_rank()
-    mesh = mesh or Mesh((("pp", dist.get_world_size()),))
+    mesh = mesh or Mesh(((PIPELINE, dist.get_world_size()),))
     here = mesh.coordinates(rank)
     found: dict[tuple[int, int], FoundLink] = {}
     stolen: dict[frozenset[int], tuple[float, float]] = {}
     for pair in pairs:
         # This rank's own pair: its coordinates on all other axes.
-        sender, receiver = (mesh.rank({**here, "pp": place}) for place in pair)
+        sender, receiver = (mesh.rank({**here, PIPELINE: place}) for place in pair)
         fit = _one_way(sender, receiver, device)
         both = frozenset(pair)
         if both not in stolen:

@@ -23,17 +23,10 @@ from typing import Any
 
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
+from stretto.ir.collectives import ALL_REDUCE, KINDS
 from stretto.ir.curve import Curve
-from stretto.price.collectives import Collective
 
-PROGRAMS = {
-    "all_reduce": Collective.ALL_REDUCE,
-    "all_gather": Collective.ALL_GATHER,
-    "reduce_scatter": Collective.REDUCE_SCATTER,
-    "alltoall": Collective.ALL_TO_ALL,
-    "broadcast": Collective.BROADCAST,
-    "sendrecv": Collective.P2P,
-}
+PROGRAMS = {kind.benchmark: name for name, kind in KINDS.items() if kind.benchmark}
 """Names of the test programs, `<name>_perf`; `size` is the full tensor in all of them, as in
 `cost.collectives`."""
 
@@ -48,16 +41,14 @@ class _Run:
     """One run: where it begins, how many ranks it has, which program it is, its rows."""
 
     line: int
-    kind: Collective | None = None
+    kind: str | None = None
     ranks: int = 0
     columns: list[str] = field(default_factory=list)
     rows: list[tuple[float, float, float, float]] = field(default_factory=list)
     """(bytes, us, algorithm rate, bus rate)"""
 
 
-def read_nccl_tests(
-    path: str | Path, kind: Collective | str | None = None
-) -> dict[tuple[Collective, int], Curve]:
+def read_nccl_tests(path: str | Path, kind: str | None = None) -> dict[tuple[str, int], Curve]:
     """Curves by (kind, group size): microseconds over the bytes of the full tensor.
 
     Out-of-place times count; in-place ones where a row has no other. Repeated sizes count by the fastest.
@@ -71,9 +62,9 @@ def read_nccl_tests(
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
-    given = None if kind is None else Collective(kind)
+    given = kind
     runs = _json_runs(path, text) if text.lstrip().startswith("{") else _text_runs(path, text)
-    samples: dict[tuple[Collective, int], list[tuple[float, float]]] = defaultdict(list)
+    samples: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for run in runs:
         if not run.rows:
             continue
@@ -94,7 +85,7 @@ def read_nccl_tests(
 
 def _text_runs(path: Path, text: str) -> Iterator[_Run]:
     run = _Run(1)
-    program: Collective | None = None
+    program: str | None = None
     for number, raw in enumerate(text.splitlines(), start=1):
         line = _PREFIX.sub("", raw).strip()
         if _NEW_RUN.match(line) and run.rows:
@@ -136,11 +127,11 @@ def _row(path: Path, number: int, line: str, columns: list[str]) -> tuple[float,
     return size, us, algorithm, bus
 
 
-def _guess(path: Path, run: _Run) -> Collective:
+def _guess(path: Path, run: _Run) -> str:
     """The kind of a run that no line names: by the ratio of its rates, which only all_reduce has alone."""
     ratios = [bus / algorithm for _, _, algorithm, bus in run.rows if algorithm >= 1.0]
     if ratios and run.ranks > 2 and abs(ratios[-1] - 2 * (run.ranks - 1) / run.ranks) < 0.05:
-        return Collective.ALL_REDUCE
+        return ALL_REDUCE.name
     raise UsageError(
         f"{path}:{run.line}: no line of this run names its program; expected one of "
         f"{', '.join(f'{name}_perf' for name in PROGRAMS)} before the table"

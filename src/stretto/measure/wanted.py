@@ -10,6 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stretto.ir.axes import Sums, sums_of
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.program import DTYPE_BYTES, Job
 from stretto.ir.transfers import summed_bytes
 
@@ -52,14 +54,14 @@ def wanted_collectives(job: Job) -> tuple[Wanted, ...]:
                 for parameter in job.parameters
                 if stage.index in parameter.stages
                 and parameter.grads
-                and (axis == "dp" or axis in parameter.partial)
+                and (sums_of(axis) is Sums.ALL or axis in parameter.partial)
             ]
             if summed:
                 each = [summed_bytes(job, parameter, axis) for parameter in summed]
-                sizes[axis, "all_reduce"].update((min(each), max(each), sum(each)))
+                sizes[axis, ALL_REDUCE.name].update((min(each), max(each), sum(each)))
                 for parameter, nbytes in zip(summed, each, strict=True):
                     dtype = parameter.own_dtype or parameter.spec.dtype
-                    dtypes[axis, "all_reduce"][dtype] += nbytes
+                    dtypes[axis, ALL_REDUCE.name][dtype] += nbytes
     return tuple(
         Wanted(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
         for axis, kind in sorted(sizes)

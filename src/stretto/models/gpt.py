@@ -222,7 +222,7 @@ def count_targets(batch: Tensor | Mapping[str, Tensor]) -> Tensor | int:
 
 
 def inputs_and_targets(batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The tokens that a model reads and those that it should tell next, both (B, S).
+    """The tokens that a model reads and those that it should predict next, both (B, S).
 
     `batch` is (B, S + 1) tokens, or has `input_ids` and `labels`, both (B, S), where labels[b, s] is the
     token after input_ids[b, s]: they are not shifted again.

@@ -26,7 +26,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Bucket, Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
-from stretto.ir.transfers import ALL_REDUCE, axis_time, bucket_bytes, message_us, time_of
+from stretto.ir.transfers import SUM, axis_time, bucket_bytes, message_us, time_of
 from stretto.order.storages import Storage, find_storages
 from stretto.schedule.windows import adding_items
 
@@ -199,7 +199,7 @@ class _Maker:
                 bucket = self.buckets[str(item.ref)]
                 need |= {added for group in bucket.parameters for added in adding.get(group, ())}
                 nbytes = bucket_bytes(self.job, [bucket])[bucket.name]
-                time = axis_time(self.costs, bucket.communicator, ALL_REDUCE, nbytes)
+                time = axis_time(self.costs, bucket.communicator, SUM, nbytes)
                 nodes.append(Node(item, Role.SUM, 0.0, bucket.communicator, time.us, time.load))
             else:
                 edge = self.job.edges[int(item.ref)]

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.order import Arranger, Outside, Role, replay
 from stretto.schedule.windows import window_name
 
@@ -155,8 +155,8 @@ def _messages(plan: Plan, timeline: Timeline) -> list[_Sent]:
             stands[key] = min(stands.get(key, span.start_us), span.start_us)
     found: list[_Sent] = []
     for span in timeline.spans:
-        edge, microbatch = _edge_of(span)
-        if edge < 0 or span.sent_us is None:
+        edge, microbatch = span.edge, span.microbatch
+        if edge is None or microbatch is None or span.sent_us is None:
             continue
         goes = plan.job.edges[edge]
         sender, out = places[goes.source, goes.phase, microbatch]
@@ -164,11 +164,3 @@ def _messages(plan: Plan, timeline: Timeline) -> list[_Sent]:
         stood = stands.get((span.rank, span.name))
         found.append(_Sent(sender, (out, edge), receiver, (into, edge), span.sent_us, span.end_us, stood))
     return found
-
-
-def _edge_of(span: Span) -> tuple[int, int]:
-    """(edge, microbatch) of a message; -1 for what is none."""
-    if span.kind is not SpanKind.MESSAGE:
-        return -1, -1
-    edge, _, microbatch = span.name.removeprefix(f"{span.lane} e").partition(":")
-    return (int(edge), int(microbatch)) if edge.isdigit() else (-1, -1)

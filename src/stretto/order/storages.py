@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
-from stretto.ir.storage import maker_of, makes, owner, reads
+from stretto.ir.storage import in_flight, maker_of, makes, owner, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,7 @@ def find_storages(
             names = (*(name for name, _ in makes(op)), *reads(op))
             if op.target == WAIT:
                 start = ops[item.part].get(op.uses[0])
-                if start is not None and start.target != "comm.all_reduce":  # which sums a copy
-                    names = (*names, *start.uses)
+                names = (*names, *(in_flight(start) if start is not None else ()))
         for name in names:
             place = memory.place(item.part, name)
             if not is_external(place[1]):

@@ -25,9 +25,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.errors import UsageError
+from stretto.ir.axes import TENSOR
 from stretto.parallelize.styles import ROWWISE, Style
 
-AXIS = "tp"
+AXIS = TENSOR
 
 SPREAD = ("colwise", "packed_colwise")
 """Styles that leave a rank its output features."""

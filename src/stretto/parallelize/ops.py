@@ -14,17 +14,28 @@ hold: *equal* values, and *parts* (a slice, or an addend of a sum).
     scatter           reduce-scatter along dim   all-gather along dim         addends      slices
     chunk             own slice along dim        all-gather along dim         equal        slices
     collect           all-gather along dim       own slice along dim          slices       equal
+    exchange          all-to-all along dim 0     all-to-all along dim 0       parts        other ranks' parts
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    IN_PROGRAMS,
+    KINDS,
+    REDUCE_SCATTER,
+    Kind,
+)
 from stretto.parallelize.unseen import is_alone, unseen
 
 NAMESPACE = "stretto"
@@ -32,24 +43,21 @@ NAMESPACE = "stretto"
 OneToOne = Callable[[Tensor], Tensor]
 
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
-_library.define("all_reduce(Tensor x, str op, str axis, int size) -> Tensor")
-_library.define("all_gather(Tensor x, str axis, int size) -> Tensor")
-_library.define("reduce_scatter(Tensor x, str op, str axis, int size) -> Tensor")
+COLLECTIVES = tuple(kind for kind in IN_PROGRAMS if not kind.sized)
+"""What code may start: an op's schema has no word for sizes."""
+
+for _kind in COLLECTIVES:
+    _how = "str op, " if _kind.says_how else ""
+    _library.define(f"{_kind.name}(Tensor x, {_how}str axis, int size) -> Tensor")
 _library.define("wait(Tensor started) -> Tensor")
 _library.define("axis_index(Tensor like, str axis, int size) -> Tensor")
 _library.define("axis_chunk(Tensor x, int dim, str axis, int size) -> Tensor")
 
 
-def _all_reduce(x: Tensor, op: str, axis: str, size: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _all_gather(x: Tensor, axis: str, size: int) -> Tensor:
-    return x.new_empty((x.shape[0] * size, *x.shape[1:]))
-
-
-def _reduce_scatter(x: Tensor, op: str, axis: str, size: int) -> Tensor:
-    return x.new_empty((x.shape[0] // size, *x.shape[1:]))
+def _started(kind: Kind, x: Tensor, *arguments: Any) -> Tensor:
+    shape = kind.shape(x.shape, arguments[-1], arguments[0] if kind.says_how else "")
+    assert shape is not None, f"{kind.name} of a tensor of shape {list(x.shape)}"
+    return x.new_empty(shape)
 
 
 def _wait(started: Tensor) -> Tensor:
@@ -67,14 +75,13 @@ def _axis_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-for _name, _shapes in (
-    ("all_reduce", _all_reduce),
-    ("all_gather", _all_gather),
-    ("reduce_scatter", _reduce_scatter),
-    ("wait", _wait),
-    ("axis_index", _axis_index),
-    ("axis_chunk", _axis_chunk),
-):
+_fakes: dict[str, Callable[..., Tensor]] = {
+    **{kind.name: partial(_started, kind) for kind in COLLECTIVES},
+    "wait": _wait,
+    "axis_index": _axis_index,
+    "axis_chunk": _axis_chunk,
+}
+for _name, _shapes in _fakes.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
 
 _calls = getattr(torch.ops, NAMESPACE)
@@ -88,10 +95,17 @@ def index(like: Tensor, axis: str, size: int) -> Tensor:
 
 
 @unseen
-def all_reduce(x: Tensor, axis: str, size: int, op: str = "sum") -> Tensor:
-    """The sum (or "max") over the axis, start and wait; no gradient."""
-    made: Tensor = _calls.wait(_calls.all_reduce(x.contiguous(), op, axis, size))
+def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Tensor:
+    """Any collective, start and wait; no gradient."""
+    how = (op,) if kind.says_how else ()
+    made: Tensor = _calls.wait(getattr(_calls, kind.name)(x.contiguous(), *how, axis, size))
     return made
+
+
+@unseen
+def all_reduce(x: Tensor, axis: str, size: int, op: str = "sum") -> Tensor:
+    """The sum (or "max") over the axis; no gradient."""
+    return communicate(ALL_REDUCE, x, axis, size, op)
 
 
 @unseen
@@ -102,7 +116,7 @@ def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     its parts are put into their places by a copy.
     """
     dim %= x.dim()
-    made: Tensor = _calls.wait(_calls.all_gather(x.contiguous(), axis, size))
+    made = communicate(ALL_GATHER, x, axis, size)
     if dim == 0:
         return made
     whole = [n * size if d == dim else n for d, n in enumerate(x.shape)]
@@ -121,8 +135,7 @@ def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     if dim and math.prod(x.shape[:dim]) > 1:
         x = x.view(*x.shape[:dim], size, part, *x.shape[dim + 1 :]).movedim(dim, 0)
     first = (size * shape[0], *shape[1:])
-    made: Tensor = _calls.wait(_calls.reduce_scatter(x.reshape(first).contiguous(), "sum", axis, size))
-    return made
+    return communicate(REDUCE_SCATTER, x.reshape(first), axis, size, "sum")
 
 
 @unseen
@@ -189,6 +202,19 @@ def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
         x,
         lambda t: reduce_scatter(t.contiguous(), dim, axis, size),
         lambda grad: all_gather(grad, dim, axis, size),
+    )
+
+
+def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
+    """Part k of dim 0 goes to rank k; what comes lies in the order of ranks. Its gradient goes back so.
+
+    kind: another that sums nothing, and goes as its row says.
+    """
+    if kind.splits:
+        check_divides(x.shape[0], size, axis, f"dim 0 of a tensor of shape {list(x.shape)}")
+    back = KINDS[kind.gradient]
+    return _pair(
+        x, lambda t: communicate(kind, t, axis, size), lambda grad: communicate(back, grad, axis, size)
     )
 
 

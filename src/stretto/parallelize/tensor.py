@@ -20,12 +20,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.errors import UsageError
+from stretto.ir.axes import TENSOR
 from stretto.ir.program import Shard
 from stretto.parallelize.heads import SPREAD, shared_heads
 from stretto.parallelize.sequence import sequence_region
 from stretto.parallelize.styles import ROWWISE, Style, plan_of
 
-AXIS = "tp"
+AXIS = TENSOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.ir.program import STARTS, WAIT, Op, Ref
+from stretto.ir.program import WAIT, Op, Ref
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import live, rebuilt, with_uses
-
-ALL_REDUCE = "comm.all_reduce"
 
 
 def equal_collectives(graph: Graph) -> Graph:
@@ -35,12 +33,12 @@ def equal_collectives(graph: Graph) -> Graph:
         source = op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
         if op.alias is not None and op.target != WAIT and len(op.uses) == 1:
             keys[op.name] = (op.target, keys.get(source, source), op.args[1:], op.kwargs)  # step 1
-        elif op.target in STARTS:
+        elif op.kind is not None:
             told = (
                 op.target,
                 keys.get(source, source),
                 op.args[1:],
-                op.target != ALL_REDUCE and graph.is_backward(op.name),
+                not op.kind.in_place and graph.is_backward(op.name),
                 _place(op.module),
             )
             if first.setdefault(told, op.name) != op.name:  # step 2

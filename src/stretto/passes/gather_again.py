@@ -14,6 +14,7 @@ that an order of ops can hide, under the products of the backward.
 from __future__ import annotations
 
 from stretto.ir.action import Phase
+from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.program import Stage
 
 MOVES = ("aten.clone.default",)
@@ -24,7 +25,7 @@ def gathers(stage: Stage) -> list[str]:
     """The ops of a stage's forward that gather, and that move what is gathered."""
     found: dict[str, None] = {}
     for op in stage.ops[Phase.F]:
-        gathered = op.target == "comm.all_gather"  # step 1
+        gathered = op.target == ALL_GATHER.target  # step 1
         # Step 2. A wait is a view of its start.
         moves = len(op.uses) == 1 and op.uses[0] in found and (op.alias is not None or op.target in MOVES)
         if gathered or moves:

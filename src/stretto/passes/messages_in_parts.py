@@ -26,16 +26,15 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, results_of
-from stretto.ir.program import CHUNK, STARTS, VIEW, Edge, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import CHUNK, VIEW, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.ir.varying import varying_in_job
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import with_uses
 from stretto.passes.rows import divides, gather, part_of, rows_of
-
-GATHER = "all_gather"
 
 SOONER = 0.9
 """Of the whole message's time, what a part with its gather takes at most that is cut for it; what takes less
@@ -62,7 +61,7 @@ def messages_in_parts(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> tup
 
 def _values(job: Job, costs: Costs, crossing: Sequence[Edge]) -> list[str]:
     """Step 1."""
-    if (AXIS, GATHER) not in costs.collectives or not crossing:
+    if (AXIS, ALL_GATHER.name) not in costs.collectives or not crossing:
         return []
     differ = varying_in_job(job, AXIS)
     results = {name for s in job.stages for phase in PHASES for name in results_of(job, s.index, phase)}
@@ -78,7 +77,7 @@ def _chosen(
 
     def ratio(edge: Edge) -> float:
         link, nbytes = costs.link(ranks[edge.source], ranks[edge.target]), edge.spec.nbytes
-        parts_us = message_us(link, nbytes // size) + axis_time(costs, AXIS, GATHER, nbytes).us
+        parts_us = message_us(link, nbytes // size) + axis_time(costs, AXIS, ALL_GATHER.name, nbytes).us
         whole_us = message_us(link, nbytes)
         return parts_us / whole_us if whole_us else math.inf
 
@@ -112,7 +111,7 @@ def _busiest_us(
     for edge in crossing:
         sender, receiver, nbytes = ranks[edge.source], ranks[edge.target], edge.spec.nbytes
         if edge.value in cut:
-            add(receiver, AXIS, GATHER, nbytes)
+            add(receiver, AXIS, ALL_GATHER.name, nbytes)
             nbytes //= job.size(AXIS)
         us = occupancy_us(costs.link(sender, receiver), nbytes)
         load_us[sender, True] += us
@@ -187,7 +186,7 @@ def _start_us(job: Job, costs: Costs) -> float:
     known: dict[bool, float] = {}
     for stage in job.stages:
         for op in (op for phase in PHASES for op in stage.ops[phase]):
-            if op.target in STARTS and op.lane == AXIS:
-                same = op.target == f"comm.{GATHER}"
+            if op.kind is not None and op.lane == AXIS:
+                same = op.kind is ALL_GATHER
                 known[same] = max(known.get(same, 0.0), costs.op_us.get((stage.index, op.name), 0.0))
     return known.get(True, known.get(False, 0.0))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.program import VIEW, WAIT, Op, Ref, TensorSpec
 
 
@@ -31,7 +32,7 @@ def part_of(spec: TensorSpec, size: int) -> TensorSpec:
 def gather(start: str, part: str, name: str, spec: TensorSpec, axis: str, size: int) -> Iterator[Op]:
     """The ops that make `name`, of `spec`, from every rank's `part`; the first is called `start`."""
     rows = rows_of(spec)
-    yield Op(start, "comm.all_gather", (Ref(part), axis, size), (), (rows,))
+    yield Op(start, ALL_GATHER.target, (Ref(part), axis, size), (), (rows,))
     wait = name if rows == spec else f"{start}_wait"
     yield Op(wait, WAIT, (Ref(start),), (), (rows,), start)
     if wait != name:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from stretto.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.program import CHUNK, VIEW, WAIT, Const, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import dense_strides, rebuilt
@@ -30,7 +31,7 @@ def reduce_scatter_chunks(graph: Graph) -> Graph:
     gone: set[str] = set()
     origin: dict[str, str] = {}
     for start in graph.ops:
-        if start.target != "comm.all_reduce" or start.args[1] != "sum":
+        if start.target != ALL_REDUCE.target or start.args[1] != "sum":
             continue
         found = _chunks(start, users, graph.roots)
         if found is None:
@@ -109,7 +110,7 @@ def _scattered(start: Op, chunk: Op) -> Iterator[Op]:
     first = (size * shape[0], *(part if d == dim else n for d, n in enumerate(shape) if d)) if dim else shape
     scattered = TensorSpec((first[0] // size, *first[1:]), dtype)
     yield _op(f"{name}_rows", VIEW, (Ref(value), first), TensorSpec(first, dtype), module, value)
-    yield _op(name, "comm.reduce_scatter", (Ref(f"{name}_rows"), "sum", axis, size), scattered, module)
+    yield _op(name, REDUCE_SCATTER.target, (Ref(f"{name}_rows"), "sum", axis, size), scattered, module)
     yield _op(f"{name}_wait", WAIT, (Ref(name),), scattered, module, name)
 
 

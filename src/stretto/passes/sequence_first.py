@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, TensorSpec
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import live, rebuilt
@@ -83,12 +84,12 @@ class _Search:
             return
         came = self.made.get(view.args[0].name)
         start = self.made.get(came.args[0].name) if came is not None and came.target == WAIT else None
-        if start is not None and start.target == "comm.all_gather" and start.args[-1] == shape[1]:
+        if start is not None and start.target == ALL_GATHER.target and start.args[-1] == shape[1]:
             self.joins[copy.name] = shape[1], shape[0], shape[2]
             return
         after = self.users.get(copy.name, [])
         goes = self.users.get(after[0].name, []) if len(after) == 1 and after[0].target in VIEWS else after
-        if len(goes) == 1 and goes[0].target == "comm.reduce_scatter" and goes[0].args[-1] == shape[0]:
+        if len(goes) == 1 and goes[0].target == REDUCE_SCATTER.target and goes[0].args[-1] == shape[0]:
             self.cuts[copy.name] = shape[0], shape[1], shape[2]
 
     def copies_around(self, join: str) -> dict[str, Op]:

@@ -105,7 +105,7 @@ def chains(stage: Stage) -> list[Chain]:
     for phase in PHASES:
         here = {op.name: op for op in stage.ops[phase]}
         for start in stage.ops[phase]:
-            summed = start.target in ("comm.all_reduce", "comm.reduce_scatter") and start.args[1] == "sum"
+            summed = start.kind is not None and start.kind.sums and start.how == "sum"
             waits = users.get(start.name, [])
             if not summed or len(waits) != 1 or waits[0].target != WAIT or waits[0].name not in here:
                 continue

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.errors import UsageError
-from stretto.price.collectives import Collective, CollectiveModel
+from stretto.ir.collectives import ALL_REDUCE, SEND
+from stretto.price.collectives import CollectiveModel
 from stretto.price.efficiency import Matmul, Roof, op_us, run_us
 from stretto.price.fabric import Group, axis_group
 
@@ -206,7 +207,7 @@ def step_time(
     shape = replace(model, layers=1)
     layer_f, layer_b = _layer_us(shape, tp, layout.micro_batch, roof)
     embed_us, head_us = _ends_us(shape, words, layout.micro_batch, roof)
-    reduce_us = 2 * links.us(Collective.ALL_REDUCE, stream_bytes, where["tp"])
+    reduce_us = 2 * links.us(ALL_REDUCE.name, stream_bytes, where["tp"])
     around = 2 * software.collective_launches if tp > 1 else 0.0
     f = run_us((layer_f, reduce_us), software.forward_launches + around, roof)
     b = run_us((layer_b, reduce_us), software.backward_launches + around, roof)
@@ -218,16 +219,16 @@ def step_time(
     # Step 3.
     hop = 0.0
     if pp > 1:
-        hop = links.us(Collective.P2P, stream_bytes, where["pp"]) + software.message_us
+        hop = links.us(SEND.name, stream_bytes, where["pp"]) + software.message_us
     pipeline = (microbatches - 1) * (max(stages) + 2 * hop) + sum(stages) + 2 * (pp - 1) * hop
 
     # Step 4.
     h = model.hidden
     parameters = layers * (12 * h * h / tp + LAYER_VECTORS * h) + (words + model.seq) * h
-    dp_us = links.us(Collective.ALL_REDUCE, software.gradient_bytes * parameters, where["dp"])
+    dp_us = links.us(ALL_REDUCE.name, software.gradient_bytes * parameters, where["dp"])
     if pp > 1:
         ends = Group(2, 1) if where["pp"].nodes == 1 else Group(1, 2)
-        dp_us += links.us(Collective.ALL_REDUCE, software.gradient_bytes * words * h, ends)
+        dp_us += links.us(ALL_REDUCE.name, software.gradient_bytes * words * h, ends)
     adam = ADAM_BYTES * parameters / (roof.memory_bytes_per_us * roof.efficiency.memory)
     return StepTime(
         total_us=pipeline + dp_us + adam + software.step_us,

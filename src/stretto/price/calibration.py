@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import UsageError
+from stretto.ir.collectives import PRICED
 from stretto.ir.cost_text import (
     decode_pace,
     decode_part,
@@ -200,8 +201,8 @@ def _group_data(one: GroupTiming) -> dict[str, Any]:
 def _group_of(entry: Cursor, name: str) -> GroupTiming:
     parts = entry.fields(("kind", "members", "stride", "hosts", *COST_KEYS))
     kind = parts["kind"].text()
-    if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
-        raise parts["kind"].error("expected all_reduce, all_gather or reduce_scatter")
+    if kind not in PRICED:
+        raise parts["kind"].error(f"expected {', '.join(PRICED[:-1])} or {PRICED[-1]}")
     members = _count(parts["members"], 2)
     try:
         curve = Curve.of(point.sequence(Cursor.number) for point in parts["curve"].elements())

@@ -31,10 +31,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from stretto.errors import UsageError
 from stretto.files.settings_file import read_settings
 from stretto.files.whole_file import write_file
+from stretto.ir.axes import PIPELINE
+from stretto.ir.collectives import SEND
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.measure.nccl_tests import read_nccl_tests
-from stretto.price.collectives import Collective, CollectiveModel, collective_curve
+from stretto.price.collectives import CollectiveModel, collective_curve
 from stretto.price.devices import Device, Figure, device, devices
 from stretto.price.efficiency import Matmul, Roof, op_us
 from stretto.price.fabric import Fabric, Group, axis_group
@@ -120,7 +122,7 @@ class Hardware:
     name: str
     device: Device
     count: int
-    measured: Mapping[tuple[Collective, int], Curve]
+    measured: Mapping[tuple[str, int], Curve]
     text: ClusterFile
 
     @cached_property
@@ -152,24 +154,24 @@ class Hardware:
         """Where the groups of an axis lie; mesh: axis sizes, outermost first. Raises UsageError."""
         return axis_group(mesh, axis, self.fabric.node_devices)
 
-    def collective(self, kind: Collective | str, mesh: Mapping[str, int], axis: str) -> CollectiveCost:
+    def collective(self, kind: str, mesh: Mapping[str, int], axis: str) -> CollectiveCost:
         """What collectives of an axis cost, as a plan carries it. Raises UsageError for an unknown axis."""
         group = self.group(mesh, axis)
         curve = self.collectives.curve(kind, group)
-        known = curve == self.measured.get((Collective(kind), group.size))
+        known = curve == self.measured.get((kind, group.size))
         where = f"{group.per_node} on each of {group.nodes} nodes" if group.nodes > 1 else "in one node"
         told = "measured by nccl-tests" if known else f"model of {self.name}"
         return CollectiveCost(curve, 0.0, self.device.slowdown, f"{told}: {axis} {where}")
 
     def place_link(self, mesh: Mapping[str, int], sender: int, receiver: int) -> Link:
         """What a message between two pipeline places costs; mesh: axis sizes with pp outermost."""
-        stride = math.prod(size for axis, size in mesh.items() if axis != "pp")
+        stride = math.prod(size for axis, size in mesh.items() if axis != PIPELINE)
         return self.link(sender * stride, receiver * stride)
 
     def link(self, sender: int, receiver: int) -> Link:
         """What a message between two ranks costs; ranks fill nodes in order."""
         same = sender // self.fabric.node_devices == receiver // self.fabric.node_devices
-        curve = collective_curve(Collective.P2P, Group(2, 1) if same else Group(1, 2), self.fabric)
+        curve = collective_curve(SEND.name, Group(2, 1) if same else Group(1, 2), self.fabric)
         # A plan's link is one straight line: its latency is that of few bytes, its rate that of many.
         (x0, y0), (x1, y1) = curve.points[-2:]
         where = "in a node" if same else "between nodes"
@@ -243,7 +245,7 @@ def _resolve(name: str, text: ClusterFile, folder: Path) -> Hardware:
             figures[key] = Figure(value, "read", f"cluster file {name}")
     if {"link_gbps", "peer_gbps", "link_efficiency"} & {k for k, value in given.items() if value is not None}:
         figures.pop("ring_gbps", None)  # it was measured over other links, and would hide what is given
-    measured: dict[tuple[Collective, int], Curve] = {}
+    measured: dict[tuple[str, int], Curve] = {}
     for file in text.measured.nccl_tests:
         measured |= read_nccl_tests(folder / file)
     return Hardware(name, replace(found, figures=figures), text.count, measured, text)

@@ -1,7 +1,7 @@
 """How long a collective takes on a fabric: rings, trees, reductions in the switch, direct exchange.
 
 Terms. `nbytes` is the full tensor: what is reduced (all_reduce), the gathered result (all_gather), the input
-(reduce_scatter, broadcast, p2p), one rank's input (all_to_all). Bus rate: what a link carries; a ring of n
+(reduce_scatter, broadcast, send), one rank's input (all_to_all). Bus rate: what a link carries; a ring of n
 moves (n-1)/n of the tensor over every link, and twice that to reduce and gather.
 
     1. An algorithm says how many steps its longest chain has within nodes and between them, and how many
@@ -21,21 +21,10 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
+from stretto.ir.collectives import KINDS, Kind
 from stretto.ir.curve import Curve
 from stretto.price.fabric import Fabric, Group, Topology
-
-
-class Collective(StrEnum):
-    """What is communicated."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    BROADCAST = "broadcast"
-    P2P = "p2p"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +65,7 @@ class _Route:
     bytes_per_us: float
 
 
-def collective_us(kind: Collective | str, nbytes: float, group: Group, fabric: Fabric) -> float:
+def collective_us(kind: str, nbytes: float, group: Group, fabric: Fabric) -> float:
     """Microseconds of one collective that has its links for itself.
 
     A group of one takes no time; otherwise the time is finite and positive, grows with `nbytes`, and is the
@@ -86,9 +75,8 @@ def collective_us(kind: Collective | str, nbytes: float, group: Group, fabric: F
 
 
 @functools.lru_cache(maxsize=4096)
-def collective_curve(kind: Collective | str, group: Group, fabric: Fabric) -> Curve:
+def collective_curve(kind: str, group: Group, fabric: Fabric) -> Curve:
     """The time over bytes; see `collective_us`. This is what a plan carries."""
-    kind = Collective(kind)
     if group.size == 1:
         return Curve(((0.0, 0.0),))
     return Curve.lowest(
@@ -99,7 +87,7 @@ def collective_curve(kind: Collective | str, group: Group, fabric: Fabric) -> Cu
             + route.node_steps * protocol.node_step_us,
             route.moved / (route.bytes_per_us * protocol.rate),
         )
-        for route in _routes(kind, group, fabric)
+        for route in _routes(KINDS[kind], group, fabric)
         for protocol in PROTOCOLS
     )
 
@@ -115,17 +103,17 @@ def _cards(group: Group, fabric: Fabric) -> float:
     return fabric.nic_bytes_per_us * fabric.nic_efficiency * group.per_node
 
 
-def _routes(kind: Collective, group: Group, fabric: Fabric) -> list[_Route]:
+def _routes(kind: Kind, group: Group, fabric: Fabric) -> list[_Route]:
     n, k, m = group.size, group.per_node, group.nodes
     bus = bus_bytes_per_us(group, fabric)
     direct = fabric.topology is Topology.MESH
-    if kind is Collective.P2P:
+    if kind.route == "pair":
         rate = fabric.pair_bytes_per_us() if m == 1 else fabric.nic_bytes_per_us * fabric.nic_efficiency
         return [_Route(1.0 if m == 1 else 0.0, 0.0, 0.0 if m == 1 else 1.0, 1.0, rate)]
     # Once around: a ring passes every member; devices that are all joined exchange in one step. Between
     # nodes, a ring crosses m - 1 times and a tree is log2(m) deep.
     around = (1.0 if direct else k - 1.0) if k > 1 else 0.0
-    if kind is Collective.ALL_TO_ALL:
+    if kind.route == "direct":
         within = (k - 1) / (n * fabric.bus_bytes_per_us(k)) if k > 1 else 0.0
         if direct and k > 1:
             within = 1.0 / (n * fabric.pair_bytes_per_us())  # one slice on each of its links at once
@@ -133,22 +121,23 @@ def _routes(kind: Collective, group: Group, fabric: Fabric) -> list[_Route]:
         return [_Route(around, 0.0, m - 1.0, within + between, 1.0)]
     depth = math.log2(m)
     part = (n - 1) / n
-    if kind is Collective.BROADCAST:
+    if kind.route == "chain":
         # A pipeline through all members; on links of their own, pieces to all that all pass on.
         routes = [_Route(around, 0.0, m - 1.0, 1.0, bus), _Route(0.0, around, depth, 1.0, bus)]
         if direct and m == 1:
             routes = [_Route(1.0, 0.0, 0.0, 1.0, fabric.pair_bytes_per_us())]
             routes.append(_Route(2.0, 0.0, 0.0, 2.0 * (k - 1) / k, bus))
         return routes
-    turns = 2.0 if kind is Collective.ALL_REDUCE else 1.0
+    turns = float(kind.turns)
+    back = kind.turns == 2  # what was reduced is sent back
     routes = [_Route(turns * around, 0.0, turns * (m - 1.0), turns * part, bus)]
     if m > 1:
         # To reduce and send back, a double binary tree moves the whole tensor each way; to gather or
         # scatter, halving over log2(m) levels moves what a ring does (Sanders et al. 2009; Thakur).
-        moved = 2.0 if kind is Collective.ALL_REDUCE else part
+        moved = 2.0 if back else part
         routes.append(_Route(0.0, turns * around, turns * depth, moved, bus))
     if fabric.in_switch and k >= SWITCH_MEMBERS:
-        if kind is Collective.ALL_REDUCE:
+        if back:
             # The switch adds, so a device sends its tensor once; between nodes each sends its own part. Both
             # go on at the same time.
             switch = 2.0 * (k - 1) / (k * fabric.device_bytes_per_us * fabric.in_switch)
@@ -167,15 +156,15 @@ class CollectiveModel:
     """
 
     fabric: Fabric
-    measured: Mapping[tuple[Collective, int], Curve]
+    measured: Mapping[tuple[str, int], Curve]
 
-    def curve(self, kind: Collective | str, group: Group) -> Curve:
+    def curve(self, kind: str, group: Group) -> Curve:
         """The time over bytes of a collective of this group."""
-        known = self.measured.get((Collective(kind), group.size))
+        known = self.measured.get((kind, group.size))
         if known is not None and group.is_dense:
             return known
         return collective_curve(kind, group, self.fabric)
 
-    def us(self, kind: Collective | str, nbytes: float, group: Group) -> float:
+    def us(self, kind: str, nbytes: float, group: Group) -> float:
         """Microseconds; see `collective_us`."""
         return self.curve(kind, group).us(nbytes)

@@ -19,7 +19,6 @@ from stretto.backend.dispatch import resolve
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
-from stretto.ir.mesh import Mesh
 from stretto.ir.program import CHUNK, INDEX, STARTS, Job, Op, Ref, TensorSpec
 from stretto.measure.wanted import wanted_collectives
 from stretto.price.cluster_file import Hardware
@@ -41,7 +40,7 @@ def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
 
     Raises UsageError when the job needs more devices than the cluster has.
     """
-    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    mesh = job.mesh(schedule.ranks)
     sizes = dict(mesh.sizes)
     if mesh.world > hardware.count:
         layout = ", ".join(f"{axis} = {size}" for axis, size in mesh.sizes)
@@ -85,9 +84,9 @@ def program_times(job: Job, hardware: Hardware) -> dict[tuple[int, str], float]:
 def device_us(op: Op, specs: Mapping[str, TensorSpec], sizes: dict[str, int], hardware: Hardware) -> float:
     """Microseconds of one op on the device alone."""
     moved = traffic_bytes(op, sizes)
-    if op.target in STARTS:
-        # An all-reduce sums in a copy of its own; the others make a buffer.
-        return hardware.op_us(0.0, moved) if op.target == "comm.all_reduce" else 0.0
+    if op.kind is not None:
+        # What works in place makes a copy of its own; the others make a buffer.
+        return hardware.op_us(0.0, moved) if op.kind.in_place else 0.0
     shapes = [specs[name].shape for name in _tensors(op) if name in specs]
     part = _rate_part(op)
     attention = attention_product(op, specs)

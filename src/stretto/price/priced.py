@@ -24,9 +24,10 @@ from functools import cached_property
 
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
+from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.mesh import Mesh
-from stretto.ir.program import STARTS, Job, Op, TensorSpec
+from stretto.ir.program import Job, Op, TensorSpec
 from stretto.measure.calls import calls_us
 from stretto.measure.local_processes import scaled
 from stretto.measure.op_cache import Timing, signature
@@ -122,8 +123,8 @@ class Pricer:
         if us is not None:
             return Priced(us, "interpolated")
         flops_per_us, bytes_per_us, least_us = self._roof
-        # The start of a gather or a scatter makes a buffer, and moves nothing.
-        if op.alias is not None or (op.target in STARTS and op.target != "comm.all_reduce"):
+        # What does not work in place, in a copy, starts with a buffer, and moves nothing.
+        if op.alias is not None or (op.kind is not None and not op.kind.in_place):
             return Priced(least_us, "roofline")
         return Priced(max(least_us, op.flops / flops_per_us, moved / bytes_per_us), "roofline")
 
@@ -154,7 +155,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
             f"and the job was captured for {job.device}, whose kernels differ: capture with "
             f"device={calibration.machine.kind!r}, or give a calibration of a {job.device} device"
         )
-    mesh = Mesh((("pp", schedule.ranks), *job.axes))
+    mesh = job.mesh(schedule.ranks)
     ops = priced_ops(job, calibration)
     groups = {
         (wanted.axis, wanted.kind): find_group(calibration, mesh, wanted.axis, wanted.kind)
@@ -170,7 +171,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
     ranks = calibration.ranks or RankTiming()
     leaving = {axis for (axis, _), group in groups.items() if group.hosts > 1}
     if any(link.hosts > 1 for link in links.values()):
-        leaving.add("pp")
+        leaving.add(PIPELINE)
     count = Counter(priced.how for priced in ops.values() if priced.how != "free")
     told = ", ".join(f"{number} {how}" for how, number in sorted(count.items()))
     return Costs(

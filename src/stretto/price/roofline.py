@@ -3,7 +3,8 @@
     op          overhead + the longer of arithmetic at the device's rate and traffic at its memory's
     message     latency + bytes / rate
     collective  a ring of n over such links: n - 1 steps of a latency to gather or to scatter, each moving
-                (n - 1) / n of the tensor; twice that to reduce (Patarasuk and Yuan 2009)
+                (n - 1) / n of the tensor; twice that to reduce (Patarasuk and Yuan 2009); an exchange sends
+                one part to each in turn
 
 Reads a description, touches no device.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from stretto.ir.collectives import KINDS
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import GETITEM, WAIT, Job, Op, TensorSpec
@@ -55,11 +57,10 @@ def described_costs(job: Job, cluster: Cluster) -> Costs:
 
 def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
     """A collective as a ring of `members` over equal links."""
-    turns = 2 if kind == "all_reduce" else 1
-    part = turns * (members - 1) / members
+    part = KINDS[kind].moved(members)
     # A transport that needs more processor time than wire time moves no faster than the processor does.
     us_per_byte = part * max(1.0 / link.bytes_per_us, link.processor_us_per_mb / 1e6)
-    latency_us = turns * (members - 1) * link.latency_us
+    latency_us = KINDS[kind].steps(members) * link.latency_us
     span = 1_000_000.0
     return CollectiveCost(
         Curve(((0.0, latency_us), (span, latency_us + span * us_per_byte))),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from stretto.ir.axes import PIPELINE
+
 
 def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -> tuple[str, ...]:
     """Those of `axes` (beside pp) whose collectives share their place's card with something.
@@ -15,7 +17,7 @@ def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -
     messages. One axis alone has the card to itself. With messages that stay inside a host nothing shares:
     cards carry all messages or none (`stretto.simulate.cards`).
     """
-    if pipelined and "pp" not in leaving:
+    if pipelined and PIPELINE not in leaving:
         return ()
     found = tuple(axis for axis in axes if axis in leaving)
     return found if len(found) + pipelined > 1 else ()

@@ -1,4 +1,4 @@
-"""The dearest ops of a step: equal calls on equal shapes taken together, by what they cost in all.
+"""The costliest ops of a step: equal calls on equal shapes taken together, by what they cost in all.
 
 May touch `stretto.ir`.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.transfers import time_of
-from stretto.report.detail import measured_op_us, op_category, shapes_in, shapes_out, specs_of
+from stretto.report.detail import op_category, shapes_in, shapes_out, specs_of
 
 
 @dataclass(slots=True)
-class Dear:
+class OpGroup:
     """Calls of one target on equal shapes, over all stages and microbatches. measured_us is None where not
     all of them were measured. example: the module of the first one. source: how their predicted times are
     known."""
@@ -38,16 +38,16 @@ class Dear:
 
 def costliest_ops(
     plan: Plan, measured: Timeline | None = None, most: int = 12, *, by_inputs: bool = True
-) -> list[Dear]:
-    """The `most` groups of ops that cost most, the dearest first; times are microseconds of the whole step,
+) -> list[OpGroup]:
+    """The `most` groups of ops that cost most, the costliest first; times are microseconds of the whole step,
     over all stages and microbatches, `share` is of all ops' time.
 
     by_inputs: False takes calls together that make equal shapes, whatever they read.
     """
     specs = specs_of(plan.job)
-    times = measured_op_us(measured)
+    times = {} if measured is None else measured.op_us
     times_a_step = plan.job.microbatches
-    groups: dict[tuple[str, str, str], Dear] = {}
+    groups: dict[tuple[str, str, str], OpGroup] = {}
     everything_us = 0.0
     for stage in plan.job.stages:
         for phase, ops in stage.ops.items():
@@ -57,22 +57,22 @@ def costliest_ops(
                     continue
                 everything_us += us * times_a_step
                 key = (op.target, shapes_in(op, specs) if by_inputs else "", shapes_out(op))
-                dear = groups.setdefault(key, Dear(*key, op.module))
-                dear._phases.add(op_category(op, phase))
-                dear._sources[plan.costs.how(stage.index, op.name)] = None
-                dear.calls += times_a_step
-                dear.total_us += us * times_a_step
-                dear.flops += op.flops * times_a_step
-                dear.nbytes += op.nbytes * times_a_step
+                group = groups.setdefault(key, OpGroup(*key, op.module))
+                group._phases.add(op_category(op, phase))
+                group._sources[plan.costs.how(stage.index, op.name)] = None
+                group.calls += times_a_step
+                group.total_us += us * times_a_step
+                group.flops += op.flops * times_a_step
+                group.nbytes += op.nbytes * times_a_step
                 took_us = times.get((stage.index, op.name))
-                if took_us is None or dear.measured_us is None:
-                    dear.measured_us = None
+                if took_us is None or group.measured_us is None:
+                    group.measured_us = None
                 else:
-                    dear.measured_us += took_us * times_a_step
+                    group.measured_us += took_us * times_a_step
     found = sorted(groups.values(), key=lambda d: (-d.total_us, d.target, d.shapes))[:most]
     order: dict[str, int] = defaultdict(int, {letter: at for at, letter in enumerate("FIWR")})
-    for dear in found:
-        dear.share = dear.total_us / everything_us
-        dear.source = ", ".join(dear._sources)
-        dear.phases = "".join(sorted(dear._phases, key=lambda p: order[p]))
+    for group in found:
+        group.share = group.total_us / everything_us
+        group.source = ", ".join(group._sources)
+        group.phases = "".join(sorted(group._phases, key=lambda p: order[p]))
     return found

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
-from stretto.ir.program import Job, Op, TensorSpec
+from stretto.ir.program import Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import time_of
+from stretto.price.roofline import specs_of as specs_of
 
 RECOMPUTATION = "R"
 """Category of a forward op that the backward repeats."""
@@ -35,14 +36,6 @@ class OpRow:
     def category(self) -> str:
         """The phase's letter; `R` for recomputation."""
         return op_category(self.op, self.phase)
-
-
-@dataclass(frozen=True, slots=True)
-class WindowOps:
-    """The ops of a window in order, without its waits and sends."""
-
-    name: str
-    rows: tuple[OpRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +60,12 @@ def span_category(span: Span) -> str:
     return span.kind.value
 
 
-def window_ops(plan: Plan) -> dict[str, WindowOps]:
-    """Every window's ops with their predicted times. An item that names no op is passed over: whether a plan
-    is sound is for `stretto.verify`."""
-    found: dict[str, WindowOps] = {}
+def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
+    """Every window's ops in order with their predicted times, without its waits and sends.
+
+    An item that names no op is passed over: whether a plan is sound is for `stretto.verify`.
+    """
+    found: dict[str, tuple[OpRow, ...]] = {}
     for name, window in plan.windows.items():
         programs = {
             (part, op.name): (op, sub)
@@ -85,7 +80,7 @@ def window_ops(plan: Plan) -> dict[str, WindowOps]:
                 op, sub = known
                 stage = window.parts[item.part][0]
                 rows.append(OpRow(op, stage, sub, item.part, time_of(plan.costs, stage, op)))
-        found[name] = WindowOps(name, tuple(rows))
+        found[name] = tuple(rows)
     return found
 
 
@@ -112,11 +107,6 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
         )
         for rank, order in enumerate(plan.orders)
     )
-
-
-def measured_op_us(timeline: Timeline | None) -> Mapping[tuple[int, str], float]:
-    """(stage, op name) -> measured mean time of an op, microseconds; empty where ops were not measured."""
-    return {} if timeline is None else timeline.op_us
 
 
 def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
@@ -150,20 +140,7 @@ def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tupl
             left_us -= took_us
 
 
-def specs_of(job: Job) -> Mapping[str, TensorSpec | None]:
-    """Every value's description by name; None for values of several tensors."""
-    found: dict[str, TensorSpec | None] = {f"batch/{name}": spec for name, spec in job.batch}
-    found.update({f"param/{p.name}": p.spec for p in job.parameters})
-    found.update({f"buffer/{b.name}": b.spec for b in job.buffers})
-    found.update({f"const/{c.name}": c.spec for c in job.constants})
-    found["tangent"] = job.loss_spec
-    for stage in job.stages:
-        for ops in stage.ops.values():
-            found.update({op.name: op.outputs[0] if len(op.outputs) == 1 else None for op in ops})
-    return found
-
-
-def shapes_in(op: Op, specs: Mapping[str, TensorSpec | None]) -> str:
+def shapes_in(op: Op, specs: Mapping[str, TensorSpec]) -> str:
     """What the op reads, as text: `float32[16,32] float32[32]`."""
     return " ".join(str(specs.get(name) or "(several)") for name in op.uses)
 

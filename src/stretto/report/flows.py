@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import OpRow, WindowOps, laid_over, measured_op_us, runs_of, window_ops
+from stretto.report.detail import OpRow, laid_over, runs_of, window_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ Flows = Mapping[int, list[int]]
 
 def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
     """How many op slices `nested_ops` would make of the timelines, about."""
-    timed = {name: sum(row.us > 0 for row in window.rows) for name, window in window_ops(plan).items()}
+    timed = {name: sum(row.us > 0 for row in rows) for name, rows in window_ops(plan).items()}
     return sum(timed[run.window] for t in timelines for runs in runs_of(plan, t) for run in runs)
 
 
@@ -45,7 +45,7 @@ def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
     """The ops of every run, laid over its compute spans; by measured times where there are any."""
     found: dict[int, list[OpSlice]] = {}
     windows = window_ops(plan)
-    shares = {name: _shares(window, timeline) for name, window in windows.items()}
+    shares = {name: _shares(rows, timeline) for name, rows in windows.items()}
     for runs in runs_of(plan, timeline):
         for run in runs:
             spans = iter(run.spans)
@@ -55,16 +55,15 @@ def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
                 while start_us >= span.end_us:
                     span = next(spans)
                     inside = found.setdefault(id(span), [])
-                inside.append(OpSlice(windows[run.window].rows[at], at, start_us, end_us))
+                inside.append(OpSlice(windows[run.window][at], at, start_us, end_us))
     return found
 
 
-def _shares(window: WindowOps, timeline: Timeline) -> list[float]:
-    measured = measured_op_us(timeline)
-    known = [measured.get((row.stage, row.op.name)) for row in window.rows]
-    if measured and all(us is not None or not row.us for us, row in zip(known, window.rows, strict=True)):
+def _shares(rows: Sequence[OpRow], timeline: Timeline) -> list[float]:
+    known = [timeline.op_us.get((row.stage, row.op.name)) for row in rows]
+    if timeline.op_us and all(us is not None or not row.us for us, row in zip(known, rows, strict=True)):
         return [us or 0.0 for us in known]
-    return [row.us for row in window.rows]
+    return [row.us for row in rows]
 
 
 def flows_of(timeline: Timeline, first_flow: int, plan: Plan | None, nested: Nested) -> dict[int, list[int]]:
@@ -138,8 +137,8 @@ class _Ops:
                 parts = plan.windows[run.window].parts
                 for (stage, _), microbatch in zip(parts, run.microbatches, strict=True):
                     self._runs[rank, stage, microbatch].append((run.window, slices))
-        for name, window in window_ops(plan).items():
-            rows = list(enumerate(window.rows))
+        for name, ops in window_ops(plan).items():
+            rows = list(enumerate(ops))
             self._started[name] = {(row.stage, row.op.name): at for at, row in rows}
             self._waited[name] = {(r.stage, r.op.alias): at for at, r in rows if r.op.target == WAIT}
 
@@ -152,7 +151,7 @@ class _Ops:
             started, waited = self._started[window].get(key), self._waited[window].get(key)
             if started is None or waited is None:
                 continue
-            # Slices stand in the order of their ops.
+            # Slices are in the order of their ops.
             before = bisect_right(slices, started, key=lambda s: s.at)
             after = bisect_right(slices, waited, key=lambda s: s.at)
             return [*slices[before - 1 : before], *slices[after : after + 1]]

@@ -15,16 +15,10 @@ from stretto.ir.timeline import Timeline
 from stretto.report.costliest import costliest_ops
 from stretto.report.curve import draw_loss
 from stretto.report.findings import findings
+from stretto.report.grid import Grid
 from stretto.report.pack import packed
 from stretto.report.rundir import Run
-from stretto.report.tables import (
-    Grid,
-    comparison_grid,
-    costliest_grid,
-    ranks_grid,
-    summary_grid,
-    traffic_grid,
-)
+from stretto.report.tables import comparison_grid, costliest_grid, ranks_grid, summary_grid, traffic_grid
 from stretto.report.traffic import axes_of
 from stretto.report.words import KINDS, format_bytes, format_share, format_us
 
@@ -153,9 +147,9 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     if timelines:
         body.append(_section(traffic_grid(timelines)))
     if run.plan is not None:
-        dearest = costliest_ops(run.plan, run.measured)
-        if dearest:
-            body.append(_section(costliest_grid(dearest, reads=True)))
+        costliest = costliest_ops(run.plan, run.measured)
+        if costliest:
+            body.append(_section(costliest_grid(costliest, reads=True)))
     return body
 
 

@@ -30,6 +30,7 @@ COLUMNS = (
     "nbytes",
     "sender",
     "sent_us",
+    "edge",
 )
 
 
@@ -95,7 +96,7 @@ def _from_data(data: dict[str, Any]) -> Timeline:
         tuple(spans),
         tuple(int(n) for n in data["peak_bytes"]),
         tuple(tuple((float(at), int(held)) for at, held in steps) for steps in data["memory"]),
-        # Timelines that were written before ops were measured, and members told, do not have the keys.
+        # Timelines that were written before these were known do not have the keys.
         {(int(stage), str(name)): float(us) for stage, name, us in data.get("op_us", ())},
         int(data.get("members", 1)),
     )

@@ -1,6 +1,6 @@
 """What the page's drawing needs, packed small: columns of numbers, texts once, compressed.
 
-1. Times are whole ticks of `TICK_US`, and a span's start is told from the end of the one before it, so that
+1. Times are whole ticks of `TICK_US`, and a span's start counts from the end of the one before it, so that
    what repeats from microbatch to microbatch is equal text, which compression finds.
 2. The ops of a window are written once; spans say which run of which window they belong to.
 3. Everything is one JSON object, gzip, base64: browsers unpack it themselves (`DecompressionStream`).
@@ -14,14 +14,13 @@ import base64
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.report.detail import (
     Run,
-    measured_op_us,
     runs_of,
     shapes_in,
     shapes_out,
@@ -29,6 +28,7 @@ from stretto.report.detail import (
     specs_of,
     window_ops,
 )
+from stretto.report.lanes import rows_of, with_sums_together
 
 TICK_US = 0.01
 """Finer than any clock that measures ops, and small enough that whole numbers are exact."""
@@ -55,7 +55,7 @@ def packed(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | No
 def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | None) -> dict[str, Any]:
     """The data itself, before it is compressed."""
     texts = _Texts()
-    measured = next((measured_op_us(t) for t in timelines if measured_op_us(t)), {})
+    measured = next((t.op_us for t in timelines if t.op_us), {})
     data: dict[str, Any] = {
         "tick_us": TICK_US,
         "categories": CATEGORIES,
@@ -79,9 +79,9 @@ def _ops(plan: Plan, texts: _Texts, measured: Mapping[tuple[int, str], float]) -
     specs = specs_of(plan.job)
     rows: list[tuple[int, ...]] = []
     windows: dict[str, list[int]] = {}
-    for name, window in window_ops(plan).items():
-        windows[name] = [len(rows), len(window.rows)]
-        for row in window.rows:
+    for name, ops in window_ops(plan).items():
+        windows[name] = [len(rows), len(ops)]
+        for row in ops:
             op = row.op
             took_us = measured.get((row.stage, op.name))
             rows.append(
@@ -108,13 +108,7 @@ def _ops(plan: Plan, texts: _Texts, measured: Mapping[tuple[int, str], float]) -
 
 
 def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: _Texts) -> dict[str, Any]:
-    lanes: dict[tuple[int, str], list[Span]] = defaultdict(list)
-    for rank in range(timeline.ranks):
-        lanes[rank, COMPUTE_LANE] = []
-    for span in timeline.spans:
-        lanes[span.rank, row_of(span.lane)].append(span)
     runs = runs_of(plan, timeline) if plan is not None else ((),) * timeline.ranks
-    ordered = sorted(lanes, key=lambda key: (key[0], key[1] != COMPUTE_LANE, key[1]))
     return {
         "title": title,
         "source": timeline.source,
@@ -125,26 +119,21 @@ def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: _Texts) 
         "memory": [_steps(steps) for steps in timeline.memory],
         "runs": [[[run.window, *run.microbatches] for run in of_rank] for of_rank in runs],
         "lanes": [
-            _lane(rank, row, lanes[rank, row], texts, runs[rank] if row == COMPUTE_LANE else ())
-            for rank, row in ordered
+            _lane(rank, row, spans, texts, runs[rank] if row == COMPUTE_LANE else ())
+            for rank, rows in enumerate(rows_of(timeline, with_sums_together))
+            for row, spans in rows.items()
         ],
     }
 
 
-def row_of(lane: str) -> str:
-    """The row on which a lane is drawn: small sums, once a step each, share one."""
-    return "sums" if lane == "loss" or lane.startswith("tied ") else lane
-
-
-def _lane(rank: int, row: str, spans: Iterable[Span], texts: _Texts, runs: Sequence[Run]) -> dict[str, Any]:
+def _lane(rank: int, row: str, spans: Sequence[Span], texts: _Texts, runs: Sequence[Run]) -> dict[str, Any]:
     run_of = {id(span): number for number, run in enumerate(runs) for span in run.spans}
-    ordered = sorted(spans, key=lambda s: (s.start_us, s.end_us))
     columns: dict[str, list[int]] = {
         name: []
         for name in ("start", "took", "category", "name", "microbatch", "run", "bytes", "sender", "sent")
     }
     before = 0
-    for span in ordered:
+    for span in spans:
         start, end = _ticks(span.start_us), _ticks(span.end_us)
         sent = start if span.sent_us is None else _ticks(span.sent_us)
         for name, value in (
@@ -164,11 +153,11 @@ def _lane(rank: int, row: str, spans: Iterable[Span], texts: _Texts, runs: Seque
     kept = {
         name: values for name, values in columns.items() if any(value != _EMPTY[name] for value in values)
     }
-    return {"rank": rank, "row": row, "count": len(ordered), **kept}
+    return {"rank": rank, "row": row, "count": len(spans), **kept}
 
 
 def _category(span: Span) -> int:
-    """Compute of which the phase is not told has the first's colour."""
+    """Compute of unknown phase has the first's colour."""
     found = span_category(span)
     return CATEGORIES.index(found) if found in CATEGORIES else 0
 

@@ -3,12 +3,11 @@
 May touch the `perfetto` package's protobufs. Slices carry a category (F, I, W, B, exposed, bubble, message,
 op) by which the viewer can filter and colour; with a plan, the ops of an action are slices inside it, with
 their shapes; flows follow messages and collectives (`stretto.report.flows`); memory is a counter. Several
-timelines stand in one trace rank by rank, the predicted above the measured.
+timelines are in one trace rank by rank, the predicted above the measured.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,9 +22,10 @@ from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 from stretto.files.whole_file import write_file
 from stretto.ir.plan import Plan
 from stretto.ir.program import TensorSpec
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import measured_op_us, shapes_in, shapes_out, span_category, specs_of
+from stretto.ir.timeline import Span, SpanKind, Timeline
+from stretto.report.detail import shapes_in, shapes_out, span_category, specs_of
 from stretto.report.flows import OpSlice, count_ops, flows_of, nested_ops
+from stretto.report.lanes import rows_of
 
 NS_PER_US = 1000
 SEQUENCE = 1
@@ -75,9 +75,8 @@ class _Writer:
         self.builder = TraceProtoBuilder()
         self.next_uuid = 1
         self.next_flow = 1
-        self.specs: Mapping[str, TensorSpec | None] = specs_of(plan.job) if plan is not None and ops else {}
-        measured = (measured_op_us(timeline) for timeline in timelines)
-        self.measured = next((times for times in measured if times), {})
+        self.specs: Mapping[str, TensorSpec] = specs_of(plan.job) if plan is not None and ops else {}
+        self.measured = next((one.op_us for one in timelines if one.op_us), {})
 
     def write(self) -> bytes:
         for at, timeline in enumerate(self.timelines):
@@ -86,23 +85,19 @@ class _Writer:
         return data
 
     def _timeline(self, timeline: Timeline, at: int) -> None:
-        lanes: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
-        for span in sorted(timeline.spans, key=lambda s: (s.start_us, s.end_us)):
-            lanes[span.rank][span.lane].append(span)
         self.nested = nested_ops(self.plan, timeline) if self.plan is not None and self.ops else {}
         self.flows = flows_of(timeline, self.next_flow, self.plan, self.nested)
         self.next_flow += len(timeline.spans)
-        for rank in range(timeline.ranks):
+        for rank, lanes in enumerate(rows_of(timeline)):
             process = self._process(timeline, rank, at)
-            names = sorted(lanes[rank], key=lambda name: (name != COMPUTE_LANE, name))
-            for position, lane in enumerate(names):
+            for position, (lane, spans) in enumerate(lanes.items()):
                 # Latency is pipelined, so messages of one lane may overlap; slices of one track may not.
-                for row in _rows(lanes[rank][lane]):
+                for row in _rows(spans):
                     track = self._track(process, lane, position)
                     for span in row:
                         self._slice(track, span)
             if rank < len(timeline.memory) and timeline.memory[rank]:
-                self._memory(process, timeline.memory[rank], len(names))
+                self._memory(process, timeline.memory[rank], len(lanes))
 
     # --- tracks -------------------------------------------------------------------------------------
 

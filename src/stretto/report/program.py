@@ -106,7 +106,7 @@ def _ordered(plan: Plan, stage: int, phase: Phase) -> list[OpRow]:
     for name, window in plan.windows.items():
         for part, (of, runs) in enumerate(window.parts):
             if of == stage and set(phase.parts) <= set(runs.parts):
-                rows = window_ops(plan)[name].rows
+                rows = window_ops(plan)[name]
                 return [row for row in rows if row.part == part and row.phase in phase.parts]
     ops = plan.job.stages[stage].ops
     return [

@@ -6,6 +6,7 @@ Any may be missing; the report says which. May touch `stretto.simulate`, to pred
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,6 @@ from stretto.ir.timeline import Timeline
 from stretto.report.jsonfile import load_timeline
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
-
-FILES = {
-    "settings.json": "the settings",
-    "plan.json": "the plan",
-    "metrics.jsonl": "the loss and speed of each step",
-    "measured.json": "the measured timeline",
-    "simulated.json": "the predicted timeline",
-    "summary.json": "the summary",
-}
 
 
 @dataclass(slots=True)
@@ -71,25 +63,16 @@ def load_run(path: str | Path) -> Run:
 
 
 def _load_directory(path: Path) -> Run:
-    present = {name for name in FILES if (path / name).is_file()}
-    if not present:
-        raise UsageError(f"cannot report on {path}: it holds none of {', '.join(FILES)}")
     run = Run(path)
-    for name, what in FILES.items():
-        if name not in present and name != "simulated.json":
+    found = 0
+    for name, (what, read) in FILES.items():
+        if (path / name).is_file():
+            setattr(run, Path(name).stem, read(path / name))
+            found += 1
+        elif name != "simulated.json":
             run.notes.append(f"{name} is missing. Left out: {what}.")
-    if "settings.json" in present:
-        run.settings = _load_object(path / "settings.json")
-    if "summary.json" in present:
-        run.summary = _load_object(path / "summary.json")
-    if "metrics.jsonl" in present:
-        run.metrics = _load_lines(path / "metrics.jsonl")
-    if "plan.json" in present:
-        run.plan = load_plan(path / "plan.json")
-    if "measured.json" in present:
-        run.measured = load_timeline(path / "measured.json")
-    if "simulated.json" in present:
-        run.simulated = load_timeline(path / "simulated.json")
+    if not found:
+        raise UsageError(f"cannot report on {path}: it holds none of {', '.join(FILES)}")
     return run
 
 
@@ -126,3 +109,14 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
             raise UsageError(f"cannot read {path}, line {number}: expected a JSON object")
         found.append(data)
     return found
+
+
+FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "settings.json": ("the settings", _load_object),
+    "plan.json": ("the plan", load_plan),
+    "metrics.jsonl": ("the loss and speed of each step", _load_lines),
+    "measured.json": ("the measured timeline", load_timeline),
+    "simulated.json": ("the predicted timeline", load_timeline),
+    "summary.json": ("the summary", _load_object),
+}
+"""Name -> what it holds, and what reads it into the field of `Run` of that name."""

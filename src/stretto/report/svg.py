@@ -1,26 +1,34 @@
-"""Timelines as a picture: one self-contained SVG, any number of timelines on one common time scale.
+"""Timelines and schedules as a picture: one self-contained SVG, all timelines on one common time scale.
 
 Phases differ by colour, microbatches by tint, and both by the label in the box; exposed communication is
-hatched red, bubbles are pale, messages lie on thin lanes below the rank that receives them. The picture
-brings its own ground, light or dark as the reader prefers, and so stands on any page.
+hatched red, bubbles are pale, messages lie on thin lanes below the rank that receives them. Actions of equal
+times on one lane, which a schedule overlaps, share its height. The picture brings its own ground, light or
+dark as the reader prefers.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 from stretto.files.whole_file import write_file
-from stretto.ir.action import Phase
+from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.report.lanes import rows_of
 from stretto.report.words import format_bytes, format_share, format_us
+from stretto.schedule.draw import action_label, tick_times, to_timeline
+from stretto.schedule.timing import ScheduleTiming
 
 WIDTH_PX = 1200
+MAX_WIDTH_PX = 24_000
+"""Wider pictures are not drawn by common browsers without loss; boxes become narrower instead."""
 LEFT_PX = 84
 LONGEST_NAME = 10
+"""Letters of a row's name that fit."""
 RIGHT_PX = 24
 TITLE_PX = 46
 LANE_PX = 28
@@ -41,8 +49,8 @@ LEAST_PX = 0.25
 """Narrower boxes would vanish; they are drawn this wide."""
 VISIBLE_PX = 1.0
 """A message lane whose longest message is narrower than this is not drawn."""
-TICKS = 8
-"""Distances on the time axis, about."""
+TICK_PX = 100
+"""Between two times on the axis, at least."""
 
 STYLE = """
 text { font: 11px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
@@ -94,40 +102,80 @@ def draw(timelines: Sequence[Timeline], titles: Sequence[str] = ()) -> str:
     """
     names = list(titles) or [timeline.source for timeline in timelines]
     assert len(names) == len(timelines), "one title a timeline"
-    return _Picture(timelines, names).svg()
+    picture = _Picture(max([t.step_us for t in timelines] + [1e-9]))
+    for timeline, title in zip(timelines, names, strict=True):
+        picture.title(title, *_accounts(timeline))
+        picture.timeline(timeline)
+    return picture.svg("; ".join(names))
 
 
+def draw_schedule(schedule: Schedule, timing: ScheduleTiming) -> str:
+    """Draw a timed schedule as the text of an SVG; times are in the unit that was put in.
+
+    As wide as its labels need, up to `MAX_WIDTH_PX`.
+    """
+    labels = {
+        str(a): action_label(schedule, r, a) for r in range(schedule.ranks) for a in schedule.actions(r)
+    }
+    timeline = to_timeline(schedule, timing)
+    needed = [
+        (_text_px(labels[span.name]) + 3) / span.duration_us
+        for span in timeline.spans
+        if span.kind is SpanKind.COMPUTE and span.duration_us
+    ]
+    chart_px = max(needed, default=0.0) * timing.makespan
+    width = min(max(math.ceil(LEFT_PX + chart_px + RIGHT_PX), WIDTH_PX), MAX_WIDTH_PX)
+    picture = _Picture(max(timing.makespan, 1e-9), width, "{:.10g}".format, lambda span: labels[span.name])
+    title = f"{schedule.family}: {_count(schedule.stages, 'stage')}, "
+    title += _count(schedule.microbatches, "microbatch")
+    live = " ".join(map(str, timing.peak_live))
+    picture.title(
+        title,
+        f"makespan {timing.makespan:.10g} · bubble {timing.bubble_rate:.2%} · "
+        f"most live microbatches, by stage: {live}",
+    )
+    picture.timeline(timeline)
+    return picture.svg(title)
+
+
+@dataclass(slots=True)
 class _Picture:
-    def __init__(self, timelines: Sequence[Timeline], titles: Sequence[str]) -> None:
-        self.timelines = timelines
-        self.titles = titles
-        self.longest_us = max([t.step_us for t in timelines] + [1e-9])
-        self.out: list[str] = []
-        self.kinds: set[str] = set()
+    """What is drawn so far. longest_us: the time that is as wide as the chart; say: a time in words."""
+
+    longest_us: float
+    width_px: int = WIDTH_PX
+    say: Callable[[float], str] = format_us
+    label: Callable[[Span], str] = lambda span: span.name
+    y: float = 4.0
+    out: list[str] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
 
     def x(self, time_us: float) -> float:
-        return LEFT_PX + time_us / self.longest_us * (WIDTH_PX - LEFT_PX - RIGHT_PX)
+        return LEFT_PX + time_us / self.longest_us * self.chart_px
 
-    def text(self, x: float, y: float, words: str, style: str, more: str = "") -> None:
-        self.out.append(f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"{more}>{escape(words)}</text>')
+    @property
+    def chart_px(self) -> float:
+        return self.width_px - LEFT_PX - RIGHT_PX
 
-    def svg(self) -> str:
-        y = 4.0
-        for timeline, title in zip(self.timelines, self.titles, strict=True):
-            y = self._timeline(timeline, title, y) + BLOCK_GAP_PX
-        y = self._legend(y - BLOCK_GAP_PX)
+    def text(self, x: float, y: float, words: str, style: str, anchor: str = "") -> None:
+        anchor = anchor and f' text-anchor="{anchor}"'
+        self.out.append(f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"{anchor}>{escape(words)}</text>')
+
+    def svg(self, label: str) -> str:
+        y = self._legend(self.y - BLOCK_GAP_PX)
         height = math.ceil(y)
-        label = escape("; ".join(self.titles), quote=True)
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH_PX} {height}" '
-                f'width="{WIDTH_PX}" height="{height}" role="img" aria-label="Timelines: {label}">',
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width_px} {height}" '
+                f'width="{self.width_px}" height="{height}" role="img" '
+                f'aria-label="Timelines: {escape(label, quote=True)}">',
+                f"<title>{escape(label)}</title>",
                 f"<style>{STYLE}</style>",
                 '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
                 'patternTransform="rotate(45)"><rect class="hatch0" width="7" height="7"/>'
                 '<line class="hatch1" x1="1.6" y1="0" x2="1.6" y2="7"/></pattern></defs>',
                 '<rect class="ground" x="0.5" y="0.5" rx="10" '
-                f'width="{WIDTH_PX - 1}" height="{height - 1}"/>',
+                f'width="{self.width_px - 1}" height="{height - 1}"/>',
                 *self.out,
                 "</svg>",
                 "",
@@ -136,129 +184,130 @@ class _Picture:
 
     # --- one timeline -------------------------------------------------------------------------------
 
-    def _timeline(self, timeline: Timeline, title: str, y: float) -> float:
-        step_us = timeline.step_us
-        exposed_us = sum(timeline.by_rank(SpanKind.EXPOSED)) / max(1, timeline.ranks)
-        bubble_us = sum(timeline.by_rank(SpanKind.BUBBLE)) / max(1, timeline.ranks)
-        of = 1 / step_us if step_us else 0.0
-        self.text(14, y + 20, title, "title")
+    def title(self, title: str, before: str, strong: str = "", after: str = "") -> None:
+        """A title, and a line of figures below it of which some are strong."""
+        self.text(14, self.y + 20, title, "title")
+        strong = strong and f'<tspan class="strong">{escape(strong)}</tspan>'
         self.out.append(
-            f'<text x="14" y="{y + 37:.1f}" class="quiet">step {escape(format_us(step_us))} · '
-            f'mean of the ranks: <tspan class="strong">exposed communication {escape(format_us(exposed_us))} '
-            f"({format_share(exposed_us * of)})</tspan> · "
-            f"bubble {escape(format_us(bubble_us))} ({format_share(bubble_us * of)})</text>"
+            f'<text x="14" y="{self.y + 37:.1f}" class="quiet">{escape(before)}{strong}{escape(after)}</text>'
         )
-        y += TITLE_PX
-        lanes: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
-        for span in timeline.spans:
-            lanes[span.rank][span.lane].append(span)
+        self.y += TITLE_PX
+
+    def timeline(self, timeline: Timeline) -> None:
         body: list[tuple[float, int, str, list[Span]]] = []
-        top = y
-        for rank in range(timeline.ranks):
-            body.append((y, rank, COMPUTE_LANE, lanes[rank][COMPUTE_LANE]))
-            y += LANE_PX + MESSAGE_GAP_PX
-            for lane in sorted(name for name in lanes[rank] if name != COMPUTE_LANE):
+        y = top = self.y
+        for rank, rows in enumerate(rows_of(timeline)):
+            for lane, spans in rows.items():
                 # A lane with nothing to see, such as the loss's few bytes, gets no row.
-                if max(self.x(s.end_us) - self.x(s.start_us) for s in lanes[rank][lane]) < VISIBLE_PX:
-                    continue
-                body.append((y, rank, lane, lanes[rank][lane]))
-                y += MESSAGE_PX + MESSAGE_GAP_PX
+                widest_us = max((span.duration_us for span in spans), default=0.0)
+                if lane == COMPUTE_LANE or widest_us / self.longest_us * self.chart_px >= VISIBLE_PX:
+                    body.append((y, rank, lane, spans))
+                    y += _height(lane) + MESSAGE_GAP_PX
             y += RANK_GAP_PX
         y -= RANK_GAP_PX
-        rows_end = y
         for row_y, rank, lane, _ in body:
-            height = LANE_PX if lane == COMPUTE_LANE else MESSAGE_PX
             self.out.append(
-                f'<rect class="row" x="{LEFT_PX}" y="{row_y:.1f}" width="{WIDTH_PX - LEFT_PX - RIGHT_PX}" '
-                f'height="{height}"/>'
+                f'<rect class="row" x="{LEFT_PX}" y="{row_y:.1f}" width="{self.chart_px}" '
+                f'height="{_height(lane)}"/>'
             )
             if lane == COMPUTE_LANE:
                 self.text(14, row_y + LANE_PX / 2 + 4, _named(timeline.who(rank)), "name")
             else:
-                self.text(LEFT_PX - 8, row_y + 10, _shortened(lane), "small", ' text-anchor="end"')
-        self._axis(step_us, top, rows_end)
+                self.text(LEFT_PX - 8, row_y + 10, _shortened(lane), "small", "end")
+        self._axis(timeline.step_us, top, y)
         for row_y, _, lane, spans in body:
+            if lane == COMPUTE_LANE:
+                for _, together in groupby(spans, key=lambda span: (span.start_us, span.end_us)):
+                    self._compute(list(together), row_y)
+                continue
             for at, span in enumerate(spans):
-                if lane == COMPUTE_LANE:
-                    self._compute(span, row_y)
-                else:
-                    # Latency is pipelined: the next message may begin before this one has arrived.
-                    later = spans[at + 1].start_us if at + 1 < len(spans) else math.inf
-                    self._message(span, row_y, min(span.end_us, later))
-        return rows_end + AXIS_PX
+                # Latency is pipelined: the next message may begin before this one has arrived.
+                later = spans[at + 1].start_us if at + 1 < len(spans) else math.inf
+                self._message(span, row_y, min(span.end_us, later))
+        self.y = y + AXIS_PX + BLOCK_GAP_PX
 
     def _axis(self, step_us: float, top: float, bottom: float) -> None:
-        tick_us = _nice(self.longest_us / TICKS)
-        unit, scale = next((u, s) for limit, u, s in _UNITS if self.longest_us < limit)
         end_x = self.x(step_us)
-        for k in range(int(self.longest_us / tick_us + 1e-9) + 1):
-            x = self.x(k * tick_us)
+        for time_us in tick_times(self.longest_us, self.longest_us / self.chart_px * TICK_PX):
+            x = self.x(time_us)
             self.out.append(
                 f'<line class="grid" x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom + 4:.1f}"/>'
             )
-            words = f"{k * tick_us / scale:g} {unit}"
+            words = self.say(time_us)
             # The end of the step is labelled too, and goes first.
             if abs(x - end_x) > (len(words) + 9) * LEGEND_CHAR_PX / 2:
-                self.text(x, bottom + 17, words, "quiet", ' text-anchor="middle"')
+                self.text(x, bottom + 17, words, "quiet", "middle")
         self.out.append(
             f'<line class="end" x1="{end_x:.1f}" y1="{top - 3:.1f}" x2="{end_x:.1f}" y2="{bottom + 4:.1f}"/>'
         )
-        at = min(end_x, WIDTH_PX - 34.0)
-        self.text(at, bottom + 17, format_us(step_us), "name", ' text-anchor="middle"')
+        self.text(min(end_x, self.width_px - 34.0), bottom + 17, self.say(step_us), "name", "middle")
 
     def _box(self, style: str, span: Span, end_us: float, y: float, height: float) -> float:
         x, width = self.x(span.start_us), max(LEAST_PX, self.x(end_us) - self.x(span.start_us))
         self.out.append(
-            f'<rect class="{style}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height}">'
-            f"<title>{escape(_tooltip(span))}</title></rect>"
+            f'<rect class="{style}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:g}">'
+            f"<title>{escape(self._tooltip(span))}</title></rect>"
         )
         return width
 
-    def _compute(self, span: Span, y: float) -> None:
-        middle = (self.x(span.start_us) + self.x(span.end_us)) / 2
-        if span.kind is SpanKind.BUBBLE:
-            self.kinds.add("bubble")
-            self._box("bubble", span, span.end_us, y, LANE_PX)
-        elif span.kind is SpanKind.EXPOSED:
-            self.kinds.add("exposed")
-            self._box("exposed", span, span.end_us, y + 0.5, LANE_PX - 1)
-        else:
+    def _compute(self, together: Sequence[Span], y: float) -> None:
+        """Spans of equal times."""
+        height = LANE_PX / len(together)
+        for at, span in enumerate(together):
+            if span.kind is not SpanKind.COMPUTE:
+                self.kinds.add(span.kind.value)
+                self._box(span.kind.value, span, span.end_us, y, height)
+                continue
             phase = span.phase.value if span.phase is not None else "F"
             self.kinds.add(phase)
-            width = self._box(f"{phase}{(span.microbatch or 0) % 3}", span, span.end_us, y, LANE_PX)
-            number = str(span.microbatch)
-            for words, char_px, style in (
-                (span.name, CHAR_PX, "box"),
-                (number, CHAR_PX, "box"),
-                (number, SMALL_CHAR_PX, "tag"),
-            ):
-                if len(words) * char_px + words.count("W") * W_EXTRA_PX + 3 <= width:
-                    self.text(middle, y + LANE_PX / 2 + 4, words, f"{style} t{phase}")
+            top = y + at * height
+            width = self._box(f"{phase}{(span.microbatch or 0) % 3}", span, span.end_us, top, height)
+            name, number = self.label(span), str(span.microbatch)
+            sizes = ((_text_px(name), name, "box"), (_text_px(number), number, "box"))
+            for text_px, words, style in (*sizes, (len(number) * SMALL_CHAR_PX, number, "tag")):
+                if text_px + 3 <= width and height >= LANE_PX / 2:
+                    self._label(span, span.end_us, top + height / 2 + 4, words, f"{style} t{phase}")
                     break
 
     def _message(self, span: Span, y: float, end_us: float) -> None:
         self.kinds.add("message")
         phase = span.phase.value if span.phase is not None else "x"
         width = self._box(f"m{phase}", span, end_us, y, MESSAGE_PX)
-        middle = (self.x(span.start_us) + self.x(end_us)) / 2
-        name = span.name.removeprefix(span.lane).strip()
-        for words in (name, str(span.microbatch)) if span.microbatch is not None else (name or span.name,):
+        number = [str(span.microbatch)] if span.microbatch is not None else []
+        for words in (span.name.removeprefix(span.lane).strip() or span.name, *number):
             if len(words) * SMALL_CHAR_PX + 4 <= width:
-                self.text(middle, y + 10, words, "tag tm")
+                self._label(span, end_us, y + 10, words, "tag tm")
                 break
+
+    def _label(self, span: Span, end_us: float, y: float, words: str, style: str) -> None:
+        self.text((self.x(span.start_us) + self.x(end_us)) / 2, y, words, style)
+
+    def _tooltip(self, span: Span) -> str:
+        words = {
+            SpanKind.COMPUTE: span.name,
+            SpanKind.EXPOSED: f"exposed: waits for {span.name}",
+            SpanKind.BUBBLE: f"bubble: {span.name}" if span.name else "bubble",
+            SpanKind.MESSAGE: f"message {span.name}",
+        }[span.kind]
+        words += f", {self.say(span.duration_us)} from {self.say(span.start_us)}"
+        return f"{words}, {format_bytes(span.nbytes)}" if span.nbytes else words
 
     # --- the legend ---------------------------------------------------------------------------------
 
     def _legend(self, y: float) -> float:
         x = 14.0
         y += 14
-        entries = [(f"{p.value}0", f"{p.value}  {p.meaning}") for p in Phase if p.value in self.kinds]
-        entries += [("exposed", "exposed communication")] if "exposed" in self.kinds else []
-        entries += [("bubble", "bubble: nothing to do")] if "bubble" in self.kinds else []
-        entries += [("mF", "message, at its receiver")] if "message" in self.kinds else []
-        for style, words in entries:
+        entries = [(p.value, f"{p.value}0", f"{p.value}  {p.meaning}") for p in Phase]
+        entries += [
+            ("exposed", "exposed", "exposed communication"),
+            ("bubble", "bubble", "bubble: nothing to do"),
+            ("message", "mF", "message, at its receiver"),
+        ]
+        for kind, style, words in entries:
+            if kind not in self.kinds:
+                continue
             width = 22 + len(words) * LEGEND_CHAR_PX + 16
-            if x + width > WIDTH_PX - RIGHT_PX and x > 14:
+            if x + width > self.width_px - RIGHT_PX and x > 14:
                 x, y = 14.0, y + 20
             self.out.append(f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="16" height="12"/>')
             self.text(x + 22, y + 10, words, "quiet")
@@ -266,13 +315,29 @@ class _Picture:
         return y + LEGEND_PX - 12
 
 
-_UNITS = ((1e3, "us", 1.0), (1e6, "ms", 1e3), (math.inf, "s", 1e6))
+def _accounts(timeline: Timeline) -> tuple[str, str, str]:
+    """The line of figures: before, strong, after."""
+    ranks, of = max(1, timeline.ranks), 1 / timeline.step_us if timeline.step_us else 0.0
+    exposed_us = sum(timeline.by_rank(SpanKind.EXPOSED)) / ranks
+    bubble_us = sum(timeline.by_rank(SpanKind.BUBBLE)) / ranks
+    return (
+        f"step {format_us(timeline.step_us)} · mean of the ranks: ",
+        f"exposed communication {format_us(exposed_us)} ({format_share(exposed_us * of)})",
+        f" · bubble {format_us(bubble_us)} ({format_share(bubble_us * of)})",
+    )
 
 
-def _nice(value: float) -> float:
-    """The least of 1, 2, 5 times a power of ten that is not below `value`."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(power * step for step in (1, 2, 5, 10) if power * step >= value * (1 - 1e-9))
+def _height(lane: str) -> float:
+    return LANE_PX if lane == COMPUTE_LANE else MESSAGE_PX
+
+
+def _text_px(words: str) -> float:
+    return len(words) * CHAR_PX + words.count("W") * W_EXTRA_PX
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def _named(who: str) -> str:
@@ -283,16 +348,3 @@ def _named(who: str) -> str:
 def _shortened(lane: str) -> str:
     most = int((LEFT_PX - 16) / SMALL_CHAR_PX)
     return lane if len(lane) <= most else lane[: most - 1] + "…"
-
-
-def _tooltip(span: Span) -> str:
-    words = {
-        SpanKind.COMPUTE: span.name,
-        SpanKind.EXPOSED: f"exposed: waits for {span.name}",
-        SpanKind.BUBBLE: f"bubble: {span.name}",
-        SpanKind.MESSAGE: f"message {span.name}",
-    }[span.kind]
-    words += f", {format_us(span.duration_us)} from {format_us(span.start_us)}"
-    if span.nbytes:
-        words += f", {format_bytes(span.nbytes)}"
-    return words

@@ -1,44 +1,16 @@
-"""Tables: a step's accounts by rank, and the predicted beside the measured, for terminal and page alike.
-
-Rows are plain text made once, so that terminal and page cannot differ. May touch `rich`.
-"""
+"""Tables: a step's accounts by rank, and the predicted beside the measured, for terminal and page alike."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rich.table import Table
 
 from stretto.ir.costs import Prediction
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
-from stretto.report.costliest import Dear
+from stretto.report.costliest import OpGroup
+from stretto.report.grid import Grid
 from stretto.report.traffic import axes_of, traffic_of
 from stretto.report.words import KINDS, format_bytes, format_change, format_flops, format_share, format_us
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table as text: a title, column heads, and rows. words: the columns of words, which may be broken and
-    stand at the left; the others are numbers."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: tuple[int, ...] = (0,)
-
-    def rich(self) -> Table:
-        """The table for the terminal."""
-        table = Table(title=self.title, title_justify="left", title_style="bold", header_style="bold")
-        for at, column in enumerate(self.head):
-            if at in self.words:
-                table.add_column(column, overflow="fold")
-            else:
-                table.add_column(column, justify="right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row)
-        return table
 
 
 def accounts(timeline: Timeline) -> dict[SpanKind, list[float]]:
@@ -151,22 +123,22 @@ def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
     return Grid(title, head, tuple(rows))
 
 
-def costliest_grid(found: Sequence[Dear], *, reads: bool = False) -> Grid:
-    """The dearest ops: what they cost over all stages and microbatches, and how fast they work.
+def costliest_grid(found: Sequence[OpGroup], *, reads: bool = False) -> Grid:
+    """The costliest ops: what they cost over all stages and microbatches, and how fast they work.
 
     reads: say what they read as well, which takes room."""
-    measured = any(dear.measured_us is not None for dear in found)
+    measured = any(group.measured_us is not None for group in found)
     rows = []
-    for dear in found:
-        rate = format_flops(dear.flops / dear.total_us * 1e6) + "/s" if dear.flops else "-"
-        row = [dear.target.removeprefix("aten.").removesuffix(".default"), dear.phases, f"{dear.calls:,}"]
-        row += [format_us(dear.total_us / dear.calls), format_us(dear.total_us), format_share(dear.share)]
+    for group in found:
+        rate = format_flops(group.flops / group.total_us * 1e6) + "/s" if group.flops else "-"
+        row = [group.target.removeprefix("aten.").removesuffix(".default"), group.phases, f"{group.calls:,}"]
+        row += [format_us(group.total_us / group.calls), format_us(group.total_us), format_share(group.share)]
         if measured:
-            row.append("-" if dear.measured_us is None else format_us(dear.measured_us))
-        rows.append((*row, rate, _plain(f"{dear.shapes} → {dear.made}") if reads else _short(dear.made)))
+            row.append("-" if group.measured_us is None else format_us(group.measured_us))
+        rows.append((*row, rate, _plain(f"{group.shapes} → {group.made}") if reads else _short(group.made)))
     head = ["", "phase", "calls", "each", "total", "share", *(["measured"] if measured else [])]
     head += ["rate", "reads → makes" if reads else "makes"]
-    return Grid("Dearest ops (all stages and microbatches)", tuple(head), tuple(rows), (0, len(head) - 1))
+    return Grid("Costliest ops (all stages and microbatches)", tuple(head), tuple(rows), (0, len(head) - 1))
 
 
 def _plain(shapes: str) -> str:
@@ -175,7 +147,7 @@ def _plain(shapes: str) -> str:
 
 
 def _short(made: str) -> str:
-    """The first shape only: enough to tell ops apart in a narrow table."""
+    """The first shape only: enough to distinguish ops in a narrow table."""
     first, _, rest = _plain(made).partition(" ")
     return first + (" …" if rest else "")
 

@@ -1,18 +1,17 @@
 """A timeline in the terminal: a line a lane, a cell for what filled most of its stretch of time.
 
-Told apart by letters first and by colour second, so that a file or a plain terminal shows the same. May touch
+Letters distinguish first and colours second, so that a file or a plain terminal shows the same. May touch
 `rich` and `stretto.ir`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.text import Text
 
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.pack import row_of
+from stretto.report.lanes import rows_of, with_sums_together
 from stretto.report.words import KINDS, format_us
 
 LABEL_CELLS = 13
@@ -37,19 +36,16 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
     label_cells = max(LABEL_CELLS, 1 + len(timeline.who(timeline.ranks - 1)))
     cells = width - label_cells
     text = Text(f"{KINDS.get(timeline.source, timeline.source).capitalize()} timeline\n", style="bold")
-    lanes: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for span in timeline.spans:
-        lanes[span.rank][row_of(span.lane)].append(span)
+    lanes = rows_of(timeline, with_sums_together)
     drawn = _drawn_ranks(timeline.ranks)
     for before, rank in zip([-1, *drawn], drawn):
         if rank != before + 1:
             first, last = (before + 1) * timeline.members, rank * timeline.members - 1
             text.append(f"{'':{label_cells}}ranks {first} to {last} are left out\n", style="dim")
-        names = sorted(lanes[rank], key=lambda name: (name != COMPUTE_LANE, name))
-        for name in names:
+        for name, spans in lanes[rank].items():
             label = timeline.who(rank) if name == COMPUTE_LANE else f"  {name}"
             text.append(f"{label[: label_cells - 1]:{label_cells}}")
-            text.append_text(_line(lanes[rank][name], timeline.step_us, cells, name == COMPUTE_LANE))
+            text.append_text(_line(spans, timeline.step_us, cells, name == COMPUTE_LANE))
             text.append("\n")
     end = format_us(timeline.step_us)
     text.append(f"{'':{label_cells}}0{end:>{cells - 1}}\n", style="dim")
@@ -119,7 +115,7 @@ def _box(span: Span, width: int, compute: bool) -> str:
         return "=" * width
     letter = _style(span)
     words = next((w for w in (span.name, f"{letter}{span.microbatch}", letter) if len(w) <= width), letter)
-    # A box begins with its name, so that boxes of one colour stay apart.
+    # A box begins with its name, so that neighbours of one colour can be distinguished.
     return words + "-" * (width - len(words))
 
 

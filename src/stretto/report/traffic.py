@@ -1,4 +1,4 @@
-"""Communication by axis and kind: how much there was, how much of it stood exposed, how much was hidden.
+"""Communication by axis and kind: how much there was, how much of it was exposed, how much was hidden.
 
 Reads a timeline's spans by their names alone, so that predicted and measured steps are accounted alike. May
 touch `stretto.ir` only.
@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from stretto.ir.mesh import AXES
+from stretto.ir.axes import AXES, PIPELINE
 from stretto.ir.timeline import Span, SpanKind, Timeline
 
 _EDGE = re.compile(r"^e\d+(:\d+)?$")
@@ -42,7 +42,7 @@ def communication_of(name: str) -> tuple[str, str]:
     A communication whose name begins with no axis belongs to pp, whose messages are the oldest names.
     """
     first, _, rest = name.partition(" ")
-    axis, rest = (first, rest) if first in AXES else ("pp", name)
+    axis, rest = (first, rest) if first in AXES else (PIPELINE, name)
     word = rest.split(" ")[0]
     if ">" in word or _EDGE.match(word):
         return axis, "message"

@@ -123,7 +123,7 @@ class Divisor:
         stacked = torch.stack(list(losses))
         if self._job.count is not None:
             return (stacked.sum() / self._total).to(stacked.dtype)
-        copies = self._job.size("dp")
+        copies = self._job.copies
         return stacked.mean() / copies if copies > 1 else stacked.mean()
 
     def check(self, batch: Mapping[str, torch.Tensor], transport: Transport) -> None:

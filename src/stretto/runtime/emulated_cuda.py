@@ -62,7 +62,7 @@ class CudaTransport(LoneEnd["Queued"]):
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         super().__init__(rank, plan.world)
         self._plan = plan
-        self._place = plan.mesh.coordinates(rank)["pp"]
+        self._place = plan.mesh.place(rank)
         self._device = device
         self._works = works_of(plan, self._place, ready_windows(plan))
         self._sends = messages_of(plan, self._place, EventKind.SEND)

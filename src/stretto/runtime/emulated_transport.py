@@ -66,7 +66,7 @@ class EmulatedTransport(LoneEnd["Emulated"]):
     def __init__(self, plan: Plan, rank: int, *, load: bool = False) -> None:
         super().__init__(rank, plan.world)
         self._plan = plan
-        self._place = plan.mesh.coordinates(rank)["pp"]
+        self._place = plan.mesh.place(rank)
         self._windows = ready_windows(plan)
         self._works = works_of(plan, self._place, self._windows)
         self._sends = messages_of(plan, self._place, EventKind.SEND)

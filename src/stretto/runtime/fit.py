@@ -54,7 +54,7 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
             raise UsageError(
                 f"batch leaf {name!r} is a sparse or nested tensor; the plan was made for a dense one"
             )
-        pieces = job.microbatches * job.size("dp")
+        pieces = job.pieces
         if name in job.whole:
             leaves[name] = _whole(name, leaf, spec, device)
             continue

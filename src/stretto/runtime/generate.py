@@ -27,6 +27,8 @@ import torch
 
 from stretto.backend.dispatch import op_key, resolve
 from stretto.ir.action import Phase
+from stretto.ir.axes import TENSOR
+from stretto.ir.collectives import How
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
@@ -50,7 +52,7 @@ class Hooks(Protocol):
     def draw(self, microbatch: int, op: int) -> None: ...
     def drawn(self) -> None: ...
     def tick(self, stage: int, op: str) -> None: ...
-    def start(self, name: str, kind: str, op: str, lane: str, value: torch.Tensor, size: int) -> Started: ...
+    def start(self, name: str, kind: str, how: How, lane: str, value: torch.Tensor, size: int) -> Started: ...
     def finish(self, started: Started) -> torch.Tensor: ...
 
 
@@ -309,7 +311,7 @@ class Writer:
         """What the op's draws depend on beside step and microbatch: what is computed again draws the same."""
         drawn = op.repeats or op.name
         if op.name in self.externals.differing:
-            return op_key(f"{drawn} tp {self.externals.coordinates.get('tp', 0)}")
+            return op_key(f"{drawn} {TENSOR} {self.externals.coordinates.get(TENSOR, 0)}")
         return op_key(drawn)
 
     def _communication(self, part: int, op: Op) -> str:
@@ -327,11 +329,10 @@ class Writer:
             dim = int(op.args[1])
             length = spec.shape[dim]
             return f"{value}.narrow({dim}, {at.get(str(op.args[2]), 0) * length}, {length})"
-        asked = op.collective
-        assert asked is not None
-        kind, name = asked.kind, asked.label(op.name)
-        how = str(op.args[1]) if kind != "all_gather" else ""
-        return f"hooks.start({name!r}, {kind!r}, {how!r}, {op.args[-2]!r}, {value}, {size})"
+        assert op.kind is not None
+        assert op.collective is not None
+        name, kind = op.collective.label(op.name), op.kind.name
+        return f"hooks.start({name!r}, {kind!r}, {op.how!r}, {op.args[-2]!r}, {value}, {size})"
 
     def _text(self, part: int, arg: Arg) -> str:
         if isinstance(arg, Ref):

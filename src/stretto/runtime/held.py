@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError
+from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.plan import Plan
 from stretto.ir.program import Parameter
 from stretto.runtime.fit import check_tensor, check_ties
@@ -34,6 +35,7 @@ class Held:
         Raises UsageError where the model does not fit the plan."""
         self.plan, self.rank = plan, rank
         self.coordinates = plan.mesh.coordinates(rank)
+        self.in_place = {axis: at for axis, at in self.coordinates.items() if axis != PIPELINE}
         self.parameters: dict[int, nn.Parameter] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.wholes: dict[str, torch.Tensor] = {}
@@ -50,7 +52,7 @@ class Held:
 
     def _adopt(self, model: nn.Module) -> None:
         """Take this rank's parameters and buffers from the model, by name, and check that they fit."""
-        stages = set(self.plan.schedule.stages_of(self.coordinates["pp"]))
+        stages = set(self.plan.schedule.stages_of(self.coordinates[PIPELINE]))
         given = dict(model.named_parameters(remove_duplicate=False))
         held = dict(model.named_buffers(remove_duplicate=False))
         for k, parameter in enumerate(self.plan.job.parameters):
@@ -90,7 +92,7 @@ class Held:
 
     def _place_in_stage(self) -> int:
         """This rank's place among the ranks of its stage: on a mesh of their own, its coordinate there."""
-        return self.coordinates.get("tp", 0)
+        return self.coordinates.get(TENSOR, 0)
 
     def by_tie(self) -> dict[str, nn.Parameter]:
         return {self.plan.job.parameters[k].tied_to: part for k, part in self.parameters.items()}
@@ -148,11 +150,11 @@ class Held:
 
     def owned_buffers(self) -> set[str]:
         """The buffers that this rank is the one to save: of those that write one, or read it, the first."""
-        copy = any(at for axis, at in self.coordinates.items() if axis != "pp")
+        copy = any(self.in_place.values())
         found: set[str] = set()
         for buffer in () if copy else self.plan.job.buffers:
             writers = {stage for stage, _, _ in buffer.updates} or set(buffer.stages)
-            if writers and min(map(self.plan.rank_of, writers)) == self.coordinates["pp"]:
+            if writers and min(map(self.plan.rank_of, writers)) == self.coordinates[PIPELINE]:
                 found.add(buffer.name)
         return found
 
@@ -169,7 +171,7 @@ class Held:
         owned = set()
         for parameter in self.plan.job.parameters:
             copies = {shard.axis: shard.copies for shard in parameter.shards}
-            copy = any(at % copies.get(axis, at + 1) for axis, at in self.coordinates.items() if axis != "pp")
-            if first.get(parameter.tied_to) == self.coordinates["pp"] and not copy:
+            copy = any(at % copies.get(axis, at + 1) for axis, at in self.in_place.items())
+            if first.get(parameter.tied_to) == self.coordinates[PIPELINE] and not copy:
                 owned.add(parameter.name)
         return frozenset(owned)

@@ -1,7 +1,7 @@
 """What the ends of a lone rank have in common, whatever makes their transfers take time.
 
 The contract: the k-th start on a lane is the k-th that the plan's order has there; other members of a
-collective hold what this rank holds, and an all-reduce leaves its value as it is.
+collective hold what this rank holds, of which what is summed is taken once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from stretto.backend.collectives import arrived, put_together
 from stretto.errors import RunError
+from stretto.ir.collectives import KINDS, How
 from stretto.runtime.transport import not_open
 
 Under = TypeVar("Under")
@@ -39,14 +41,17 @@ class LoneEnd(ABC, Generic[Under]):
     def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Under:
         return self._collective(lane)
 
-    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Under:
-        members = len(self._members[lane])
-        return self._collective(lane, lambda: [part.copy_(value) for part in result.chunk(members)])
-
-    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Under:
-        members = self._members[lane]
-        rows = value.chunk(len(members))[members.index(self.rank)]
-        return self._collective(lane, lambda: result.copy_(rows))
+    def collective(
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+    ) -> Under:
+        row, members = KINDS[kind], self._members[lane]
+        if row.in_place:
+            return self._collective(lane)
+        me = members.index(self.rank)
+        parts = arrived(row, [value] * len(members), me, how)
+        return self._collective(
+            lane, lambda: put_together(row, result, parts[me : me + 1] if row.sums else parts, how)
+        )
 
     def all_gather(self, item: Any) -> list[Any]:
         return [item] * self.size

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stretto.ir.axes import PIPELINE, TENSOR
+from stretto.ir.collectives import KINDS, How
 from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
 from stretto.ir.varying import varying_in_job
 from stretto.runtime.compile import Compiler
@@ -77,13 +79,13 @@ class RankState:
         fixed["tangent"] = torch.tensor(job.tangent, dtype=self._loss_dtype, device=device)
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
-        self.place = self.coordinates["pp"]
+        self.place = self.coordinates[PIPELINE]
         externals = Externals(
             fixed,
             device,
             frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates),
             self.coordinates,
-            frozenset(varying_in_job(job, "tp") if job.size("tp") > 1 else ()),
+            frozenset(varying_in_job(job, TENSOR) if job.size(TENSOR) > 1 else ()),
         )
         order = plan.orders[self.place]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
@@ -102,7 +104,7 @@ class RankState:
             self._members[job.parameters[k].tied_to].append(k)
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
         # Draws of data-parallel copies differ as those of microbatches do.
-        self._first_microbatch = self.coordinates.get("dp", 0) * job.microbatches
+        self._first_microbatch = job.copy_of(self.coordinates) * job.microbatches
         self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
         self._peer_of = {e.index: self._peer(plan.rank_of(e.target)) for e in job.edges}
         self._receives = {
@@ -127,7 +129,7 @@ class RankState:
 
     def _peer(self, place: int) -> int:
         """The rank at another place of the pipeline that this one exchanges messages with."""
-        return self.plan.mesh.rank({**self.coordinates, "pp": place})
+        return self.plan.mesh.rank({**self.coordinates, PIPELINE: place})
 
     def _clear(self) -> None:
         self.grads = {}
@@ -227,7 +229,7 @@ class RankState:
         self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, now()))
 
     def _tell(self, _: Instruction) -> None:
-        copies = self.plan.job.size("dp")
+        copies = self.plan.job.copies
         if self._losses:
             value = self._share()
         else:
@@ -312,21 +314,18 @@ class RankState:
         self.marks.sends.append((edge, microbatch, now()))
         self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
 
-    def start(self, name: str, kind: str, op: str, lane: str, value: torch.Tensor, size: int) -> Started:
+    def start(self, name: str, kind: str, how: How, lane: str, value: torch.Tensor, size: int) -> Started:
         began = now()
-        if kind == "all_reduce":
+        row = KINDS[kind]
+        if row.in_place:
             # Of its own, as others may read the value that is summed.
-            result = value.clone(memory_format=torch.contiguous_format)
-            handle = self.transport.all_reduce(lane, result, op)
-            source = result
+            result = source = value.clone(memory_format=torch.contiguous_format)
         else:
             source = value.contiguous()
-            rows = source.shape[0] * size if kind == "all_gather" else source.shape[0] // size
-            result = source.new_empty((rows, *source.shape[1:]))
-            if kind == "all_gather":
-                handle = self.transport.gather(lane, result, source)
-            else:
-                handle = self.transport.reduce_scatter(lane, result, source)
+            shape = row.shape(source.shape, size, how)
+            assert shape is not None, "the plan is proved"
+            result = source.new_empty(shape)
+        handle = self.transport.collective(lane, kind, result, source, how)
         whole = max(result.nbytes, source.nbytes)
         self.marks.starts.append((name, whole, began))
         return Started(name, lane, handle, result, source)

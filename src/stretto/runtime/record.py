@@ -14,11 +14,12 @@ from functools import partial
 from typing import TypeVar
 
 from stretto.ir.action import Action, Phase
+from stretto.ir.axes import PIPELINE
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.ir.transfers import message_us
+from stretto.ir.transfers import SUM, message_us
 from stretto.runtime.op_attribution import Call, Turn, Turns, turns_of
 
 now = time.perf_counter_ns
@@ -70,11 +71,11 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
     started = [_starts(clock, rank, m) for rank, m in enumerate(marks)]
     spans: list[Span] = []
     for place in range(plan.ranks):
-        rank = mesh.rank({"pp": place})
+        rank = mesh.rank({PIPELINE: place})
         idle: list[Span] = []
         begun_of, awaited = _order_of(plan, place)
         for edge_index, mb, start_ns, end_ns in marks[rank].waits:
-            sender = mesh.rank({"pp": plan.rank_of(plan.job.edges[edge_index].source)})
+            sender = mesh.rank({PIPELINE: plan.rank_of(plan.job.edges[edge_index].source)})
             left = sent.get((sender, (edge_index, mb)), clock.us(rank, start_ns))
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
             spans.append(_message(plan, place, edge_index, mb, left, waited))
@@ -86,7 +87,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
             # Places of the pipeline start when their work is done: until the last has, there is nothing to
             # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
             # communicating.
-            group = mesh.group(rank, members.axes, members.ranks) if members.axes[0] == "pp" else None
+            group = mesh.group(rank, members.axes, members.ranks) if members.joins_places else None
             asked = awaited.get((name, at))
             first = at if asked is None else begun_of[name, asked]
             begun = max(started[member].get((name, first), (waited[0], 0))[0] for member in group or (rank,))
@@ -104,7 +105,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         )
     peaks = [0] * plan.ranks
     for rank, m in enumerate(marks):
-        place = mesh.coordinates(rank)["pp"]
+        place = mesh.place(rank)
         peaks[place] = max(peaks[place], m.peak_bytes)
     return Timeline("measured", plan.ranks, clock.step_us, tuple(spans), tuple(peaks), members=plan.members)
 
@@ -208,6 +209,7 @@ def _message(
         nbytes=edge.spec.nbytes,
         sender=sender,
         sent_us=left,
+        edge=edge_index,
     )
 
 
@@ -223,7 +225,7 @@ def _collective(
 ) -> Span:
     done = waited[1]
     words = name.split(" ")
-    kind = words[1] if (words[0], words[1]) in plan.costs.collectives else "all_reduce"
+    kind = words[1] if (words[0], words[1]) in plan.costs.collectives else SUM
     cost = plan.costs.collectives.get((words[0], kind))
     if waited[1] - waited[0] < THERE_US and cost is not None:
         done = min(done, begun + cost.curve.us(nbytes))

@@ -59,7 +59,7 @@ class Rehearsal:
     @property
     def place(self) -> int:
         """The rank's place of the pipeline, which the plan calls its rank."""
-        return self.plan.mesh.coordinates(self.rank)["pp"]
+        return self.plan.mesh.place(self.rank)
 
     def __str__(self) -> str:
         found, place = self.plan.prediction, self.place
@@ -199,7 +199,7 @@ def _of_model(
 def _made_up(
     plan: Plan, transport: EmulatedTransport | CudaTransport, device: torch.device, seed: int
 ) -> tuple[RankState, tuple[torch.Tensor, ...]]:
-    place = plan.mesh.coordinates(transport.rank)["pp"]
+    place = plan.mesh.place(transport.rank)
     own, read = made_up_parameters(plan, place, device, seed)
     buffers = made_up_buffers(plan, place, device)
     transport.open(plan.communicators, device, plan.mesh)

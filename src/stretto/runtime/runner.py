@@ -240,7 +240,7 @@ class Runner:
         with self.transport.during_step():
             mine = self.state.step_timed(leaves)
         self.state.grads = {}
-        first = not any(at for axis, at in self.coordinates.items() if axis != "pp")
+        first = not any(self.held.in_place.values())
         for found in self.transport.all_gather(mine if first else {}):
             self._op_us |= found
         return dict(self._op_us)

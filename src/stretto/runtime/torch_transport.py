@@ -35,6 +35,7 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.idle_class import keeping_core, lanes_first
 from stretto.errors import LostRankError, RunError, UsageError
+from stretto.ir.collectives import ALL_REDUCE, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.transport import Handle, not_open
@@ -146,17 +147,15 @@ class TorchTransport:
         )
 
     def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        return self._start(lane, None, lambda: collectives.all_reduce(value, self._group(lane), op), value)
+        return self.collective(lane, ALL_REDUCE.name, value, value, op)
 
-    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        return self._start(
-            lane, None, lambda: collectives.all_gather(result, value, self._group(lane)), result, value
-        )
+    def collective(
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+    ) -> Handle:
+        def begin() -> Any:
+            return collectives.start(kind, result, value, self._group(lane), how)
 
-    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        return self._start(
-            lane, None, lambda: collectives.reduce_scatter(result, value, self._group(lane)), result, value
-        )
+        return self._start(lane, None, begin, result, value)
 
     def all_gather(self, item: Any) -> list[Any]:
         found: list[Any] = [None] * self.size

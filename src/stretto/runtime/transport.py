@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
+from stretto.backend.collectives import arrived, put_together
 from stretto.errors import RunError
+from stretto.ir.collectives import ALL_REDUCE, KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.memory_adapter import uncounted
@@ -50,11 +52,11 @@ class Transport(Protocol):
     def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
         """In place. op: "sum" or "max"."""
 
-    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        """All members' values, in the order of the lane, along dim 0 of `result`."""
-
-    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        """This rank's rows of the sum of all members' values."""
+    def collective(
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+    ) -> Handle:
+        """One of a kind of `stretto.ir.collectives`: `value` is given, `result` written (one that works in
+        place is given its result)."""
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's item, by rank, on all ranks. For small data outside the step."""
@@ -160,28 +162,18 @@ class ThreadTransport:
         return _Collective(self, lane, value, lambda parts: value.copy_(parts[source]), {source})
 
     def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        members = self._members_of(lane)
+        return self.collective(lane, ALL_REDUCE.name, value, value, op)
 
-        def add(parts: dict[int, torch.Tensor]) -> None:
-            value.copy_(_reduced(parts, members, op))
+    def collective(
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+    ) -> Handle:
+        members, row = self._members_of(lane), KINDS[kind]
 
-        return _Collective(self, lane, value, add, set(members))
+        def finish(parts: dict[int, torch.Tensor]) -> None:
+            given = [parts[member] for member in members]
+            put_together(row, result, arrived(row, given, members.index(self.rank), how), how)
 
-    def gather(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        members = self._members_of(lane)
-        return _Collective(
-            self, lane, value, lambda parts: torch.cat([parts[m] for m in members], out=result), set(members)
-        )
-
-    def reduce_scatter(self, lane: str, result: torch.Tensor, value: torch.Tensor) -> Handle:
-        members = self._members_of(lane)
-        mine = members.index(self.rank)
-
-        def add(parts: dict[int, torch.Tensor]) -> None:
-            rows = {m: part.chunk(len(members))[mine] for m, part in parts.items()}
-            result.copy_(_reduced(rows, members, "sum"))
-
-        return _Collective(self, lane, value, add, set(members))
+        return _Collective(self, lane, value, finish, set(members))
 
     def all_gather(self, item: Any) -> list[Any]:
         found: dict[int, Any] = {}
@@ -245,11 +237,3 @@ class _Collective:
         self._end.wait_for(lambda: self._needed <= self._parts.keys(), self._name)
         with torch.no_grad(), uncounted():
             self._finish(self._parts)
-
-
-def _reduced(parts: dict[int, torch.Tensor], members: Sequence[int], op: str) -> torch.Tensor:
-    """In the order of the lane, so that all members get the same bits."""
-    found = parts[members[0]]
-    for member in members[1:]:
-        found = torch.maximum(found, parts[member]) if op == "max" else found + parts[member]
-    return found

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError
-from stretto.ir.plan import Communicator
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
 from stretto.runtime.held import Held
@@ -121,9 +120,7 @@ def _owned(held: Held) -> list[Box]:
 def _open(held: Held, transport: Transport) -> None:
     if transport.size > 1:
         plan = held.plan
-        axes = ("pp", *(axis for axis, _ in plan.job.axes))
-        everyone = Communicator(LANE, tuple(range(plan.ranks)), axes)
-        transport.open((*plan.communicators, everyone), held.device, plan.mesh)
+        transport.open((*plan.communicators, plan.everyone(LANE)), held.device, plan.mesh)
 
 
 def put(

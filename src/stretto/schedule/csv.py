@@ -21,7 +21,7 @@ from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """Where a token stands, for messages."""
+    """Where a token is, for messages."""
 
     source: str
     line: int

@@ -1,7 +1,6 @@
-"""Schedules for the eye and for other programs: text, SVG and JSON.
+"""Schedules for the eye and for other programs: text, JSON, and a timeline (`stretto.report` draws it).
 
-The text drawing and the JSON are made here, the SVG in `stretto.schedule.svg`. May touch `stretto.ir` and
-this folder's timing; reads and writes no file.
+May touch `stretto.ir` and this folder's timing; reads and writes no file.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ import json
 import math
 from typing import Any
 
-from stretto.ir.action import Schedule
-from stretto.schedule.svg import action_label, tick_times, to_svg
+from stretto.ir.action import Action, Schedule
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.schedule.timing import ScheduleTiming
-
-__all__ = ["describe_timing", "to_ascii", "to_json", "to_svg"]
 
 JSON_VERSION = 1
 """Version of the JSON form; it changes when a reader of the old form would misread the new one."""
@@ -47,6 +44,50 @@ def to_ascii(schedule: Schedule, timing: ScheduleTiming | None = None, *, width:
         for name, row in zip(names, rows, strict=True):
             lines.append((name.ljust(margin) + row[left : left + band]).rstrip())
     return "\n".join(lines) + "\n"
+
+
+def to_timeline(schedule: Schedule, timing: ScheduleTiming) -> Timeline:
+    """The timed schedule as a timeline of actions and idle time, in the unit that was put in."""
+    spans: list[Span] = []
+    for rank, order in enumerate(schedule.orders):
+        until = 0.0
+        for slot in order:
+            start, end = timing.start[slot.actions[0]], timing.end[slot.actions[0]]
+            if start > until:
+                spans.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "", until, start))
+            if end > start:
+                spans += [
+                    Span(
+                        rank,
+                        COMPUTE_LANE,
+                        SpanKind.COMPUTE,
+                        str(a),
+                        start,
+                        end,
+                        a.stage,
+                        a.phase,
+                        a.microbatch,
+                    )
+                    for a in slot.actions
+                ]
+            until = end
+        if timing.makespan > until:
+            spans.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "", until, timing.makespan))
+    return Timeline(schedule.family, schedule.ranks, timing.makespan, tuple(spans), (0,) * schedule.ranks)
+
+
+def action_label(schedule: Schedule, rank: int, action: Action) -> str:
+    """What an action's box says: phase and microbatch, after the stage where the rank holds several."""
+    return f"{action.phase.value}{action.microbatch}" if len(schedule.stages_of(rank)) < 2 else str(action)
+
+
+def tick_times(until: float, least_apart: float) -> list[float]:
+    """Round times (1, 2 or 5 times a power of ten apart) from 0 to `until`, at least `least_apart` apart."""
+    if until <= 0 or least_apart <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(least_apart))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= least_apart * (1 - 1e-9))
+    return [float(f"{step * index:.12g}") for index in range(math.floor(until / step + 1e-9) + 1)]
 
 
 def describe_timing(timing: ScheduleTiming) -> str:
@@ -137,7 +178,7 @@ def _timed_rows(schedule: Schedule, timing: ScheduleTiming) -> list[str]:
         canvas = ["."] * total
         for start, end, text in row_:
             left, right = _column(start * columns_per_unit), _column(end * columns_per_unit)
-            room = right - left - 1  # the last column stays blank, so that neighbours can be told apart
+            room = right - left - 1  # the last column stays blank, so that neighbours can be distinguished
             drawn = text.ljust(room, "-") if len(text) <= room else "-" * room
             canvas[left:right] = (drawn + " ")[: right - left]
         rows.append("".join(canvas))

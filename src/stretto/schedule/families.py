@@ -117,7 +117,7 @@ def zb_h1(stages: int, microbatches: int, max_live: int | None = None) -> Schedu
 
 
 def zb_h2(stages: int, microbatches: int, max_live: int | None = None) -> Schedule:
-    """A warm-up of 2(n - i) - 1 forwards and a lag of 2i: once started, a stage need not stand idle.
+    """A warm-up of 2(n - i) - 1 forwards and a lag of 2i: once started, a stage need not be idle.
 
     Live is min(m, 2n - 1) everywhere, about twice 1F1B's most. Without message time and with m of at least
     2n - 1 the bubble is (n-1)(F+I-2W): nothing when the phases are equal. Source: as ZB-H1, schedule ZB-H2.

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.axes import PIPELINE
 from stretto.ir.plan import Bucket, Communicator
 from stretto.ir.program import Job
 from stretto.ir.transfers import tied_ranks
@@ -81,11 +82,11 @@ def make_sums(job: Job, schedule: Schedule) -> Sums:
             if name in groups and not groups[name].partial:
                 starts[name] = frozenset(groups[name].adds)
         rounds.append(tuple(name for name in tied if name in groups and groups[name].partial))
-        if job.size("dp") > 1:
+        for axis in job.data_axes:
             waiting = [n for n, g in groups.items() if n in tied or g.partial]
-            for name in _put("dp", place, groups, (n for n in groups if n not in waiting), buckets):
+            for name in _put(axis, place, groups, (n for n in groups if n not in waiting), buckets):
                 starts[name] = _adding(groups, buckets[name])
-            rounds.append(_put("dp", place, groups, waiting, buckets))
+            rounds.append(_put(axis, place, groups, waiting, buckets))
         early.append(starts)
         late.append(tuple(r for r in rounds if r))
     return Sums(tuple(buckets.values()), tuple(early), tuple(late))
@@ -96,8 +97,7 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     found = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
     if tells_loss(job, schedule.ranks):
-        axes = ("pp", "dp") if job.size("dp") > 1 else ("pp",)
-        found.append(Communicator("loss", tuple(range(schedule.ranks)), axes))
+        found.append(Communicator("loss", tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
     found += [
         Communicator(f"tied {name}", ranks)
         for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
@@ -108,7 +108,7 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
 
 def tells_loss(job: Job, places: int) -> bool:
     """Whether ranks have to be told the step's loss by others."""
-    return places > 1 or job.size("dp") > 1
+    return places > 1 or bool(job.data_axes)
 
 
 def _groups(job: Job, schedule: Schedule, place: int) -> dict[str, _Group]:

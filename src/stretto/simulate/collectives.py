@@ -113,7 +113,7 @@ class Collectives:
         if (LOSS, 0) not in self._once:
             communicator = self._member(LOSS, place, "loss")
             time = loss_time(self._plan.costs, self._plan.job, communicator.ranks)
-            axis = "pp" if len(communicator.ranks) > 1 else "dp"
+            axis = communicator.axes[0] if len(communicator.ranks) > 1 else communicator.axes[-1]
             made = Collective(self._lane(LOSS, 0), LOSS, f"{axis} loss", communicator.ranks, 0, time)
             made.missing = set(communicator.ranks)
             self._once[LOSS, 0] = made
@@ -127,7 +127,7 @@ class Collectives:
             fault = f"rank {place}: `reduce {name}` needs a bucket {name!r}; the plan has none of that name"
             raise PlanError("cannot simulate the plan", [fault])
         communicator = self._member(bucket.communicator, place, f"reduce {name}")
-        joins = communicator.axes[0] == "pp"
+        joins = communicator.joins_places
         key = (name, 0 if joins else place)
         if key not in self._once:
             places = communicator.ranks if joins else (place,)
@@ -143,7 +143,7 @@ class Collectives:
 
     def _member(self, name: str, place: int, what: str) -> Communicator:
         found = self._communicators.get(name)
-        if found is None or (found.axes[0] == "pp" and place not in found.ranks):
+        if found is None or (found.joins_places and place not in found.ranks):
             fault = f"rank {place}: `{what}` needs a communicator {name!r} that holds the rank"
             raise PlanError("cannot simulate the plan", [fault])
         return found

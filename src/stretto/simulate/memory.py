@@ -30,7 +30,7 @@ from stretto.ir.flow import PHASES, is_external
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import Bucket, Plan
 from stretto.ir.program import WAIT, Op
-from stretto.ir.storage import makes, owner, reads
+from stretto.ir.storage import in_flight, makes, owner, reads
 from stretto.ir.transfers import bucket_bytes
 from stretto.simulate.windows import ReadyWindow
 
@@ -147,8 +147,7 @@ class RankMemory:
             read = reads(op)
             if op.target == WAIT and (stage, op.uses[0]) in self._ops:
                 start, _ = self._ops[stage, op.uses[0]]
-                if start.target != "comm.all_reduce":  # which sums a copy
-                    read = (*read, *start.uses)
+                read = (*read, *in_flight(start))
             used = (*(made for made, _ in makes(op)), *(use for use in read if not is_external(use)))
             roots = (self._root(stage, one) for one in used)
             touched = tuple(root for root in roots if root is not None)

@@ -245,5 +245,6 @@ class Network:
                 message.nbytes,
                 channel.sender,
                 message.sent_us,
+                message.edge,
             )
         )

@@ -11,9 +11,10 @@ from enum import IntEnum
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
+from stretto.ir.collectives import Collective
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import ItemKind, Plan, Window
-from stretto.ir.program import WAIT, Collective, Op
+from stretto.ir.program import WAIT, Op
 from stretto.ir.transfers import CollectiveTime, axis_time, op_time_us
 
 

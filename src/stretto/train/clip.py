@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 import torch
 
-from stretto.ir.plan import Communicator
 from stretto.ir.program import Job
 from stretto.runtime import Runner
 
@@ -41,8 +40,7 @@ class GradientClip:
         self._norms = torch.zeros(places, dtype=_norm_dtype(self._parameters), device=runner.device)
         self._transport = runner.transport
         if runner.transport.size > 1:
-            axes = ("pp", *(axis for axis, _ in job.axes))
-            everyone = Communicator(LANE, tuple(range(runner.plan.ranks)), axes)
+            everyone = runner.plan.everyone(LANE)
             runner.transport.open((*runner.plan.communicators, everyone), runner.device, runner.plan.mesh)
 
     @torch.no_grad()

@@ -39,7 +39,7 @@ class HeldOut:
         """model: the one whose parameters `runner` holds. batches: global batches in a measurement. tensor:
         how the training is spread over tensor-parallel ranks."""
         job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, tensor=tensor)
-        mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.coordinates["pp"]))
+        mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
         # Ranks that do equal work found about the same; all must plan with equal costs.
         found: dict[tuple[int, str], list[float]] = defaultdict(list)
         for measured in runner.transport.all_gather(dict(mine.op_us)):

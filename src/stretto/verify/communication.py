@@ -5,7 +5,7 @@ can be wrong is a start without its one wait, a group that is not there, or a sh
 once for each program, so the cost does not grow with microbatches.
 
 1. The form: axis and size are the job's, the arguments are those that `stretto.ir.program` lists, and shapes
-   fit: gathered rows are `size` times the input's, scattered ones a part of `size`, reduced ones the same.
+   fit (`stretto.ir.collectives`).
 2. Every start has exactly one wait, in its own stage. That the wait comes after the start, in the window or
    in a later one, is proved where all reads are (`stretto.verify.windows`, `.lifetimes`).
 3. Nothing else touches a start's result, which is being filled until the wait ends: no op, no message, no
@@ -21,13 +21,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from stretto.ir.action import Phase
+from stretto.ir.collectives import Kind
 from stretto.ir.flow import PHASES, results_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.verify.fault import Fault
-
-REDUCTIONS = {"comm.all_reduce": ("sum", "max"), "comm.reduce_scatter": ("sum",), "comm.all_gather": ()}
-"""Start -> the reductions that it knows; one that knows none does not name one."""
 
 COORDINATE = "int64[]"
 """What `axis.index` gives."""
@@ -82,8 +80,8 @@ class _StageProof:
                         f"reads {name}, which is being filled until its communication is done",
                         f"Read the result of the `comm.wait` of {name}",
                     )
-            if op.target in STARTS:
-                yield from self.start(phase, op)
+            if op.kind is not None:
+                yield from self.start(phase, op, op.kind)
             elif op.target == WAIT:
                 yield from self.wait(phase, op)
             elif op.target in (INDEX, CHUNK):
@@ -116,11 +114,11 @@ class _StageProof:
 
     # 1. The form.
 
-    def start(self, phase: Phase, op: Op) -> Iterator[Fault]:
+    def start(self, phase: Phase, op: Op, kind: Kind) -> Iterator[Fault]:
         """A collective's arguments and shapes."""
-        reductions = REDUCTIONS[op.target]
-        if not _has_form(op, Ref, *([str] if reductions else []), str, int):
-            how = '"sum", ' if reductions else ""
+        reductions = kind.reductions
+        if not _has_form(op, Ref, *([str] if reductions else [tuple] if kind.sized else []), str, int):
+            how = '"sum", ' if reductions else "sizes, " if kind.sized else ""
             yield self.fault(
                 phase,
                 op,
@@ -132,7 +130,18 @@ class _StageProof:
             yield self.fault(
                 phase, op, f"{op.target} knows no reduction {op.args[1]!r}", f"Use {' or '.join(reductions)}"
             )
-        yield from self.group(phase, op)
+        elif not kind.knows(op.how, op.args[-1]):
+            yield self.fault(
+                phase,
+                op,
+                f"names no sizes for {op.args[-1]} ranks",
+                "Name for each rank how many rows go to each, 0 or more",
+            )
+            return
+        group = list(self.group(phase, op))
+        if group:
+            yield from group
+            return
         source, made, size = self.spec(phase, op.args[0].name), op.outputs[0], op.args[-1]
         assert made is not None
         if op.alias is not None:
@@ -142,20 +151,20 @@ class _StageProof:
         if source is None:
             yield self.fault(phase, op, f"{op.args[0].name} is no tensor", "Communicate a single tensor")
             return
-        shape: tuple[int, ...] | None = source.shape
-        if op.target == "comm.all_gather":
-            shape = (source.shape[0] * size, *source.shape[1:]) if source.shape else None
-        elif op.target == "comm.reduce_scatter":
-            whole = source.shape and size > 0 and source.shape[0] % size == 0
-            shape = (source.shape[0] // size, *source.shape[1:]) if whole else None
+        # A reduction that is not known has its own fault.
+        shape = kind.shape(source.shape, size, reductions[0] if reductions else op.how)
         if shape is None or (made.shape, made.dtype) != (shape, source.dtype):
             right = f"of shape {list(shape)} and dtype {source.dtype}" if shape is not None else "none"
             yield self.fault(
                 phase,
                 op,
-                f"gives {made}, but the {op.target.removeprefix('comm.')} of {op.args[0].name}, {source}, "
+                f"gives {made}, but the {kind.name} of {op.args[0].name}, {source}, "
                 f"over {size} ranks is {right}",
-                "Capture the job again" if shape is not None else f"Dim 0 must be a multiple of {size}",
+                "Capture the job again"
+                if shape is not None
+                else "Each rank must send all of its rows, and get as many as the others"
+                if kind.sized
+                else f"Dim 0 must be a multiple of {size}",
             )
 
     def wait(self, phase: Phase, op: Op) -> Iterator[Fault]:

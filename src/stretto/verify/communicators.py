@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.ir.axes import PIPELINE
 from stretto.ir.plan import Communicator, Plan
 from stretto.verify.fault import Fault
 from stretto.verify.trace import ends_of
@@ -37,7 +38,7 @@ def tied_ranks(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 def tells_loss(plan: Plan) -> bool:
     """Whether ranks have a part of the step's loss, or none, and must be told it."""
-    return plan.ranks > 1 or plan.job.size("dp") > 1
+    return plan.ranks > 1 or bool(plan.job.data_axes)
 
 
 def _needed(plan: Plan) -> dict[str, Communicator]:
@@ -48,8 +49,7 @@ def _needed(plan: Plan) -> dict[str, Communicator]:
             name = plan.lane_of(edge.index)
             found[name] = Communicator(name, ends)
     if tells_loss(plan):
-        axes = ("pp", "dp") if plan.job.size("dp") > 1 else ("pp",)
-        found[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), axes)
+        found[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), (PIPELINE, *plan.job.data_axes))
     for name, ranks in tied_ranks(plan).items():
         found[TIED + name] = Communicator(TIED + name, ranks)
     for axis, size in plan.job.axes:
@@ -87,7 +87,7 @@ def _communicators(plan: Plan) -> Iterator[Fault]:
             yield Fault(None, where, f"names an axis twice: {list(communicator.axes)}", "Name each axis once")
     for name, want in needed.items():
         if name not in seen:
-            along = "" if want.axes == ("pp",) else f" along {' and '.join(want.axes)}"
+            along = "" if want.axes == (PIPELINE,) else f" along {' and '.join(want.axes)}"
             yield Fault(
                 None,
                 f"communicator {name}",

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.ir.collectives import PRICED
 from stretto.ir.plan import Plan
-from stretto.ir.program import STARTS
 from stretto.verify.fault import Fault
-
-KINDS = tuple(start.removeprefix("comm.") for start in STARTS)
-"""Kinds of collectives that have a cost."""
 
 
 def cost_faults(plan: Plan) -> list[Fault]:
@@ -28,15 +25,15 @@ def _faults(plan: Plan) -> Iterator[Fault]:
         where = f"costs of {kind} on {name}"
         if name not in lanes:
             yield Fault(None, where, f"there is no communicator {name}", "Remove them")
-        if kind not in KINDS:
-            yield Fault(None, where, f"there is no collective {kind}", f"Known are {', '.join(KINDS)}")
+        if kind not in PRICED:
+            yield Fault(None, where, f"there is no collective {kind}", f"Known are {', '.join(PRICED)}")
     for axis in plan.costs.shared:
         if axis not in axes:
             yield Fault(None, "costs.shared", f"there is no axis {axis!r} beside pp", "Remove it")
     if plan.prediction is not None:
         for key in ("exposed_axis_us", "comm_axis_us"):
             for axis, times in getattr(plan.prediction, key).items():
-                if axis != "pp" and axis not in axes:
+                if axis not in dict(plan.mesh.sizes):
                     yield Fault(
                         None, f"prediction.{key}", f"there is no axis {axis!r}", "Predict the plan again"
                     )

@@ -26,16 +26,13 @@ from stretto.ir.flow import PHASES, is_external
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Op
-from stretto.ir.storage import makes, owner, reads
+from stretto.ir.storage import in_flight, makes, owner, reads
 from stretto.verify.fault import Fault
 
 Storage = tuple[int, str]
 """(stage, value): the value whose op, or whose receive, allocates."""
 
 Program = tuple[int, Phase]
-
-IN_FLIGHT = ("comm.all_gather", "comm.reduce_scatter")
-"""Starts that read the value that they were given until they are waited for."""
 
 
 def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
@@ -137,7 +134,7 @@ class _RankWalk:
             names = [*(name for name, _ in made), *reads(op)]
             if op.target == WAIT:
                 start = self.ops[stage, op.args[0].name]
-                names += start.uses if start.target in IN_FLIGHT else ()
+                names += in_flight(start)
             found = [self.storage(stage, name) for name in names if not is_external(name)]
             self.known[key] = [storage for storage in dict.fromkeys(found) if not is_external(storage[1])]
         return self.known[key]

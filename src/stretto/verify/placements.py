@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.ir.axes import TENSOR
 from stretto.ir.flow import PHASES
 from stretto.ir.placement import LOCAL, EqualReducedError, NeedsEqualError, RefusedError, is_thin
 from stretto.ir.placements import Placer, placers_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Op, TensorSpec
 from stretto.verify.fault import Fault
-
-TENSOR = "tp"
 
 
 def placement_faults(plan: Plan) -> list[Fault]:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.ir.mesh import AXES
+from stretto.ir.axes import AXES, TENSOR, Sums, sums_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter, Shard
 from stretto.ir.varying import varying_in_job
 from stretto.verify.fault import Fault
-
-TENSOR = "tp"
-"""The axis along which values are equal unless the program says otherwise; along others, data differ."""
 
 
 def sharding_faults(plan: Plan) -> list[Fault]:
@@ -83,7 +80,7 @@ def _parameter(job: Job, parameter: Parameter) -> Iterator[Fault]:
     for axis in sorted({axis for axis in spread if spread.count(axis) > 1}):
         yield Fault(None, where, f"is spread over {axis} twice", "Keep one shard an axis")
     for axis in parameter.partial:
-        if axis not in axes or axis == "dp":
+        if axis not in axes or sums_of(axis) is Sums.ALL:
             yield Fault(
                 None,
                 where,

@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from stretto.ir.axes import PIPELINE, Sums, sums_of
 from stretto.ir.plan import Bucket, InstructionKind, ItemKind, Plan
 from stretto.verify.communicators import TIED, tied_ranks
 from stretto.verify.fault import Fault
 from stretto.verify.trace import last_runs
 
-TIES = "pp"
+TIES = PIPELINE
 """The axis along which copies of a tied gradient are summed."""
 
 Position = tuple[int, int]
@@ -210,7 +211,7 @@ class _RankWalk:
                 f"Remove it, or take {gradient} out of its bucket",
             )
             return
-        before = left[: left.index(axis)] if axis in (TIES, "dp") else []
+        before = left[: left.index(axis)] if sums_of(axis) is not Sums.PARTIAL else []
         if before:
             yield self.fault(
                 event,
@@ -248,8 +249,7 @@ def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str
     for name, axes in found.items():
         if rank in tied.get(name, ()):
             axes.append(TIES)
-        if plan.job.size("dp") > 1 and "dp" not in axes:
-            axes.append("dp")
+        axes += [axis for axis in plan.job.data_axes if axis not in axes]
     return found
 
 

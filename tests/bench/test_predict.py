@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from stretto.bench import predict_grid
-from stretto.bench.predict import FIGURES, SHAPES, Cell, Found
-from stretto.bench.predict_grid import run_grid
+from stretto.bench import predict
+from stretto.bench.kept import keep_run
+from stretto.bench.predict import FIGURES, SHAPES, Cell, Found, grid, run_cell, run_grid
 from stretto.cli.bench import bench
 from stretto.errors import RunError, UsageError
+from stretto.ir.serialize import load_plan
+from stretto.report.rundir import load_run
 
-CELLS = [Cell(shape, 2, 1, rate) for rate in ("100mbit", "50mbit") for shape in SHAPES[:2]]
+CELLS = [replace(shape, pp=2, tp=1, rate=rate) for rate in ("100mbit", "50mbit") for shape in SHAPES[:2]]
 
 
 def found(cell: Cell, measured_ms: float) -> Found:
@@ -27,15 +29,14 @@ def found(cell: Cell, measured_ms: float) -> Found:
 def labs(monkeypatch: pytest.MonkeyPatch, *, failing: str = "") -> None:
     """Labs in which every cell takes 100 ms; the one with a rate of `failing` fails."""
 
-    def run(cells: Sequence[tuple[Cell, Sequence[Cell]]], rounds: int, folder: Path) -> None:
-        if cells[0][0].rate == failing:
+    def run(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
+        if cells[0].rate == failing:
             raise RunError("a rank failed")
-        for cell, _ in cells:
+        for cell in cells:
             cell.folder(folder).mkdir()
             (cell.folder(folder) / FIGURES).write_text(json.dumps(asdict(found(cell, 100.0))))
 
-    monkeypatch.setattr(predict_grid, "_run_lab", run)
-    monkeypatch.setattr(predict_grid, "load_plan", lambda path: None)
+    monkeypatch.setattr(predict, "_run_lab", run)
 
 
 def test_what_was_measured_before_a_lab_failed_is_kept(
@@ -56,7 +57,6 @@ def test_after_the_last_lab_cells_stand_in_the_grids_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labs(monkeypatch)
-    monkeypatch.setattr(predict_grid, "_transfer", lambda *given: {})
     kept: list[dict[str, Any]] = []
     mixed = [CELLS[at] for at in (0, 2, 1, 3)]
     result = run_grid(mixed, 3, tmp_path, lambda text: None, kept.append)
@@ -72,7 +72,7 @@ def test_the_layouts_that_are_asked_for_are_run(monkeypatch: pytest.MonkeyPatch)
         asked.extend(cells)
         return {"rows": [], "summary": {}}
 
-    monkeypatch.setattr(predict_grid, "run_grid", run)
+    monkeypatch.setattr(predict, "run_grid", run)
     done = CliRunner().invoke(bench, ["predict", "--pp", "2", "--tp", "1,2", "--rates", "1gbit"])
     assert done.exit_code == 0, done.output
     assert {(cell.pp, cell.tp, cell.rate) for cell in asked} == {(2, 1, "1gbit"), (2, 2, "1gbit")}
@@ -88,7 +88,7 @@ def test_what_ran_is_kept_where_it_is_asked_for(tmp_path: Path, monkeypatch: pyt
         asked.append(folder)
         return {"rows": [], "summary": {}}
 
-    monkeypatch.setattr(predict_grid, "run_grid", run)
+    monkeypatch.setattr(predict, "run_grid", run)
     wanted = tmp_path / "kept" / "here"
     assert CliRunner().invoke(bench, ["predict", "--keep", str(wanted)]).exit_code == 0
     assert asked == [wanted.resolve()]
@@ -98,3 +98,43 @@ def test_what_ran_is_kept_where_it_is_asked_for(tmp_path: Path, monkeypatch: pyt
     assert isinstance(refused.exception, UsageError)
     assert "--keep" in str(refused.exception)
     assert asked == [wanted.resolve()], "refused before the first lab"
+
+
+def test_the_grid_has_every_layout_and_rate() -> None:
+    cells = grid()
+    assert {(c.pp, c.tp) for c in cells} == {(1, 1), (2, 1), (1, 2), (2, 2)}
+    assert {c.rate for c in cells if c.world == 1} == {"unlimited"}
+    assert {c.rate for c in cells} == {"50mbit", "100mbit", "200mbit", "1gbit", "unlimited"}
+    assert {c.sequence_parallel for c in cells if c.tp == 2} == {False, True}
+    assert len(set(cells)) == len(cells) == 4 + 3 * 5 * 4
+
+
+def test_a_cell_is_predicted_again_by_its_costs_after_the_steps(tmp_path: Path) -> None:
+    cell = Cell(
+        name="tiny", hidden=32, layers=1, heads=2, sequence=8, vocab=64, microbatch=1, microbatches=2, tp=1
+    )
+    found, made, again, timelines = run_cell(cell, 3)
+    keep_run(tmp_path, made, again, timelines)
+    run = load_run(tmp_path)
+    assert run.plan is not None
+    assert run.measured is not None
+    plan, planned = run.plan, load_plan(tmp_path / "planned.json")
+    assert plan.prediction is not None
+    assert planned.prediction is not None
+    assert planned.prediction.step_us / 1e3 == pytest.approx(found.planned_ms)
+    assert planned.windows == plan.windows, "the order that was made is the one that ran"
+    assert 0 < run.measured.step_us / 1e3 < max(found.rounds_ms) * 1.5
+    assert found.predicted_ms == pytest.approx(plan.prediction.step_us / 1e3)
+    assert found.planned_ms != found.predicted_ms, "ops took another time when the plan was made"
+    assert len(found.rounds_ms) == 3
+    assert found.peak_measured == pytest.approx(plan.prediction.peak_bytes, rel=0.01)
+
+
+def test_figures_of_a_cell() -> None:
+    found = Found("a", 90.0, 110.0, 100.0, (100.0,), 0.25, 0.2, (105, 90), (100, 100))
+    assert found.error == pytest.approx(0.1)
+    assert found.exposed_points == pytest.approx(5.0)
+    assert found.peak_error == pytest.approx(-0.1)
+    cell = replace(SHAPES[0], pp=2, tp=2, rate="50mbit")
+    assert Cell(**json.loads(json.dumps(asdict(cell)))) == cell
+    assert str(cell) == "wide pp=2 tp=2 50mbit"

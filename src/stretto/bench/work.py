@@ -1,0 +1,114 @@
+"""The GPT of the races that plan it: its shape and layout, its batch, its job, and what one microbatch asks.
+
+Touches no process group and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import stretto
+from stretto.ir.costs import Costs
+from stretto.ir.program import Job, OverlapMode
+from stretto.ir.transfers import axis_time, time_of
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+
+AXIS = "tp"
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GPTWork:
+    """Shapes are those of the whole model and of one microbatch. rate: as the lab takes it."""
+
+    rate: str = "unlimited"
+    hidden: int = 1024
+    heads: int = 16
+    layers: int = 3
+    vocab: int = 4096
+    sequence: int = 256
+    microbatch: int = 2
+    microbatches: int = 8
+    pp: int = 1
+    tp: int = 2
+    sequence_parallel: bool = False
+    rounds: int = 5
+    threads_per_rank: int = 1
+    dtype: str = "float32"
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.tp
+
+    @property
+    def layout(self) -> str:
+        """In words: `pp=1 tp=2 sp`."""
+        return f"pp={self.pp} tp={self.tp}{' sp' if self.sequence_parallel else ''}"
+
+    def build(self) -> tuple[GPT, Batch]:
+        """The model and a batch, equal in all processes."""
+        torch.manual_seed(0)
+        model = GPT(
+            GPTConfig(
+                vocab_size=self.vocab,
+                layers=self.layers,
+                hidden=self.hidden,
+                heads=self.heads,
+                context=self.sequence,
+            )
+        )
+        size = (self.microbatch * self.microbatches, self.sequence)
+        return model, {name: torch.randint(0, self.vocab, size) for name in ("input_ids", "labels")}
+
+    def capture(
+        self,
+        model: GPT,
+        batch: Batch,
+        *,
+        split: list[str] | Literal["auto"] = "auto",
+        overlap: OverlapMode = "window",
+    ) -> Job:
+        parallel = stretto.Parallel(
+            pp=self.pp,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            microbatches=self.microbatches,
+            schedule="1f1b",
+            split=split,
+            overlap=overlap,
+        )
+        return stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceWork:
+    """What one microbatch asks of a place. compute_us: of ops; collective_us: of tensor-parallel collectives
+    that have their links for themselves; wire_bytes: what these move, each way; message_bytes: what messages
+    take from it to other places."""
+
+    compute_us: float
+    collective_us: float
+    wire_bytes: float
+    message_bytes: float
+
+
+def work_of(job: Job, costs: Costs, stages: Iterable[int]) -> PlaceWork:
+    """The work of one microbatch on a place that holds `stages`."""
+    stages = frozenset(stages)
+    compute_us = collective_us = wire_bytes = 0.0
+    for index in sorted(stages):
+        for op in (op for ops in job.stages[index].ops.values() for op in ops):
+            compute_us += time_of(costs, index, op)
+            asked = op.collective
+            if asked is not None and asked.axis == AXIS:
+                collective_us += axis_time(costs, AXIS, asked.kind, asked.nbytes).us
+                # A ring: an all-reduce is a reduce-scatter and an all-gather.
+                passes = 2 if asked.kind == "all_reduce" else 1
+                wire_bytes += passes * (asked.size - 1) / asked.size * asked.nbytes
+    leaving = [edge for edge in job.edges if edge.source in stages and edge.target not in stages]
+    return PlaceWork(compute_us, collective_us, wire_bytes, float(sum(edge.spec.nbytes for edge in leaving)))

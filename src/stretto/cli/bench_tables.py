@@ -1,0 +1,155 @@
+"""The tables of `stretto bench`: of each race's JSON, the one that is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from stretto.report.grid import Columns, Grid, Row, grid_of
+
+NOISY = 1.15
+"""Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
+machine of 2 cores: 1.03 to 1.08."""
+
+SHARE = "{:+.1%}"
+SECONDS = "{:.3f}"
+
+
+def pipeline_table(result: Row) -> Grid:
+    """Of `bench.pipeline`."""
+    setup = result["setup"]
+    columns: Columns = {
+        "system": ("system", "{}"),
+        "step s": ("step_s", SECONDS),
+        "vs torch 1f1b": ("speedup_vs_torch_1f1b", SECONDS),
+        "vs bound": ("ratio_to_bound", SECONDS),
+        "exposed s": ("exposed_s", SECONDS),
+        "predicted s": ("predicted_s", SECONDS),
+        "error": (lambda row: row["predicted_s"] and row["predicted_s"] / row["step_s"] - 1, SHARE),
+    }
+    title = f"{setup['rate']}, {setup['microbatches']} microbatches, medians of {setup['rounds']} rounds"
+    return grid_of(title, columns, result["rows"], caption=_bound(setup))
+
+
+def tensor_table(race: Row) -> Grid:
+    """Of one race of `bench.tensor`."""
+
+    def name(row: Row) -> str:
+        """The system; where planning found that less overlap is faster, what it took."""
+        taken = row.get("overlap", row["system"])
+        return str(row["system"]) if taken == row["system"] else f"{row['system']} (as {taken})"
+
+    columns: Columns = {
+        "system": (name, "{}"),
+        "step s": ("step_s", SECONDS),
+        "vs off": ("speedup_vs_off", SECONDS),
+        "vs torch": ("speedup_vs_torch", SECONDS),
+        "vs bound": ("ratio_to_bound", SECONDS),
+        "predicted": (lambda row: _less_one(row.get("predicted_over_measured")), SHARE),
+        "exposed s": (lambda row: max(row["exposed_s"]) if "exposed_s" in row else None, SECONDS),
+        "hidden": (
+            lambda row: ", ".join("" if one is None else f"{one:.0%}" for one in row.get("hidden", ())),
+            "{}",
+        ),
+    }
+    setup = race["setup"]
+    sp = " with sequence parallelism" if setup["sequence_parallel"] else ""
+    return grid_of(
+        f"hidden {setup['hidden']}, {setup['layers']} layers, pp={setup['pp']} tp={setup['tp']}{sp}, "
+        f"{setup['rate']}: communication takes {setup['communication_over_compute']:.2f} of compute",
+        columns,
+        race["rows"],
+        caption=f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds; {_bound(setup)}",
+    )
+
+
+def predict_table(result: Row) -> Grid:
+    """Of `bench.predict`."""
+    columns: Columns = {
+        "cell": ("cell", "{}"),
+        "measured ms": ("measured_ms", "{:.0f}"),
+        "predicted %": ("error_pct", "{:+.1f}"),
+        "planned": (lambda row: row["planned_ms"] / row["measured_ms"] - 1, SHARE),
+        "exposed %": ("exposed_measured_pct", "{:.1f}"),
+        "predicted exposed %": ("exposed_predicted_pct", "{:.1f}"),
+        "peak %": ("peak_error_pct", "{:+.1f}"),
+    }
+    summary = (f"{name.replace('_', ' ')} {value:.1f}" for name, value in result["summary"].items())
+    return grid_of("", columns, result["rows"], caption="\n".join(summary))
+
+
+def reshard_table(result: Row) -> Grid:
+    """Of `bench.reshard`."""
+    columns: Columns = {
+        "reshard": ("case", "{}"),
+        "mode": (lambda row: row["mode"].replace("_", " "), "{}"),
+        "senders, order": ("choice", "{}"),
+        "bound s": ("bound_s", SECONDS),
+        "predicted s": ("predicted_s", SECONDS),
+        "measured s": ("measured_s", SECONDS),
+        "error": (lambda row: 1 / row["measured_over_predicted"] - 1, SHARE),
+        "of bound": ("ratio_to_bound", "{:.2f}"),
+    }
+    setup = result["setup"]
+    title = f"{setup['mib']} MiB at {setup['rate']}, medians of {setup['rounds']} rounds"
+    caption = f"at most {setup['in_flight_bytes'] >> 20} MiB under way on a rank"
+    return grid_of(
+        title, columns, result["rows"], words=("reshard", "mode", "senders, order"), caption=caption
+    )
+
+
+def compute_table(result: Row) -> Grid:
+    """Of `bench.compute`."""
+    columns: Columns = {
+        "model": ("model", "{}"),
+        "system": ("system", "{}"),
+        "threads": ("threads", "{}"),
+        "step ms": (lambda row: 1e3 * row["step_s"], "{:.1f}"),
+        "vs eager": ("ratio_to_eager", SECONDS),
+        "error": ("error", "{:.0e}"),
+        "compiled in s": ("compile_s", "{:.0f}"),
+    }
+    setup = result["setup"]
+    title = f"sequence {setup['sequence']}, {setup['dtype']}, medians of {setup['rounds']} rounds"
+    caption = "vs eager: the median over rounds of a step's time over eager's in the same round"
+    rows = [{**cell["cell"], **row} for cell in result["cells"] for row in cell["rows"]]
+    return grid_of(title, columns, rows, words=("model", "system"), caption=caption)
+
+
+def published_table(result: Row) -> Grid:
+    """Of `bench.published`."""
+    rows = [
+        (f"{part}: {name.replace('_', ' ')}", _value(value))
+        for part, figures in result.items()
+        for name, value in figures.items()
+    ]
+    return Grid("", ("figure", "value"), rows, words=(0, 1))
+
+
+def warn_of_noise(rows: Sequence[Row]) -> None:
+    """Say on standard error when a race was disturbed."""
+    noisy = [row["system"] for row in rows if max(row["rounds_s"]) > NOISY * min(row["rounds_s"])]
+    if noisy:
+        Console(width=110, stderr=True).print(
+            f"The rounds of {', '.join(noisy)} spread by more than {100 * (NOISY - 1):.0f} %: something else "
+            "was running. Quote nothing of this; run again on a quiet machine."
+        )
+
+
+def _less_one(ratio: float | None) -> float | None:
+    return None if ratio is None else ratio - 1
+
+
+def _bound(setup: Row) -> str:
+    return f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_value, value)) or "none"
+    return str(value)

@@ -1,0 +1,54 @@
+"""One row an axis of the mesh: what is split over it, what must be summed over it, how ranks are numbered.
+
+Rows stand outermost first, and ranks are numbered with the last axis fastest, so that tensor-parallel peers
+are neighbours (Megatron-LM's order, arXiv 2104.04473: they share a node). Touches nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+
+class Sums(IntEnum):
+    """Which gradients are addends along an axis. A gradient's sums come in this order."""
+
+    PARTIAL = 0
+    """Of parameters that name the axis in `Parameter.partial`."""
+    TIED = 1
+    """Of parameters of which several of its ranks hold a copy."""
+    ALL = 2
+    """Of all: each rank has other data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """splits: what its ranks have different parts of; other things they hold whole, and equal."""
+
+    name: str
+    splits: Literal["stages", "batch", "sequence", "experts", "parameters"]
+    sums: Sums
+
+
+PP = Axis("pp", "stages", Sums.TIED)
+DP = Axis("dp", "batch", Sums.ALL)
+CP = Axis("cp", "sequence", Sums.ALL)
+EP = Axis("ep", "experts", Sums.PARTIAL)
+TP = Axis("tp", "parameters", Sums.PARTIAL)
+
+BY_NAME = {axis.name: axis for axis in (PP, DP, CP, EP, TP)}
+
+AXES = tuple(BY_NAME)
+"""All names, outermost first."""
+
+PIPELINE = PP.name
+"""Its coordinate is a rank's place: other ranks of a place do equal work on other data."""
+
+TENSOR = TP.name
+"""Along it, values are equal unless the program says otherwise."""
+
+
+def sums_of(axis: str) -> Sums:
+    """Which gradients are addends along an axis; along one that is not known, those that say so."""
+    return BY_NAME[axis].sums if axis in BY_NAME else Sums.PARTIAL

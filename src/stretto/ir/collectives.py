@@ -1,0 +1,212 @@
+"""One row a kind of communication. What is done with it, wherever that is, is read off its row.
+
+Each of a group's `size` members gives a tensor of the same shape, and gets rows (dim 0) of what all gave:
+`sent` says which of a sender's rows a receiver gets, and `sums` whether these are added up or lie one behind
+another, in the order of the group. Shapes, bytes, messages between processors, what ranks that are threads
+hand each other and what a lone rank makes up follow from the two.
+
+A program starts a kind by `comm.<name>(value, [how,] axis, size)`. A row's name is also the key to the call
+on `torch.distributed` (`stretto.backend.collectives.CALLS`), and its `cost` that to its curve in `Costs`. To
+add a kind: a row here, and that call. Touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal, TypeAlias
+
+Sizes: TypeAlias = tuple[tuple[int, ...], ...]
+"""Rows that each member (first index) sends to each (second)."""
+
+How: TypeAlias = str | Sizes
+"""What a start says beside value and axis: a reduction, or sizes; "" for kinds that need neither."""
+
+Rows: TypeAlias = tuple[int, int]
+"""Where some rows of a tensor begin and end."""
+
+Sent: TypeAlias = Callable[[int, int, int, int, How], Rows]
+"""(rows of each member, sender, receiver, members, how) -> which of the sender's rows the receiver gets."""
+
+Route: TypeAlias = Literal["ring", "direct", "chain", "pair"]
+"""How it goes over links: around a ring; from each to each; from the first through all; from one to one."""
+
+
+def _whole(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+    return 0, rows
+
+
+def _part(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+    return rows // size * receiver, rows // size * (receiver + 1)
+
+
+def _sized(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+    sizes = how[sender]
+    assert isinstance(sizes, tuple), "the kind needs sizes"
+    start = sum(sizes[:receiver])
+    return start, start + sizes[receiver]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of communication.
+
+    name: in targets, costs, timelines. sent, sums: what it does (see the module).
+    splits: whether each of a sender's rows goes to one receiver alone.
+    reductions: those that a start may name; none where nothing is reduced. sized: whether it names sizes.
+    in_place: it works on a copy of what is given. Otherwise the given tensor is in flight: it must stay as it
+        is until the wait.
+    differs: whether what members get differs: never, always, or where what they gave does.
+    gradient: the kind that the gradient goes back by; the transposed sizes, where there are sizes. A sum's is
+        itself: where the result is used in parts, the parts' gradients are summed.
+    turns: how often all goes around the group; route: how.
+    cost: the kind by whose curve it is priced, itself by default.
+    in_programs: whether ops start it; others are the runtime's own.
+    benchmark: what nccl-tests call it.
+    """
+
+    name: str
+    sent: Sent
+    benchmark: str
+    gradient: str
+    route: Route = "ring"
+    turns: int = 1
+    sums: bool = False
+    splits: bool = False
+    reductions: tuple[str, ...] = ()
+    sized: bool = False
+    in_place: bool = False
+    differs: Literal["never", "always", "as given"] = "always"
+    priced_as: str = ""
+    in_programs: bool = True
+
+    @property
+    def target(self) -> str:
+        """The op that starts it."""
+        return f"comm.{self.name}"
+
+    @property
+    def cost(self) -> str:
+        return self.priced_as or self.name
+
+    @property
+    def says_how(self) -> bool:
+        """Whether a start has an argument beside value, axis and size."""
+        return bool(self.reductions) or self.sized
+
+    def knows(self, how: object, size: int) -> bool:
+        """Whether a start over `size` members may say this."""
+        if not self.sized:
+            return how in self.reductions if self.reductions else how == ""
+        return (
+            isinstance(how, tuple)
+            and len(how) == size
+            and all(isinstance(row, tuple) and len(row) == size for row in how)
+            and all(type(n) is int and n >= 0 for row in how for n in row)
+        )
+
+    def shape(self, shape: Sequence[int], size: int, how: How = "") -> tuple[int, ...] | None:
+        """The shape of what each member gets; None where a tensor of `shape` cannot be communicated so."""
+        if self.in_place:
+            return tuple(shape)
+        rows = _result_rows(self, shape[0], size, how) if shape and self.knows(how, size) else None
+        return None if rows is None else (rows, *shape[1:])
+
+    def gives(self, rows: int, me: int, size: int, how: How = "") -> list[Rows]:
+        """Which of its own rows a member gives to each."""
+        return [self.sent(rows, me, other, size, how) for other in range(size)]
+
+    def gets(self, rows: int, me: int, size: int, how: How = "") -> list[Rows]:
+        """Which rows of its result a member gets from each; all the same ones where they are added up."""
+        counts = [stop - start for start, stop in (self.sent(rows, m, me, size, how) for m in range(size))]
+        if self.sums:
+            return [(0, count) for count in counts]
+        return [(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
+
+    def whole_nbytes(self, nbytes: int, size: int, how: How = "") -> int:
+        """Bytes of the whole tensor, by which it is priced: what is reduced, gathered or scattered, or what a
+        member gives. nbytes: of the result. Unequal parts count as equal ones as large as those of the member
+        that has most to send or receive."""
+        if self.sums and self.splits:
+            return nbytes * size
+        if not self.sized or not self.knows(how, size) or size == 1:
+            return nbytes
+        assert isinstance(how, tuple)
+        rows = sum(how[0])
+        sent = [rows - how[m][m] for m in range(size)]
+        return nbytes * max(sent) * size // (max(rows, 1) * (size - 1))
+
+    def moved(self, size: int) -> float:
+        """What each member sends over its link, in parts of the whole tensor."""
+        return self.turns * (size - 1) / size if self.route in ("ring", "direct") else 1.0
+
+    def steps(self, size: int) -> int:
+        """Latencies, one after another."""
+        return 1 if self.route == "pair" else self.turns * (size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a starting op asks for. kind: by which costs know it; nbytes: of the whole tensor
+    (`Kind.whole_nbytes`); size: of the group."""
+
+    kind: str
+    axis: str
+    size: int
+    nbytes: int
+
+    def label(self, op: str) -> str:
+        """What timelines call the one that this op starts."""
+        return f"{self.axis} {self.kind} {op}"
+
+
+@lru_cache(maxsize=4096)
+def _result_rows(kind: Kind, rows: int, size: int, how: How) -> int | None:
+    """Rows of the result; None where parts do not cover the rows, or members would get different numbers."""
+    if size < 1:
+        return None
+    unlike = range(size if kind.sized else 1)  # without sizes, what is true of one member is true of all
+    if kind.splits and any(sum(b - a for a, b in kind.gives(rows, m, size, how)) != rows for m in unlike):
+        return None
+    made = {max(stop for _, stop in kind.gets(rows, m, size, how)) for m in unlike}
+    return made.pop() if len(made) == 1 else None
+
+
+ALL_REDUCE = Kind(
+    *("all_reduce", _whole, "all_reduce", "all_reduce"),
+    turns=2,  # to reduce, and to gather what was reduced
+    sums=True,
+    reductions=("sum", "max"),
+    in_place=True,
+    differs="never",
+)
+ALL_GATHER = Kind("all_gather", _whole, "all_gather", "reduce_scatter", differs="never")
+REDUCE_SCATTER = Kind(
+    *("reduce_scatter", _part, "reduce_scatter", "all_gather"), sums=True, splits=True, reductions=("sum",)
+)
+ALL_TO_ALL = Kind("all_to_all", _part, "alltoall", "all_to_all", "direct", splits=True)
+ALL_TO_ALL_SIZED = Kind(
+    *("all_to_all_sized", _sized, "", "all_to_all_sized", "direct"),
+    splits=True,
+    sized=True,
+    priced_as="all_to_all",
+)
+BROADCAST = Kind("broadcast", _whole, "broadcast", "", "chain", differs="never", in_programs=False)
+SEND = Kind("send", _whole, "sendrecv", "send", "pair", differs="as given", in_programs=False)
+"""Messages of the pipeline."""
+
+KINDS = {
+    kind.name: kind
+    for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_TO_ALL_SIZED, BROADCAST, SEND)
+}
+"""All of them, by name."""
+
+IN_PROGRAMS = tuple(kind for kind in KINDS.values() if kind.in_programs)
+
+BY_TARGET = {kind.target: kind for kind in IN_PROGRAMS}
+"""The op that starts it -> the kind."""
+
+PRICED = tuple(dict.fromkeys(kind.cost for kind in IN_PROGRAMS))
+"""The kinds that costs have curves of."""
