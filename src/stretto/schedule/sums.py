@@ -82,11 +82,12 @@ def make_sums(job: Job, schedule: Schedule) -> Sums:
             if name in groups and not groups[name].partial:
                 starts[name] = frozenset(groups[name].adds)
         rounds.append(tuple(name for name in tied if name in groups and groups[name].partial))
+        waiting = [n for n, g in groups.items() if n in tied or g.partial]
         for axis in job.data_axes:
-            waiting = [n for n, g in groups.items() if n in tied or g.partial]
             for name in _put(axis, place, groups, (n for n in groups if n not in waiting), buckets):
                 starts[name] = _adding(groups, buckets[name])
             rounds.append(_put(axis, place, groups, waiting, buckets))
+            waiting = list(groups)
         early.append(starts)
         late.append(tuple(r for r in rounds if r))
     return Sums(tuple(buckets.values()), tuple(early), tuple(late))
