@@ -132,10 +132,10 @@ def test_a_slower_plan_is_taken_where_waiting_at_once_is_refused(monkeypatch: py
     want = make_plan(job, costs, overlap="local", order="list")
     assert want.overlap == "local"
 
-    def finished(candidate: Candidate, max_bytes: int | None) -> Plan:
+    def finished(candidate: Candidate, max_bytes: int | None, **how: bool) -> Plan:
         if candidate.overlap == "off":
             raise stretto.PlanError("refused", ["rank 0 holds too much"])
-        return real(candidate, max_bytes)
+        return real(candidate, max_bytes, **how)
 
     real = planning._finished
     monkeypatch.setattr(planning, "_finished", finished)

@@ -6,8 +6,9 @@ something else than what would exceed it can run.
     1. How urgent a node is: the longest path from it to the window's end, through lanes as well as compute
        (critical path), or to the end of what must follow a message. What nothing waits for, as weight
        gradients, is the least urgent and fills gaps.
-    2. A send that can go, goes. Of the ops whose values are there at this time the most urgent is next. With
-       `fit`, if something more urgent arrives soon, one that is done by then is preferred: the longest.
+    2. A send that can go, goes, and so does a gradient's sum. Of the ops whose values are there at this time
+       the most urgent is next. With `fit`, if something more urgent arrives soon, one that is done by then is
+       preferred: the longest.
     3. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile.
        Not more: lanes keep their order, and something more urgent may be ready after the op. Where
        `sequence` gives a lane's order, each start goes as soon as it is the next of it.
@@ -37,7 +38,7 @@ def urgencies(graph: WindowGraph) -> list[float]:
         node = graph.nodes[index]
         behind = max((found[n] for n in graph.after[index]), default=0.0)
         # What only a later window waits for is in no hurry.
-        leads = node.role is Role.SEND or (node.role is Role.START and graph.after[index])
+        leads = node.role in (Role.SEND, Role.SUM) or (node.role is Role.START and graph.after[index])
         on_lane_us = max(node.time_us, node.tail_us) if leads else 0.0
         found[index] = max(node.work_us, on_lane_us) + behind
     return found
@@ -158,7 +159,7 @@ class _Listing:
         node = self.graph.nodes[index]
         if node.role is Role.START and self.queues is not None:
             self.waiting.add(index)
-        elif node.role is Role.SEND:
+        elif node.role is Role.SEND or node.role is Role.SUM:
             heapq.heappush(self.sends, (-self.urgency[index], index))
         elif index in self.held and not self.placed[self.held[index]]:
             self.kept.setdefault(self.held[index], []).append(index)
@@ -188,7 +189,7 @@ class _Listing:
     def _run(self, index: int) -> None:
         node = self.graph.nodes[index]
         self._place(index)
-        if node.role is Role.START:
+        if node.role is Role.START or node.role is Role.SUM:
             self.done[index] = self.lanes.start(node.lane, self.now_us, node.time_us, node.load)
             for kept in self.kept.pop(index, ()):
                 heapq.heappush(self.ready, (-self.urgency[kept], kept))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stretto.errors import PlanError
-from stretto.ir.plan import Plan, Window
+from stretto.ir.plan import InstructionKind, Plan, Window
 from stretto.ir.timeline import Timeline
 from stretto.order import NOTHING, Arranger, Outside, Role
 from stretto.order.observed import observe
@@ -74,7 +74,10 @@ def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Ref
     """
     plan = build(captured)
     items = (
-        len(captured[str(i.ref)].items) for order in plan.orders for i in order if str(i.ref) in captured
+        len(plan.windows[str(i.ref)].items)
+        for order in plan.orders
+        for i in order
+        if i.kind is InstructionKind.RUN
     )
     allowed = min(MOST, WORK // max(1, sum(items)))
     if plan.ranks == 1 or allowed < FEWEST:

@@ -21,8 +21,8 @@ class Replay:
     """end_us: when the window has ended; stands_us: of that, what the compute lane waited; peak_bytes: the
     most that it held, above what it held at its begin.
 
-    late_us: when the window and what must follow its messages (`Node.tail_us`) have ended; never before
-    `end_us`. reached_us: by RECEIVE, when the lane came to it.
+    late_us: when the window, what must follow its messages (`Node.tail_us`) and the sums that it starts have
+    ended; never before `end_us`. reached_us: by RECEIVE, when the lane came to it.
     """
 
     end_us: float
@@ -105,8 +105,10 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
                 met_us = straggler.meet(now_us - ready_us)
                 stands_us += met_us
                 now_us += met_us
-        if node.role is Role.START:
+        if node.role is Role.START or node.role is Role.SUM:
             done[index] = lanes.start(node.lane, now_us, node.time_us, node.load)
+        if node.role is Role.SUM:
+            late_us = max(late_us, done[index])
         if node.work_us:
             now_us = lanes.work(now_us, node.work_us)
             straggler.work(node.work_us)

@@ -241,8 +241,10 @@ def _together(job: Job, costs: Costs, schedule: Schedule) -> tuple[Candidate | N
     live = max(peak_live(paired))
     if job.max_live is not None and live > job.max_live:
         return None, f"one window a rank may hold {live} live microbatches, and max_live is {job.max_live}"
-    plan = _lowered(job, costs, paired, "window", captured_windows(job, paired))
-    windows = order_together(plan, lower_bound(job, paired, costs).us)
+    captured = captured_windows(job, paired)
+    plan = _lowered(job, costs, paired, "window", captured)
+    # Ordered as they are without the sums that start in them.
+    windows = order_together(replace(plan, windows=captured), lower_bound(job, paired, costs).us)
     if windows is None:
         return None, ""
     # Receives are posted in the order of the sends, which is another now.

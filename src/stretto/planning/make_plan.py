@@ -3,7 +3,8 @@
 1. The schedule: a family's order, or the user's CSV; then what the backward computes again.
 2. Lowering, in several ways that overlap more or less (`stretto.planning.candidates`): windows, orders,
    communicators.
-3. A first simulation of each tells which is fastest; that one goes on, the next if it is refused.
+3. A first simulation of each tells which is fastest; that one goes on, the next if it is refused. Its last
+   backwards are ordered for the sums of gradients that start in them (`stretto.planning.sums_within`).
 4. The simulation also tells when every message has left; then sends are waited for a while after
    that, so that buffers do not pile up and no wait stands in the way.
 5. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
@@ -28,6 +29,7 @@ from stretto.passes.split_ops import split_for_overlap
 from stretto.planning.candidates import Candidate, candidates, why_less
 from stretto.planning.lower import lower
 from stretto.planning.recomputed import recomputed
+from stretto.planning.sums_within import sums_within
 from stretto.price.cluster import Description, costs_of, describe, memory_limit
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
@@ -36,6 +38,7 @@ from stretto.schedule.posting import Message
 from stretto.schedule.timing import peak_live
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
+from stretto.verify.memory import memory_faults
 
 SENT_MARGIN = 2.0
 """A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
@@ -152,7 +155,8 @@ def _planned(
     slow: Plan | None = None
     for candidate in tried():
         try:
-            made = _finished(candidate, max_bytes)
+            # A policy that the user chose orders last runs as well.
+            made = _finished(candidate, max_bytes, within=order == DEFAULT)
         except PlanError as error:
             refused = error if refused is None or candidate.overlap == "off" else refused
             missing.append(f"{candidate.overlap} is refused: {error.faults[0]}")
@@ -215,16 +219,21 @@ def _overlap_mode(text: str) -> OverlapMode:
     raise UsageError(f"overlap is {text!r}; choose one of: {', '.join(OVERLAP_MODES)}")
 
 
-def _finished(candidate: Candidate, max_bytes: int | None) -> Plan:
-    """Steps 4 to 6 for a candidate. Raises PlanError for one that cannot work."""
-    draft = _lowered(candidate)
+def _finished(candidate: Candidate, max_bytes: int | None, *, within: bool) -> Plan:
+    """Steps 3 to 6 for a candidate. within: whether last backwards are ordered for sums of gradients. Raises
+    PlanError for one that cannot work."""
+    draft = _lowered(candidate, within=within)
+    if within and max_bytes is not None and memory_faults(draft, max_bytes):
+        draft = _lowered(candidate)  # sums that start early hold their buffers for longer
     verify(draft, max_bytes)
     return replace(draft, prediction=predict(draft))
 
 
-def _lowered(candidate: Candidate) -> Plan:
+def _lowered(candidate: Candidate, *, within: bool = False) -> Plan:
     """Step 4 for a candidate. Raises PlanError for one whose ranks wait for each other for ever."""
     draft = candidate.make()
+    if within:
+        draft = sums_within(draft)
     sends = any(i.kind is InstructionKind.SENT for order in draft.orders for i in order)
     if sends and draft.overlap != "off":
         placed = _sent_before(draft, simulate(draft))

@@ -9,8 +9,8 @@ May touch `stretto.ir` and this room. The contract:
    value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
    begins, the collective goes to its lane; its `comm.wait` stands until it is done, and until the slowest of
    the ranks that share the place has done its part of it (`simulate.straggler`).
-3. `sent` stands until the message has left. `loss` and `reduce` start a collective; `heard` and
-   `reduced` stand until it is done.
+3. `sent` stands until the message has left. `loss` and `reduce`, which may stand in a window, start a
+   collective; `heard` and `reduced` stand until it is done.
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
    what is shared of `simulate.cards`; what is held in memory is that of `simulate.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares
@@ -159,22 +159,22 @@ class _Rank:
                 memory.sent(edge, microbatch)
                 self.accounts.hold(self._clock.now_us, memory.bytes_held)
             else:
-                collectives = self._walk.collectives
-                of_loss = kind in (InstructionKind.LOSS, InstructionKind.HEARD)
-                collective = (
-                    collectives.loss(self._index)
-                    if of_loss
-                    else collectives.bucket(str(instruction.ref), self._index)
-                )
-                if kind is InstructionKind.REDUCE:
-                    self.accounts.hold(self._clock.now_us, memory.reduce(str(instruction.ref)))
-                if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-                    collectives.join(collective, self._index)
-                else:
-                    yield from self._wait(collective.done, collective.name, collective)
-                if kind is InstructionKind.REDUCED:
-                    memory.reduced(str(instruction.ref))
-                self.accounts.hold(self._clock.now_us, memory.bytes_held)
+                yield from self._once_a_step(kind, str(instruction.ref))
+
+    def _once_a_step(self, kind: InstructionKind, bucket: str) -> Lane:
+        """The loss, or a bucket's sum."""
+        collectives, memory = self._walk.collectives, self._memory
+        of_loss = kind in (InstructionKind.LOSS, InstructionKind.HEARD)
+        collective = collectives.loss(self._index) if of_loss else collectives.bucket(bucket, self._index)
+        if kind is InstructionKind.REDUCE:
+            self.accounts.hold(self._clock.now_us, memory.reduce(bucket))
+        if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
+            collectives.join(collective, self._index)
+        else:
+            yield from self._wait(collective.done, collective.name, collective)
+        if kind is InstructionKind.REDUCED:
+            memory.reduced(bucket)
+        self.accounts.hold(self._clock.now_us, memory.bytes_held)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
         ready = self._walk.window(name)
@@ -212,6 +212,8 @@ class _Rank:
                     yield from self._finish(started, call)
                 if started is not None:
                     yield from self._meet(started)
+            elif segment.control is Control.REDUCE:
+                yield from self._once_a_step(InstructionKind.REDUCE, segment.bucket)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 

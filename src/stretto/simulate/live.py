@@ -14,7 +14,7 @@ contract:
 from __future__ import annotations
 
 from stretto.errors import PlanError
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import Span
 from stretto.simulate.clock import Moment
@@ -122,6 +122,8 @@ def works_of(plan: Plan, place: int, windows: dict[str, ReadyWindow]) -> dict[st
         if instruction.kind is InstructionKind.RUN:
             ready = windows[str(instruction.ref)]
             for item, op, call in zip(ready.window.items, ready.ops, ready.calls, strict=True):
+                if item.kind is ItemKind.REDUCE:
+                    found.setdefault(buckets[str(item.ref)], []).append((str(item.ref), -1))
                 if call is not None and op is not None and op.target != WAIT:
                     found.setdefault(call.axis, []).append((call, instruction.microbatches[item.part]))
         elif instruction.kind is InstructionKind.REDUCE:
