@@ -39,6 +39,7 @@ ROOMS = (
     "parallelize",
     "tensor",
     "models",
+    "processor",
     "backend",
     "batch",
     "ir",

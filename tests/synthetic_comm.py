@@ -173,11 +173,12 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     Collectives of one axis start in another order as well; messages keep theirs, as peers post for it.
     """
     draw = random.Random(seed)
-    windows = {name: _shuffled(plan.job, window, draw) for name, window in plan.windows.items()}
+    windows = {name: _shuffled(plan, window, draw) for name, window in plan.windows.items()}
     return replace(plan, windows=windows)
 
 
-def _shuffled(job: Job, window: Window, draw: random.Random) -> Window:
+def _shuffled(plan: Plan, window: Window, draw: random.Random) -> Window:
+    job = plan.job
     made: dict[tuple[int, str], int] = {}
     for at, item in enumerate(window.items):
         if item.kind is ItemKind.WAIT:
@@ -191,7 +192,7 @@ def _shuffled(job: Job, window: Window, draw: random.Random) -> Window:
         for op in job.stages[stage].ops[sub]
     }
     needs: dict[int, set[int]] = defaultdict(set)
-    messages = [at for at, item in enumerate(window.items) if item.kind is not ItemKind.OP]
+    messages = [at for at, item in enumerate(window.items) if item.kind in (ItemKind.WAIT, ItemKind.SEND)]
     for before, after in pairwise(messages):
         needs[after].add(before)
     for at, item in enumerate(window.items):
@@ -200,6 +201,10 @@ def _shuffled(job: Job, window: Window, draw: random.Random) -> Window:
             reads = ops[item.part, str(item.ref)].uses
         elif item.kind is ItemKind.SEND:
             reads = (job.edges[int(item.ref)].value,)
+        elif item.kind is ItemKind.REDUCE:
+            groups = plan.bucket(str(item.ref)).parameters
+            adds = {(s, value) for p in job.parameters if p.tied_to in groups for s, _, value in p.grads}
+            needs[at] |= {n for (part, name), n in made.items() if (window.parts[part][0], name) in adds}
         mates = (item.part, *window.mates(item.part))
         needs[at] |= {made[part, name] for part in mates for name in reads if (part, name) in made}
         if item.kind is ItemKind.OP and window.parts[item.part][1] is not Phase.F:

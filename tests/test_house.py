@@ -13,16 +13,8 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = 400
 
 UPWARD: set[tuple[str, str]] = set()
-EACH_OTHER = {
-    ("capture.carried", "capture.torch_adapter"),
-    ("ir.plan", "ir.serialize"),
-    ("tensor.global_tensor", "tensor.reshard.move"),
-}
-TOO_LONG = {
-    "capture/torch_adapter.py",
-    "ir/placements.py",
-    "ir/program.py",
-}
+EACH_OTHER: set[tuple[str, str]] = set()
+TOO_LONG: set[str] = set()
 
 _spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
 assert _spec is not None

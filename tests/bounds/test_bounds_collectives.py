@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.bounds.machine import Beside, Work, one_machine
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
-from stretto.ir.costs import CollectiveCost, Costs, Link, Quota
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
+from stretto.ir.processor import Processor
 from stretto.planning.pair import whole
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import peak_live
@@ -52,38 +52,6 @@ def test_lost_speed_counts_where_it_cannot_fall_into_idle_time() -> None:
     # Twenty collectives of 100 us, each at half speed, but for what the head and the tail may take.
     assert slow.us - free.us == pytest.approx(20 * 50, rel=0.5)
     assert "lost to communication" in slow.binds
-
-
-def test_a_lane_goes_slower_beside_compute_that_fits_nowhere_else() -> None:
-    job = make_comm_job(1, 10)
-    costs = make_comm_costs(job, op_us=100, collective_us=1000)
-    paced = {key: replace(cost, pace=0.75) for key, cost in costs.collectives.items()}
-    steady, slow = (
-        lower_bound(job, (0,), made).parts["rank 0 tp"] for made in (costs, replace(costs, collectives=paced))
-    )
-    # Ten microbatches of ten ops, but for 100 us of head and 200 of tail: a quarter is lost beside them.
-    assert slow - steady == pytest.approx(0.25 * (10 * 1000 - 100 - 200))
-    assert "2.42 ms slower beside compute" in lower_bound(job, (0,), replace(costs, collectives=paced)).binds
-    # A rank that has stood computes twice as fast as its times say.
-    limited = replace(costs, collectives=paced, quota=Quota(100.0, 0.5))
-    faster = lower_bound(job, (0,), limited).parts["rank 0 tp"]
-    assert faster == pytest.approx(slow - 0.25 * 5000, rel=0.01)
-
-
-def test_a_lane_loses_no_more_than_its_own_time_beside_compute() -> None:
-    work = Work(beside=Beside(130.0, 0.75, 7.0))
-    work.add(10.0, 20.0, 100.0)
-    found = one_machine(work, 5)
-    assert found is not None
-    assert (found.us, found.slowed_us) == (pytest.approx(530 + 0.25 * 93), pytest.approx(0.25 * 93))
-    work.beside = Beside(1e6, 0.75)
-    found = one_machine(work, 5)
-    assert found is not None
-    assert found.slowed_us == pytest.approx(500 / 0.75 - 500)
-    work.beside = Beside(25.0, 0.75)
-    found = one_machine(work, 5)
-    assert found is not None
-    assert found.slowed_us == 0.0, "all of it fits before the head and after the tail"
 
 
 def test_gradients_of_data_parallel_ranks_are_summed_after_all_that_adds_to_them() -> None:
@@ -154,9 +122,9 @@ def test_a_quota_gives_a_stretch_little_more_than_its_time() -> None:
     job = make_comm_job(1, 1, axes=(), blocks=4)
     costs = make_comm_costs(job, op_us=1000.0)
     free = lower_bound(job, (0,), costs).parts["critical path"]
-    limited = lower_bound(job, (0,), replace(costs, quota=Quota(100.0, 0.5))).parts["critical path"]
+    limited = lower_bound(job, (0,), replace(costs, processor=Processor(100.0, 0.5))).parts["critical path"]
     assert free - 200.0 - 1e-6 <= limited < free
-    short = lower_bound(job, (0,), replace(costs, quota=Quota(1e6, 0.5))).parts["critical path"]
+    short = lower_bound(job, (0,), replace(costs, processor=Processor(1e6, 0.5))).parts["critical path"]
     assert free / 2.0 - 1000.0 <= short <= free / 2.0, "while the quota lasts, ops go at full speed"
 
 
@@ -197,7 +165,7 @@ def plans(draw: st.DrawFn) -> Plan:
     def link() -> Link:
         rate = ACTIVATION.nbytes / draw(st.floats(0.1, 300))
         lost_us = draw(st.sampled_from([0, 20, 100, 600]))
-        return Link(draw(st.floats(0, 100)), rate, lost_us, slower=draw(slower))
+        return Link(draw(st.floats(0, 100)), rate, lost_us)
 
     def collective() -> CollectiveCost:
         latency_us, each_us = draw(st.floats(0, 50)), draw(st.floats(0.1, 400))
@@ -206,21 +174,17 @@ def plans(draw: st.DrawFn) -> Plan:
             curve,
             draw(st.sampled_from([0.0, 50.0, 900.0])),
             draw(st.sampled_from([0.0, 0.2, 0.9])),
-            pace=draw(st.sampled_from([1.0, 0.6])),
             processor_us=draw(st.sampled_from([0.0, 30.0])),
-            slower=draw(slower),
         )
 
-    slower = st.sampled_from([0.0, 0.5, 1.0])
     links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
     collectives = {(axis, kind): collective() for axis, _ in axes for kind in KINDS}
     shared = draw(st.sampled_from([(), ("tp",), ("dp", "tp")]))
     action_us = draw(st.sampled_from([0.0, 15.0]))
     skew = draw(st.sampled_from([0.0, 0.1]))
-    limits = (Quota(150.0, 0.5), Quota(1000.0, 0.2), Quota(150.0, 0.5, 0.7), Quota(20.0, 0.5))
-    quota = draw(st.sampled_from([None, None, *limits]))
-    cold = draw(st.sampled_from([0.0, 0.25]))
-    costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota, cold=cold)
+    limits = ((150.0, 0.5), (1000.0, 0.2), (150.0, 0.5, 0.7), (20.0, 0.5))
+    quota = draw(st.sampled_from([None, None, *(Processor(*limit) for limit in limits)]))
+    costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota)
     plan = plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
     return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan
 

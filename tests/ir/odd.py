@@ -73,7 +73,7 @@ def odd_plan() -> Plan:
         windows={**plan.windows, "0F": replace(window, items=items)},
         costs=replace(
             plan.costs,
-            links={(1, 0): Link(1.0, 100.0, 2.0, "measured", 0.5, 4e6), (0, 1): Link(2.0, math.inf)},
+            links={(1, 0): Link(1.0, 100.0, 2.0, "measured"), (0, 1): Link(2.0, math.inf)},
             collectives={
                 ("tp", "all_reduce"): CollectiveCost(curve, 1.5, 0.125, "measured", 0.625),
                 ("tp", "all_gather"): CollectiveCost(curve),

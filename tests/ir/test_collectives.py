@@ -17,8 +17,8 @@ from stretto.ir.collectives import (
     How,
     Kind,
 )
-from stretto.ir.program import STARTS, Op, Ref, TensorSpec
-from stretto.ir.varying import varying
+from stretto.ir.placed_programs import differing
+from stretto.ir.program import STARTS, Op, Ref, Shard, TensorSpec
 
 UNSIZED = st.sampled_from([kind for kind in IN_PROGRAMS if not kind.sized])
 
@@ -85,11 +85,17 @@ def test_rows_are_whole() -> None:
 def test_results_differ_between_ranks_as_the_row_says(kind: Kind) -> None:
     how = (((1, 1), (1, 1)),) if kind.sized else kind.reductions[:1]
     spec = TensorSpec((2, 2), "float32")
-    op = Op("made", kind.target, (Ref("x"), *how, "tp", 2), (), (spec,))
-    for given_ in ((), ("x",)):
-        differs = {"never": False, "always": True, "as given": bool(given_)}[kind.differs]
-        assert ("made" in varying([op], given_, "tp")) is differs
-        assert ("made" in varying([op], given_, "dp")) is bool(given_)
+    op = Op("made", kind.target, (Ref("param/x"), *how, "tp", 2), (), (spec,))
+
+    def differ(spread: bool, axis: str) -> bool:
+        shards = {"x": Shard(axis, 0)} if spread else {}
+        return "made" in differing([[(op, False)]], {"param/x": spec}, shards, axis, 2)
+
+    for spread in (False, True):
+        if spread or not kind.sums:  # a sum of what all hold whole is refused
+            differs = {"never": False, "always": True, "as given": spread}[kind.differs]
+            assert differ(spread, "tp") is differs
+        assert differ(spread, "dp") is spread
 
 
 def test_what_cannot_be_communicated_has_no_shape() -> None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from stretto.ir.program import Op, Ref, TensorSpec
-from stretto.ir.varying import varying
+from stretto.ir.placed_programs import differing
+from stretto.ir.program import Op, Ref, Shard, TensorSpec
 
-SPEC = TensorSpec((4,), "float32")
+SPEC = TensorSpec((4, 4), "float32")
+SHARDS = {"w": Shard("tp", 0)}
 
 
 def op(name: str, target: str, *args: object) -> Op:
     return Op(name, target, args, (), (SPEC,))
 
 
+def differ(ops: tuple[Op, ...], axis: str) -> set[str]:
+    given = {"batch/0": SPEC, "param/w": SPEC}
+    return differing([[(op, False) for op in ops]], given, SHARDS if axis == "tp" else {}, axis, 2)
+
+
 def test_shards_coordinates_and_chunks_differ_and_sums_are_equal_again() -> None:
     ops = (
         op("equal", "aten.relu.default", Ref("batch/0")),
-        op("part", "aten.mm.default", Ref("equal"), Ref("param/w")),
-        op("sum", "comm.all_reduce", Ref("part"), "sum", "tp", 2),
+        op("part", "aten.relu.default", Ref("param/w")),
+        op("addend", "aten.sum.dim_IntList", Ref("part"), (0,)),
+        op("sum", "comm.all_reduce", Ref("addend"), "sum", "tp", 2),
         op("summed", "comm.wait", Ref("sum")),
-        op("slices", "comm.reduce_scatter", Ref("part"), "sum", "tp", 2),
+        op("slices", "comm.reduce_scatter", Ref("addend"), "sum", "tp", 2),
         op("slice", "comm.wait", Ref("slices")),
         op("gather", "comm.all_gather", Ref("slice"), "tp", 2),
         op("gathered", "comm.wait", Ref("gather")),
@@ -26,13 +33,14 @@ def test_shards_coordinates_and_chunks_differ_and_sums_are_equal_again() -> None
         op("cut", "axis.chunk", Ref("equal"), 0, "tp", 2),
         op("mixed", "aten.add.Tensor", Ref("summed"), Ref("cut")),
     )
-    assert varying(ops, {"param/w"}, "tp") == {"param/w", "part", "slices", "slice", "place", "cut", "mixed"}
-    assert varying(ops, (), "dp") == set(), "nothing here is of the other axis"
+    wanted = {"param/w", "part", "addend", "slices", "slice", "place", "cut", "mixed"}
+    assert differ(ops, "tp") == wanted
+    assert differ(ops, "dp") == set(), "nothing here is of the other axis"
 
 
 def test_a_sum_along_another_axis_changes_nothing() -> None:
     ops = (
-        op("part", "aten.mm.default", Ref("batch/0"), Ref("param/w")),
+        op("part", "aten.sum.dim_IntList", Ref("param/w"), (0,)),
         op("sum", "comm.all_reduce", Ref("part"), "sum", "dp", 2),
     )
-    assert "sum" in varying(ops, {"param/w"}, "tp")
+    assert "sum" in differ(ops, "tp")

@@ -1,4 +1,4 @@
-"""Messages between hosts as they are measured, against a clock: when a send is done, when it has arrived."""
+"""Messages between hosts as they are measured, against a clock: when they have arrived."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ for nbytes in {SIZES}:
         if rank == 0:
             begin = time.perf_counter()
             dist.send(payload, 1)
-            done = time.perf_counter()
             dist.recv(told, 1)
-            rows.append((nbytes, done - begin, time.perf_counter() - begin))
+            rows.append((nbytes, time.perf_counter() - begin))
         else:
             dist.recv(payload, 0)
             dist.send(told, 0)
 if rank == 0:
     link = found[0, 1].link
-    print(json.dumps([link.bytes_per_us, link.latency_us, link.buffered_bytes, rows]))
+    print(json.dumps([link.bytes_per_us, link.latency_us, rows]))
 dist.destroy_process_group()
 """
 
@@ -48,16 +47,12 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("rate", "bytes_per_us"), [pytest.param("50mbit", 6.25, marks=pytest.mark.slow), ("200mbit", 25.0)]
 )
-def test_a_message_takes_its_time_and_its_send_less(rate: str, bytes_per_us: float) -> None:
+def test_a_message_takes_its_time(rate: str, bytes_per_us: float) -> None:
     with Lab(hosts=2, rate=rate) as lab:
         ranks = [lab.popen(host, [sys.executable, "-c", RANKS], stdout=subprocess.PIPE) for host in (0, 1)]
         said, _ = ranks[0].communicate(timeout=120)
         assert [process.wait(timeout=20) for process in ranks] == [0, 0]
-    found_per_us, latency_us, buffered_bytes, rows = json.loads(said)
+    found_per_us, latency_us, rows = json.loads(said)
     assert found_per_us == pytest.approx(bytes_per_us, rel=0.06)
-    for nbytes, done_s, there_s in rows:
-        there_us, done_us = 1e6 * there_s, 1e6 * done_s
-        assert there_us == pytest.approx(latency_us + nbytes / found_per_us, rel=0.1, abs=5000)
-        stands_us = max(0.0, nbytes - buffered_bytes) / found_per_us
-        # What a socket takes over depends a little on what went before.
-        assert done_us == pytest.approx(stands_us, abs=0.15 * there_us + 5000)
+    for nbytes, there_s in rows:
+        assert 1e6 * there_s == pytest.approx(latency_us + nbytes / found_per_us, rel=0.1, abs=5000)

@@ -56,7 +56,6 @@ def test_running_ranks_find_collectives_messages_and_each_other(
         assert link.both_ways > 0.5
     assert found.ranks is not None
     assert found.ranks.skew >= 0.0
-    assert found.ranks.unsteady is not None, "rounds are enough to tell how steady ranks are"
     # What is there is not measured again, but for the ranks, with which everything else is measured.
     launch(4, script, str(out))
     again = load_calibration(out)
@@ -85,9 +84,7 @@ def test_one_process_measures_between_others_and_goes_on(
     (link,) = found.links
     assert link.link.source == "measured, loopback"
     assert any("messages between ranks 1 apart: rounds differ" in warning for warning in outcome.warnings)
-    assert found.ranks is not None
-    assert found.ranks.cold >= 0.0
-    assert found.ranks.unsteady is None, "one rank has nobody to be held against"
+    assert found.ranks is None, "one rank has nobody to be held against"
 
     def fail(*given: object, **named: object) -> None:
         raise AssertionError("processes were started")

@@ -16,21 +16,22 @@ from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app
 from stretto.errors import StrettoError
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost, Costs, Link, Quota, Unsteady
+from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.prices import signature
+from stretto.ir.processor import Processor
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
 from stretto.measure import calibrate, time_ops
-from stretto.measure.core_share import pace_alone, part_of
 from stretto.measure.fake_collectives import function_of
 from stretto.measure.local_processes import MOST_PROCESSES, fitting
 from stretto.measure.measured import Compute, skew_of, stretches
-from stretto.measure.profile import Profile, Rounds, profile, typical
+from stretto.measure.profile import Rounds, profile, typical
 from stretto.measure.sweep import linear_ops, sweep_ops
 from stretto.measure.time_ops import distinct_ops, time_op
 from stretto.price.calibration import load_calibration, save_calibration
 from stretto.price.roofline import scaled
+from stretto.processor.core_share import pace_alone, part_of
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -91,14 +92,13 @@ def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.quiet
-def test_one_process_measures_collectives_between_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Profile, "cold", 0.25)
+def test_one_process_measures_collectives_between_others() -> None:
     plan = stretto.plan(comm_job(1, tp=2, rows=16, hidden=32), cluster="local")
     found = plan.costs.collectives["tp", "all_reduce"]
     assert found.source == "measured, 2 ranks, loopback"
     assert found.curve.us(16 * 32 * 4) > 1.0
     assert plan.costs.default_link.source == "no messages"
-    assert plan.costs.cold == 0.25, "as ops were found"
+    assert plan.costs.processor is None
 
 
 def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> None:
@@ -127,16 +127,12 @@ def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
 
 def test_under_a_quota_ranks_come_apart_by_what_they_compute_and_by_what_they_are_stopped_for() -> None:
     costs = Costs({}, {}, Link(0.0, 1.0), 0.0, "made up")
-    found = Compute({}, skew=0.2, thread_skew=0.05, cold=0.1)
-    assert (found.on(costs).skew, found.on(costs).cold) == (0.2, 0.1)
-    limited = found.on(replace(costs, quota=Quota(100.0, 0.5)))
-    assert limited.quota is not None
-    assert limited.quota.skew == pytest.approx(0.15)
-    assert (limited.skew, limited.working_skew) == (0.05, pytest.approx(0.2))
-    # Spells are told by the time of threads, which half of a processor stretches to twice that.
-    unsteady = replace(found, unsteady=Unsteady(0.1, 30.0, 0.5))
-    assert unsteady.on(costs).unsteady == Unsteady(0.1, 30.0, 0.5)
-    assert unsteady.on(limited).unsteady == Unsteady(0.1, 60.0, 0.5)
+    found = Compute({}, skew=0.2, thread_skew=0.05)
+    assert found.on(costs).skew == 0.2
+    limited = found.on(replace(costs, processor=Processor(100.0, 0.5)))
+    assert limited.processor is not None
+    assert limited.processor.skew == pytest.approx(0.15)
+    assert limited.skew == 0.05
     # Threads that differ by more than the clock says: by no more than that.
     assert Compute({}, 0.1, 0.3).on(limited).skew == 0.1
 
@@ -187,13 +183,13 @@ def test_what_a_thread_had_of_its_core_is_measured(monkeypatch: pytest.MonkeyPat
         clock["mine"] += 1_000_000
 
     for module in ("core_share", "products"):
-        monkeypatch.setattr(f"stretto.measure.{module}.time.perf_counter_ns", lambda: clock["now"])
-    monkeypatch.setattr("stretto.measure.core_share.time.thread_time_ns", lambda: clock["mine"])
-    monkeypatch.setattr("stretto.measure.core_share.products_on", lambda device: product)
-    monkeypatch.setattr("stretto.measure.core_share.own_share", lambda threads: 1.0)
+        monkeypatch.setattr(f"stretto.processor.{module}.time.perf_counter_ns", lambda: clock["now"])
+    monkeypatch.setattr("stretto.processor.core_share.time.thread_time_ns", lambda: clock["mine"])
+    monkeypatch.setattr("stretto.processor.core_share.products_on", lambda device: product)
+    monkeypatch.setattr("stretto.processor.core_share.own_share", lambda threads: 1.0)
     product_us, part = pace_alone(CPU)
     assert (product_us, part) == (pytest.approx(3000.0), pytest.approx(1 / 3))
-    monkeypatch.setattr("stretto.measure.core_share.own_share", lambda threads: 0.5)
+    monkeypatch.setattr("stretto.processor.core_share.own_share", lambda threads: 0.5)
     assert pace_alone(CPU)[1] == 0.5, "what the quota says"
 
 

@@ -11,8 +11,9 @@ import pytest
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
 from stretto.ir.action import Action, Overlap, Phase, Schedule
-from stretto.ir.costs import Costs, Quota
+from stretto.ir.costs import Costs
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
+from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Buffer, Job
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, list_order, make_graph
@@ -34,7 +35,7 @@ from stretto.planning.pair import whole
 from stretto.runtime.compile import cut
 from stretto.schedule.families import make_schedule
 from stretto.schedule.windows import make_window
-from stretto.simulate import compute_lane, simulate
+from stretto.simulate import simulate
 from stretto.simulate.windows import make_ready
 from stretto.verify import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
@@ -220,21 +221,19 @@ def test_compiled_stretches_do_not_pass_a_part_of_their_microbatch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "quota", "cold", "skew"),
+    ("stages", "processor", "skew"),
     [
-        (2, None, 0.0, 0.0),
-        (3, None, 0.0, 0.0),
-        (2, Quota(200.0, 0.5), 0.0, 0.0),
-        (2, None, 2.0, 0.0),
-        (2, None, 0.0, 0.2),
+        (2, None, 0.0),
+        (3, None, 0.0),
+        (2, Processor(200.0, 0.5), 0.0),
+        (2, None, 0.2),
     ],
 )
 def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long(
-    stages: int, quota: Quota | None, cold: float, skew: float, monkeypatch: pytest.MonkeyPatch
+    stages: int, processor: Processor | None, skew: float
 ) -> None:
-    monkeypatch.setattr(compute_lane, "MEMORY_US", 500.0)  # steps of this job are short
     job, costs = job_of(microbatches=4, stages=stages, blocks=1)
-    plan = whole_plan(job, replace(costs, quota=quota, cold=cold, skew=skew))
+    plan = whole_plan(job, replace(costs, processor=processor, skew=skew))
     wholes = wholes_of(plan)
     draw = random.Random(stages)
     steps = set()

@@ -9,10 +9,22 @@ import pytest
 
 from stretto.capture.expand import TracedOp
 from stretto.capture.proof import Proved
-from stretto.ir.program import Shard, TensorSpec
-from stretto.ir.varying import varying
+from stretto.ir.program import CHUNK, INDEX, Shard, TensorSpec
 from stretto.parallelize.alone import Beside
 from stretto.parallelize.tensor import AXIS
+
+
+def _varying(ops: Sequence[TracedOp], given: set[str]) -> set[str]:
+    """Values that differ between ranks, read off the ops alone: whatever is made of what differs."""
+    found = set(given)
+    for op in (item.op for item in ops):
+        if op.kind is not None and op.kind.differs != "as given":
+            differs = op.kind.differs == "always"
+        else:
+            differs = op.target in (INDEX, CHUNK) or not found.isdisjoint(op.uses)
+        if differs:
+            found.add(op.name)
+    return found
 
 
 def unproved(
@@ -22,8 +34,9 @@ def unproved(
     gradients: Mapping[str, str | None],
     kept: Mapping[str, str],
     size: int,
+    on_meshes: bool = False,
 ) -> Proved:
-    differ = varying((item.op for item in ops), {f"param/{name}" for name in shards}, AXIS)
+    differ = _varying(ops, {f"param/{name}" for name in shards})
     partial = {name: (AXIS,) for name, value in gradients.items() if value in differ and name not in shards}
     roots = {*kept.values(), *(value for value in gradients.values() if value is not None)}
     return Proved(tuple(ops), {root: root for root in roots}, partial)

@@ -13,11 +13,9 @@ from stretto.capture.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.gradients import addends
-from stretto.ir.program import WAIT, Job
+from stretto.ir.program import Job
 from stretto.ir.transfers import message_us
 from stretto.measure import messages, profile
-from stretto.measure.pauses import Paused, Pauses
-from stretto.measure.profile import Profile, Rounds
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.costs import costs_of
 from stretto.price.roofline import ACTION_US
@@ -119,57 +117,6 @@ def test_equal_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_the_stages_that_are_asked_for_are_measured() -> None:
     _, _, job = gpt_job(2, 32)
     assert {stage for stage, _ in profile.profile(job, CPU, [1]).op_us} == {1}
-
-
-def test_rounds_pause_where_a_step_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(profile, "LEAST_ROUND_US", 0.0)
-    monkeypatch.setattr("stretto.measure.pauses.time.sleep", slept.append)
-    _, _, alone = gpt_job(1, 32)
-    assert profile.profile(alone, CPU, least_rounds=2).cold == 0.0
-    assert not slept, "one rank alone never waits"
-    job = comm_job(2, tp=2)
-    found = profile.profile(job, CPU, [1], least_rounds=2)
-    waits = sum(op.target == WAIT for ops in job.stages[1].ops.values() for op in ops)
-    assert waits, "else nothing is shown"
-    assert len(slept) == (waits + len(PHASES)) * (1 + 2), "after every program too, once for warmth"
-    assert [len(found.rounds[1].paused), len(found.rounds[1].straight_us)] == [2, 2]
-
-
-def test_what_follows_a_pause_is_held_against_what_never_stood() -> None:
-    stands = Rounds(straight_us=[100.0, 100.0], paused=[Paused(105.0, 0.4), Paused(115.0, 0.6)])
-    faster = Rounds(straight_us=[100.0], paused=[Paused(90.0, 0.5)])
-    assert Profile({}, "", {0: stands}).cold == pytest.approx(0.2), "a tenth, and it stood for half of it"
-    assert Profile({}, "", {0: stands, 1: Rounds(straight_us=[500.0])}).cold == pytest.approx(0.2)
-    assert Profile({}, "", {0: faster}).cold == 0.0, "no wait makes compute faster"
-
-
-def test_a_pause_is_as_long_as_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = {"now": 0, "mine": 0}
-
-    def computes(ns: int) -> None:
-        clock["now"] += 2 * ns  # half of it someone else had the processor
-        clock["mine"] += ns
-
-    monkeypatch.setattr("stretto.measure.pauses.time.perf_counter_ns", lambda: clock["now"])
-    monkeypatch.setattr("stretto.measure.pauses.time.thread_time_ns", lambda: clock["mine"])
-    monkeypatch.setattr(
-        "stretto.measure.pauses.time.sleep", lambda s: clock.update(now=clock["now"] + round(s * 1e9))
-    )
-    pauses = Pauses()
-    computes(3000)
-    pauses.pause()
-    computes(1000)
-    pauses.pause()
-    assert clock["now"] == 2 * (6000 + 2000)
-    assert pauses.part == 0.5
-    assert pauses.end() == Paused(4.0, 0.5)
-    for begins in (20_000, 23_000):
-        clock["now"] = begins
-        pauses = Pauses(together_us=10.0)
-        computes(3000)
-        pauses.pause()
-        assert clock["now"] == 40_000, "both ranks wake at once"
 
 
 def test_a_second_visit_counts_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_runs_hold_all_compute_of_a_timeline() -> None:
     compute = [span for span in timeline.spans if span.kind is SpanKind.COMPUTE]
     assert {id(span) for span in found} == {id(span) for span in compute}
     assert len(found) == len(compute)
-    assert [run.window for run in runs[1]] == ["1F", "1F+1B", "1B"]
+    assert [run.window for run in runs[1]] == ["1F", "1F+1B", "1B last"]
     windows = window_ops(plan)
     for of_rank in runs:
         for run in of_rank:

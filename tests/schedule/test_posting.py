@@ -75,12 +75,12 @@ def test_the_loss_starts_before_sums_of_ties_on_all_ranks() -> None:
 
 
 def test_parts_along_two_axes_are_summed_one_after_the_other() -> None:
-    job = comm_job(2, 3, (("cp", 2), ("tp", 2)), sequence=True)
-    norms = tuple(replace(p, partial=("cp", "tp")) if p.partial else p for p in job.parameters)
+    job = comm_job(2, 3, (("ep", 2), ("tp", 2)), sequence=True)
+    norms = tuple(replace(p, partial=("ep", "tp")) if p.partial else p for p in job.parameters)
     assert norms != job.parameters
     job = replace(job, parameters=norms)
     plan = plan_with(job, make_schedule("1f1b", 2, 3), make_comm_costs(job))
     assert plan_faults(plan) == []
     for place in (0, 1):
         texts = [str(i) for i in plan.orders[place]]
-        assert texts.index(f"reduced cp {place}.0") < texts.index(f"reduce tp {place}.0")
+        assert texts.index(f"reduced ep {place}.0") < texts.index(f"reduce tp {place}.0")

@@ -8,9 +8,10 @@ import pytest
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost, Quota
+from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
-from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan
+from stretto.ir.plan import Item, ItemKind, Plan
+from stretto.ir.processor import Processor
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
 from stretto.simulate import op_times, simulate
 from tests.simulate.test_engine import lane, message, schedule
@@ -30,8 +31,10 @@ NORM_US = 50 * NORM.nbytes / ACTIVATION.nbytes
 
 
 def reordered(plan: Plan, window: str, *names: str) -> Plan:
-    """The window's ops in another order."""
-    items = tuple(Item(ItemKind.OP, 0, name) for name in names)
+    """The window's ops in another order; where its only run is the last one, sums start at its end."""
+    window = window if window in plan.windows else f"{window} last"
+    sums = (item for item in plan.windows[window].items if item.kind is ItemKind.REDUCE)
+    items = (*(Item(ItemKind.OP, 0, name) for name in names), *sums)
     assert set(items) == set(plan.windows[window].items)
     return replace(plan, windows={**plan.windows, window: replace(plan.windows[window], items=items)})
 
@@ -83,8 +86,8 @@ def test_ranks_come_apart_where_their_quota_stops_them() -> None:
     working = make_comm_plan(ONE, op_us=1000, collective_us=50)
 
     def step_us(plan: Plan, skew: float, quota_skew: float, period_us: float) -> float:
-        quota = Quota(period_us, 0.5, skew=quota_skew)
-        return simulate(replace(plan, costs=replace(plan.costs, skew=skew, quota=quota))).step_us
+        quota = Processor(period_us, 0.5, skew=quota_skew)
+        return simulate(replace(plan, costs=replace(plan.costs, skew=skew, processor=quota))).step_us
 
     # Work that goes on is stopped in every period: as far apart as if that were no quota's doing.
     even_us = step_us(working, 0.0, 0.0, 100.0)
@@ -99,8 +102,9 @@ def test_ranks_come_apart_where_their_quota_stops_them() -> None:
 def test_work_between_start_and_wait_hides_it() -> None:
     plan = make_comm_plan(ONE, op_us=100, collective_us=50)
     order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
+    in_order = ("d0", "bm0.0", "br0.0", "br0.0_w", "by0.0", "dx0", "dn0", "dw0.0")
     timeline = simulate(reordered(plan, "0B", *order))
-    assert simulate(plan).step_us - timeline.step_us == pytest.approx(50)
+    assert simulate(reordered(plan, "0B", *in_order)).step_us - timeline.step_us == pytest.approx(50)
     assert timeline.exposed_us["tp"] == pytest.approx(50 + NORM_US)
     assert timeline.comm_us["tp"] == pytest.approx(100 + NORM_US)
     assert timeline.hidden["tp"] == pytest.approx(50 / (100 + NORM_US))
@@ -150,17 +154,6 @@ def test_a_collective_slows_the_ops_that_it_meets() -> None:
             simulate(reordered(slow, "0B", *order)).step_us - simulate(reordered(base, "0B", *order)).step_us
         )
         assert gained == pytest.approx(40)
-
-
-def test_a_collective_goes_at_its_pace_while_its_member_computes() -> None:
-    order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
-    base = reordered(make_comm_plan(ONE, op_us=100, collective_us=80), "0B", *order)
-    costs = {key: replace(cost, pace=0.4) for key, cost in base.costs.collectives.items()}
-    plan = replace(base, costs=replace(base.costs, collectives=costs))
-    (quick,), (slow,) = ([m for m in lane_of(found) if "br0.0" in m.name] for found in (base, plan))
-    # All of it under dn0 would take 200 us; in dn0's 100 half of it is done, the rest while the lane stands.
-    assert (quick.duration_us, slow.duration_us) == (pytest.approx(80), pytest.approx(100 + 40))
-    assert simulate(plan).step_us == pytest.approx(simulate(base).step_us + 40)
 
 
 def lane_of(plan: Plan) -> list[Span]:
@@ -314,7 +307,7 @@ def test_a_wait_before_its_start_stops_the_plan() -> None:
     plan = make_comm_plan(ONE)
     early = reordered(plan, "0B", "d0", "br0.0_w", "bm0.0", "br0.0", "dn0", "dw0.0", "by0.0", "dx0")
     with pytest.raises(
-        PlanError, match=r"run 0B:0.*tp all_reduce br0.0, which this rank itself starts later"
+        PlanError, match=r"run 0B last:0.*tp all_reduce br0.0, which this rank itself starts later"
     ):
         simulate(early)
 
@@ -332,7 +325,7 @@ def test_a_wait_for_nothing_is_refused() -> None:
 
 def test_a_bucket_that_the_plan_does_not_have_is_refused() -> None:
     plan = make_comm_plan(ONE)
-    assert any(i.kind is InstructionKind.REDUCE for i in plan.orders[0])
+    assert any(item.kind is ItemKind.REDUCE for item in plan.windows["0B last"].items)
     with pytest.raises(PlanError, match=r"rank 0: `reduce tp 0\.0` needs a bucket"):
         simulate(replace(plan, buckets=()))
 
@@ -362,7 +355,7 @@ def test_the_inside_of_a_window_is_what_a_run_alone_takes() -> None:
         mixed = shuffled(plan, seed)
         ends = [
             max(start + us for _, start, us, lane_ in op_times(mixed, window) if lane_ == COMPUTE_LANE)
-            for window in ("0F", "0B")
+            for window in ("0F", "0B last")
         ]
         last = max(s.end_us for s in simulate(mixed).spans if s.name in ("0F0", "0B0"))
         assert last == pytest.approx(sum(ends))

@@ -58,6 +58,10 @@ def walked(plan: Plan, place: int, late_us: float = 0.0) -> float:
                 elif segment.control is Control.FINISH and segment.call is not None:
                     done = started[segment.call.key, microbatch].done
                     now_us = max(now_us, live.until(done, segment.call.name))
+                elif segment.control is Control.REDUCE:
+                    work, _ = next(works[plan.bucket(segment.bucket).communicator])
+                    assert work == segment.bucket
+                    started[work] = live.start(work, -1)
                 elif segment.local:
                     made.add(key)
                 elif segment.control is Control.SEND:

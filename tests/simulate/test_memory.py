@@ -184,7 +184,7 @@ def sums_plan(buckets: tuple[Bucket, ...], tied_to: str = "v0") -> Plan:
     [parameter] = job.parameters
     job = replace(job, parameters=(parameter, replace(parameter, name="v0", tied_to=tied_to)))
     order = schedule("0F0 0B0")
-    windows, orders, communicators = lower(job, order)
+    windows, orders, communicators = lower(job, order, overlap="off")
     reduces = (InstructionKind.REDUCE, InstructionKind.REDUCED)
     plain = [i for i in orders[0] if i.kind not in reduces]
     sums = [Instruction(kind, bucket.name) for kind in reduces for bucket in buckets]

@@ -24,6 +24,10 @@ _ROWS: dict[int, tuple[int, int, int]] = {}
 value, gathered in order, are that value again."""
 
 
+DATA = ("dp", "cp")
+"""Axes whose ranks have other data, so that all gradients and the loss are summed over them."""
+
+
 def mixed(*parts: object) -> int:
     """A number that stands for these parts."""
     return hash(parts) % PRIME
@@ -112,11 +116,11 @@ def meaning(job: Job, stage_ranks: tuple[int, ...]) -> Results:
     found: Results = {}
     for place, c in product(range(places), range(mesh.world)):
         rank = place * mesh.world + c
-        found["loss", rank, ""] = sum(losses[m] for m in _along(mesh, c, ("dp",))) % PRIME
+        found["loss", rank, ""] = sum(losses[m] for m in _along(mesh, c, DATA)) % PRIME
         for parameter in job.parameters:
             if parameter.tied_to in grads and any(stage_ranks[s] == place for s in parameter.stages):
                 partial = {a for p in job.parameters if p.tied_to == parameter.tied_to for a in p.partial}
-                group = _along(mesh, c, ("dp", *partial))
+                group = _along(mesh, c, (*DATA, *partial))
                 total = sum(grads[parameter.tied_to][m] for m in group)
                 found["grad", rank, parameter.tied_to] = total % PRIME
     return found

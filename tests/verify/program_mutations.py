@@ -191,6 +191,25 @@ def reduce_before_the_last_gradient(plan: Plan, chance: Random) -> Broken | None
     return with_order(plan, rank, order, f"rank {rank}, {moved}", moved)
 
 
+def sum_in_a_window_moved(plan: Plan, chance: Random) -> Broken | None:
+    found = items_of(plan, ItemKind.REDUCE)
+    if not found:
+        return None
+    window, at = chance.choice(found)
+    items = list(window.items)
+    moved = items.pop(at)
+    items.insert(chance.randint(0, at), moved)
+    return with_items(plan, window, items, moved)
+
+
+def drop_sum_in_a_window(plan: Plan, chance: Random) -> Broken | None:
+    return item_dropped(plan, chance, items_of(plan, ItemKind.REDUCE))
+
+
+def sum_in_a_window_twice(plan: Plan, chance: Random) -> Broken | None:
+    return item_doubled(plan, chance, items_of(plan, ItemKind.REDUCE))
+
+
 def swap_sums_on_one_rank(plan: Plan, chance: Random) -> Broken | None:
     """Of one kind: those that join places, or those within a place."""
 
@@ -270,6 +289,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     w_before_its_i,
     run_of_another_microbatch,
     reduce_before_the_last_gradient,
+    sum_in_a_window_moved,
+    drop_sum_in_a_window,
+    sum_in_a_window_twice,
     swap_sums_on_one_rank,
     swap_loss_and_tied_sum,
     drop_sum,

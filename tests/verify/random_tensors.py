@@ -8,6 +8,7 @@ from random import Random
 
 from stretto.ir.action import Phase
 from stretto.ir.program import Parameter, Shard, TensorSpec
+from tests.verify.meaning import DATA
 
 SMALL, LARGE = (16, 8), (1024, 1024)
 """Gradients that share buckets, and one that is summed alone."""
@@ -40,7 +41,7 @@ def random_tensors(draw: Random, stages: int, sizes: Mapping[str, int]) -> list[
     for stage in range(stages):
         for k in range(draw.randint(1, 3)):
             shape = LARGE if draw.random() < 0.1 else SMALL
-            axes = [axis for axis in sizes if axis != "dp"]
+            axes = [axis for axis in sizes if axis not in DATA]
             spread = [axis for axis in axes if draw.random() < 0.3]
             shards = tuple(Shard(axis, at % 2) for at, axis in enumerate(spread))
             differs = "tp" in sizes and "tp" not in spread and draw.random() < 0.5

@@ -107,6 +107,9 @@ class _World(Machine):
         if self.plan.rank_of(stage) != rank.at["pp"] or not 0 <= microbatch < self.job.microbatches:
             raise WrongPlanError(f"rank {rank.rank} has no stage {stage} or microbatch {microbatch}")
         group = "F" if phase is Phase.F else "B"
+        if item.kind is ItemKind.REDUCE:
+            self.reduce(rank, str(item.ref))
+            return
         if item.kind is not ItemKind.OP:
             edge = self.job.edges[int(item.ref)]
             if item.kind is ItemKind.WAIT:

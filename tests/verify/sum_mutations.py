@@ -6,11 +6,13 @@ place for it (no bucket, for example).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import Shard, TensorSpec
+from stretto.schedule.windows import adding_items
 from tests.verify.comm_mutations import lowered_again, with_parameter
 from tests.verify.order_mutations import Mutation
 
@@ -81,7 +83,78 @@ def drop_bucket(plan: Plan, chance: Random) -> Plan | None:
         plan,
         buckets=tuple(b for b in plan.buckets if b.name != gone),
         orders=tuple(tuple(i for i in order if i.ref != gone) for order in plan.orders),
+        windows={
+            name: replace(window, items=tuple(item for item in window.items if item.ref != gone))
+            for name, window in plan.windows.items()
+        },
     )
+
+
+def sum_before_its_last_addend(plan: Plan, chance: Random) -> Plan | None:
+    """Inside the window that completes the gradient, the sum starts too early."""
+    found = _sums_inside(plan)
+    if not found:
+        return None
+    window, at = chance.choice(found)
+    groups = plan.bucket(str(window.items[at].ref)).parameters
+    added = [k for group in groups for k in adding_items(plan.job, window).get(group, ())]
+    items = list(window.items)
+    items.insert(chance.randint(0, max(added)), items.pop(at))
+    return _with_items(plan, window, items)
+
+
+def sum_in_a_window_left_out(plan: Plan, chance: Random) -> Plan | None:
+    found = _sums_inside(plan)
+    if not found:
+        return None
+    window, at = chance.choice(found)
+    return _with_items(plan, window, [item for k, item in enumerate(window.items) if k != at])
+
+
+def sum_in_a_window_doubled(plan: Plan, chance: Random) -> Plan | None:
+    found = _sums_inside(plan)
+    if not found:
+        return None
+    window, at = chance.choice(found)
+    items = list(window.items)
+    items.insert(chance.randint(at, len(items)), items[at])
+    return _with_items(plan, window, items)
+
+
+def window_with_sums_run_earlier(plan: Plan, chance: Random) -> Plan | None:
+    """The window that starts sums and another run of its ops are exchanged: addends follow the sums."""
+    found = []
+    for rank, order in enumerate(plan.orders):
+        for late, run in enumerate(order):
+            plain = str(run.ref).removesuffix(" last")
+            found += [
+                (rank, early, late)
+                for early in range(late)
+                if run.kind is InstructionKind.RUN and plain != run.ref and order[early].ref == plain
+            ]
+    if not found:
+        return None
+    rank, early, late = chance.choice(found)
+    order = list(plan.orders[rank])
+    order[early], order[late] = (
+        replace(order[early], ref=order[late].ref),
+        replace(order[late], ref=order[early].ref),
+    )
+    return replace(plan, orders=(*plan.orders[:rank], tuple(order), *plan.orders[rank + 1 :]))
+
+
+def _sums_inside(plan: Plan) -> list[tuple[Window, int]]:
+    return [
+        (window, at)
+        for window in plan.windows.values()
+        for at, item in enumerate(window.items)
+        if item.kind is ItemKind.REDUCE
+    ]
+
+
+def _with_items(plan: Plan, window: Window, items: Sequence[Item]) -> Plan:
+    changed = replace(window, items=tuple(items))
+    return replace(plan, windows={**plan.windows, window.name: changed})
 
 
 def bucket_that_nobody_starts(plan: Plan, chance: Random) -> Plan | None:
@@ -147,7 +220,12 @@ def sums_in_the_wrong_order(plan: Plan, chance: Random) -> Plan | None:
     """A gradient's two sums are exchanged whole: dp first, then ties or parts."""
     kinds = (InstructionKind.REDUCE, InstructionKind.REDUCED)
     for rank, order in enumerate(plan.orders):
-        names = [str(i.ref) for i in order if i.kind is InstructionKind.REDUCE]
+        names = [
+            str(item.ref)
+            for i in order
+            for item in (plan.windows[str(i.ref)].items if i.kind is InstructionKind.RUN else (i,))
+            if item.kind in (ItemKind.REDUCE, InstructionKind.REDUCE)
+        ]
         for k, first in enumerate(names):
             for second in names[k + 1 :]:
                 if set(plan.bucket(first).parameters) & set(plan.bucket(second).parameters):
@@ -155,7 +233,20 @@ def sums_in_the_wrong_order(plan: Plan, chance: Random) -> Plan | None:
                     changed = tuple(
                         replace(i, ref=other.get(str(i.ref), i.ref)) if i.kind in kinds else i for i in order
                     )
-                    return replace(plan, orders=(*plan.orders[:rank], changed, *plan.orders[rank + 1 :]))
+                    windows = {
+                        name: replace(
+                            window,
+                            items=tuple(
+                                replace(item, ref=other.get(str(item.ref), item.ref))
+                                if item.kind is ItemKind.REDUCE
+                                else item
+                                for item in window.items
+                            ),
+                        )
+                        for name, window in plan.windows.items()
+                    }
+                    orders = (*plan.orders[:rank], changed, *plan.orders[rank + 1 :])
+                    return replace(plan, orders=orders, windows=windows)
     return None
 
 
@@ -176,6 +267,10 @@ SUM_MUTATIONS: tuple[Mutation, ...] = (
     partial_and_spread,
     communicator_along_another_axis,
     drop_bucket,
+    sum_before_its_last_addend,
+    sum_in_a_window_left_out,
+    sum_in_a_window_doubled,
+    window_with_sums_run_earlier,
     bucket_that_nobody_starts,
     bucket_on_another_communicator,
     gradient_out_of_its_bucket,

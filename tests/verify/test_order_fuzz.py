@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from stretto.ir.action import Overlap
+from stretto.ir.action import Overlap, Phase
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.simulate import simulate
 from stretto.verify import plan_faults, verify
@@ -67,6 +67,16 @@ def test_what_the_planner_makes_is_right_and_accepted(seeds: range) -> None:
         assert plan.prediction is not None
         assert timeline.step_us == plan.prediction.step_us
         assert math.isfinite(timeline.step_us)
+
+
+def test_what_arrives_for_weight_gradients_alone_is_gathered_there() -> None:
+    """The gather may not start in I, which would wait for a message that it does not need."""
+    plan = random_plan(98)
+    skip = next(edge for edge in plan.job.edges if edge.value == "f2.0_own")
+    assert skip.user_phase is Phase.W
+    starts = [op.name for op in plan.job.stages[1].ops[Phase.W] if op.collective is not None]
+    assert "f2.0_gather_1" in starts
+    assert wrong(plan, meant(98)) == ""
 
 
 def test_programs_are_of_all_kinds() -> None:

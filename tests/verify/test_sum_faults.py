@@ -14,7 +14,7 @@ from stretto.ir.plan import Bucket, Communicator
 from stretto.ir.program import Buffer, Job, Shard, Stage, TensorSpec
 from stretto.verify import plan_faults
 from tests.verify.comm_plans import comm_job, comm_plan, one_of_each
-from tests.verify.edits import Edit, both, bucket, communicator, job, order, parameter
+from tests.verify.edits import Edit, both, bucket, communicator, job, order, parameter, window
 
 BASE = one_of_each()
 SLICE = TensorSpec((256, 512), "float32")
@@ -117,7 +117,7 @@ REFUSED: list[tuple[Edit, str]] = [
     ),
     # sums
     (
-        both(order(0, "reduce tp 0.0; ", ""), order(0, "reduced tp 0.0; ", "")),
+        both(window("0W last", "reduce tp 0.0; ", ""), order(0, "reduced tp 0.0; ", "")),
         "rank 0, gradient of n0: is never summed over tp. Add `reduce` and `reduced` of a bucket on "
         "communicator tp",
     ),
@@ -132,8 +132,8 @@ REFUSED: list[tuple[Edit, str]] = [
     ),
     (
         bucket("dp 0.0", parameters=("w0.1", "n0")),
-        "rank 0, reduce dp 0.0: sums n0 over dp before its sum over the ranks that hold a copy. "
-        "Move it after the `reduced` of that sum",
+        "rank 0, window 0W last, reduce dp 0.0: sums n0 over dp before its sum over the ranks that hold a "
+        "copy. Move it after the `reduced` of that sum",
     ),
     (
         bucket("dp 0.0", parameters=("w0.1", "n0")),
@@ -141,11 +141,12 @@ REFUSED: list[tuple[Edit, str]] = [
     ),
     (
         bucket("dp 0.0", parameters=("w0.1", "w1.1")),
-        "rank 0, reduce dp 0.0: sums w1.1, of which this rank has no gradient. Remove it, or take w1.1 out",
+        "rank 0, window 0W last, reduce dp 0.0: sums w1.1, of which this rank has no gradient. Remove it, or "
+        "take w1.1 out",
     ),
     (
         bucket("tp 0.0", parameters=("n0", "w0.1")),
-        "rank 0, reduce tp 0.0: sums w0.1 over tp though it has no parts or copies there",
+        "rank 0, window 0W last, reduce tp 0.0: sums w0.1 over tp though it has no parts or copies there",
     ),
     (
         order(
@@ -154,13 +155,50 @@ REFUSED: list[tuple[Edit, str]] = [
         "rank 0, reduce n0: starts while bucket tp 0.0 still sums n0. Move it after `reduced tp 0.0`",
     ),
     (
-        order(0, "run 0W:2; reduce w0.0; reduce tp 0.0; ", "reduce tp 0.0; run 0W:2; reduce w0.0; "),
-        "rank 0, reduce tp 0.0: starts before `run 0W:2` has added its part of the gradient of n0. "
+        both(
+            window("0W last", "reduce tp 0.0; ", ""),
+            order(0, "run 0W last:2; ", "reduce tp 0.0; run 0W last:2; "),
+        ),
+        "rank 0, reduce tp 0.0: starts before `run 0W last:2` has added its part of the gradient of n0. "
         "Move it after instruction 13",
     ),
     (
-        order(0, "reduce dp 0.0; ", "reduce dp 0.0; reduce dp 0.0; "),
-        "rank 0, reduce dp 0.0: starts a second time; instruction 15 did. Keep one",
+        order(0, "run 0W last:2; reduce w0.0; ", "reduce w0.0; run 0W last:2; "),
+        "rank 0, reduce w0.0: starts before `run 0W last:2` has added its part of the gradient. "
+        "Move it after instruction 13",
+    ),
+    (
+        window("0W last", "dw0.1; reduce dp 0.0; ", "reduce dp 0.0; dw0.1; "),
+        "rank 0, window 0W last, reduce dp 0.0: starts before `dw0.1` has added its part of the gradient of "
+        "w0.1. Move it after item 3",
+    ),
+    (
+        both(
+            window("0W last", "reduce tp 0.0; ", ""),
+            window("0W", "dn0; ", "dn0; reduce tp 0.0; "),
+        ),
+        "rank 0, window 0W, reduce tp 0.0: starts before `run 0W last:2` has added its part of the gradient "
+        "of n0. Move it after instruction 12",
+    ),
+    (
+        order(0, "run 0W last:2; ", "run 0W:2; "),
+        "rank 0, reduced tp 0.0: waits for `reduce tp 0.0`, which does not stand before it",
+    ),
+    (
+        order(0, "run 0W:1; ", "run 0W last:1; "),
+        "rank 0, window 0W last, reduce tp 0.0: starts a second time; instruction 9 did. Keep one",
+    ),
+    (
+        order(0, "run 0W last:2; ", "run 0W last:2; reduce dp 0.0; "),
+        "rank 0, reduce dp 0.0: starts a second time; instruction 12 did. Keep one",
+    ),
+    (
+        window("0W last", "reduce dp 0.0; ", "reduce dp 0.0; reduce dp 0.0; "),
+        "rank 0, window 0W last, reduce dp 0.0: starts a second time; instruction 12 did. Keep one",
+    ),
+    (
+        window("0W last", "reduce dp 0.0; ", "reduce dp 0.9; "),
+        'windows["0W last"].items[3]: there is no bucket',
     ),
     (
         order(0, "reduced dp 0.0; ", "reduced dp 0.0; reduced dp 0.0; "),

@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stretto.bench.analytic import megatron_flops
 from stretto.bench.published_steps import Factors, Row, errors, records, shipped, sizes, steps_report
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.curve import Curve
-from stretto.price.analytic import megatron_flops
 from stretto.price.collectives import collective_curve
 from stretto.price.devices import device
 from stretto.price.fabric import Group

@@ -1,7 +1,7 @@
 """Training steps that others measured, predicted; and the few factors that are fitted on half of them.
 
 The rows are vTrain's (Bang et al., MICRO 2024): single-node and multi-node steps of GPT models. A row's time
-is predicted by `stretto.price.analytic` with the catalogue's figures; what no sheet says (launches, shortest
+is predicted by `stretto.bench.analytic` with the catalogue's figures; what no sheet says (launches, shortest
 kernels, the framework's own time) is fitted on every second single-node row. Reads the package's data files.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 
-from stretto.price.analytic import MEGATRON_DEEPSPEED, Layout, Software, Transformer, step_time
+from stretto.bench.analytic import MEGATRON_DEEPSPEED, Layout, Software, Transformer, step_time
 from stretto.price.collectives import CollectiveModel
 from stretto.price.devices import GB_PER_S, device
 from stretto.price.efficiency import Roof

@@ -18,7 +18,7 @@ compute lane, whose ops need collectives; compute for a lane, whose collectives 
 5. The same holds backward from the end of the step, with tails for heads, the feeder's time that the job must
    precede for x, and the least tail of its work for `first`.
 
-What makes work longer than its time (slowdown, pace, other work on the feeder) only leaves less to be done.
+What makes work longer than its time (slowdown, other work on the feeder) only leaves less to be done.
 Rounding x down, as many distinct ones are, keeps 2 true.
 """
 

@@ -29,10 +29,11 @@ import numpy as np
 
 from stretto.bounds.fed import Array, sums_above, thresholds
 from stretto.bounds.reach import Reach, StageReach
-from stretto.bounds.stage import NEVER, STEADY, Mask, Pace
+from stretto.bounds.stage import NEVER, Mask
 from stretto.ir.costs import Costs
 from stretto.ir.program import Edge, Job
 from stretto.ir.transfers import occupancy_us
+from stretto.processor.pace import STEADY, Pace
 
 TURNS = 32
 """Of more microbatches than this, the bounds of so many stand for those that come after each, up to the next.

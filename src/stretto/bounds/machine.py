@@ -60,36 +60,12 @@ class Outside:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """A lane beside which this machine goes at `pace` of its speed: it works for `us` at least. For
-    `spared_us`, at most, the machine does what is not slowed.
-
-    Of the lane's work, no more lies before a and in the last b of the step than these are long. The rest, and
-    what the machine has to do, share what is between: where both work, (1 - pace) of that time is lost, and
-    where they take turns, all of it.
-    """
-
-    us: float
-    pace: float
-    spared_us: float = 0.0
-
-    def lost_us(self, firsts: Array, lasts: Array, weight: Array) -> Array:
-        """For each pair of (first, last): by how much the machine's work takes longer at least. weight: of
-        which there is so much; what takes its whole time beside the lane takes no longer than that."""
-        inside = self.us - self.spared_us - firsts[:, None] - lasts[None, :]
-        most = (1.0 / self.pace - 1.0) * weight
-        found: Array = np.maximum(0.0, np.minimum((1.0 - self.pace) * inside, most))
-        return found
-
-
 @dataclass(slots=True)
 class Work:
     """What a machine has to do: jobs, each once a microbatch or once a step. Microseconds.
 
     outside: other work, of which what cannot fit before the head and after the tail is added; its shares
         are at most 1 together.
-    beside: the lane that slows the machine down, if one does.
     before_us: time of the jobs that may lie before their head.
     ahead_us: by how much the jobs that are done in any stretch of time may exceed it.
     feeders: machines that hold this one up.
@@ -107,7 +83,6 @@ class Work:
     kth_heads: list[Array | None] = field(default_factory=list)
     kth_tails: list[Array | None] = field(default_factory=list)
     outside: tuple[Outside, ...] = ()
-    beside: Beside | None = None
     before_us: float = 0.0
     ahead_us: float = 0.0
     turns: Array = field(default_factory=lambda: np.zeros(0))
@@ -150,8 +125,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The binding set: us = head + microbatches * each + once + extra + slowed + tail, less what is done at
-    the ends.
+    """The binding set: us = head + microbatches * each + once + extra + tail, less what is done at the ends.
 
     at_first, at_last: what can be done of the set before the head, or after the tail has begun, where
     something holds it up; None where nothing of the set lies there.
@@ -163,7 +137,6 @@ class Machine:
     once_us: float
     tail_us: float
     extra_us: float = 0.0
-    slowed_us: float = 0.0
     at_first: Held | None = None
     at_last: Held | None = None
 
@@ -186,11 +159,10 @@ def one_machine(work: Work, microbatches: int) -> Machine | None:
     extra = np.zeros_like(around)
     for outside in work.outside:
         extra += outside.inside_us(firsts, lasts)
-    slowed = work.beside.lost_us(firsts, lasts, weight) if work.beside else np.zeros_like(around)
     early = work.ahead_us + np.where(firsts[:, None] > 0, work.before_us, 0.0)
     # 1. Sets of which all lies after the head and before the tail.
     filled = sums(np.ones(len(work.heads))) > 0
-    best = _best(np.where(filled, around + weight + extra + slowed - early, -np.inf))
+    best = _best(np.where(filled, around + weight + extra - early, -np.inf))
     # 2. Sets that reach before the head, and after the tail.
     first = _held(work, firsts, at_head, weight[0, 0] - weight[:, 0], microbatches, kth_heads, at_end=False)
     last = _held(work, lasts, at_tail, weight[0, 0] - weight[0, :], microbatches, kth_tails, at_end=True)
@@ -210,7 +182,7 @@ def one_machine(work: Work, microbatches: int) -> Machine | None:
         # Had the last b begun by a, all that is reached would be done before a.
         left = inside > early + SOME * weight[0, 0]
         sure = apart | left if one is None or other is None else apart
-        found = _best(np.where(sure & (reached > 0), around + inside + extra + slowed - early, -np.inf))
+        found = _best(np.where(sure & (reached > 0), around + inside + extra - early, -np.inf))
         if found[0] > best[0] * (1 + ROUNDING):
             best, at_first, at_last = found, one, other
     us, row, column = best
@@ -222,7 +194,6 @@ def one_machine(work: Work, microbatches: int) -> Machine | None:
         float(once[inside_at]),
         float(lasts[column]),
         float(extra[row, column]),
-        float(slowed[row, column]),
         at_first.held(row) if at_first else None,
         at_last.held(column) if at_last else None,
     )

@@ -23,12 +23,10 @@ import numpy as np
 from stretto.bounds.ends import End, ends_of
 from stretto.bounds.stage import (
     NEVER,
-    STEADY,
     Array,
     Call,
     Distances,
     Mask,
-    Pace,
     Shape,
     find_distances,
 )
@@ -43,6 +41,7 @@ from stretto.ir.transfers import (
     missing_times,
     time_of,
 )
+from stretto.processor.pace import Pace
 
 
 @dataclass(slots=True)
@@ -162,13 +161,6 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     )
 
 
-def pace_of(costs: Costs) -> Pace:
-    """What a quota lets a rank do: full speed while it lasts, and in any stretch of time no more than that
-    time's share and what is left of two periods'."""
-    quota = costs.quota
-    return STEADY if quota is None else Pace(quota.fastest, 2.0 * (1.0 - quota.share) * quota.period_us)
-
-
 def _least_us(inside: Distances, ops: Mask) -> float:
     """The least time in which ops are done on the compute lane."""
     return float(inside.pace.least_us(inside.time_us[ops].sum()))
@@ -182,7 +174,7 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
         raise PlanError("cannot bound the step", faults)
     numbers = [{op.name: at for at, op in enumerate(ops)} for ops in programs]
     ends = ends_of(job, stage_ranks, costs, numbers)
-    pace = pace_of(costs)
+    pace = Pace.of(costs.processor)
     known: dict[Shape, Distances] = {}
     stages: list[StageReach] = []
     for stage, ops in enumerate(programs):

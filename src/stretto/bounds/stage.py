@@ -10,8 +10,8 @@ Knows ops as numbers, with times and lanes; nothing of ranks, links or other sta
    collective at a time in the order of starts; so of those on one lane whose starts are needed, the ones that
    start no earlier than a point all pass after it.
 4. A distance is the largest that 2 and 3 give over every chain of waits in between: the longest path
-   over lanes, in which stretches of compute count with their load. Under a quota a stretch may take less
-   than its ops' times: a lane that stood before it has time left (`Pace`).
+   over lanes, in which stretches of compute count with their load, each for the least time that it takes on
+   its lane (`stretto.processor.pace`).
 5. Before an op has ended, and after it has begun, the time that each machine has spent on what it needs, and
    must spend on what needs it, is known: what `schedule.bound_fed` bounds fed machines by.
 
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.processor.pace import STEADY, Pace
+
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
@@ -37,24 +39,6 @@ COMPUTE = "compute"
 
 _ROWS = 512
 """Rows of the relation that are numbers at one time: 4 MB a thousand ops."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How much of its ops' times a compute lane may do in any stretch of time T, in microseconds: at most
-    `fastest` times T, and at most T + `ahead_us`."""
-
-    fastest: float = 1.0
-    ahead_us: float = 0.0
-
-    def least_us(self, work_us: Array) -> Array:
-        """The least time in which so much is done. Superadditive, and grows no faster than the work: of a
-        stretch that is known to take so long, the time of one of its ops may be taken off."""
-        return np.maximum(work_us / self.fastest, work_us - self.ahead_us)
-
-
-STEADY = Pace()
-"""A lane that does a microsecond's work in a microsecond, always."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,8 @@ May touch `stretto.ir` and this room. The contract:
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
    the part that cannot fall before the head and after the tail is added to the work: no more can than
    the heads and tails of the transfers themselves let.
-   A collective goes at its pace while its rank computes: what compute does not fit before the head and after
-   the tail slows the lane, and the card.
-   Under a quota a rank that has stood computes at full speed for a while: any stretch of time may hold
-   two periods' quota more than its own (`schedule.reach.pace_of`), those of heads, tails and chains, too.
+   Where a lane may be ahead of its ops' times (`stretto.processor.pace`), heads, tails and chains count with
+   the least time, too.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
 5. A stage that may hold few live microbatches cannot start the next before one has ended
    (`schedule.bound_live`).
@@ -36,8 +34,8 @@ from stretto.bounds.ends import SumTime
 from stretto.bounds.fed import ROUNDING, Feeder
 from stretto.bounds.kth import Turns, find_turns
 from stretto.bounds.live import live_bound
-from stretto.bounds.machine import Beside, Outside, Work, one_machine
-from stretto.bounds.reach import Reach, StageReach, find_reach, pace_of
+from stretto.bounds.machine import Outside, Work, one_machine
+from stretto.bounds.reach import Reach, StageReach, find_reach
 from stretto.bounds.stage import COMPUTE, Array, Call, after_lane
 from stretto.bounds.words import collectives_of, format_us, machine_in_words, memory_in_words
 from stretto.ir.action import Phase, Schedule
@@ -45,6 +43,7 @@ from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.ir.transfers import CollectiveTime, occupancy_us, processor_us
+from stretto.processor.pace import Pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class _Place:
         self._m = job.microbatches
         self._costs = costs
         self._reach = reach
-        self._pace = pace_of(costs)
+        self._pace = Pace.of(costs.processor)
         stages = [reach.stages[stage] for stage, owner in enumerate(stage_ranks) if owner == rank]
         self._stages = stages
         self._turns = turns
@@ -226,10 +225,6 @@ class _Place:
         """The lane of an axis: collectives of ops, and sums."""
         feeding = [name for name in self._feeders if name != axis]
         work = Work(tuple(self._feeders[name] for name in feeding), turns=self._turns.count)
-        # On a card latency keeps nothing busy, and is not slowed.
-        times = self._times([axis])
-        late_us = sum(many * time.latency_us for time, many in times) if axis in self._costs.shared else 0.0
-        work.beside = self._beside([axis], late_us)
         return self._collectives(axis, work, feeding, card=False)
 
     def card(self, *, outgoing: bool) -> Work:
@@ -244,26 +239,15 @@ class _Place:
                 kth_head=self._turns.leaves_us[edge.index],
                 kth_tail=link.latency_us + self._turns.follows_us[edge.index],
             )
-        shared = [axis for axis in self.axes if axis in self._costs.shared]
-        for axis in shared:
-            self._collectives(axis, work, [], card=True)
-        messages = self._messages[outgoing]
-        work.beside = self._beside(
-            shared, self._m * sum(occupancy_us(link, edge.spec.nbytes) for edge, link in messages)
-        )
+        for axis in self.axes:
+            if axis in self._costs.shared:
+                self._collectives(axis, work, [], card=True)
         return work
 
-    def _times(self, axes: Sequence[str]) -> list[tuple[CollectiveTime, int]]:
-        """The collectives of these axes, and how often each comes in a step."""
-        found = [(time, self._m) for stage in self._stages for call, time in stage.calls if call.lane in axes]
-        return found + [(of.time, 1) for of, _, _ in self._sums if of.axis in axes]
-
-    def _beside(self, axes: Sequence[str], spared_us: float) -> Beside | None:
-        """Compute, as it slows these axes' collectives; each of them no less than the one that it slows
-        least."""
-        pace = max((time.pace for time, _ in self._times(axes)), default=1.0)
-        works_us = self._m * sum(float(stage.time_us.sum()) for stage in self._stages) / self._pace.fastest
-        return Beside(works_us, pace, spared_us) if pace < 1.0 else None
+    def _times(self, axis: str) -> list[tuple[CollectiveTime, int]]:
+        """The collectives of an axis, and how often each comes in a step."""
+        found = [(time, self._m) for stage in self._stages for call, time in stage.calls if call.lane == axis]
+        return found + [(of.time, 1) for of, _, _ in self._sums if of.axis == axis]
 
     def _collectives(self, axis: str, work: Work, feeding: list[str], *, card: bool) -> Work:
         """Add those of an axis: on its lane, or on the card that it shares, which latency leaves free.
@@ -320,7 +304,7 @@ class _Place:
             around = [(head_us, tail_us) for _, head_us, tail_us in sums]
             if axis in self._feeders:  # collectives of ops
                 around.append((self._feeders[axis].head_us, self._feeders[axis].tail_us))
-            times = self._times([axis])
+            times = self._times(axis)
             # More than the whole cannot be lost.
             taken_us = sum(times_a_step * t.us * min(1.0, t.load) for t, times_a_step in times)
             shares = [min(1.0, t.load) for t, _ in times]

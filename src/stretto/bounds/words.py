@@ -26,8 +26,6 @@ def machine_in_words(name: str, m: int, machine: Machine) -> str:
         inside.append(f"{format_us(machine.once_us)} once")
     if machine.extra_us > 0:
         inside.append(f"{format_us(machine.extra_us)} lost to communication")
-    if machine.slowed_us > 0:
-        inside.append(f"{format_us(machine.slowed_us)} slower beside compute")
     first, last = machine.at_first, machine.at_last
     text = f"{name} ({' and '.join(inside)})"
     text += _around(0.0 if first else machine.head_us, 0.0 if last else machine.tail_us)

@@ -114,7 +114,7 @@ def _capture(
         )
     placement = split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
     if SCATTER_BORDERS not in parallel.skip_passes:
-        traced, placement = scatter_borders(traced, placement)
+        traced, placement = scatter_borders(traced, placement, parallel.tp)
     job = cut(traced, placement, count, parallel.microbatches)
     return replace(
         job,

@@ -41,9 +41,11 @@ SHAPED = (*VIEWS, "aten.reshape.default")
 NORM = "aten.native_layer_norm_backward.default"
 
 
-def scatter_borders(traced: Traced, placement: Placement) -> tuple[Traced, Placement]:
-    """See the module. Both as they were when no sum crosses a border."""
-    step = PlacedStep(traced, placement)
+def scatter_borders(traced: Traced, placement: Placement, size: int) -> tuple[Traced, Placement]:
+    """See the module. size: of the axis. Both as they were when no sum crosses a border."""
+    if size == 1:
+        return traced, placement
+    step = PlacedStep(traced, placement, size)
     made = [cut for name in step.crossing() if (cut := _Border(step, name).cut()) is not None]
     if not made:
         return traced, placement

@@ -5,22 +5,25 @@ torch._subclasses.functional_tensor.FunctionalTensor, and the slots of torch.fx.
 nn.Module._parameters, _buffers                 what a forward puts in their places
 torch._C.DisableTorchFunction, torch.utils._python_dispatch._disable_current_modes
                                                 looking at real tensors while a graph is made
+torch._ops.OpOverload, FakeTensor.constant      what is an op, the elements of a constant
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stretto.capture.carried import Traced
+from stretto.capture.graphs import Traced
 from stretto.errors import CaptureError
+from stretto.tensor import parts
 
 
 def nodes_of(tensors: Mapping[int, torch.Tensor]) -> Traced | None:
@@ -77,3 +80,29 @@ def buffers_in_place(model: nn.Module) -> Iterator[None]:
 
 def _path(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
+
+
+def is_dispatched(target: object) -> TypeGuard[torch._ops.OpOverload]:
+    """Whether a node calls an op of the dispatcher (and not a control flow operator or Python code)."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The real elements of a constant that the graph carries; None when they are not known."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.detach()
+    if tensor.constant is not None:
+        return tensor.constant.detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.numel() == 0 else None
+
+
+def draws(node: torch.fx.Node) -> bool:
+    """Whether a node draws from the generator."""
+    return is_dispatched(node.target) and parts.draws(node.target, node.args, node.kwargs)
+
+
+def constant_key(value: Any) -> Hashable:
+    """What tells two constants of graphs from one another."""
+    with untraced():
+        elements = constant_value(value) if isinstance(value, torch.Tensor) else None
+        return id(value) if elements is None else (elements.dtype, elements.shape, repr(elements.tolist()))

@@ -19,44 +19,25 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.capture.calls_adapter import constant_key, draws, nodes_of
+from stretto.capture.graphs import JointGraph
 from stretto.capture.repeat import NotRepeatedError
 from stretto.capture.state import State
 from stretto.errors import CaptureError
-
-if TYPE_CHECKING:
-    from stretto.capture.torch_adapter import JointGraph
 
 NAMED = 3
 """How many names of what is carried a message has."""
 
 
-class Traced(NamedTuple):
-    """The graph under way and what holds its constants; id of a tensor -> the node that makes it."""
-
-    graph: torch.fx.Graph
-    holder: Any
-    nodes: Mapping[int, torch.fx.Node]
-
-
-class Rules(NamedTuple):
-    """What the room of PyTorch's private corners knows. traced: of tensors, None while nothing is traced;
-    draws: whether a node draws at random; constant: what tells two constants apart."""
-
-    traced: Callable[[Mapping[int, Tensor]], Traced | None]
-    draws: Callable[[torch.fx.Node], bool]
-    constant: Callable[[Any], Hashable]
-
-
 class Calls:
     """What model and loss hold around each run of the forward. When the context ends, all is as it was."""
 
-    def __init__(self, roots: tuple[tuple[str, Any], ...], rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self, *roots: tuple[str, Any]) -> None:
         self._roots = roots
         self._known: dict[Hashable, int] = {}
         self._numbers: dict[int, int] = {}
@@ -91,7 +72,7 @@ class Calls:
 
     def _number_left(self) -> None:
         """Step 3: the numbers of tensors that this run left."""
-        traced = self._rules.traced(self._new_tensors(self._first.again()))
+        traced = nodes_of(self._new_tensors(self._first.again()))
         if traced is not None:
             found = self._numbered(traced.graph, traced.holder, {})
             made = {key: found[node] for key, node in traced.nodes.items()}
@@ -150,7 +131,7 @@ class Calls:
     ) -> dict[torch.fx.Node, tuple[int, bool]]:
         """Step 2: node -> (its number, whether it depends on constants alone)."""
         found: dict[torch.fx.Node, tuple[int, bool]] = {}
-        draws = 0
+        drawn = 0
         for node in graph.nodes:
             if node.op == "placeholder":
                 kind, name = inputs.get(node, ("", node.name))
@@ -160,12 +141,12 @@ class Calls:
                 value = holder
                 for part in str(node.target).split("."):
                     value = getattr(value, part)
-                found[node] = self._number(("constant", self._rules.constant(value))), True
+                found[node] = self._number(("constant", constant_key(value))), True
             elif node.op == "call_function":
-                draw = self._rules.draws(node)
-                draws += draw
+                draw = draws(node)
+                drawn += draw
                 arguments = _told(node.args, found), _told(node.kwargs, found)
-                number = self._number((str(node.target), *arguments, draws if draw else 0))
+                number = self._number((str(node.target), *arguments, drawn if draw else 0))
                 found[node] = number, not draw and all(found[source][1] for source in node.all_input_nodes)
         return found
 

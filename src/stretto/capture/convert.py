@@ -14,13 +14,16 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from stretto.capture import torch_adapter
+from stretto.capture.calls_adapter import constant_value, is_dispatched
 from stretto.capture.expand import TracedOp
+from stretto.capture.graphs import JointGraph
 from stretto.errors import CaptureError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.alone import Matched
 from stretto.parallelize.ops import NAMESPACE
+from stretto.tensor.parts import draws
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 """Namespaces of PyTorch's own. DTensor changes placements by those of plans, but a few ops call these."""
@@ -41,7 +44,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def convert(
-    joint: torch_adapter.JointGraph,
+    joint: JointGraph,
     names: dict[torch.fx.Node, str],
     matched: Sequence[Matched] = (),
     ranks: int = 1,
@@ -120,7 +123,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         return Op(node.name, GETITEM, args, kwargs, outputs, alias)
     if str(node.target).startswith(f"{NAMESPACE}."):
         return _communication(node, args, outputs, roots)
-    if not torch_adapter.is_dispatched(node.target):
+    if not is_dispatched(node.target):
         raise CaptureError(
             f"the model calls {node.target}, which is not an op of the dispatcher; "
             "control flow operators and compiled regions cannot be captured: call their body directly"
@@ -145,7 +148,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         kwargs=kwargs,
         outputs=outputs,
         alias=alias,
-        random=torch_adapter.draws_random(node.target, node.args, node.kwargs),
+        random=draws(node.target, node.args, node.kwargs),
         flops=_flops(node),
     )
 
@@ -207,7 +210,7 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
     found: Any = module
     for part in str(node.target).split("."):
         found = getattr(found, part)
-    tensor = torch_adapter.constant_value(found) if isinstance(found, torch.Tensor) else None
+    tensor = constant_value(found) if isinstance(found, torch.Tensor) else None
     if tensor is None:
         raise CaptureError("the model's code holds a constant whose elements are not known")
     return Constant(str(node.target), spec_of(tensor), tuple(tensor.flatten().tolist()))
@@ -215,7 +218,7 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
 
 def _flops(node: torch.fx.Node) -> int:
     """Floating-point operations by PyTorch's formulas; its attention formula serves all attention ops."""
-    assert torch_adapter.is_dispatched(node.target)
+    assert is_dispatched(node.target)
     packet = node.target.overloadpacket
 
     def shape(value: Any) -> Any:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from stretto.capture.expand import TracedOp
 from stretto.capture.split import Placement
 from stretto.capture.trace import Traced
+from stretto.ir.placed_programs import differing
 from stretto.ir.program import TensorSpec
-from stretto.ir.varying import varying
 from stretto.parallelize.tensor import AXIS
 
 ADD = "aten.add.Tensor"
@@ -21,14 +21,16 @@ ADD = "aten.add.Tensor"
 
 @dataclass(slots=True)
 class PlacedStep:
-    """items: op's name -> the op; users: value -> the ops that read it; specs: of values that are one tensor.
-    differs: values that are not equal on all ranks of the axis. roots: values that must stay.
+    """size: of the axis. items: op's name -> the op; users: value -> the ops that read it.
+    specs: of values that are one tensor. differs: values that are not equal on all ranks of the axis.
+    roots: values that must stay.
     sums: gradients of parameters, and what they are sums of, which is taken apart where stages are cut.
     own_grads: gradients that are of one parameter alone, which all ranks hold whole -> the parameter.
     """
 
     traced: Traced
     placement: Placement
+    size: int
     items: dict[str, TracedOp] = field(init=False)
     users: Mapping[str, list[TracedOp]] = field(init=False)
     differs: set[str] = field(init=False)
@@ -45,13 +47,13 @@ class PlacedStep:
             for name in item.op.uses:
                 users[name].append(item)
         self.users = users
-        shards = {f"param/{name}" for name in traced.shards} | {f"buffer/{name}" for name in traced.shards}
-        self.differs = varying((item.op for item in traced.ops), shards, AXIS)
         self.specs = {f"param/{name}": spec for name, (spec, _, _) in traced.parameters.items()}
+        self.specs |= {f"buffer/{name}": spec for name, (spec, _) in traced.buffers.items()}
         self.specs |= {f"batch/{name}": spec for name, spec in traced.batch}
-        for item in traced.ops:
-            if len(item.op.outputs) == 1 and item.op.outputs[0] is not None:
-                self.specs[item.op.name] = item.op.outputs[0]
+        self.specs |= {f"const/{constant.name}": constant.spec for constant in traced.constants}
+        self.specs["tangent"] = TensorSpec((), traced.param_dtype or "float32")
+        program = [(item.op, item.backward) for item in traced.ops]
+        self.differs = differing([program], self.specs, traced.shards, AXIS, self.size)
         grads = (grad for _, _, grad in traced.parameters.values())
         updates = (update for _, update in traced.buffers.values())
         self.roots = {traced.loss, *(name for name in (*grads, *updates) if name is not None)}

@@ -26,8 +26,11 @@ from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.gathered import VIEW_OPS
+from stretto.ir.placed_programs import placers_of
 from stretto.ir.placement import (
+    LOCAL,
     SUM,
+    UNKNOWN,
     EqualReducedError,
     NeedsEqualError,
     Placement,
@@ -35,7 +38,7 @@ from stretto.ir.placement import (
     is_thin,
     part,
 )
-from stretto.ir.placements import Placer, placers_of
+from stretto.ir.placements import Placer
 from stretto.ir.program import CHUNK, STARTS, WAIT, Const, Op, Ref, Shard, TensorSpec
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.rewrite import rooted, with_uses
@@ -60,10 +63,12 @@ def prove(
     gradients: Mapping[str, str | None],
     kept: Mapping[str, str],
     size: int,
+    on_meshes: bool = False,
 ) -> Proved:
     """See the module. given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and
-    `buffer/<name>` -> value. Raises CaptureError."""
-    return _Proof(ops, given, shards, gradients, kept, size).proved()
+    `buffer/<name>` -> value. on_meshes: the program itself says what is summed where, and nothing is added.
+    Raises CaptureError."""
+    return _Proof(ops, given, shards, gradients, kept, size, on_meshes).proved()
 
 
 @dataclass(slots=True)
@@ -74,6 +79,7 @@ class _Proof:
     gradients: Mapping[str, str | None]
     kept: Mapping[str, str]
     size: int
+    on_meshes: bool
     specs: dict[str, TensorSpec] = field(init=False)
     placers: list[tuple[int, Placer]] = field(init=False)
     made: list[TracedOp] = field(default_factory=list)
@@ -87,7 +93,7 @@ class _Proof:
     def __post_init__(self) -> None:
         self.specs = dict(self.given)
         try:
-            placers = placers_of(AXIS, self.size, self.shards, exact=True)
+            placers = placers_of(AXIS, self.size, self.shards, exact=not self.on_meshes)
         except ValueError as error:
             raise CaptureError(f"{error}: give both the same heads of keys, or one 'replicated'") from None
         self.placers = [(placer.along, placer) for placer in placers]
@@ -126,12 +132,18 @@ class _Proof:
                     placer.place(op, self.specs, own=item.own, scaled=item.scaled, backward=item.backward)
                 break
             except NeedsEqualError as need:
+                if self.on_meshes:
+                    words = f"every rank has an addend of {', '.join(need.names)}, which is used as a whole"
+                    raise self._refusal(item, words) from None
                 merged = self._merged(item)
                 if merged:
                     return
                 op = with_uses(op, self._summed(item, need.names))
                 item = replace(item, op=op)
-            except EqualReducedError:
+            except EqualReducedError as whole:
+                if self.on_meshes:
+                    words = f"{whole} is whole on every rank, and is summed over ranks"
+                    raise self._refusal(item, words) from None
                 self._without_sum(item)
                 return
             except RefusedError as error:
@@ -290,7 +302,9 @@ class _Proof:
             return
         where = "the loss" if what == "loss" else f"buffer {what.removeprefix('buffer/')!r}"
         item = self.made[self.at[now]]
-        if kinds != {"sum"}:
+        if kinds != {"sum"} or self.on_meshes:
+            if all(placer.of(now) == UNKNOWN for _, placer in self.placers):
+                return
             held = next(p for _, placer in self.placers if (p := placer.of(now)).kind != "equal")
             raise CaptureError(
                 f"{where} differs between {AXIS} ranks: it is {held} ({_made_in(item)}). Name the "
@@ -311,7 +325,9 @@ class _Proof:
                 wanted[-1] = None
             kinds = set()
             for have, want in zip(held, wanted, strict=True):
-                if want is None and is_thin(have, self.specs[now].shape):
+                if want is None and have == UNKNOWN:
+                    kinds.add("equal")
+                elif want is None and (is_thin(have, self.specs[now].shape) or have == LOCAL):
                     kinds.add("sum")
                 elif want is None and have.kind in ("equal", "sum"):
                     if not have.zero:
@@ -338,11 +354,15 @@ class _Proof:
     # --- words --------------------------------------------------------------------------------------------
 
     def _refusal(self, item: TracedOp, what: str) -> CaptureError:
+        fix = (
+            "Reshard it to [Replicate()] before"
+            if self.on_meshes
+            else "Give the modules that make the two sides styles that agree in tp_plan (both 'colwise', or "
+            "the spread one 'colwise_gather_output'), or leave the spread one out of it"
+        )
         return CaptureError(
             f"{_made_in(item)} cannot be computed in parts ({item.op.name}, {item.op.target}): "
-            f"{self._said(what)}. "
-            "Give the modules that make the two sides styles that agree in tp_plan (both 'colwise', or the "
-            "spread one 'colwise_gather_output'), or leave the spread one out of it"
+            f"{self._said(what)}. {fix}"
         )
 
     def _said(self, what: str) -> str:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.capture.equal import Group, equal_layers, renamed
+from stretto.parallelize.functions import put_forward
 
 NAMESPACE = "stretto_layers"
 MARKS = ("enter", "leave", "enter_grad", "leave_grad")
@@ -186,20 +187,12 @@ class Layers:
                 _tracing.clear()
 
     def _install(self, group: int, name: str, undo: ExitStack) -> None:
-        module = self._modules[name]
-        kept = module.__dict__.get("forward")
-        own = module.forward
+        own = self._modules[name].forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._called(group, name, own, args, kwargs)
 
-        def put_back() -> None:
-            module.__dict__.pop("forward")
-            if kept is not None:
-                module.__dict__["forward"] = kept
-
-        module.__dict__["forward"] = forward
-        undo.callback(put_back)
+        undo.callback(put_forward(self._modules[name], forward))
 
     def _watch(self, group: Group, undo: ExitStack) -> None:
         """Note reads of the attributes in which layers may differ, by properties of their classes."""

@@ -13,7 +13,7 @@ import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -164,33 +164,21 @@ def _write_slots(item: Any, kept: Content) -> None:
         object.__setattr__(item, name, value)
 
 
-def _write_dict(item: dict[Any, Any], kept: Content) -> None:
-    dict.clear(item)
-    dict.update(item, kept)
+def _mapping(kind: Any) -> Kind:
+    def write(item: Any, kept: Content) -> None:
+        kind.clear(item)
+        for key, value in kept:
+            kind.__setitem__(item, key, value)
+
+    return Kind(lambda item: list(kind.items(item)), write)
 
 
-def _write_ordered(item: OrderedDict[Any, Any], kept: Content) -> None:
-    OrderedDict.clear(item)
-    for key, value in kept:
-        OrderedDict.__setitem__(item, key, value)
+def _collection(kind: Any, fill: Callable[[Any, Any], None]) -> Kind:
+    def write(item: Any, kept: Content) -> None:
+        kind.clear(item)
+        fill(item, [value for _, value in kept])
 
-
-def _write_list(item: list[Any], kept: Content) -> None:
-    list.__setitem__(item, slice(None), [value for _, value in kept])
-
-
-def _write_set(item: set[Any], kept: Content) -> None:
-    set.clear(item)
-    set.update(item, [value for _, value in kept])
-
-
-def _write_deque(item: deque[Any], kept: Content) -> None:
-    deque.clear(item)
-    deque.extend(item, [value for _, value in kept])
-
-
-def _write_bytes(item: bytearray, kept: Content) -> None:
-    item[:] = kept[0][1]
+    return Kind(lambda item: list(enumerate(kind.__iter__(item))), write)
 
 
 def _read_cell(cell: types.CellType) -> Content:
@@ -212,16 +200,16 @@ def _write_array(item: Any, kept: Content) -> None:
     item[...] = base(item.shape, item.dtype, kept[0][1])
 
 
-_ATTRIBUTES = Kind(lambda table: list(table.items()), _write_dict, dot=True)
+_ATTRIBUTES = replace(_mapping(dict), dot=True)
 _CLASS = Kind(_read_class, _write_class, dot=True)
 _SLOTS = Kind(_read_slots, _write_slots, dot=True)
 _ARRAY = Kind(lambda array: [("", array.tobytes())], _write_array)
 _CONTAINERS = {
-    OrderedDict: Kind(lambda item: list(OrderedDict.items(item)), _write_ordered),
-    dict: Kind(lambda item: list(dict.items(item)), _write_dict),
-    list: Kind(lambda item: list(enumerate(list.__iter__(item))), _write_list),
-    set: Kind(lambda item: [(None, value) for value in set.__iter__(item)], _write_set),
-    deque: Kind(lambda item: list(enumerate(deque.__iter__(item))), _write_deque),
-    bytearray: Kind(lambda item: [("", bytes(item))], _write_bytes),
+    OrderedDict: _mapping(OrderedDict),
+    dict: _mapping(dict),
+    list: _collection(list, list.extend),
+    set: replace(_collection(set, set.update), read=lambda item: [(None, x) for x in set.__iter__(item)]),
+    deque: _collection(deque, deque.extend),
+    bytearray: _collection(bytearray, bytearray.extend),
     types.CellType: Kind(_read_cell, _write_cell),
 }

@@ -11,22 +11,22 @@ What it uses, so that the next release breaks this file alone, with a test for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.batch.loss import Loss, loss_and_count
-from stretto.capture.calls_adapter import buffers_in_place, nodes_of, untraced
-from stretto.capture.carried import Calls, Rules
+from stretto.capture.calls_adapter import buffers_in_place
+from stretto.capture.carried import Calls
 from stretto.capture.explain import at_fault
+from stretto.capture.graphs import JointGraph
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
@@ -38,25 +38,6 @@ SEGMENT = "stretto_segment"
 
 CALL = "stretto_call"
 """Likewise, for the call that made a node (`stretto.parallelize.alone` numbers them)."""
-
-
-@dataclass(frozen=True, slots=True)
-class JointGraph:
-    """The joint graph with its calling convention in plain words.
-
-    inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
-    outputs: (kind, name, node or None) in order, kind in "loss", "count", "grad", "update".
-    segments: the module whose code runs in each segment, by number. borders: stage of a program on several
-    meshes -> the segment in which execution first goes on there. count: how many each microbatch's loss
-    counts, where that is a number.
-    """
-
-    module: torch.fx.GraphModule
-    inputs: dict[torch.fx.Node, tuple[str, str | int]]
-    outputs: list[tuple[str, str, torch.fx.Node | None]]
-    segments: list[str]
-    borders: dict[int, int] = field(default_factory=dict)
-    count: float | None = None
 
 
 def fake_mode() -> FakeTensorMode:
@@ -265,7 +246,7 @@ def export_joint(
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
-    calls = Calls((("", model), ("the loss", loss)), Rules(nodes_of, _draws, _constant_key))
+    calls = Calls(("", model), ("the loss", loss))
     step = _Step(model, loss, rebuild, segments, layers, program, calls, beside)
 
     def export(left: Mapping[str, torch.Tensor]) -> JointGraph:
@@ -292,16 +273,6 @@ def export_joint(
         if layers is not None:
             layers.calls[:] = known
     return joint
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    return is_dispatched(node.target) and draws_random(node.target, node.args, node.kwargs)
-
-
-def _constant_key(value: Any) -> Hashable:
-    with untraced():
-        elements = constant_value(value) if isinstance(value, torch.Tensor) else None
-        return id(value) if elements is None else (elements.dtype, elements.shape, repr(elements.tolist()))
 
 
 def _joint(module: torch.fx.GraphModule, segments: _Segments, step: _Step) -> JointGraph:
@@ -373,34 +344,9 @@ def segment_of(node: torch.fx.Node) -> int | None:
     return custom.get(SEGMENT) if custom else None
 
 
-def is_dispatched(target: object) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether a node calls an op of the dispatcher (and not a control flow operator or Python code)."""
-    return isinstance(target, torch._ops.OpOverload)
-
-
 def returns_view(target: torch._ops.OpOverload) -> bool:
     """Whether the op's results share storage with its first argument."""
     if target is torch.ops.aten._unsafe_view.default:
         return True
     returns = target._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-def draws_random(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the call draws from the generator. Attention without dropout does not, though it is tagged."""
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-            return bool(given != 0.0)
-    return True
-
-
-def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The real elements of a constant that the graph carries; None when they are not known."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor.detach()
-    if tensor.constant is not None:
-        return tensor.constant.detach()
-    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.numel() == 0 else None

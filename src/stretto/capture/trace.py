@@ -25,7 +25,6 @@ from stretto.batch.loss import Loss
 from stretto.capture import torch_adapter
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.accepts import check_batch, check_model
-from stretto.capture.axes import partial_axes
 from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.count import count_of, mean_over
 from stretto.capture.expand import Step, TracedOp, expand, named
@@ -55,7 +54,7 @@ class Traced:
     buffers: name -> (spec, value name of its update or None).
     whole, count, mean_over: as in `ir.program.Job`.
     shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
-    borders: as in `torch_adapter.JointGraph`.
+    borders: as in `graphs.JointGraph`.
     """
 
     name: str
@@ -213,8 +212,8 @@ def _trace(
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     shards = {} if tensor is None else dict(tensor.shards)
     parts: dict[str, tuple[str, ...]] = {}
-    if tensor is not None and meshes is None:
-        proved = prove(ops, given, shards, gradients, kept, tensor.size)
+    if tensor is not None:
+        proved = prove(ops, given, shards, gradients, kept, tensor.size, meshes is not None)
         ops, parts = list(proved.ops), dict(proved.partial)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
@@ -226,9 +225,6 @@ def _trace(
     kept = {what: renamed.get(value, value) for what, value in kept.items()}
     for key in buffers:
         buffers[key] = (buffers[key][0], kept.get(f"buffer/{key}"))
-    loss_value = kept["loss"]
-    if tensor is not None and meshes is not None:
-        parts = partial_axes(ops, parameters, buffers, shards, loss_value)
     counting = (op for counted in (count, divided) if counted is not None for op in counted.ops)
     used = {name for op in (*(traced.op for traced in ops), *counting) for name in op.uses}
     return Traced(
@@ -239,7 +235,7 @@ def _trace(
         buffers=buffers,
         constants=tuple(c for c in constants if f"const/{c.name}" in used),
         batch=tuple((name, spec_of(fake)) for name, fake in zip(leaf_names, fakes, strict=True)),
-        loss=loss_value,
+        loss=kept["loss"],
         param_dtype=None if param_dtype is None else dtype_name(param_dtype),
         own_dtypes=own_dtypes,
         device=device_kind,

@@ -54,12 +54,7 @@ def print_communication(console: Console, found: Calibration) -> None:
 
 
 def _ranks_in_words(ranks: RankTiming) -> str:
-    words = [f"after a wait ops take {100 * ranks.cold:.0f} % longer"]
-    if ranks.skew:
-        words.append(f"the slowest rank of a place is {100 * ranks.skew:.1f} % behind")
-    if ranks.unsteady is not None:
-        spell_ms = ranks.unsteady.spell_us / 1000
-        words.append(f"speeds go up and down by {100 * ranks.unsteady.spread:.0f} % for {spell_ms:.0f} ms")
-    if ranks.quota is not None:
-        words.append(f"a quota leaves {100 * ranks.quota.share:.0f} % of the processors")
-    return "ranks: " + ", ".join(words)
+    words = f"ranks: the slowest rank of a place is {100 * ranks.skew:.1f} % behind"
+    if ranks.processor is not None:
+        words += f", a quota leaves {100 * ranks.processor.share:.0f} % of the processors"
+    return words

@@ -24,14 +24,14 @@ from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_r
 SHOWN = 64
 """Transfers that are listed at most; `--json` lists all."""
 
-NAMES = {"broadcast": "broadcast", "all_gather": "all-gather in a host", "point_to_point": "point to point"}
+NAMES = {"broadcast": "broadcast", "point_to_point": "point to point"}
 
 reshard = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A plan under its name. choice: naive, balanced (the default of the planner) or searched."""
+    """A plan under its name. choice: naive, or balanced (the default of the planner)."""
 
     choice: str
     plan: ReshardPlan
@@ -50,7 +50,6 @@ def run(
     dtype: Annotated[str, typer.Option(help="PyTorch's name of it.")] = "float32",
     rate: Annotated[str, typer.Option(help="Of a host's link, in each direction.")] = "100gbit",
     latency_us: Annotated[float, typer.Option(min=0, help="Between hosts, microseconds.")] = 0.0,
-    search: Annotated[float, typer.Option(min=0, help="Seconds to search for a better order.")] = 0.0,
     mode: Annotated[str | None, typer.Option(help=f"List this mode's transfers: {', '.join(MODES)}.")] = None,
     piece_kib: Annotated[int, typer.Option(min=1, help="Size of pieces along a chain.")] = PIECE_BYTES >> 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in the place of tables.")] = False,
@@ -72,7 +71,7 @@ def run(
         raise UsageError("--rate unlimited: nothing would take time; give a rate such as 100gbit")
     source, target, hosts = between_meshes(src, dst, Hosts((), bits_per_s / 8, latency_us))
 
-    def planned(name: Mode, choice: Choice, search_s: float) -> ReshardPlan:
+    def planned(name: Mode, choice: Choice) -> ReshardPlan:
         return plan_reshard(
             sizes,
             itemsize_bytes,
@@ -80,17 +79,14 @@ def run(
             target,
             hosts,
             name,
-            search_s,
             choice=choice,
             piece_bytes=piece_kib << 10,
         )
 
     rows = []
     for name in MODES if mode is None else [m for m in MODES if m == mode]:
-        rows.append(Row("naive", planned(name, "naive", 0.0)))
-        rows.append(Row("balanced", planned(name, "balanced", 0.0)))
-        if search:
-            rows.append(Row("searched", planned(name, "balanced", search)))
+        rows.append(Row("naive", planned(name, "naive")))
+        rows.append(Row("balanced", planned(name, "balanced")))
     if as_json:
         typer.echo(json.dumps(_document(sizes, dtype, src, dst, hosts, rows), indent=1))
         return

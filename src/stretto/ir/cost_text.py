@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from stretto.ir.costs import CollectiveCost, Costs, Link, Prediction, Quota, Unsteady
+from stretto.ir.costs import CollectiveCost, Costs, Link, Prediction
 from stretto.ir.curve import Curve
 from stretto.ir.job_text import Line
 from stretto.ir.op_text import encode_float
+from stretto.ir.processor import decode_processor, encode_processor
 from stretto.ir.reading import Cursor
 
 T = TypeVar("T")
@@ -23,8 +24,6 @@ COLLECTIVE_KEYS = (
     "processor_us_per_mb",
     "processor_us",
     "slowdown",
-    "pace",
-    "slower",
     "source",
 )
 COST_KEYS = (
@@ -35,15 +34,11 @@ COST_KEYS = (
     "collectives",
     "shared",
     "skew",
-    "quota",
-    "cold",
-    "unsteady",
+    "processor",
     "op_how",
     "op_us",
 )
-UNSTEADY_KEYS = ("spread", "spell_us", "common")
-QUOTA_KEYS = ("period_us", "share", "speed", "skew")
-LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower", "buffered_bytes", "source")
+LINK_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "source")
 
 LEAST_RATE = 1e-6
 """Bytes a microsecond. A link that is slower is none, and what it takes is no finite time."""
@@ -64,9 +59,7 @@ def encode_costs(costs: Costs) -> dict[str, Any]:
         ],
         "shared": Line(list(costs.shared)),
         "skew": encode_float(costs.skew),
-        "quota": None if costs.quota is None else Line(encode_quota(costs.quota)),
-        "cold": encode_float(costs.cold),
-        "unsteady": None if costs.unsteady is None else Line(encode_unsteady(costs.unsteady)),
+        "processor": None if costs.processor is None else Line(encode_processor(costs.processor)),
         "op_how": _encode_ops(costs.op_how),
         "op_us": _encode_ops({key: encode_float(us) for key, us in costs.op_us.items()}),
     }
@@ -110,39 +103,9 @@ def decode_costs(cursor: Cursor) -> Costs:
         collectives=_decode_collectives(fields["collectives"]),
         shared=fields["shared"].sequence(Cursor.text),
         skew=fields["skew"].amount(),
-        quota=decode_quota(fields["quota"]),
-        cold=fields["cold"].amount(),
-        unsteady=decode_unsteady(fields["unsteady"]),
+        processor=decode_processor(fields["processor"]),
         op_how=_decode_ops(fields["op_how"], Cursor.text),
     )
-
-
-def encode_quota(quota: Quota) -> dict[str, Any]:
-    return {name: encode_float(getattr(quota, name)) for name in QUOTA_KEYS}
-
-
-def decode_quota(cursor: Cursor) -> Quota | None:
-    if cursor.value is None:
-        return None
-    parts = cursor.fields(QUOTA_KEYS)
-    try:
-        return Quota(*(parts[name].number() for name in QUOTA_KEYS))
-    except ValueError as error:
-        raise cursor.error(str(error)) from None
-
-
-def encode_unsteady(unsteady: Unsteady) -> dict[str, Any]:
-    return {name: encode_float(getattr(unsteady, name)) for name in UNSTEADY_KEYS}
-
-
-def decode_unsteady(cursor: Cursor) -> Unsteady | None:
-    if cursor.value is None:
-        return None
-    parts = cursor.fields(UNSTEADY_KEYS)
-    try:
-        return Unsteady(*(parts[name].number() for name in UNSTEADY_KEYS))
-    except ValueError as error:
-        raise cursor.error(str(error)) from None
 
 
 def _encode_collective(cost: CollectiveCost) -> dict[str, Any]:
@@ -151,8 +114,6 @@ def _encode_collective(cost: CollectiveCost) -> dict[str, Any]:
         "processor_us_per_mb": encode_float(cost.processor_us_per_mb),
         "processor_us": encode_float(cost.processor_us),
         "slowdown": encode_float(cost.slowdown),
-        "pace": encode_float(cost.pace),
-        "slower": encode_float(cost.slower),
         "source": cost.source,
     }
 
@@ -169,9 +130,7 @@ def _decode_collectives(cursor: Cursor) -> dict[tuple[str, str], CollectiveCost]
             processor_us_per_mb=parts["processor_us_per_mb"].amount(),
             slowdown=decode_part(parts["slowdown"]),
             source=parts["source"].text(),
-            pace=decode_pace(parts["pace"]),
             processor_us=parts["processor_us"].amount(),
-            slower=decode_part(parts["slower"]),
         )
     return found
 
@@ -194,8 +153,6 @@ def _encode_link(link: Link) -> dict[str, Any]:
         "latency_us": encode_float(link.latency_us),
         "bytes_per_us": encode_float(link.bytes_per_us),
         "processor_us_per_mb": encode_float(link.processor_us_per_mb),
-        "slower": encode_float(link.slower),
-        "buffered_bytes": encode_float(link.buffered_bytes),
         "source": link.source,
     }
 
@@ -206,8 +163,6 @@ def _decode_link(fields: Mapping[str, Cursor]) -> Link:
         bytes_per_us=_decode_rate(fields["bytes_per_us"]),
         processor_us_per_mb=fields["processor_us_per_mb"].amount(),
         source=fields["source"].text(),
-        slower=decode_part(fields["slower"]),
-        buffered_bytes=fields["buffered_bytes"].amount(),
     )
 
 
@@ -218,14 +173,6 @@ def _decode_rate(cursor: Cursor) -> float:
         raise cursor.error(f"expected a rate above 0, found {value}")
     if value < LEAST_RATE:
         raise cursor.error(f"expected a rate of at least {LEAST_RATE} bytes a microsecond, found {value}")
-    return value
-
-
-def decode_pace(cursor: Cursor) -> float:
-    """A share above 0 and at most 1. Raises UsageError for any other number."""
-    value = decode_part(cursor)
-    if not value:
-        raise cursor.error("expected a share above 0")
     return value
 
 

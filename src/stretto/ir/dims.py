@@ -132,55 +132,33 @@ def _along_one(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     )
 
 
-def _mm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    return Dims(((0, 1), (1, 2)), ((0, 2),), summed=frozenset((1,)), linear=each(0, 1))
+CONTRACTIONS = {
+    "mm": ("ik", "kj", "ij"),
+    "bmm": ("bik", "bkj", "bij"),
+    "mv": ("ik", "k", "i"),
+    "dot": ("k", "k", ""),
+}
+"""Products of two operands, which are summed over k, as einsum writes them."""
+
+ADDED_TO = {"addmm": "mm", "baddbmm": "bmm"}
+"""The same with an operand before them, which is added to the product."""
 
 
-def _bmm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    return Dims(((3, 0, 1), (3, 1, 2)), ((3, 0, 2),), summed=frozenset((1,)), linear=each(0, 1))
-
-
-def _addmm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    made = op.outputs[0]
-    assert made is not None
-    to = {0: 0, 1: 2}
-    bias = tuple(None if d is None else to[d] for d in broadcast(specs[0], made.shape))
+def _product(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    name = op.target.split(".")[1]
+    letters = CONTRACTIONS[ADDED_TO.get(name, name)]
+    left, right, made = (tuple(map("ikjb".index, part)) for part in letters)
+    summed = frozenset((1,))
+    result = op.outputs[0]
+    if name not in ADDED_TO or result is None:
+        return Dims((left, right), (made,), summed=summed, linear=each(0, 1))
+    bias = tuple(None if d is None else made[d] for d in broadcast(specs[0], result.shape))
     linear = (frozenset((0, 1)), frozenset((0, 2)))
-    return Dims(
-        (bias, (0, 1), (1, 2)), ((0, 2),), summed=frozenset((1,)), linear=linear, added=frozenset((0,))
-    )
-
-
-def _baddbmm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    made = op.outputs[0]
-    assert made is not None
-    to = {0: 3, 1: 0, 2: 2}
-    bias = tuple(None if d is None else to[d] for d in broadcast(specs[0], made.shape))
-    linear = (frozenset((0, 1)), frozenset((0, 2)))
-    return Dims(
-        (bias, (3, 0, 1), (3, 1, 2)),
-        ((3, 0, 2),),
-        summed=frozenset((1,)),
-        linear=linear,
-        added=frozenset((0,)),
-    )
-
-
-def _mv(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    return Dims(((0, 1), (1,)), ((0,),), summed=frozenset((1,)), linear=each(0, 1))
-
-
-def _dot(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    return Dims(((0,), (0,)), ((),), summed=frozenset((0,)), linear=each(0, 1))
+    return Dims((bias, left, right), (made,), summed=summed, linear=linear, added=frozenset((0,)))
 
 
 RULES: dict[str, Rule] = {
-    "aten.mm.default": _mm,
-    "aten.bmm.default": _bmm,
-    "aten.addmm.default": _addmm,
-    "aten.baddbmm.default": _baddbmm,
-    "aten.mv.default": _mv,
-    "aten.dot.default": _dot,
+    **{f"aten.{name}.default": _product for name in (*CONTRACTIONS, *ADDED_TO)},
     **dict.fromkeys(("aten.permute.default", "aten.transpose.int", "aten.t.default"), dims_moved.permute),
     **dict.fromkeys(
         (
@@ -207,13 +185,33 @@ RULES: dict[str, Rule] = {
     ),
     "aten.index_select.default": dims_moved.index_select,
     "aten.index.Tensor": dims_moved.index,
+    **dict.fromkeys(("aten.index_put.default", "aten._index_put_impl.default"), dims_moved.index_put),
+    **dict.fromkeys(
+        (
+            *("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", "aten.index_add.default"),
+            *("aten.index_copy.default", "aten.index_reduce.default"),
+        ),
+        dims_moved.into_rows,
+    ),
+    **dict.fromkeys(
+        (
+            f"aten.{pool}{way}.default"
+            for n in (2, 3)
+            for pool in (f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d")
+            for way in ("", "_backward")
+        ),
+        dims_moved.image,
+    ),
     **dict.fromkeys(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"), dims_attention.norm),
     **dict.fromkeys(
         ("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default"),
         dims_attention.norm_backward,
     ),
     "aten.topk.default": dims_moved.topk,
-    "aten.nll_loss_forward.default": dims_attention.nll,
+    **dict.fromkeys(("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"), dims_attention.nll),
+    **dict.fromkeys(
+        ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default"), dims_attention.nll_backward
+    ),
 }
 
 

@@ -99,13 +99,35 @@ def attention_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     return Dims(tuple(inputs), tuple(outs), whole=frozenset((_S, _T, _D, _E)), summed=summed, linear=each(0))
 
 
+_NONE, _MEAN = 0, 1
+"""How PyTorch numbers reductions of losses."""
+
+
+def _rows(labels: Sequence[int]) -> Labels:
+    """All dims but the classes, which are dim 1, or the only one."""
+    return (*labels[:1], *labels[2:]) if len(labels) > 1 else ()
+
+
 def nll(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    """Rows are by themselves only where each keeps its loss; else every dim is whole."""
-    rows = len(specs[0].shape) - 1
-    kept = op.outputs[0] is not None and len(op.outputs[0].shape) == 1 and rows == 1
-    whole = frozenset((1,)) if kept else frozenset((0, 1))
-    outs: list[Labels] = [(0,) if kept else (), ()]
-    inputs = [(0, 1) if len(s.shape) == 2 else (0,) if at == 1 else (1,) for at, s in enumerate(specs)]
+    """Classes are whole. Rows are by themselves where each keeps its loss, and added up in a sum; of a mean,
+    every dim is whole."""
+    labels = labels_of(len(specs[0].shape))
+    rows, reduction = _rows(labels), op.args[3]
+    inputs = (labels, rows, labels[-1:] if len(labels) == 1 else (1,))
+    classes = frozenset(labels) - frozenset(rows)
     return Dims(
-        tuple(i[: len(s.shape)] for i, s in zip(inputs, specs, strict=True)), tuple(outs), whole=whole
+        inputs[: len(specs)],
+        (rows, ()) if reduction == _NONE else ((), ()),
+        whole=frozenset(labels) if reduction == _MEAN else classes,
+        summed=frozenset() if reduction in (_NONE, _MEAN) else frozenset(rows),  # type: ignore[arg-type]
     )
+
+
+def nll_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    """Rows are by themselves, given the weight of all of them."""
+    labels = labels_of(len(specs[1].shape))
+    rows = _rows(labels)
+    classes = tuple(label for label in labels if label not in rows)
+    each_row = rows if specs[0].shape else ()
+    inputs = (each_row, labels, rows, *((classes,) if len(specs) > 4 else ()), ())
+    return Dims(inputs, (labels,), whole=frozenset(classes), linear=each(0))

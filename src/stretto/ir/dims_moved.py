@@ -160,13 +160,12 @@ def index(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     count = len(specs[0].shape)
     given = tuple(op.args[1])
     named = [d for d, arg in enumerate(given) if isinstance(arg, Ref)]
-    made = op.outputs[0]
-    if made is None or len(specs) != 1 + len(named):
-        return None
+    if not named or len(specs) != 1 + len(named) or any(s.dtype in ("bool", "uint8") for s in specs[1:]):
+        return None  # a mask has several dims
     kept = [d for d in range(count) if d not in named]
-    extra = len(made.shape) - len(kept)
+    extra = max(len(spec.shape) for spec in specs[1:])
     fresh = tuple(range(count, count + extra))
-    beside = bool(named) and named == list(range(named[0], named[0] + len(named)))
+    beside = named == list(range(named[0], named[0] + len(named)))
     before = [d for d in kept if d < named[0]] if beside else []
     out = (*before, *fresh, *(d for d in kept if d not in before))
     inner = []
@@ -174,6 +173,37 @@ def index(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         skipped = extra - len(spec.shape)
         inner.append(tuple(fresh[skipped + d] if n != 1 else None for d, n in enumerate(spec.shape)))
     return Dims((labels_of(count), *inner), (out,), whole=frozenset(named) | frozenset(fresh), linear=each(0))
+
+
+def index_put(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """x[indices] = values, which are broadcast from the last dim on."""
+    read = index(op, specs[:-1])
+    if read is None:
+        return None
+    (shown,), values = read.outputs, specs[-1].shape
+    labels = shown[len(shown) - len(values) :]
+    inner = tuple(None if n == 1 else label for n, label in zip(values, labels, strict=True))
+    return Dims((*read.inputs, inner), (read.inputs[0],), whole=read.whole)
+
+
+def into_rows(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """index_add and its like: rows of `self` that an index names get a number, or rows of a source."""
+    count = len(specs[0].shape)
+    labels = labels_of(count)
+    source: list[Labels] = [labels if spec.shape else () for spec in specs[2:]]
+    if any(len(spec.shape) not in (0, count) for spec in specs[2:]):
+        return None
+    index = (None,) * len(specs[1].shape)
+    return Dims((labels, index, *source), (labels,), whole=frozenset((dim_of(op.args[1], count),)))
+
+
+def image(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """Batch and channels of an op of all else of an image, such as pooling."""
+    count = 2 + int(next(letter for letter in op.target if letter.isdigit()))
+    if any(len(spec.shape) != count for spec in specs):
+        return None
+    labels = labels_of(count)
+    return Dims((labels,) * len(specs), (labels,) * len(op.outputs), whole=frozenset(labels[2:]))
 
 
 def topk(op: Op, specs: Sequence[TensorSpec]) -> Dims:

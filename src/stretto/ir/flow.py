@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.ir.action import Phase
-from stretto.ir.program import Job, Op, Stage
+from stretto.ir.program import Job, Op, Stage, TensorSpec
 
 EXTERNAL = ("param/", "buffer/", "batch/", "const/")
 """Prefixes of values that no op defines."""
@@ -16,6 +16,15 @@ PHASES = (Phase.F, Phase.I, Phase.W)
 def is_external(name: str) -> bool:
     """Whether the value is given from outside the step's ops (a parameter, the batch, the tangent...)."""
     return name == "tangent" or name.startswith(EXTERNAL)
+
+
+def given_specs(job: Job) -> dict[str, TensorSpec]:
+    """Shape and dtype of every value that no op makes."""
+    found = {f"param/{p.name}": p.spec for p in job.parameters}
+    found |= {f"buffer/{b.name}": b.spec for b in job.buffers}
+    found |= {f"const/{c.name}": c.spec for c in job.constants}
+    found |= {f"batch/{name}": spec for name, spec in job.batch}
+    return found | {"tangent": job.loss_spec}
 
 
 def defined(ops: Sequence[Op]) -> set[str]:

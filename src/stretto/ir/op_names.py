@@ -84,7 +84,7 @@ REDUCTIONS = _names(
     "max.default min.default argmax.default argmin.default logsumexp.default prod.dim_int prod.default "
     "any.dim any.default any.dims all.dim all.default all.dims var.correction var_mean.correction "
     "std.correction linalg_vector_norm.default nansum.default median.dim mode.default kthvalue.default "
-    "count_nonzero.dim_IntList norm.ScalarOpt_dim norm.Scalar",
+    "count_nonzero.dim_IntList norm.ScalarOpt_dim norm.Scalar nanmedian.dim",
 )
 """Some dims, or all, are reduced. Those that are sums make addends from parts; others need the dim whole."""
 

@@ -51,6 +51,8 @@ class Placement:
 EQUAL = Placement("equal")
 SUM = Placement("sum")
 LOCAL = Placement("local")
+UNKNOWN = Placement("local", free=True)
+"""What an op of an unknown library makes of whole values."""
 
 
 def part(dim: int, blocks: int = 1) -> Placement:

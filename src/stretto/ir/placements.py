@@ -32,11 +32,12 @@ from typing import Any
 from stretto.ir.collectives import Kind
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.gathered import KEEP_ORDER, VIEW_OPS, ordered, stacked
-from stretto.ir.placed_by_rule import EXPAND, whole, with_local, with_parts
+from stretto.ir.placed_by_rule import EXPAND, call_key, whole, with_local, with_parts
 from stretto.ir.placement import (
     EQUAL,
     LOCAL,
     SUM,
+    UNKNOWN,
     EqualReducedError,
     NeedsEqualError,
     Placement,
@@ -48,7 +49,7 @@ from stretto.ir.placement import (
     uniform_view,
     where_cut,
 )
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, Ref, Shard, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec
 
 KNOWN_OPS = ("aten.",)
 """Libraries whose ops give equal results of equal operands, unless they draw."""
@@ -70,42 +71,17 @@ FILLS = frozenset(
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 
 
-def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool) -> list[Placer]:
-    """What places the ops of a program whose parameters are spread so. shards: parameter -> its shard along
-    the axis.
-
-    One, or where ranks share shards two: along the first the shards differ, along the second (`copies` ranks
-    in a row) they are equal. Raises ValueError where different numbers of ranks share.
-    """
-    copies = sorted({shard.copies for shard in shards.values()} - {1})
-    if len(copies) > 1:
-        raise ValueError(
-            f"parts are shared by {copies[0]} ranks in one module, and by {copies[1]} in another"
-        )
-    sizes = [size // copies[0], copies[0]] if copies else [size]
-    return [
-        Placer(
-            axis,
-            size,
-            {
-                f"param/{name}": part(shard.dim, shard.blocks)
-                for name, shard in shards.items()
-                if number == 0 or shard.copies == 1
-            },
-            along=along,
-            exact=exact,
-        )
-        for number, along in enumerate(sizes)
-        if along > 1  # else one part, which all ranks hold
-    ]
-
-
 def _is_zero(op: Op) -> bool:
     name = op.target.split(".")[1]
     if "zeros" in name:
         return True
     at = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}.get(name)
     return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
+
+
+def _of_whom(given: Sequence[Placement]) -> Placement:
+    """What an op makes of which nobody knows whether ranks make slices of it or the whole."""
+    return UNKNOWN if all(p.kind == "equal" or p == UNKNOWN for p in given) else LOCAL
 
 
 class Placer:
@@ -185,13 +161,15 @@ class Placer:
             return (self.of(source) if several is None else several[int(op.args[1])],)
         if op.target in FILLS:
             return (self._filled(op),)
-        if not self._exact and not op.target.startswith(KNOWN_OPS):
-            return (LOCAL,) * max(len(op.outputs), 1)  # of what library, nobody knows
         names = operands(op)
         given = tuple(self.of(name) for name in names)
+        if not self._exact and not op.target.startswith(KNOWN_OPS):
+            return (_of_whom(given),) * max(len(op.outputs), 1)
         if all(p is EQUAL for p in given) and op.target != EXPAND:
             return (EQUAL,) * max(len(op.outputs), 1)
-        key = (_key(op, names, given, specs, own, scaled), self._backward)
+        if UNKNOWN in given:
+            return (_of_whom(given),) * max(len(op.outputs), 1)
+        key = (call_key(op, names, given, specs, own, scaled), self._backward)
         found = self._known.get(key)
         if found is None:
             found = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
@@ -274,7 +252,7 @@ class Placer:
         if op.args[-2] != self._axis:
             return held
         if held.zero or held.kind == "local":
-            return held
+            return LOCAL if held == UNKNOWN else held
         if held.kind == "sum":
             raise NeedsEqualError((source,))
         if held.kind != "equal":
@@ -412,25 +390,3 @@ class Placer:
                 return SUM
             raise NeedsEqualError([names[k] for k in sorted(addends)])
         return whole(op, rule, given, specs, self._exact)[0]
-
-
-def _key(
-    op: Op,
-    names: Sequence[str],
-    given: tuple[Placement, ...],
-    specs: Mapping[str, TensorSpec],
-    own: bool,
-    scaled: bool,
-) -> Any:
-    """What decides an op's result beside the names of values."""
-
-    def plain(arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            return "%"
-        if isinstance(arg, tuple):
-            return tuple(plain(item) for item in arg)
-        return type(arg), arg
-
-    shapes = tuple(specs[name].shape for name in names)
-    outs = tuple(None if s is None else (s.shape, s.dtype) for s in op.outputs)
-    return op.target, plain(op.args), plain(op.kwargs), outs, shapes, given, own, scaled, op.random

@@ -1,9 +1,10 @@
 """The plan: everything that `verify`, `simulate` and `run` walk, for every rank.
 
-A plan has two levels. A *window* is an ordered list of ops, receives to wait for and sends to start, for
-one action (or several interleaved) of a stage and any microbatch. A rank's *order* is a list of
-instructions that post receives, run windows with microbatches bound, and wait for sends, so that what
-repeats is written once and planning does not grow with microbatches.
+A plan has two levels. A *window* is an ordered list of ops, receives to wait for, sends and sums of gradients
+to start, for one action (or several interleaved) of a stage and any microbatch. The last backward of a stage
+is a window of its own, because a gradient's sum starts in it as soon as its last addend is there. A rank's
+*order* is a list of instructions that post receives, run windows with microbatches bound, and wait for sends,
+so that what repeats is written once and planning does not grow with microbatches.
 
     recv e3:0        post the receive of edge 3 for microbatch 0 into a buffer of its own
     run 1B:0         run window 1B for microbatch 0
@@ -22,7 +23,7 @@ coordinates (`Plan.mesh`) walk the same orders on other shards or other data, ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -33,12 +34,14 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, OverlapMode
 
-VERSION = 13
+VERSION = 15
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
 quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed;
 6 how much slower compute is after waiting; 7 whether messages may be cut in parts; 8 a quota's skew; 9 how
 unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfer's loss is slower ops;
-12 what links buffer; 13 counts, and leaves that every microbatch is given whole."""
+12 what links buffer; 13 counts, and leaves that every microbatch is given whole; 14 one section for what only
+processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
+window."""
 
 
 class ItemKind(StrEnum):
@@ -47,13 +50,16 @@ class ItemKind(StrEnum):
     OP = "op"
     WAIT = "wait"
     SEND = "send"
+    REDUCE = "reduce"
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One place of a window: an op by name, the wait for a received edge, or the start of a send.
+    """One place of a window: an op by name, the wait for a received edge, the start of a send, or that of a
+    bucket's sum.
 
-    part: which of the window's parts the item belongs to; ref: the op's name, or the edge's index.
+    part: which of the window's parts the item belongs to, of a sum the one that adds to it last; ref: the
+    op's name, the edge's index, or the bucket's name.
     """
 
     kind: ItemKind
@@ -61,7 +67,8 @@ class Item:
     ref: str | int
 
     def __str__(self) -> str:
-        text = str(self.ref) if self.kind is ItemKind.OP else f"{self.kind} e{self.ref}"
+        ref = self.ref if isinstance(self.ref, str) else f"e{self.ref}"
+        text = str(ref) if self.kind is ItemKind.OP else f"{self.kind} {ref}"
         return text if self.part == 0 else f"#{self.part} {text}"
 
     @staticmethod
@@ -71,9 +78,10 @@ class Item:
         if text.startswith("#"):
             head, _, rest = text.partition(" ")
             part = int(head[1:])
-        kind, _, edge = rest.partition(" ")
-        if edge:
-            return Item(ItemKind(kind), part, int(edge.removeprefix("e")))
+        kind, _, ref = rest.partition(" ")
+        if ref:
+            what = ItemKind(kind)
+            return Item(what, part, ref if what is ItemKind.REDUCE else int(ref.removeprefix("e")))
         return Item(ItemKind.OP, part, rest)
 
 
@@ -176,6 +184,14 @@ class Bucket:
     parameters: tuple[str, ...]
 
 
+_writers: list[Callable[[Plan, Path], None]] = []
+
+
+def written_by(write: Callable[[Plan, Path], None]) -> None:
+    """Say how plans are written to a file. `stretto.ir.serialize` does, which reads this module."""
+    _writers[:] = [write]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk.
@@ -263,9 +279,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: readable, versioned; equal plans give equal bytes. Raises StrettoError."""
-        from stretto.ir.serialize import save_plan  # here, because the file's text form reads this module
-
-        save_plan(self, Path(path))
+        (write,) = _writers
+        write(self, Path(path))
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} ranks"

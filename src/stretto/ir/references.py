@@ -34,10 +34,10 @@ def broken_references(plan: Plan) -> list[BrokenReference]:
         return found  # what follows looks ops up by stage and phase
     found += _in_job(plan.job)
     found += _in_schedule(plan)
-    for name, window in plan.windows.items():
-        found += _in_window(plan.job, name, window)
-    found += _in_buckets(plan)
     buckets = {bucket.name for bucket in plan.buckets}
+    for name, window in plan.windows.items():
+        found += _in_window(plan.job, name, window, buckets)
+    found += _in_buckets(plan)
     for rank, order in enumerate(plan.orders):
         for at, instruction in enumerate(order):
             what = _in_instruction(plan, instruction, buckets)
@@ -228,7 +228,7 @@ def _in_schedule(plan: Plan) -> Iterator[BrokenReference]:
         )
 
 
-def _in_window(job: Job, name: str, window: Window) -> Iterator[BrokenReference]:
+def _in_window(job: Job, name: str, window: Window, buckets: set[str]) -> Iterator[BrokenReference]:
     path = f"windows.{name}" if name.isidentifier() else f'windows["{name}"]'
     if window.name != name:
         yield BrokenReference(path, f"the window calls itself {window.name!r}")
@@ -247,13 +247,17 @@ def _in_window(job: Job, name: str, window: Window) -> Iterator[BrokenReference]
     made = [{op.name for sub in phase.parts for op in job.stages[s].ops[sub]} for s, phase in window.parts]
     for at, item in enumerate(window.items):
         what = None
-        if not 0 <= item.part < len(window.parts):
+        if item.kind is ItemKind.REDUCE and item.ref not in buckets:
+            what = f"there is no bucket {item.ref!r}"
+        elif not 0 <= item.part < len(window.parts):
             what = f"there is no part {item.part}; the window has {len(window.parts)}"
         elif item.kind is ItemKind.OP:
             if item.ref not in made[item.part]:
                 stage, phase = window.parts[item.part]
                 what = f"stage {stage} has no op {item.ref!r} in its {phase} program"
-        elif not isinstance(item.ref, int) or not 0 <= item.ref < len(job.edges):
+        elif item.kind is not ItemKind.REDUCE and (
+            not isinstance(item.ref, int) or not 0 <= item.ref < len(job.edges)
+        ):
             what = f"there is no edge e{item.ref}; the job has {len(job.edges)}"
         if what:
             yield BrokenReference(f"{path}.items[{at}]", what)

@@ -18,7 +18,7 @@ from stretto.ir.action import Phase, Schedule, parse_slot
 from stretto.ir.cost_text import decode_costs, decode_prediction, encode_costs, encode_prediction
 from stretto.ir.job_text import Line, decode_job, decode_overlap, encode_job
 from stretto.ir.op_text import one_line
-from stretto.ir.plan import VERSION, Bucket, Communicator, Instruction, Item, Plan, Window
+from stretto.ir.plan import VERSION, Bucket, Communicator, Instruction, Item, Plan, Window, written_by
 from stretto.ir.reading import Cursor, read_json
 from stretto.ir.references import broken_references
 
@@ -116,6 +116,9 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         raise StrettoError(
             f"cannot write plan {shown}: {error.strerror}. Free space or choose another place with -o"
         ) from None
+
+
+written_by(save_plan)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

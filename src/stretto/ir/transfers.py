@@ -27,16 +27,12 @@ class CollectiveTime:
     us: from the call that starts it to its end; latency_us: the part of it that keeps no network card busy.
     processor: share of every member's processor that it takes; slowdown: share of the compute lane's speed
         that is lost beside that, however long it takes. Both are 0 or more.
-    pace: share of its speed that it has while a member computes.
-    slower: the part of `processor` that is ops being slower.
     """
 
     us: float
     latency_us: float = 0.0
     processor: float = 0.0
     slowdown: float = 0.0
-    pace: float = 1.0
-    slower: float = 0.0
 
     @property
     def load(self) -> float:
@@ -52,16 +48,11 @@ class CollectiveTime:
         def mean(one: float, other: float) -> float:
             return (one * self.us + other * after.us) / us
 
-        latency_us = self.latency_us + after.latency_us
-        processor = mean(self.processor, after.processor)
-        slower = mean(self.slower * self.processor, after.slower * after.processor)
         return CollectiveTime(
             us,
-            latency_us,
-            processor,
+            self.latency_us + after.latency_us,
+            mean(self.processor, after.processor),
             mean(self.slowdown, after.slowdown),
-            mean(self.pace, after.pace),
-            slower / processor if processor else 0.0,
         )
 
 
@@ -84,15 +75,13 @@ def message_us(link: Link, nbytes: int) -> float:
 
 
 def slowest_link(costs: Costs, ranks: Sequence[int]) -> Link:
-    """A link with the longest latency, the lowest rate and the most processor time found between `ranks`, and
-    the most of it that is the transport's own: what is slower anyway after a wait is not lost twice."""
+    """A link with the longest latency, the lowest rate and the most processor time found between `ranks`."""
     links = [costs.link(a, b) for a in ranks for b in ranks if a != b]
     return Link(
         max(link.latency_us for link in links),
         min(link.bytes_per_us for link in links),
         max(link.processor_us_per_mb for link in links),
         "the slowest of the group",
-        min(link.slower for link in links),
     )
 
 
@@ -123,7 +112,7 @@ def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int
     link = slowest_link(costs, places)
     us = all_reduce_us(link, len(places), nbytes) if nbytes else link.latency_us
     lost_us = ALL_REDUCE.moved(len(places)) * processor_us(link, nbytes)
-    return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0, slower=link.slower)
+    return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0)
 
 
 def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
@@ -156,7 +145,7 @@ def _time(cost: CollectiveCost, nbytes: int) -> CollectiveTime:
     # As with messages: it moves no faster than the processor does.
     us = max(cost.curve.us(nbytes), lost_us)
     processor = lost_us / us if lost_us else 0.0
-    return CollectiveTime(us, min(us, cost.curve.us(0)), processor, cost.slowdown, cost.pace, cost.slower)
+    return CollectiveTime(us, min(us, cost.curve.us(0)), processor, cost.slowdown)
 
 
 def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -2,10 +2,9 @@
 
     1. Ops: each distinct op of the given jobs once, or a sweep; what the cache holds is not measured again.
        Under torchrun all ranks measure the same ops at once, as they will compute, and the median counts.
-    2. How ranks compute, on processors: what a small GPT's ops take on all of them at once says how far they
-       come apart, how much slower they are after a wait, how steady they are, and what a quota does
-       (`cost.yardstick`; in one process, what follows a wait alone). Its ops are what ranks compute while
-       communication is measured beside, too.
+    2. How ranks compute, on processors under torchrun: what a small GPT's ops take on all of them at once
+       says how far they come apart, and what a quota does (`measure.yardstick`). Its ops are what ranks
+       compute while communication is measured beside, too.
     3. Collectives of every kind, for every group size that divides the world: of neighbours, as the
        innermost axis has them, and of ranks as far apart as the outermost has them.
     4. Messages between neighbours and across the world, each way, and both at once.
@@ -39,13 +38,13 @@ from stretto.measure.measure_collectives import Measured, hosts_of, measure_coll
 from stretto.measure.measured import agreed_ops, compute_between_us
 from stretto.measure.messages import measure_both_ways, measure_links
 from stretto.measure.profile import profile
-from stretto.measure.quota import agreed_quota
 from stretto.measure.sweep import sweep_ops
 from stretto.measure.time_ops import Specs, distinct_ops, time_op
 from stretto.measure.yardstick import yardstick
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, RankTiming
 from stretto.price.op_cache import OpCache, Timing
 from stretto.price.wanted import Wanted, wanted_collectives
+from stretto.processor.quota import agreed_quota
 
 NOISY = 0.25
 """A spread of rounds above this is told: the machine did other work. Measured on two shared cores, the faster
@@ -126,7 +125,7 @@ def calibrate_communication(
 
     jobs: what their collectives move is measured before other sizes."""
     computing = None
-    if device.type == "cpu":
+    if device.type == "cpu" and _world() > 1:
         progress("ranks", 0, 1)
         computing = _compare_ranks(outcome, device)
         progress("ranks", 1, 1)
@@ -145,22 +144,18 @@ class _Computing:
     beside: Compute
 
 
-def _compare_ranks(outcome: Outcome, device: torch.device) -> _Computing | None:
-    """Step 2; None in one process, which computes beside nothing. Ranks are measured again in every run: with
-    what they compute the communication of this run is measured. One process does not know as much, and leaves
-    what ranks have found."""
+def _compare_ranks(outcome: Outcome, device: torch.device) -> _Computing:
+    """Step 2. Ranks are measured again in every run: with what they compute the communication of this run is
+    measured."""
     job = yardstick()
     stage = job.stages[0]
     _meet()
     mine = profile(job, device, [stage.index])
-    if _world() == 1:
-        outcome.calibration.ranks = outcome.calibration.ranks or RankTiming(cold=mine.cold)
-        return None
-    quota = agreed_quota(device)
-    costs = agreed_ops(job, mine).on(Costs({}, {}, NO_LINK, 0.0, "", quota=quota))
-    outcome.calibration.ranks = RankTiming(costs.skew, costs.cold, costs.quota, costs.unsteady)
+    processor = agreed_quota(device)
+    costs = agreed_ops(job, mine).on(Costs({}, {}, NO_LINK, 0.0, "", processor=processor))
+    outcome.calibration.ranks = RankTiming(costs.skew, costs.processor)
     # As in a plan's own measurement: what ranks come late by is said by skew, and counts there.
-    between_us = compute_between_us([stage], mine.op_us) if quota is not None else 0.0
+    between_us = compute_between_us([stage], mine.op_us) if processor is not None else 0.0
     return _Computing(between_us, looped_ops(job, stage, device, mine.op_us))
 
 

@@ -1,8 +1,7 @@
 """What compute loses while communication is in flight, measured by doing both.
 
     processor    The rank computes for as long as a given number of collectives, one after the other, are in
-                 flight: the ops of the step, if they are known (`cost.endless`), else small products. A
-                 collective takes longer meanwhile, too, by its pace.
+                 flight: the ops of the step, if they are known (`compute_loop`), else small products.
                  1. Under a quota, and on a core that hosts share, what counts is processor time: the
                     process' in flight less what as much work takes alone. It holds the transport's threads,
                     and is no less than they took, and what its packets and copies make ops slower by. A
@@ -37,8 +36,8 @@ from typing import Any
 import torch
 
 from stretto.backend.idle_class import lanes_first
-from stretto.measure.core_share import has_quota, part_of
-from stretto.measure.products import products_on
+from stretto.processor.core_share import has_quota, part_of
+from stretto.processor.products import products_on
 
 ALONE_S = 0.2
 """Length of the compute that is timed alone, before and after. Assumed: many ops, and twenty periods of a
@@ -65,14 +64,11 @@ SLOW_REPEATS = 15
 @dataclass(frozen=True, slots=True)
 class Loss:
     """processor_us: what one collective takes from each member's compute, beside start_us: the call that
-    begins it, as its thread computes (0 on an accelerator); slower_us: what of it is ops that take their
-    thread longer, 0 to all of it; slowdown and pace as in `stretto.ir.costs.CollectiveCost`."""
+    begins it, as its thread computes (0 on an accelerator); slowdown as in `ir.costs.CollectiveCost`."""
 
     processor_us: float
     slowdown: float
-    pace: float
     start_us: float = 0.0
-    slower_us: float = 0.0
 
 
 Compute = Callable[[], float]
@@ -108,14 +104,11 @@ def compute_loss(
                 after = _alone(compute, meet)
                 found.append(_lost(flight, before.mean(after), limited))
                 before = after
-            medians = (statistics.median(times) for times in zip(*found, strict=True))
-            lost_us, beside_us, start_us, slower_us = medians
-            lost_us = max(0.0, lost_us)
-            slower_us = min(lost_us, max(0.0, slower_us))
-            return Loss(lost_us, 0.0, min(1.0, alone_us / beside_us), start_us, slower_us)
+            lost_us, start_us = (statistics.median(times) for times in zip(*found, strict=True))
+            return Loss(max(0.0, lost_us), 0.0, start_us)
         product = products_on(device)
         slowdowns = [_slowdown(start, count, alone_us, product, meet, device) for _ in range(REPEATS)]
-        return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))), 1.0)
+        return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))))
 
 
 def _products(device: torch.device) -> Compute:
@@ -153,39 +146,34 @@ class _Alone:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """`collectives` one after the other, and the `work` done meanwhile, in its units: how long the
-    collectives were in flight, the time in all, and what was taken of the computing thread, in its calls as
+    """`collectives` one after the other, and the `work` done meanwhile, in its units: the time in all, and
+    what was taken of the computing thread, in its calls as
     well, and of the process. What waiting for the collectives took is left out."""
 
     collectives: int
     work: float
-    in_flight_us: float
     took_us: float
     thread_us: float
     calls_us: float
     process_us: float
 
 
-def _lost(flight: _Flight, alone: _Alone, limited: bool) -> tuple[float, float, float, float]:
-    """(compute that one collective takes away, how long one takes under it, what its call takes, by how much
-    the thread took longer for its ops), in microseconds."""
-    beside_us = max(1.0, flight.in_flight_us / flight.collectives)
+def _lost(flight: _Flight, alone: _Alone, limited: bool) -> tuple[float, float]:
+    """(compute that one collective takes away, what its call takes), in microseconds."""
     # A thread that shares its core with other processes is as much slower than its processor time says.
     stretch = alone.clock_us / alone.thread_us
     calls_us = flight.calls_us / flight.collectives * stretch
-    longer_us = (flight.thread_us - flight.calls_us - flight.work * alone.thread_us) * stretch
     helpers_us = flight.work * (alone.process_us - alone.thread_us)
     others_us = flight.process_us - flight.thread_us - helpers_us
     if limited:
         taken_us = max(others_us + flight.calls_us, flight.process_us - flight.work * alone.process_us)
-        lost_us = taken_us * alone.clock_us / alone.process_us / flight.collectives - calls_us
-    else:
-        others_us *= stretch
-        stood_us = flight.took_us - flight.thread_us * stretch
-        lost_us = (flight.took_us - flight.work * alone.clock_us) / flight.collectives - calls_us
-        if stood_us > others_us / 2.0 and lost_us < others_us / flight.collectives:
-            lost_us, longer_us = others_us / flight.collectives, 0.0
-    return lost_us, beside_us, calls_us, longer_us / flight.collectives
+        return taken_us * alone.clock_us / alone.process_us / flight.collectives - calls_us, calls_us
+    others_us *= stretch
+    stalled_us = flight.took_us - flight.thread_us * stretch
+    lost_us = (flight.took_us - flight.work * alone.clock_us) / flight.collectives - calls_us
+    if stalled_us > others_us / 2.0:
+        lost_us = max(lost_us, others_us / flight.collectives)
+    return lost_us, calls_us
 
 
 def _flight(start: Callable[[], Any], count: int, compute: Compute, meet: Callable[[], None]) -> _Flight:
@@ -197,35 +185,28 @@ def _flight(start: Callable[[], Any], count: int, compute: Compute, meet: Callab
         with lanes_first():
             meet()
             begin = _clocks()
-            asking = calling = in_flight = 0
+            asking = calling = 0
             work_done = 0.0
             for _ in range(count):
-                since, called = time.perf_counter_ns(), time.thread_time_ns()
+                called = time.thread_time_ns()
                 work = start()
                 asked = time.thread_time_ns()
                 calling += asked - called
-                done = waiter.submit(_ended_at, work)
+                done = waiter.submit(work.wait)
                 asking += time.thread_time_ns() - asked
                 while not done.done():
                     work_done += compute()
-                in_flight += done.result() - since
+                done.result()
             took, mine, process = (now - then for now, then in zip(_clocks(), begin, strict=True))
         waited += waiter.submit(time.thread_time_ns).result()
     return _Flight(
         count,
         work_done,
-        in_flight / 1e3,
         (took - asking - waited) / 1e3,
         (mine - asking) / 1e3,
         calling / 1e3,
         (process - asking - waited) / 1e3,
     )
-
-
-def _ended_at(work: Any) -> int:
-    """Wait for it; when that was, in nanoseconds. The computing thread sees it only when its op has ended."""
-    work.wait()
-    return time.perf_counter_ns()
 
 
 def _alone(compute: Compute, meet: Callable[[], None]) -> _Alone:

@@ -74,9 +74,7 @@ def measure_between(
             entry["processor_us_per_mb"],
             entry["slowdown"],
             f"{entry['source']}, loopback",
-            entry["pace"],
             entry["processor_us"],
-            entry["slower"],
         )
         axis, kind = entry["axis"], entry["kind"]
         cost = scaled(cost, small.size(axis), mesh.size(axis))
@@ -164,8 +162,6 @@ def _probe(asked: Any) -> None:
                 "processor_us_per_mb": cost.processor_us_per_mb,
                 "processor_us": cost.processor_us,
                 "slowdown": cost.slowdown,
-                "pace": cost.pace,
-                "slower": cost.slower,
                 "source": cost.source,
                 "calls": astuple(one.calls),
                 "spread": one.spread,

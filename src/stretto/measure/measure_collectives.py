@@ -108,7 +108,7 @@ def measure_collectives(
         where that does nothing to a collective that is not counted elsewhere. compute: what it computes, as
         `contention.compute_loss` takes it.
     lateness: what members are late by, after their compute, is a part of the cost; not where `Costs.skew`
-        and `Quota.skew` say it.
+        and `Processor.skew` say it.
 
     Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
     slow links.
@@ -222,7 +222,7 @@ def _measure(
     starts: list[tuple[int, float]] = []
     waits: list[tuple[int, float]] = []
     finishes: list[tuple[int, float]] = []
-    # What is lost whatever the size is seen at the least bytes; pace, slowdown and slower ops at the most.
+    # What is lost whatever the size is seen at the least bytes; slowdown at the most.
     for nbytes, alone_us in ends_of(samples):
         _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
         if device.type == "cpu":
@@ -233,7 +233,6 @@ def _measure(
         loss = compute_loss(start, alone_us, lambda: meet(device), device, load.compute)
         losses.append((nbytes, agree_median(loss.processor_us)))
         starts.append((nbytes, agree_median(loss.start_us)))
-        slower_us = agree_median(loss.slower_us)
     if device.type != "cpu":  # the host runs ahead: only its calls count
         starts, waits, finishes = launches, [(0, 0.0)], [(0, 0.0)]
     processor_us, processor_us_per_mb = line_through(losses)
@@ -246,9 +245,7 @@ def _measure(
         processor_us_per_mb,
         agree_median(loss.slowdown),
         f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
-        agree_median(loss.pace),
         processor_us,
-        min(1.0, slower_us / lost_us) if (lost_us := losses[-1][1]) else 0.0,
     )
     calls = Calls(*line_through(starts), finish_us_per_mb, finish_us)
     return Measured(cost, calls, spread)

@@ -23,19 +23,19 @@ import torch.distributed as dist
 
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.costs import NO_LINK, CollectiveCost, Costs, Link, Quota, Unsteady
+from stretto.ir.costs import NO_LINK, CollectiveCost, Costs, Link
 from stretto.ir.mesh import Mesh
+from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Job, Stage
 from stretto.measure.compute_loop import looped_ops
 from stretto.measure.local_processes import measure_between
 from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, Profile, device_name, profile
-from stretto.measure.quota import agreed_quota
-from stretto.measure.unsteady import Pieces, unsteady_of
 from stretto.price.calls import calls_us
 from stretto.price.roofline import ACTION_US
 from stretto.price.wanted import wanted_collectives
+from stretto.processor.quota import agreed_quota
 
 
 def measured_costs(job: Job, schedule: Schedule) -> Costs:
@@ -66,7 +66,6 @@ def measured_costs(job: Job, schedule: Schedule) -> Costs:
         ACTION_US,
         found.source,
         costs_by_lane(collectives),
-        cold=found.cold,
     )
 
 
@@ -110,7 +109,7 @@ def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What all ranks found of a job's computing ops; `cold` and `unsteady` as in `stretto.ir.costs.Costs`.
+    """What all ranks found of a job's computing ops.
 
     skew: how much longer the slowest rank of a place takes than they do on average; thread_skew: the same of
     the time in which their threads computed, without that in which they were stopped.
@@ -119,32 +118,25 @@ class Compute:
     op_us: Mapping[tuple[int, str], float]
     skew: float = 0.0
     thread_skew: float = 0.0
-    cold: float = 0.0
-    unsteady: Unsteady | None = None
 
     def on(self, costs: Costs) -> Costs:
         """The costs with what is known of how ranks compute. Under a quota what ranks differ by in time, and
-        not in what their threads compute, is what they are stopped for; and their spells, which were told by
-        the time of their threads, are as much longer as those are stopped."""
-        costs = replace(costs, skew=self.skew, cold=self.cold, unsteady=self.unsteady)
-        quota = costs.quota
-        if quota is None:
-            return costs
-        skew, unsteady = min(self.skew, self.thread_skew), self.unsteady
-        if unsteady is not None:
-            unsteady = replace(unsteady, spell_us=unsteady.spell_us / quota.share)
-        return replace(costs, skew=skew, unsteady=unsteady, quota=replace(quota, skew=self.skew - skew))
+        not in what their threads compute, is what they are stopped for."""
+        if costs.processor is None:
+            return replace(costs, skew=self.skew)
+        skew = min(self.skew, self.thread_skew)
+        return replace(costs, skew=skew, processor=replace(costs.processor, skew=self.skew - skew))
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
     """What all ranks found of a job's messages and collectives: links by pair of places, collectives by
-    (axis, kind); `shared` and `quota` as in `stretto.ir.costs.Costs`."""
+    (axis, kind); `shared` and `processor` as in `stretto.ir.costs.Costs`."""
 
     links: Mapping[tuple[int, int], Link]
     collectives: Mapping[tuple[str, str], Measured]
     shared: tuple[str, ...]
-    quota: Quota | None
+    processor: Processor | None
 
     def costs(self, job: Job, compute: Compute, source: str) -> Costs:
         """With what is known of the job's computing ops."""
@@ -156,7 +148,7 @@ class Communication:
             source,
             costs_by_lane(self.collectives),
             self.shared,
-            quota=self.quota,
+            processor=self.processor,
         )
         return compute.on(costs)
 
@@ -179,8 +171,8 @@ def measure_communication(
     links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh, compute)
     # Under a quota a collective pays for what the compute before it has spent. All else that compute does to
     # it is to let ranks come apart, which `skew` says.
-    quota = agreed_quota(device)
-    between_us = compute_between_us(here, op_us) if quota is not None else 0.0
+    processor = agreed_quota(device)
+    between_us = compute_between_us(here, op_us) if processor is not None else 0.0
     collectives = measure_collectives(
         mesh, wanted_collectives(job), device, between_us, compute, lateness=False
     )
@@ -192,7 +184,7 @@ def measure_communication(
         for pair, link in some.items():
             found[pair].append(link.link)
     merged = {pair: typical_link(found[pair]) for pair in sorted(found)}
-    return Communication(merged, collectives, shared, quota)
+    return Communication(merged, collectives, shared, processor)
 
 
 def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], float]) -> float:
@@ -211,14 +203,11 @@ def agreed_ops(job: Job, mine: Profile) -> Compute:
     told: list[Any] = [None] * dist.get_world_size()
     by_clock = stretches(job, {index: of.met_shares for index, of in mine.rounds.items()})
     by_thread = stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()})
-    pieces = Pieces.of(longest.op_shares) if (longest := mine.longest) is not None else None
-    dist.all_gather_object(told, (dict(mine.op_us), by_clock, by_thread, mine.cold, pieces))
+    dist.all_gather_object(told, (dict(mine.op_us), by_clock, by_thread))
     return Compute(
-        _merged(op_us for op_us, *_ in told),
-        skew_of([of for _, of, *_ in told]),
-        skew_of([of for _, _, of, *_ in told]),
-        statistics.fmean(cold for *_, cold, _ in told),
-        unsteady_of([pieces for *_, pieces in told if pieces is not None]),
+        _merged(op_us for op_us, _, _ in told),
+        skew_of([of for _, of, _ in told]),
+        skew_of([of for _, _, of in told]),
     )
 
 
@@ -287,8 +276,6 @@ def typical_link(links: list[Link]) -> Link:
         statistics.median(link.bytes_per_us for link in links),
         statistics.median(link.processor_us_per_mb for link in links),
         links[0].source,
-        statistics.median(link.slower for link in links),
-        statistics.median(link.buffered_bytes for link in links),
     )
 
 

@@ -3,9 +3,7 @@
     1. A pair's messages of several sizes, one at a time, timed by round trips that return an empty
        answer; latency and rate are the best straight line through fast ones (least squares,
        weighted by one over the time).
-    2. On processors a send is done when the transport has taken over what it has not transferred yet: one
-       large message, and what could not have left when its send was done.
-    3. On processors both ends compute while messages stream between them, one each way at a time; what
+    2. On processors both ends compute while messages stream between them, one each way at a time; what
        compute loses for each megabyte (`cost.contention`) is the processor time of a message.
 
 Uses `torch.distributed` as it is: the transport that will carry the plan's messages.
@@ -54,15 +52,8 @@ a fit of disturbed messages may tell any rate."""
 SLOW_US = 400_000.0
 """A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
 
-LARGE_BYTES = 8 * 2**20
-"""Of the message of step 2: twice what Linux lets a socket buffer on its own (`net.ipv4.tcp_wmem`). What is
-buffered of this one is taken for all that is."""
-
-LARGE_US = 1_000_000.0
-"""Such a message takes no longer: over slower links it is smaller."""
-
 STREAMED_BYTES = 262_144
-"""Of the messages of step 3: of a stage's activations, rather small ones. Assumed."""
+"""Of the messages of step 2: of a stage's activations, rather small ones. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +91,7 @@ def measure_links(
     mesh = mesh or Mesh(((PIPELINE, dist.get_world_size()),))
     here = mesh.coordinates(rank)
     found: dict[tuple[int, int], FoundLink] = {}
-    stolen: dict[frozenset[int], tuple[float, float]] = {}
+    stolen: dict[frozenset[int], float] = {}
     for pair in pairs:
         # This rank's own pair: its coordinates on all other axes.
         sender, receiver = (mesh.rank({**here, PIPELINE: place}) for place in pair)
@@ -108,15 +99,11 @@ def measure_links(
         both = frozenset(pair)
         if both not in stolen:
             cpu = device.type == "cpu"
-            stolen[both] = _processor_loss(sender, receiver, device, fit, compute) if cpu else (0.0, 0.0)
-        buffered_bytes = _buffered(sender, receiver, fit) if device.type == "cpu" else 0.0
+            stolen[both] = _processor_loss(sender, receiver, device, fit, compute) if cpu else 0.0
         if rank == sender:
             assert fit is not None
-            lost_us_per_mb, slower = stolen[both]
-            found[pair] = FoundLink(
-                Link(fit.latency_us, fit.bytes_per_us, lost_us_per_mb, "measured", slower, buffered_bytes),
-                fit.spread,
-            )
+            link = Link(fit.latency_us, fit.bytes_per_us, stolen[both], "measured")
+            found[pair] = FoundLink(link, fit.spread)
         dist.barrier()
     return found
 
@@ -188,38 +175,14 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     return max(mean_y - slope * mean_x, half / 2.0), 1.0 / slope
 
 
-def _buffered(sender: int, receiver: int, fit: _OneWay | None) -> float:
-    """Step 2 on the sender; 0 on other ranks. fit: as in step 3."""
-    rank = dist.get_rank()
-    if rank not in (sender, receiver):
-        return 0.0
-    count = torch.zeros(1, dtype=torch.int64)
-    if rank == receiver:
-        dist.recv(count, sender)
-        dist.recv(torch.zeros(int(count)), sender)
-        dist.send(count, sender)
-        return 0.0
-    assert fit is not None
-    count.fill_(int(min(LARGE_BYTES, LARGE_US * fit.bytes_per_us)) // 4)
-    payload = torch.zeros(int(count))
-    dist.send(count, receiver)
-    begin = time.perf_counter_ns()
-    dist.send(payload, receiver)
-    done_us = (time.perf_counter_ns() - begin) / 1000.0
-    dist.recv(count, receiver)
-    arrived_us = (time.perf_counter_ns() - begin) / 1000.0
-    # At the rate of this one; a slow send of a fast link has copied, and stood for nothing.
-    return max(0.0, payload.nbytes * (1.0 - done_us / arrived_us))
-
-
 def _processor_loss(
     a: int, b: int, device: torch.device, fit: _OneWay | None, compute: Compute | None
-) -> tuple[float, float]:
-    """Step 3: (microseconds of compute lost for each 10**6 bytes, the mean of both ends; the part of it that
-    is slower ops). fit: what the sender has found; None on other ranks."""
+) -> float:
+    """Step 2: microseconds of compute lost for each 10**6 bytes, the mean of both ends. fit: what the sender
+    has found; None on other ranks."""
     rank = dist.get_rank()
     if rank not in (a, b):
-        return 0.0, 0.0
+        return 0.0
     peer = b if rank == a else a
     other = torch.zeros(1)
     alone_us = fit.latency_us + STREAMED_BYTES / fit.bytes_per_us if fit is not None else 0.0
@@ -238,10 +201,7 @@ def _processor_loss(
     # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
     loss = torch.tensor([(found.processor_us + found.start_us) / (2 * out.nbytes / BYTES_PER_MB)])
     _swap(loss, other, a, b)
-    lost = float(loss + other)
-    loss = torch.tensor([found.slower_us / (2 * out.nbytes / BYTES_PER_MB)])
-    _swap(loss, other, a, b)
-    return lost / 2, min(1.0, float(loss + other) / lost) if lost else 0.0
+    return float(loss + other) / 2
 
 
 class _Exchange:

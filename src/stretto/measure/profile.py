@@ -10,14 +10,10 @@
     5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
     6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
        while it is multiplied, which takes less than a product and a sum.
-    7. Where others share the core (`cost.crowd`), or a quota stops the rank, an op's share is its thread's
-       time. By the clock a short op takes its own time in most rounds and a stop on top in some, which look
-       like theft (`STOLEN`), and a long one always has its stops: of one rate of arithmetic a quota of half a
-       core made two, 60 and 32 GFLOP/s below and above three milliseconds.
-    8. What follows a wait takes longer: rounds in which the rank pauses wherever the step may wait are held
-       against those of 3, which never stand (`cost.pauses`). They come first, all of them together, because
-       what has not stood for a while is fast for a while.
-
+    7. Where others share the core (`processor.core_share`), or a quota stops the rank, an op's share is its
+       thread's time. By the clock a short op takes its own time in most rounds and a stop on top in some,
+       which look like theft (`STOLEN`), and a long one always has its stops: of one rate of arithmetic a
+       quota of half a core made two, 60 and 32 GFLOP/s below and above three milliseconds.
 Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in the runtime.
 """
 
@@ -38,9 +34,8 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
-from stretto.measure.core_share import has_quota, part_of
 from stretto.measure.fake_collectives import function_of
-from stretto.measure.pauses import TOGETHER_US, Paused, Pauses
+from stretto.processor.core_share import has_quota, part_of
 
 ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
@@ -67,34 +62,17 @@ class Profile:
     source: str
     rounds: Mapping[int, Rounds] = field(default_factory=dict, repr=False)
 
-    @property
-    def longest(self) -> Rounds | None:
-        """Those of the stage that takes the longest; None without any."""
-        return max(self.rounds.values(), key=lambda of: statistics.fmean(of.straight_us), default=None)
-
-    @property
-    def cold(self) -> float:
-        """As in `stretto.ir.costs.Costs`; 0 where the step never waits, or the device is no processor."""
-        waiting = [of for of in self.rounds.values() if of.paused]
-        if not waiting:
-            return 0.0
-        straight_us = sum(typical(of.straight_us) for of in waiting)
-        paused_us = sum(typical([one.us for one in of.paused]) for of in waiting)
-        stood = statistics.fmean(one.stood for of in waiting for one in of.paused)
-        return max(0.0, paused_us / straight_us - 1.0) / stood if straight_us and stood else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """What the rounds of one stage took. shares: by op, with clocks; thread_shares: the same of the computing
-    thread, on a processor; totals: by phase, without clocks; straight_us: of the computing
-    thread, all phases; paused: where the step may wait."""
+    thread, on a processor; totals: by phase, without clocks; straight_us: of the computing thread, all
+    phases."""
 
     shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     thread_shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
     straight_us: list[float] = field(default_factory=list)
-    paused: list[Paused] = field(default_factory=list)
 
     def copy(self) -> Rounds:
         """The same rounds, to which others can be added."""
@@ -103,7 +81,6 @@ class Rounds:
             _copied(self.thread_shares),
             _copied(self.totals),
             list(self.straight_us),
-            list(self.paused),
         )
 
     @property
@@ -175,20 +152,10 @@ def _measure(
     made = make_inputs(job, stage, device)
     calls = make_calls(job, stage, device)
     grads: dict[str, torch.Tensor] = {}
-    waits = bool(job.edges) or any(op.target == WAIT for ops in stage.ops.values() for op in ops)
-    pausing = waits and device.type == "cpu"
     with torch.no_grad():
-        pauses = Pauses() if pausing else None
-        warm = _run(calls, made, grads, device, None, pauses)
-        # Pauses are no part of a round's length: with them short programs would get too few rounds.
-        warm_us = pauses.end().us if pauses is not None else sum(warm.values())
-        crowded = pauses is not None and pauses.part < 1.0 and not has_quota()
+        warm_us = sum(_run(calls, made, grads, device, None).values())
         longer = LEAST_ROUND_US / max(warm_us, 1.0)
         count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
-        for _ in range(count if pausing else 0):
-            pauses = Pauses(TOGETHER_US if crowded else 0.0)
-            _run(calls, made, grads, device, None, pauses)
-            rounds.paused.append(pauses.end())
         for _ in range(count):
             _run(calls, made, grads, device, rounds)
             begin_ns = time.thread_time_ns()
@@ -337,9 +304,8 @@ def _run(
     grads: dict[str, torch.Tensor],
     device: torch.device,
     rounds: Rounds | None,
-    pauses: Pauses | None = None,
 ) -> dict[Phase, float]:
-    """Steps 2, 3, 7 and 8: one microbatch through F, I and W; microseconds of each phase.
+    """Steps 2, 3 and 7: one microbatch through F, I and W; microseconds of each phase.
 
     Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
     fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
@@ -358,12 +324,8 @@ def _run(
                 rounds.shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
                 if threads:
                     rounds.thread_shares[call.op.name].append((time.thread_time_ns() - mine) / 1000.0)
-            if pauses is not None and call.op.target == WAIT:
-                pauses.pause()
         synchronise(device)
         result[phase] = (time.perf_counter_ns() - begin) / 1000.0
-        if pauses is not None:
-            pauses.pause()  # before the next program there may be a message to wait for
     return result
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from stretto.backend.idle_class import lanes_first
 from stretto.backend.synchronise import synchronise
-from stretto.measure.core_share import pace_alone
-from stretto.measure.products import products_on
+from stretto.processor.core_share import pace_alone
+from stretto.processor.products import products_on
 
 ROUNDS = 12
 """Counted rounds of a size after two for warmth, when they take long."""

@@ -1,7 +1,7 @@
 """What ranks compute while they are compared with each other, and while communication is measured beside.
 
-A calibration is for jobs that nobody has yet. How far ranks come apart, how much slower they are after a
-wait, and what compute loses beside a transfer depend on the machine, and less (assumed) on what they compute.
+A calibration is for jobs that nobody has yet. How far ranks come apart, and what compute loses beside a
+transfer, depend on the machine, and less (assumed) on what they compute.
 So they do what one tensor-parallel rank does for a microbatch of a small GPT: products, attention, norms,
 element-wise ops of the sizes of a step. Touches no device.
 """
@@ -17,7 +17,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 
 SEQUENCE = 256
 CONFIG = GPTConfig(vocab_size=1024, layers=4, hidden=512, heads=8, context=SEQUENCE)
-"""A tenth of a second on one core: long enough to see speeds go up and down (`cost.unsteady`)."""
+"""A tenth of a second on one core: many waits at which ranks are compared."""
 
 
 def yardstick() -> Job:

@@ -1,16 +1,18 @@
 """What an order of a window's items must respect, and what each item costs: the graph that policies order.
 
     1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
-       for its time on the lane of its axis; a wait for a collective; a message's wait and its send.
+       for its time on the lane of its axis; a wait for a collective; a message's wait and its send; the start
+       of a bucket's sum, which nothing in the window waits for.
     2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
        value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
        before the backward's first op: lower bounds count on actions of a microbatch in this order.
     3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
        their order, and an order of ops must not change numbers. Nothing else is written in place before
-       the window's end, and draws of random ops do not depend on when they happen.
+       the window's end, and draws of random ops do not depend on when they happen. And one from each op that
+       adds to a gradient to the start of its sum.
     4. The memory that nodes make and read, so that a policy can keep a limit.
 
-May touch `stretto.ir` and this room's storages.
+May touch `stretto.ir`, `stretto.schedule` and this room's storages.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from enum import StrEnum
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import Item, ItemKind, Window
+from stretto.ir.plan import Bucket, Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
-from stretto.ir.transfers import axis_time, message_us, time_of
+from stretto.ir.transfers import SUM, axis_time, bucket_bytes, message_us, time_of
 from stretto.order.storages import Storage, find_storages
+from stretto.schedule.windows import adding_items
 
 
 class Role(StrEnum):
@@ -36,6 +39,7 @@ class Role(StrEnum):
     FINISH = "finish"
     RECEIVE = "receive"
     SEND = "send"
+    SUM = "sum"
 
 
 Ends = Mapping[tuple[int, int], float]
@@ -64,10 +68,10 @@ NOTHING = Outside()
 class Node:
     """One item. work_us: on the compute lane.
 
-    lane, time_us, load: of the collective that a START starts: its axis, its time when it has its lane for
-        itself, the share of the compute lane's speed that it takes. For a SEND `time_us` is the message's
-        time; for a RECEIVE, and for a FINISH whose start stands in an earlier window, when it can be used,
-        counted from the window's begin.
+    lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it has its
+        lane for itself, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
+        message's time; for a RECEIVE, and for a FINISH whose start stands in an earlier window, when it can
+        be used, counted from the window's begin.
     tail_us: for a SEND, how long before the window's end it should go, because another rank waits for it.
     start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
     lazy: costs nothing and allocates nothing (waits, views), so it may stand directly before its first user.
@@ -89,7 +93,7 @@ class WindowGraph:
     """A window's nodes in the captured order (its parts one after the other), and what must precede what.
 
     before[n], after[n]: the nodes that n needs, and those that need n; both ascending. A legal order names
-    every node once, each after all of `before`. skew: `Costs.working_skew`.
+    every node once, each after all of `before`. skew: `Costs.skew`.
     """
 
     window: Window
@@ -126,13 +130,15 @@ def make_graph(
     stage_ranks: Sequence[int],
     outside: Outside = NOTHING,
     microbatches: Sequence[int] = (),
+    buckets: Sequence[Bucket] = (),
 ) -> WindowGraph:
     """The graph of a window. outside: what is known of other ranks. microbatches: of its parts, where it
-    runs once; without them messages that stay on the rank are taken to be for the same.
+    runs once; without them messages that stay on the rank are taken to be for the same. buckets: those whose
+    sums start in it.
 
     Raises PlanError for a collective without a cost.
     """
-    return _Maker(job, costs, window, stage_ranks, outside, microbatches).make()
+    return _Maker(job, costs, window, stage_ranks, outside, microbatches, buckets).make()
 
 
 class _Maker:
@@ -144,6 +150,7 @@ class _Maker:
         stage_ranks: Sequence[int],
         outside: Outside,
         microbatches: Sequence[int],
+        buckets: Sequence[Bucket],
     ) -> None:
         self.microbatches = microbatches or (0,) * len(window.parts)
         self.job = job
@@ -151,6 +158,7 @@ class _Maker:
         self.window = window
         self.stage_ranks = stage_ranks
         self.outside = outside
+        self.buckets = {bucket.name: bucket for bucket in buckets}
         stages = {stage for stage, _ in window.parts}
         # Where phases use one name, that of the window counts.
         self.ops: list[dict[str, Op]] = [
@@ -177,6 +185,7 @@ class _Maker:
         sent: dict[tuple[int, int], int] = {}
         last_add: dict[int, int] = {}
         adds = self._adds()
+        adding = adding_items(self.job, self.window) if self.buckets else {}
         for at, item in enumerate(self.window.items):
             need: set[int] = set()
             if item.kind is ItemKind.OP:
@@ -190,6 +199,12 @@ class _Maker:
                     last_add[parameter] = at
                 self.made[item.part, op.name] = at
                 nodes.append(self._op(item, op))
+            elif item.kind is ItemKind.REDUCE:
+                bucket = self.buckets[str(item.ref)]
+                need |= {added for group in bucket.parameters for added in adding.get(group, ())}
+                nbytes = bucket_bytes(self.job, [bucket])[bucket.name]
+                time = axis_time(self.costs, bucket.communicator, SUM, nbytes)
+                nodes.append(Node(item, Role.SUM, 0.0, bucket.communicator, time.us, time.load))
             else:
                 edge = self.job.edges[int(item.ref)]
                 message = edge.index, self.microbatches[item.part]
@@ -220,7 +235,7 @@ class _Maker:
             tuple(tuple(sorted(need)) for need in needs),
             tuple(tuple(found) for found in after),
             find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
-            self.costs.working_skew,
+            self.costs.skew,
         )
 
     def _forward_first(self, needs: list[set[int]]) -> None:

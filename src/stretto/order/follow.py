@@ -37,8 +37,8 @@ class Replay:
     """end_us: when the window has ended; stands_us: of that, what the compute lane waited; peak_bytes: the
     most that it held, above what it held at its begin.
 
-    late_us: when the window and what must follow its messages (`Node.tail_us`) have ended; never before
-    `end_us`. reached_us: by RECEIVE, when the lane came to it.
+    late_us: when the window, what must follow its messages (`Node.tail_us`) and the sums that it starts have
+    ended; never before `end_us`. reached_us: by RECEIVE, when the lane came to it.
     """
 
     end_us: float

@@ -203,7 +203,7 @@ def _leads(graph: WindowGraph) -> list[int]:
     """By node, the next communication that it leads to; -1 for none."""
     leads: list[int] = [-1] * len(graph.nodes)
     for index in reversed(range(len(graph.nodes))):
-        if graph.nodes[index].role in (Role.START, Role.SEND):
+        if graph.nodes[index].role in (Role.START, Role.SEND, Role.SUM):
             leads[index] = index
         else:
             leads[index] = min((leads[n] for n in graph.after[index] if leads[n] >= 0), default=-1)

@@ -2,9 +2,10 @@
 
 The contract: a legal order, the same for the same graph and urgencies.
 
-    1. A send that can go, goes; one that is paired, when its partner can go as well (`whole_step.pairs`). Of
-       the ops whose values are there the most urgent is next, but before those for which the lane would have
-       to wait until the slowest rank of its place has done its part of a collective.
+    1. A send that can go, goes, and so does a gradient's sum; a send that is paired, when its partner can go
+       as well (`whole_step.pairs`). Of the ops whose values are there the most urgent is next, but before
+       those for which the lane would have to wait until the slowest rank of its place has done its part of a
+       collective.
     2. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile. Not
        more: lanes keep their order, and something more urgent may be ready after the op.
     3. Not if a start that is more urgent could be made soon after the lane is free: within `patience` times
@@ -93,6 +94,8 @@ class Listing(Rank):
             message = int(node.item.ref), self._microbatch(node)
             if self._meet is None or self._meet(message, partial(self._met_partner, index)):
                 heapq.heappush(self._sends, (-self._urgency[index], index))
+        elif self.graph.nodes[index].role is Role.SUM:
+            heapq.heappush(self._sends, (-self._urgency[index], index))
         else:
             self._queue(index)
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from stretto.ir.plan import Plan
+from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.order import Arranger, Outside, Role, replay
 from stretto.schedule.windows import window_name
@@ -63,10 +63,11 @@ def observe(plan: Plan, timeline: Timeline, arranger: Arranger) -> dict[str, Out
     for message in messages:
         run = runs[message.receiver]
         arrivals[run.window][message.into].append(max(0.0, message.arrives_us - run.begin_us))
-    works_us = {name: arranger.graph(window).work_us for name, window in plan.windows.items()}
+    ordered = _windows(plan)
+    works_us = {name: arranger.graph(window).work_us for name, window in ordered.items()}
     seen = {name: _typical(found, works_us[name]) for name, found in arrivals.items()}
     # 3 and 4. When they are due, and tails.
-    reached = {name: _reached(plan, arranger, name, found) for name, found in seen.items()}
+    reached = {name: _reached(arranger, ordered[name], found) for name, found in seen.items()}
     tails: dict[str, dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
     for message in messages:
         sender, receiver = runs[message.sender], runs[message.receiver]
@@ -77,7 +78,7 @@ def observe(plan: Plan, timeline: Timeline, arranger: Arranger) -> dict[str, Out
         tails[sender.window][message.out].append(max(0.0, tail_us))
     return {
         name: Outside(seen.get(name, {}), _typical(tails.get(name, {}), works_us[name]))
-        for name in plan.windows
+        for name in ordered
         if name in seen or name in tails
     }
 
@@ -92,9 +93,21 @@ def _typical(found: Mapping[Key, list[float]], work_us: float) -> dict[Key, floa
     return typical
 
 
-def _reached(plan: Plan, arranger: Arranger, name: str, arrivals: Mapping[Key, float]) -> dict[Key, float]:
+def _windows(plan: Plan) -> dict[str, Window]:
+    """The windows of runs, by the names of their slots. A window whose last run is one of its own is taken as
+    other runs have it; sums that start there are nothing to other ranks."""
+    found: dict[str, Window] = {}
+    for order, slots in zip(plan.orders, plan.schedule.orders, strict=True):
+        runs = (instruction for instruction in order if instruction.kind is InstructionKind.RUN)
+        for run, slot in zip(runs, slots, strict=True):
+            window = plan.windows[str(run.ref)]
+            items = tuple(item for item in window.items if item.kind is not ItemKind.REDUCE)
+            found.setdefault(window_name(slot), replace(window, items=items))
+    return found
+
+
+def _reached(arranger: Arranger, window: Window, arrivals: Mapping[Key, float]) -> dict[Key, float]:
     """Step 3: (part, edge) -> microseconds from the run's begin to the wait."""
-    window = plan.windows[name]
     graph = arranger.graph(window, Outside(arrivals))
     played = replay(graph, range(len(graph.nodes)))
     return {

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stretto.errors import PlanError
-from stretto.ir.plan import Plan, Window
+from stretto.ir.plan import InstructionKind, Plan, Window
 from stretto.ir.timeline import Timeline
 from stretto.order import NOTHING, Arranger, Outside, Role
 from stretto.order.observed import observe
-from stretto.simulate import one_step
+from stretto.simulate import simulate
 
 GRID = (0.0, 0.3, 0.6, 0.9, 1.3)
 """Arrivals and tails that are tried, in parts of a window's work. Assumed."""
@@ -74,7 +74,10 @@ def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Ref
     """
     plan = build(captured)
     items = (
-        len(captured[str(i.ref)].items) for order in plan.orders for i in order if str(i.ref) in captured
+        len(plan.windows[str(i.ref)].items)
+        for order in plan.orders
+        for i in order
+        if i.kind is InstructionKind.RUN
     )
     allowed = min(MOST, WORK // max(1, sum(items)))
     if plan.ranks == 1 or allowed < FEWEST:
@@ -162,7 +165,7 @@ class _Search:
             return False
         plan = self._build(windows)
         try:
-            timeline = one_step(plan)
+            timeline = simulate(plan)
         except PlanError:
             self._known[key] = float("inf")
             return False

@@ -46,6 +46,8 @@ def find_storages(
     memory = _Places(job, window, ops, made)
     users: dict[tuple[int, str], list[int]] = {}
     for at, item in enumerate(window.items):
+        if item.kind is ItemKind.REDUCE:
+            continue  # gradients are the rank's, and not the window's
         if item.kind is not ItemKind.OP:
             names: tuple[str, ...] = (job.edges[int(item.ref)].value,)
         else:

@@ -70,7 +70,8 @@ def walk(world: World, ranks: Sequence[Rank]) -> Chosen | None:
 
 class Rank(ABC):
     """One rank's compute lane. order: the nodes so far; late_us: when what must follow its messages
-    (`Node.tail_us`) has ended; worked_us: how long the lane has worked; memory: of what is held, if any."""
+    (`Node.tail_us`), and the sums that it starts, have ended; worked_us: how long the lane has worked; memory:
+    of what is held, if any."""
 
     def __init__(self, world: World, rank: int, whole: Whole, memory: Memory | None = None) -> None:
         self.graph = whole.graph
@@ -171,7 +172,6 @@ class Rank(ABC):
         return bool(work_us) and not self._work(index, work_us)
 
     def _waits_now(self) -> None:
-        self._world.waits(self._rank)
         if self._idle_since_us is None:
             self._idle_since_us = self._clock.now_us
 
@@ -214,3 +214,6 @@ class Rank(ABC):
             self._world.send(node, self._microbatch(node))
         elif node.role is Role.START:
             self._started[index] = self._world.start(self._rank, self._whole, index)
+        elif node.role is Role.SUM:
+            self._started[index] = self._world.start(self._rank, self._whole, index)
+            self.late_us = max(self.late_us, self._started[index].done_us)

@@ -33,7 +33,7 @@ def urgencies(graph: WindowGraph) -> list[float]:
         node = graph.nodes[index]
         behind = max((found[n] for n in graph.after[index]), default=0.0)
         # What only a later window waits for is in no hurry.
-        leads = node.role is Role.SEND or (node.role is Role.START and graph.after[index])
+        leads = node.role in (Role.SEND, Role.SUM) or (node.role is Role.START and graph.after[index])
         on_lane_us = max(node.time_us, node.tail_us) if leads else 0.0
         found[index] = max(node.work_us, on_lane_us) + behind
     return found

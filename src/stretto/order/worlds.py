@@ -25,7 +25,7 @@ from stretto.order.scope import Whole
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.collectives import Collectives
-from stretto.simulate.compute_lane import ComputeLane, Load
+from stretto.simulate.compute_lane import ComputeLane
 from stretto.simulate.network import Network
 from stretto.simulate.straggler import Straggler
 
@@ -71,10 +71,6 @@ class World(ABC):
         """The buffer of a message is there from now on."""
         return
 
-    def waits(self, rank: int) -> None:
-        """The lane has nothing to do now."""
-        return
-
     def soon(self, go_on: Callable[[], None]) -> None:
         """Something has arrived, for which a lane may go on."""
         go_on()
@@ -94,13 +90,13 @@ class StepWorld(World):
         self._network = Network(plan, self.clock, self._cards, [])
         self._collectives = Collectives(plan, self.clock, self._cards, [])
         costs = plan.costs
-        self._lanes = [ComputeLane(self.clock, costs.quota, costs.cold) for _ in range(plan.ranks)]
+        self._lanes = [ComputeLane(self.clock, costs) for _ in range(plan.ranks)]
 
-    def _change_load(self, rank: int, was: Load, load: Load) -> None:
+    def _change_load(self, rank: int, was: float, load: float) -> None:
         self._lanes[rank].change_load(was, load)
 
     def straggler(self) -> Straggler:
-        return Straggler(self.plan.costs.skew, self.plan.costs.quota_skew)
+        return Straggler(self.plan.costs.skew)
 
     def start(self, rank: int, whole: Whole, index: int) -> Flight:
         call = whole.calls[index]
@@ -114,7 +110,6 @@ class StepWorld(World):
         return self._network.message(int(node.item.ref), microbatch).arrived
 
     def work(self, rank: int, work_us: float, then: Callable[[], None]) -> None:
-        self._cards.work(rank, True)
         self._lanes[rank].work(work_us, then)
 
     def send(self, node: Node, microbatch: int) -> None:
@@ -125,12 +120,8 @@ class StepWorld(World):
         if self._travels(node):
             self._network.post(int(node.item.ref), microbatch)
 
-    def waits(self, rank: int) -> None:
-        self._cards.work(rank, False)
-
     def worked(self, rank: int, straggler: Straggler, work_us: float) -> None:
-        straggler.work(work_us)
-        straggler.stop(self._lanes[rank].stopped_work())
+        straggler.work(work_us, self._lanes[rank].behind_us())
 
     def _travels(self, node: Node) -> bool:
         """Whether a send or a receive crosses ranks."""

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stretto.parallelize.functions import functions_given
+from stretto.parallelize.functions import functions_given, put_forward
 from stretto.parallelize.split_logits import SplitLogits, whole_of
 from stretto.parallelize.styles import COLWISE, ROWWISE
 from stretto.parallelize.tensor import AXIS, TensorParallel
@@ -347,18 +347,11 @@ def with_logits_of_one(model: nn.Module, how: TensorParallel) -> Iterator[None]:
     for name, style in how.modules.items():
         module = modules[name]
         if style.kind == "vocabulary" and not isinstance(module, nn.Embedding):
-            own, kept = module.forward, module.__dict__.get("forward")
 
-            def forward(*args: Any, own: Callable[..., Any] = own, **kwargs: Any) -> SplitLogits:
+            def forward(*args: Any, own: Callable[..., Any] = module.forward, **kwargs: Any) -> SplitLogits:
                 return SplitLogits(own(*args, **kwargs), AXIS, 1)
 
-            def put_back(module: nn.Module = module, kept: Any = kept) -> None:
-                module.__dict__.pop("forward")
-                if kept is not None:
-                    module.__dict__["forward"] = kept
-
-            module.__dict__["forward"] = forward
-            undo.append(put_back)
+            undo.append(put_forward(module, forward))
     try:
         with functions_given(whole_of):
             yield

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from stretto.errors import UsageError
 from stretto.parallelize import ops
-from stretto.parallelize.functions import functions_given
+from stretto.parallelize.functions import functions_given, put_forward
 from stretto.parallelize.sequence import whole_inside
 from stretto.parallelize.slices import SEQUENCE_DIM, Slices
 from stretto.parallelize.split_logits import SplitLogits, whole_of
@@ -49,15 +49,7 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
 
     def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-        kept = module.__dict__.get("forward")
-        module.__dict__["forward"] = forward
-
-        def put_back() -> None:
-            module.__dict__.pop("forward")
-            if kept is not None:
-                module.__dict__["forward"] = kept
-
-        undo.append(put_back)
+        undo.append(put_forward(module, forward))
 
     def begin(_module: nn.Module, _args: Any) -> None:
         state.entered.clear()

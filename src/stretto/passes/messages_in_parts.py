@@ -28,9 +28,9 @@ from dataclasses import replace
 from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, results_of
+from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import CHUNK, VIEW, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
-from stretto.ir.varying import varying_in_job
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.listed import OfStep
 from stretto.passes.rewrite import with_uses
@@ -66,7 +66,7 @@ def _values(job: Job, costs: Costs, crossing: Sequence[Edge]) -> list[str]:
     """Step 1."""
     if (AXIS, ALL_GATHER.name) not in costs.collectives or not crossing:
         return []
-    differ = varying_in_job(job, AXIS)
+    differ = differing_in(job, AXIS)
     results = {name for s in job.stages for phase in PHASES for name in results_of(job, s.index, phase)}
     size, stay = job.size(AXIS), differ | results
     return list(dict.fromkeys(e.value for e in crossing if divides(e.spec, size) and e.value not in stay))

@@ -4,7 +4,7 @@ A job's programs say in which action an op runs. Two moves let a communication g
 each is a program's own; results stay the same, and memory is held for longer.
 
     1. Where W runs as an action of its own: a start of W whose input is there by the end of I is I's last op.
-       What W waits for has then been under way since.
+       What W waits for has then been under way since. A value that arrives for W alone may come later.
     2. A wait that nothing of its own program needs goes where its result is first needed; views of the result
        go with it.
 
@@ -40,7 +40,7 @@ def across(job: Job, split: frozenset[int]) -> Job:
 def _moved(job: Job, stage: Stage, split: bool) -> Stage:
     programs = {phase: tuple(stage.ops[phase]) for phase in PHASES}
     if split:
-        programs = _starts_earlier(programs)
+        programs = _starts_earlier(job, stage.index, programs)
     programs = _waits_later(job, stage.index, programs, split)
     return stage if _same(programs, stage.ops) else Stage(stage.index, programs)
 
@@ -49,12 +49,11 @@ def _same(programs: Programs, ops: Mapping[Phase, tuple[Op, ...]]) -> bool:
     return all(tuple(ops[phase]) == programs[phase] for phase in PHASES)
 
 
-def _starts_earlier(programs: Programs) -> Programs:
+def _starts_earlier(job: Job, stage: int, programs: Programs) -> Programs:
     """Step 1."""
-    weight = defined(programs[Phase.W])
-    ready = [
-        op for op in programs[Phase.W] if op.target in STARTS and not any(use in weight for use in op.uses)
-    ]
+    later = {*defined(programs[Phase.W])}
+    later |= {edge.value for edge in job.edges if edge.target == stage and edge.user_phase is Phase.W}
+    ready = [op for op in programs[Phase.W] if op.target in STARTS and later.isdisjoint(op.uses)]
     rest = tuple(op for op in programs[Phase.W] if op not in ready)
     return {**programs, Phase.I: (*programs[Phase.I], *ready), Phase.W: rest}
 

@@ -4,7 +4,9 @@
 2. Variants: lists of passes (`stretto.planning.variants`) that overlap more or less.
 3. Each is tried: passes, orders of ops, lowering, a simulation (`stretto.planning.tries`). The fastest goes
    on, the next if it is refused.
-4. The simulation also tells when every message has left (`stretto.planning.sends`).
+4. Its last backwards are ordered for the sums of gradients that start in them
+   (`stretto.planning.sums_within`); a simulation tells when every message has left
+   (`stretto.planning.sends`).
 5. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
 6. Prediction: step time, exposed communication, bubble, memory, bound.
 """
@@ -27,6 +29,7 @@ from stretto.passes.step import Context, Step
 from stretto.planning.costs import listed, memory_limit, prices_of
 from stretto.planning.schedules import shorter
 from stretto.planning.sends import sends_waited
+from stretto.planning.sums_within import sums_within
 from stretto.planning.tries import Tried, Tries, why_less
 from stretto.planning.variants import communicates, overlaps, ways
 from stretto.planning.windows import at_once, lowered
@@ -35,8 +38,9 @@ from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.timing import peak_live
-from stretto.simulate import one_step, predict, simulate
+from stretto.simulate import predict, simulate
 from stretto.verify import verify
+from stretto.verify.memory import memory_faults
 
 CLEAR = 0.97
 """A variant that takes at most this share of the baseline's time over a shorter step does so over the whole
@@ -191,7 +195,7 @@ def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
     fastest = min(tries.compared(found), key=lambda one: one.step_us)
     done = sends_waited(tries.step(fastest.variant), context)
     # Of a step at even speed: one by chance holds the same, and a promise would take twelve of them.
-    return one_step(lowered(done, context)).peak_bytes
+    return simulate(lowered(done, context)).peak_bytes
 
 
 def _overlap_mode(text: str) -> OverlapMode:
@@ -203,7 +207,12 @@ def _overlap_mode(text: str) -> OverlapMode:
 
 def _finished(step: Step, context: Context) -> Plan:
     """Steps 4 to 6. Raises PlanError for a step that cannot work."""
-    draft = lowered(sends_waited(step, context), context)
+    # A policy that the user chose orders last runs as well.
+    early = sums_within(step, context) if context.order == DEFAULT else step
+    draft = lowered(sends_waited(early, context), context)
+    if early is not step and step.max_bytes is not None and memory_faults(draft, step.max_bytes):
+        # Sums that start early hold their buffers for longer.
+        draft = lowered(sends_waited(step, context), context)
     verify(draft, step.max_bytes)
     return replace(draft, prediction=predict(draft))
 

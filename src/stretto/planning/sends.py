@@ -13,7 +13,7 @@ from stretto.ir.timeline import SpanKind, Timeline
 from stretto.passes.step import Context, Step
 from stretto.planning.windows import lowered
 from stretto.schedule.posting import Message
-from stretto.simulate import one_step
+from stretto.simulate import simulate
 
 SENT_MARGIN = 2.0
 """A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
@@ -27,7 +27,7 @@ def sends_waited(step: Step, context: Context) -> Step:
     sends = any(i.kind is InstructionKind.SENT for order in draft.orders for i in order)
     if not sends or step.overlap == "off":
         return step
-    return replace(step, sent_before=_sent_before(draft, one_step(draft)))
+    return replace(step, sent_before=_sent_before(draft, simulate(draft)))
 
 
 def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:

@@ -16,7 +16,7 @@ from stretto.order.whole_step import order_together
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.schedule.sums import make_sums
-from stretto.simulate import one_step
+from stretto.simulate import simulate
 
 BRIEF = 20
 """Steps walked to see whether one window a rank can be held at all, where memory has a limit. Assumed."""
@@ -70,7 +70,9 @@ def whole_step(step: Step, context: Context) -> Step:
 
     Left out where a rank holds more than it may, so that other orders are searched for as well.
     """
-    captured = lowered(as_captured(step, context), context)
+    plain = as_captured(step, context)
+    # Ordered as they are without the sums that start in them.
+    captured = replace(lowered(plain, context), windows=plain.windows)
     bound_us = lower_bound(step.job, step.schedule, context.costs_of(step.job)).us
     made = step
     for walks in (None,) if step.max_bytes is None else (BRIEF, None):
@@ -79,7 +81,7 @@ def whole_step(step: Step, context: Context) -> Step:
             raise LeftOutError
         made = replace(step, windows=found.windows)
         if step.max_bytes is not None:
-            holds = max(one_step(lowered(made, context)).peak_bytes)
+            holds = max(simulate(lowered(made, context)).peak_bytes)
             if holds > step.max_bytes:
                 raise LeftOutError(
                     f"one window a rank holds {holds:,} bytes, and the limit is {step.max_bytes:,}"

@@ -1,13 +1,13 @@
 """The calibration file: what `stretto calibrate` measured of a machine or a cluster, readable and strict.
 
     {
-      "format": "stretto-calibration", "version": 8,
+      "format": "stretto-calibration", "version": 9,
       "machine": {"kind": "cpu" or "cuda", "device": "...", "torch": "...", "threads": 1},
       "ops": {"aten.mm.default(float32[64,128], float32[128,512])": {"us", "spread", "flops", "bytes"}, ...},
       "traced": {"aten::mm float32 [64,128] [128,512]": us, ...},
       "collectives": [{"kind", "members", "stride", "hosts", "curve", ...}, ...],
       "links": [{"stride", "hosts", "latency_us", "bytes_per_us", "both_ways", "back", "spread", ...}, ...],
-      "ranks": {"skew", "cold", "quota", "unsteady"} or null
+      "ranks": {"skew", "processor"} or null
     }
 
 `stride` is the distance between the ranks of a group (1 for neighbours, as those of the innermost axis);
@@ -25,16 +25,10 @@ from typing import Any
 
 from stretto.errors import UsageError
 from stretto.ir.collectives import PRICED
-from stretto.ir.cost_text import (
-    decode_pace,
-    decode_part,
-    decode_quota,
-    decode_unsteady,
-    encode_quota,
-    encode_unsteady,
-)
-from stretto.ir.costs import CollectiveCost, Link, Quota, Unsteady
+from stretto.ir.cost_text import decode_part
+from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
+from stretto.ir.processor import Processor, decode_processor, encode_processor
 from stretto.ir.reading import Cursor, read_json
 from stretto.price.calls import Calls
 from stretto.price.op_cache import (
@@ -48,15 +42,13 @@ from stretto.price.op_cache import (
 )
 
 FORMAT = "stretto-calibration"
-VERSION = 8
+VERSION = 9
 
 COST_KEYS = (
     "curve",
     "processor_us_per_mb",
     "processor_us",
     "slowdown",
-    "pace",
-    "slower",
     "start_us",
     "start_us_per_mb",
     "finish_us_per_mb",
@@ -65,7 +57,7 @@ COST_KEYS = (
 )
 
 
-WAY_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb", "slower", "buffered_bytes")
+WAY_KEYS = ("latency_us", "bytes_per_us", "processor_us_per_mb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +97,7 @@ class RankTiming:
     """How ranks compute, beside what ops take: what `stretto.ir.costs.Costs` has under the same names."""
 
     skew: float = 0.0
-    cold: float = 0.0
-    quota: Quota | None = None
-    unsteady: Unsteady | None = None
+    processor: Processor | None = None
 
 
 @dataclass
@@ -188,8 +178,6 @@ def _group_data(one: GroupTiming) -> dict[str, Any]:
         "processor_us_per_mb": round(one.cost.processor_us_per_mb, 2),
         "processor_us": round(one.cost.processor_us, 2),
         "slowdown": round(one.cost.slowdown, 4),
-        "pace": round(one.cost.pace, 4),
-        "slower": round(one.cost.slower, 4),
         "start_us": round(one.calls.start_us, 2),
         "start_us_per_mb": round(one.calls.start_us_per_mb, 2),
         "finish_us_per_mb": round(one.calls.finish_us_per_mb, 2),
@@ -213,9 +201,7 @@ def _group_of(entry: Cursor, name: str) -> GroupTiming:
         parts["processor_us_per_mb"].amount(),
         decode_part(parts["slowdown"]),
         f"measured: {name}",
-        decode_pace(parts["pace"]),
         parts["processor_us"].amount(),
-        decode_part(parts["slower"]),
     )
     return GroupTiming(
         kind,
@@ -249,8 +235,6 @@ def _way_data(link: Link) -> dict[str, Any]:
         "latency_us": round(link.latency_us, 2),
         "bytes_per_us": round(link.bytes_per_us, 3),
         "processor_us_per_mb": round(link.processor_us_per_mb, 2),
-        "slower": round(link.slower, 4),
-        "buffered_bytes": round(link.buffered_bytes),
     }
 
 
@@ -276,30 +260,21 @@ def _way_of(parts: Mapping[str, Cursor], name: str) -> Link:
         rate,
         parts["processor_us_per_mb"].amount(),
         f"measured: {name}",
-        decode_part(parts["slower"]),
-        parts["buffered_bytes"].amount(),
     )
 
 
 def _rank_data(ranks: RankTiming) -> dict[str, Any]:
     return {
         "skew": round(ranks.skew, 4),
-        "cold": round(ranks.cold, 4),
-        "quota": None if ranks.quota is None else encode_quota(ranks.quota),
-        "unsteady": None if ranks.unsteady is None else encode_unsteady(ranks.unsteady),
+        "processor": None if ranks.processor is None else encode_processor(ranks.processor),
     }
 
 
 def _ranks_of(entry: Cursor) -> RankTiming | None:
     if entry.value is None:
         return None
-    parts = entry.fields(("skew", "cold", "quota", "unsteady"))
-    return RankTiming(
-        parts["skew"].amount(),
-        parts["cold"].amount(),
-        decode_quota(parts["quota"]),
-        decode_unsteady(parts["unsteady"]),
-    )
+    parts = entry.fields(("skew", "processor"))
+    return RankTiming(parts["skew"].amount(), decode_processor(parts["processor"]))
 
 
 def _count(cursor: Cursor, least: int) -> int:

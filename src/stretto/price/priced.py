@@ -127,9 +127,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
         {key: group.cost for key, group in groups.items()},
         sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1),
         ranks.skew,
-        ranks.quota,
-        ranks.cold,
-        ranks.unsteady,
+        ranks.processor,
         {key: priced.how for key, priced in ops.items() if priced.how != "free"},
     )
 

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Phase
-from stretto.ir.plan import ItemKind, Plan
+from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.prices import specs_of as specs_of
 from stretto.ir.program import Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import time_of
-from stretto.schedule.windows import window_name
 
 RECOMPUTATION = "R"
 """Category of a forward op that the backward repeats."""
@@ -102,11 +101,11 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
                 spans[span.rank, at].append(span)
     return tuple(
         tuple(
-            Run(window_name(slot), tuple(a.microbatch for a in slot.actions), tuple(spans[rank, at]))
-            for at, slot in enumerate(order)
+            Run(str(run.ref), run.microbatches, tuple(spans[rank, at]))
+            for at, run in enumerate(i for i in order if i.kind is InstructionKind.RUN)
             if (rank, at) in spans
         )
-        for rank, order in enumerate(plan.schedule.orders)
+        for rank, order in enumerate(plan.orders)
     )
 
 

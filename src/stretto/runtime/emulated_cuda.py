@@ -31,7 +31,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import bucket_bytes, bucket_time, loss_time, message_us
 from stretto.runtime.lone import LoneEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
-from stretto.simulate import one_step
+from stretto.simulate import simulate
 from stretto.simulate.live import LOSS, Work, messages_of, ready_windows, works_of
 from stretto.simulate.windows import Call
 from stretto.verify.trace import EventKind, ends_of
@@ -78,7 +78,7 @@ class CudaTransport(LoneEnd["Queued"]):
         """Name of a received message -> when it begins and ends in the simulation."""
         spans = [
             span
-            for span in one_step(self._plan).spans
+            for span in simulate(self._plan).spans
             if span.rank == self._place and span.kind is SpanKind.MESSAGE and span.sender is not None
         ]
         return {s.name: s.start_us for s in spans}, {s.name: s.end_us for s in spans}

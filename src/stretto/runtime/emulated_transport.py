@@ -11,8 +11,7 @@ May touch `stretto.simulate` and `stretto.verify.trace`. The contract:
    does.
 4. A wait that finds its transfer unfinished sleeps until the end that is predicted, and is recorded.
 5. With a load, a thread takes the processor time that the costs say a transfer's threads take, beginning
-   with the transfer's start (for a received message: with its wait). By what ops are slower beside it they
-   are slower because it runs.
+   with the transfer's start (for a received message: with its wait).
 """
 
 from __future__ import annotations
@@ -141,14 +140,13 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         with _Counted(self):
             made: Collective = self._live.start(work, microbatch)
         if self._load is not None:
-            self._load.owe(made.time.processor * made.time.us * (1.0 - made.time.slower))
+            self._load.owe(made.time.processor * made.time.us)
         return Emulated(self, made.done, made.name, fill)
 
     def _owe_message(self, edge: int) -> None:
         if self._load is not None:
             link = self._plan.costs.link(*ends_of(self._plan, edge))
-            lost_us = processor_us(link, self._plan.job.edges[edge].spec.nbytes)
-            self._load.owe(lost_us * (1.0 - link.slower))
+            self._load.owe(processor_us(link, self._plan.job.edges[edge].spec.nbytes))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
         """Step 3."""

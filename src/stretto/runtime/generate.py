@@ -11,7 +11,8 @@ The function's text is what it does, op by op; nothing is looked up while it run
        program is started and waited for where its ops stand.
     4. Gradients, the loss and buffer updates go to the rank's state where they arise; updates of buffers
        come last, so that every op of the window reads the microbatch's own version. A gradient that is a
-       matrix product is given as its two factors: the product is added where the gradient is kept.
+       matrix product is given as its two factors: the product is added where the gradient is kept. `reduce`
+       starts a bucket's sum there.
     5. Values that later windows read go into the store.
 """
 
@@ -47,6 +48,7 @@ class Hooks(Protocol):
     def add_product(self, parameter: int, left: torch.Tensor, right: torch.Tensor) -> None: ...
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None: ...
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None: ...
+    def reduce(self, bucket: str) -> None: ...
     def draw(self, microbatch: int, op: int) -> None: ...
     def drawn(self) -> None: ...
     def tick(self, stage: int, op: str) -> None: ...
@@ -155,6 +157,8 @@ class Writer:
             else:
                 self.call(item.part, op)
                 self.keep_results(item.part, op, stage, phase)
+        elif item.kind is ItemKind.REDUCE:
+            self.line(f"hooks.reduce({str(item.ref)!r})")
         elif item.kind is ItemKind.WAIT:
             edge = self.job.edges[int(item.ref)]
             self.line(f"{self.name(item.part, edge.value)} = hooks.wait({edge.index}, m{item.part})")
@@ -185,7 +189,7 @@ class Writer:
                 for name in (*op.uses, op.name):
                     if not self._is_fixed(name):
                         last[item.part, name] = at
-            else:
+            elif item.kind is not ItemKind.REDUCE:
                 last[item.part, self.job.edges[int(item.ref)].value] = at
         for part, (stage, phase) in enumerate(self.window.parts):
             # Buffers are written when the window ends; what they become lives until then.

@@ -13,8 +13,8 @@ import torch
 
 from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
+from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
-from stretto.ir.varying import varying_in_job
 from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
@@ -85,7 +85,7 @@ class RankState:
             device,
             frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates),
             self.coordinates,
-            frozenset(varying_in_job(job, TENSOR) if job.size(TENSOR) > 1 else ()),
+            frozenset(differing_in(job, TENSOR) if job.size(TENSOR) > 1 else ()),
         )
         order = plan.orders[self.place]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
@@ -122,7 +122,7 @@ class RankState:
             InstructionKind.SENT: self._sent,
             InstructionKind.LOSS: self._tell,
             InstructionKind.HEARD: self._heard,
-            InstructionKind.REDUCE: self._reduce,
+            InstructionKind.REDUCE: lambda instruction: self.reduce(str(instruction.ref)),
             InstructionKind.REDUCED: self._reduced,
         }
         self._clear()
@@ -248,10 +248,11 @@ class RankState:
         self._told[0].wait()
         self.marks.finishes.append(("pp loss", "loss", start, now()))
 
-    def _reduce(self, instruction: Instruction) -> None:
-        bucket = self._buckets[str(instruction.ref)]
-        grads = [self._grad_of(name) for name in bucket.parameters]
-        slots = [self._slot(name, bucket.communicator) for name in bucket.parameters]
+    def reduce(self, name: str) -> None:
+        """Start a bucket's sum; windows call it too."""
+        bucket = self._buckets[name]
+        grads = [self._grad_of(group) for group in bucket.parameters]
+        slots = [self._slot(group, bucket.communicator) for group in bucket.parameters]
         total = together(grads, slots)
         self.marks.starts.append((self._label(bucket), total.nbytes, now()))
         handle = self.transport.all_reduce(bucket.communicator, total)

@@ -3,7 +3,8 @@
 The contract: a gradient may have to be summed for three reasons, in this order: its parts along an axis
 (`Parameter.partial`), its copies on several places of the pipeline (ties), the data-parallel copies. Ties
 are summed one by one. For the other two, large gradients have a bucket of their own, which is summed where
-it is; small ones share one, so that they do not pay a latency each.
+it is; small ones share buckets, so that they do not pay a latency each: those that are ready at about the
+same time (Li et al., "PyTorch Distributed", 2020), so that their sum starts within the backward.
 
 Buckets name parameters by their tied group, and belong to one place; the tied ones to all that hold a copy.
 May touch `stretto.ir`.
@@ -23,14 +24,15 @@ from stretto.ir.transfers import tied_ranks
 
 LARGE_BYTES = 4 * 2**20
 """Gradients of at least this size are summed alone. Assumed: their transfer takes far longer than a
-collective's latency on any link, and a copy into a shared buffer would cost memory and time."""
+collective's latency on any link, and a copy into a shared buffer would cost memory and time. A shared bucket
+that has grown to it is closed, for the same reason: more would only start later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
     """All buckets, and how each place sums them.
 
-    early[place]: bucket name -> programs after whose last run on the place the sum can start.
+    early[place]: bucket name -> programs in whose last run on the place the sum can start.
     late[place]: rounds of buckets that start after all early ones have ended, one round after the other.
     """
 
@@ -45,6 +47,8 @@ class _Group:
 
     nbytes: int = 0
     home: int = 0
+    ready: int = 0
+    """Where the last of its addends stands in the backward of `home`."""
     partial: tuple[str, ...] = ()
     adds: set[tuple[int, Phase]] = field(default_factory=set)
 
@@ -78,11 +82,12 @@ def make_sums(job: Job, schedule: Schedule) -> Sums:
             if name in groups and not groups[name].partial:
                 starts[name] = frozenset(groups[name].adds)
         rounds.append(tuple(name for name in tied if name in groups and groups[name].partial))
+        waiting = [n for n, g in groups.items() if n in tied or g.partial]
         for axis in job.data_axes:
-            waiting = [n for n, g in groups.items() if n in tied or g.partial]
             for name in _put(axis, place, groups, (n for n in groups if n not in waiting), buckets):
                 starts[name] = _adding(groups, buckets[name])
             rounds.append(_put(axis, place, groups, waiting, buckets))
+            waiting = list(groups)
         early.append(starts)
         late.append(tuple(r for r in rounds if r))
     return Sums(tuple(buckets.values()), tuple(early), tuple(late))
@@ -111,6 +116,11 @@ def _groups(job: Job, schedule: Schedule, place: int) -> dict[str, _Group]:
     """Tied groups with a gradient that the place holds, in the order of the job's parameters."""
     trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
     found: dict[str, _Group] = {}
+    made = {
+        (stage, op.name): at
+        for stage in schedule.stages_of(place)
+        for at, op in enumerate((*job.stages[stage].ops[Phase.I], *job.stages[stage].ops[Phase.W]))
+    }
     for parameter in job.parameters:
         here = [stage for stage in parameter.stages if schedule.stage_ranks[stage] == place]
         if not here or parameter.tied_to not in trained:
@@ -120,6 +130,8 @@ def _groups(job: Job, schedule: Schedule, place: int) -> dict[str, _Group]:
         group.home = max(group.home, *here)
         group.partial = tuple(dict.fromkeys((*group.partial, *parameter.partial)))
         group.adds.update((s, phase) for s, phase, _ in parameter.grads if schedule.stage_ranks[s] == place)
+        ends = [made[s, value] for s, _, value in parameter.grads if s == group.home and (s, value) in made]
+        group.ready = max([group.ready, *ends])
     return found
 
 
@@ -134,9 +146,16 @@ def _put(
             members.append((name,))
         else:
             small[groups[name].home].append(name)
-    members += [tuple(together) for together in small.values()]
-    first = sum(name.startswith(f"{axis} {place}.") for name in buckets)
-    made = [Bucket(f"{axis} {place}.{first + k}", axis, parameters) for k, parameters in enumerate(members)]
+    for of_stage in small.values():
+        of_stage.sort(key=lambda name: groups[name].ready)
+        first = total = 0
+        for at, name in enumerate(of_stage, 1):
+            total += groups[name].nbytes
+            if total >= LARGE_BYTES or at == len(of_stage):
+                members.append(tuple(of_stage[first:at]))
+                first, total = at, 0
+    before = sum(name.startswith(f"{axis} {place}.") for name in buckets)
+    made = [Bucket(f"{axis} {place}.{before + k}", axis, parameters) for k, parameters in enumerate(members)]
     buckets.update((bucket.name, bucket) for bucket in made)
     return tuple(bucket.name for bucket in made)
 

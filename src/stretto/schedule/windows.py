@@ -1,15 +1,19 @@
 """Windows of a schedule as captured: the ops of each kind of slot, with its waits and sends in their places.
 
 A wait comes before the first op that reads a received value, a send after the op that makes a value that
-leaves: a message leaves when its tensor is ready, and is waited for as late as possible.
+leaves: a message leaves when its tensor is ready, and is waited for as late as possible. Where the last run
+of a window completes gradients, it is a window of its own, with a sum's start after the op that adds to it
+last.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 
 from stretto.ir.action import Slot
-from stretto.ir.plan import Item, ItemKind, Window
+from stretto.ir.plan import Bucket, Item, ItemKind, Window
 from stretto.ir.program import Job
 from stretto.schedule.memory_order import holds_least, memory_order
 
@@ -51,3 +55,37 @@ def make_window(job: Job, slot: Slot) -> Window:
             items.extend(Item(ItemKind.SEND, part, edge) for edge in leaving.get(op.name, ()))
         assert not arriving, f"window of {slot}: received values that no op reads: {arriving}"
     return Window(window_name(slot), parts, tuple(items), shares_of(slot))
+
+
+def last_name(name: str) -> str:
+    """The name of a window's last run, where that is a window of its own."""
+    return f"{name} last"
+
+
+def with_sums(job: Job, window: Window, buckets: Sequence[Bucket]) -> Window:
+    """The window's last run: each bucket's sum starts after the last item that adds to one of its gradients.
+
+    Sums that can start after the same item do so in the order of `buckets`."""
+    adding = adding_items(job, window)
+    starts: dict[int, list[Item]] = defaultdict(list)
+    for bucket in buckets:
+        last = max(at for group in bucket.parameters for at in adding.get(group, ()))
+        starts[last].append(Item(ItemKind.REDUCE, window.items[last].part, bucket.name))
+    items = [each for at, item in enumerate(window.items) for each in (item, *starts[at])]
+    return replace(window, name=last_name(window.name), items=tuple(items))
+
+
+def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
+    """Tied group -> the window's items that add to its gradient, ascending."""
+    adds: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for parameter in job.parameters:
+        for stage, phase, value in parameter.grads:
+            for part, (where, runs) in enumerate(window.parts):
+                if where == stage and phase in runs.parts:
+                    adds[part, value].append(parameter.tied_to)
+    found: dict[str, list[int]] = defaultdict(list)
+    for at, item in enumerate(window.items):
+        if item.kind is ItemKind.OP:
+            for group in adds.get((item.part, str(item.ref)), ()):
+                found[group].append(at)
+    return found

@@ -4,8 +4,7 @@ May touch `stretto.ir` and `stretto.schedule`.
 """
 
 from stretto.simulate.detail import op_times
-from stretto.simulate.engine import one_step
+from stretto.simulate.engine import simulate
 from stretto.simulate.predict import predict
-from stretto.simulate.typical import simulate
 
-__all__ = ["one_step", "op_times", "predict", "simulate"]
+__all__ = ["op_times", "predict", "simulate"]

@@ -4,13 +4,11 @@ Knows communicators and their times; nothing of windows or memory. The contract:
 
 1. A communicator that joins places (the loss, a tied gradient's sum) has one lane; a collective is ready
    when its last member has started it. A communicator of another axis has a lane at every place, whose
-   ranks walk one order: a collective is ready when the last of the group in which the first rank is has
-   started it, and in every other group so much later as its last rank is (`simulate.members`).
+   ranks walk one order and start together.
 2. A lane carries one collective at a time, in the order of their starts.
 3. A collective of an axis that shares network cards with messages uses both directions of its place's card
    for its time less its latency (`simulate.cards`); the latency follows. All others have links of
    their own; those over places are small, and come once a step.
-4. It is done for all members of a group at one time.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from stretto.ir.timeline import Span, SpanKind
 from stretto.ir.transfers import CollectiveTime, bucket_bytes, bucket_time, loss_time
 from stretto.simulate.cards import Cards, Transfer, nothing
 from stretto.simulate.clock import Clock, Moment
-from stretto.simulate.members import Behind
 from stretto.simulate.windows import Call
 
 LOSS = "loss"
@@ -35,9 +32,7 @@ LOSS = "loss"
 @dataclass(slots=True, eq=False)
 class Collective:
     """One collective of one step. track: the communicator, whose lane the timeline shows; name: `<axis> ...`,
-    as in the timeline; axes: those in which its ranks of one place differ, all by default; done_us: when
-    `done` happened; ready_us: when the last rank of those that have started it did; behind: for each rank of
-    a place, by how much it is done later than for the first."""
+    as in the timeline; done_us: when `done` happened."""
 
     lane: Lane
     track: str
@@ -45,12 +40,9 @@ class Collective:
     places: Sequence[int]
     nbytes: int
     time: CollectiveTime
-    axes: Sequence[str] | None = None
     missing: set[int] = field(default_factory=set)
     done: Moment = field(default_factory=Moment)
     done_us: float = 0.0
-    ready_us: float = 0.0
-    behind: Behind = ()
     stage: int | None = None
     phase: Phase | None = None
     microbatch: int | None = None
@@ -63,12 +55,9 @@ class Collective:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Step 2: the collectives of one communicator (at one place) that are ready, in order. coming: those that
-    are started, and whose last rank is behind; ready_us: when the last of all was, or will be ready."""
+    """Step 2: the collectives of one communicator (at one place) that are ready, in order."""
 
     busy: bool = False
-    coming: int = 0
-    ready_us: float = 0.0
     waiting: deque[Collective] = field(default_factory=deque)
 
 
@@ -89,24 +78,19 @@ class Collectives:
 
     # --- step 1 -------------------------------------------------------------------------------------
 
-    def start(self, call: Call, place: int, microbatch: int, last: Behind = ()) -> Collective:
-        """An op of a window starts a collective of its axis now; the last of each rank's group does so much
-        later."""
+    def start(self, call: Call, place: int, microbatch: int) -> Collective:
+        """An op of a window starts a collective of its axis now."""
         lane = self._lane(call.axis, place)
         made = Collective(lane, call.axis, call.name, (place,), call.nbytes, call.time)
         made.stage, made.phase, made.microbatch = call.stage, call.phase, microbatch
-        made.behind = tuple(last_us - last[0] for last_us in last)
-        self._started(made, self._clock.now_us + max(last[:1], default=0.0))
+        self._ready(made)
         return made
 
-    def join(self, collective: Collective, place: int, last: Behind = ()) -> None:
-        """A member starts its part of the loss or of a bucket now; the last of each rank's group does so much
-        later."""
+    def join(self, collective: Collective, place: int) -> None:
+        """A member starts its part of the loss or of a bucket now."""
         collective.missing.discard(place)
-        collective.behind = tuple(last_us - last[0] for last_us in last)
-        collective.ready_us = max(collective.ready_us, self._clock.now_us + max(last[:1], default=0.0))
         if not collective.missing:
-            self._started(collective, collective.ready_us)
+            self._ready(collective)
 
     def loss(self, place: int) -> Collective:
         """The collective that tells the loss. Raises PlanError when the place has no part in it."""
@@ -137,7 +121,6 @@ class Collectives:
             lane = self._lane(communicator.name, key[1])
             made = Collective(lane, communicator.name, label, places, nbytes, time)
             made.missing = set(places)
-            made.axes = None if joins else communicator.axes
             self._once[key] = made
         return self._once[key]
 
@@ -155,28 +138,13 @@ class Collectives:
             found = self._lanes[key] = Lane()
         return found
 
-    # --- steps 2 to 4 -------------------------------------------------------------------------------
-
-    def _started(self, collective: Collective, ready_us: float) -> None:
-        """All members have started it, and it is ready then: not before those that were started earlier."""
-        lane, now_us = collective.lane, self._clock.now_us
-        collective.done.begun_us = now_us
-        lane.ready_us = max(lane.ready_us, ready_us)
-        if lane.ready_us <= now_us and not lane.coming:
-            self._ready(collective)
-            return
-        lane.coming += 1
-
-        def come() -> None:
-            lane.coming -= 1
-            self._ready(collective)
-
-        self._clock.at(max(lane.ready_us, now_us), come)
+    # --- steps 2 and 3 ------------------------------------------------------------------------------
 
     def _ready(self, collective: Collective) -> None:
-        lane = collective.lane
-        if lane.busy:
-            lane.waiting.append(collective)
+        """All members have started it."""
+        collective.done.begun_us = self._clock.now_us
+        if collective.lane.busy:
+            collective.lane.waiting.append(collective)
         else:
             self._begin(collective)
 
@@ -208,8 +176,6 @@ class Collectives:
                 nothing if shares else finish,
                 finish if shares else nothing,
                 True,
-                time.pace,
-                time.slower,
             )
         )
 

@@ -6,19 +6,21 @@ there, lanes as free, processors as unshared; so a run takes longer than this wh
 
 from __future__ import annotations
 
-from stretto.ir.plan import Plan
+from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE
+from stretto.ir.transfers import bucket_bytes, bucket_time
 from stretto.simulate.windows import make_ready
 
 
 def op_times(plan: Plan, window: str) -> list[tuple[str, float, float, str]]:
-    """(item name, start, duration, lane) of every op and collective of a window, in the order of its items.
+    """(item name, start, duration, lane) of every op, collective and sum of a window, in the order of items.
 
     Microseconds from the window's start. An op that starts a collective is there on the compute lane, for
     what starting costs, and on the lane of its axis from that moment on, for what the collective takes; its
-    wait begins when that is done. A collective that another window starts is there already. The name is the
-    item's in the plan's text: `mm_3`, or `#1 mm_3` in a window's second part.
+    wait begins when that is done. A sum of gradients is there on its lane only. A collective that
+    another window starts is there already. The name is the item's in the plan's text: `mm_3`, or `#1 mm_3` in
+    a window's second part.
 
     Raises PlanError as `simulate` does, for windows, ops and costs that are missing.
     """
@@ -28,6 +30,13 @@ def op_times(plan: Plan, window: str) -> list[tuple[str, float, float, str]]:
     free_us: dict[str, float] = {}
     done_us: dict[object, float] = {}
     for item, op, op_us, call in zip(ready.window.items, ready.ops, ready.op_us, ready.calls, strict=True):
+        if item.kind is ItemKind.REDUCE:
+            bucket = plan.bucket(str(item.ref))
+            nbytes = bucket_bytes(plan.job, [bucket])[bucket.name]
+            us = bucket_time(plan.costs, plan.communicator(bucket.communicator), nbytes).us
+            begin_us = max(now_us, free_us.get(bucket.communicator, 0.0))
+            found.append((str(item), begin_us, us, bucket.communicator))
+            free_us[bucket.communicator] = begin_us + us
         if op is None:
             continue
         if call is not None and op.target == WAIT:

@@ -7,17 +7,14 @@ May touch `stretto.ir` and this room. The contract:
 2. `recv` posts a buffer, and takes no time. `run` walks a window: `action_us`, then its ops, each for its
    cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
    value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
-   begins, the collective goes to its lane; its `comm.wait` stands until it is done. Ranks that share the
-   place come apart as they work, and meet at waits: one that is later is later with its part of a
-   collective or message, and who waits stands for it (`simulate.members` says by how much, of ranks at even
-   speed and of ranks as chance has them).
-3. `sent` stands until the message has left. `loss` and `reduce` start a collective; `heard` and
-   `reduced` stand until it is done.
+   begins, the collective goes to its lane; its `comm.wait` stands until it is done, and until the slowest of
+   the ranks that share the place has done its part of it (`simulate.straggler`).
+3. `sent` stands until the message has left. `loss` and `reduce`, which may stand in a window, start a
+   collective; `heard` and `reduced` stand until it is done.
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
    what is shared of `simulate.cards`; what is held in memory is that of `simulate.memory`.
-5. While transfers take shares of a rank's processor, its ops go slower by these shares; under a quota they
-   stand when it is spent; and what follows a wait takes longer (`simulate.compute_lane`). Transfers with a
-   pace go slower while it works.
+5. While transfers take shares of a rank's processor, its ops go slower by these shares
+   (`simulate.compute_lane`).
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
    under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
    step (`simulate.accounts`).
@@ -27,8 +24,7 @@ May touch `stretto.ir` and this room. The contract:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from random import Random
+from collections.abc import Generator
 
 from stretto.errors import PlanError
 from stretto.ir.action import Action
@@ -38,24 +34,24 @@ from stretto.simulate.accounts import Accounts
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.collectives import Collective, Collectives
-from stretto.simulate.compute_lane import ComputeLane, Load
-from stretto.simulate.members import Behind, Members, Smooth, Spells
+from stretto.simulate.compute_lane import ComputeLane
 from stretto.simulate.memory import RankMemory
 from stretto.simulate.network import Message, Network
+from stretto.simulate.straggler import Straggler
 from stretto.simulate.windows import Call, Control, ReadyWindow, Segment, make_ready
 
 Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stand still for."""
 
 
-def one_step(plan: Plan, draw: int | None = None) -> Timeline:
-    """One step of `plan`, by discrete events, as this module's contract says.
+def simulate(plan: Plan) -> Timeline:
+    """Predict the timeline of a step of `plan`: spans, accounts and memory of every rank.
 
-    draw: the number of a step whose ranks are as fast as chance has it (`Costs.unsteady`), the same for every
-    order of one job; by default all are as fast as they are on average. Raises PlanError as
-    `stretto.simulate.simulate` does, which says what to expect of a step.
+    Times are microseconds from the step's common start, memory is bytes. By discrete events, as this module's
+    contract says. Raises PlanError when ranks wait for each other for ever, and for windows, ops or costs
+    that are missing.
     """
-    return Walk(plan, draw=draw).run()
+    return Walk(plan).run()
 
 
 class Walk:
@@ -67,10 +63,8 @@ class Walk:
         plan: Plan,
         absent: int | None = None,
         windows: dict[str, ReadyWindow] | None = None,
-        draw: int | None = None,
     ) -> None:
         self.plan = plan
-        self.make_members = _members_of(plan, draw)
         self.clock = Clock()
         self.spans: list[Span] = []
         self.cards = Cards(self.clock, self._change_load, alone=not plan.costs.shared)
@@ -78,8 +72,6 @@ class Walk:
         self.collectives = Collectives(plan, self.clock, self.cards, self.spans)
         self.made: set[tuple[int, int]] = set()
         self._windows = {} if windows is None else windows
-        # By (edge, microbatch), of messages: by how much each rank of the sender's place is behind.
-        self.sent_behind: dict[tuple[int, int], Behind] = {}
         self.ranks = {rank: _Rank(self, rank) for rank in range(plan.ranks) if rank != absent}
 
     def begin(self) -> None:
@@ -93,7 +85,7 @@ class Walk:
 
     def end(self, least_us: float = 0.0) -> float:
         """When the last rank ended, or `least_us` if that is later; the others stand until then."""
-        step_us = max((rank.last_end_us for rank in self.ranks.values()), default=0.0)
+        step_us = max((rank.end_us for rank in self.ranks.values()), default=0.0)
         step_us = max(step_us, least_us)
         for rank in self.ranks.values():
             rank.accounts.stand(rank.end_us, step_us, step_us, "end of the step")
@@ -123,22 +115,9 @@ class Walk:
             self._windows[name] = make_ready(self.plan, name)
         return self._windows[name]
 
-    def _change_load(self, rank: int, was: Load, load: Load) -> None:
+    def _change_load(self, rank: int, was: float, load: float) -> None:
         if rank in self.ranks:
             self.ranks[rank].change_load(was, load)
-
-
-def _members_of(plan: Plan, draw: int | None) -> Callable[[], Smooth | Members]:
-    """What makes the ranks of each place, one after the other."""
-    costs = plan.costs
-    unsteady = costs.unsteady
-    if draw is None or unsteady is None:
-        return lambda: Smooth(costs)
-    # Of two steps one is the other's mirror image, so that their mean is nearer to that of all.
-    chance, sign = Random(draw // 2), (-1.0) ** draw
-    own, spell_us = sign * unsteady.own_spread, unsteady.spell_us
-    shared = Spells(sign * unsteady.common_spread, spell_us, Random(chance.random()))
-    return lambda: Members(plan.job.axes, costs, own, spell_us, shared, Random(chance.random()))
 
 
 class _Rank:
@@ -152,14 +131,13 @@ class _Rank:
         self._memory = RankMemory(walk.plan, index)
         self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
         self._started: dict[tuple[object, int], Collective] = {}
-        self._compute = ComputeLane(walk.clock, costs.quota, costs.cold)
+        self._compute = ComputeLane(walk.clock, costs)
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
-        self.last_end_us = 0.0  # of the last rank of the place
         self._at: Instruction | None = None
         self._waits_for: Message | Collective | str = ""
-        self._members = walk.make_members()
+        self._straggler = Straggler(costs.skew)
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
@@ -177,31 +155,26 @@ class _Rank:
             elif kind is InstructionKind.SENT:
                 edge, microbatch = int(instruction.ref), instruction.microbatches[0]
                 message = network.message(edge, microbatch)
-                came_us = self._clock.now_us
                 yield from self._wait(message.left, message.name, message)
-                behind = self._walk.sent_behind.get((edge, microbatch), ())
-                self._members.meet(came_us, message.left_us, behind)
                 memory.sent(edge, microbatch)
                 self.accounts.hold(self._clock.now_us, memory.bytes_held)
             else:
-                collectives = self._walk.collectives
-                of_loss = kind in (InstructionKind.LOSS, InstructionKind.HEARD)
-                collective = (
-                    collectives.loss(self._index)
-                    if of_loss
-                    else collectives.bucket(str(instruction.ref), self._index)
-                )
-                if kind is InstructionKind.REDUCE:
-                    self.accounts.hold(self._clock.now_us, memory.reduce(str(instruction.ref)))
-                if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-                    collectives.join(collective, self._index, self._members.last(collective.axes))
-                else:
-                    came_us = self._clock.now_us
-                    yield from self._wait(collective.done, collective.name, collective)
-                    self._members.meet(came_us, collective.done_us, collective.behind)
-                if kind is InstructionKind.REDUCED:
-                    memory.reduced(str(instruction.ref))
-                self.accounts.hold(self._clock.now_us, memory.bytes_held)
+                yield from self._once_a_step(kind, str(instruction.ref))
+
+    def _once_a_step(self, kind: InstructionKind, bucket: str) -> Lane:
+        """The loss, or a bucket's sum."""
+        collectives, memory = self._walk.collectives, self._memory
+        of_loss = kind in (InstructionKind.LOSS, InstructionKind.HEARD)
+        collective = collectives.loss(self._index) if of_loss else collectives.bucket(bucket, self._index)
+        if kind is InstructionKind.REDUCE:
+            self.accounts.hold(self._clock.now_us, memory.reduce(bucket))
+        if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
+            collectives.join(collective, self._index)
+        else:
+            yield from self._wait(collective.done, collective.name, collective)
+        if kind is InstructionKind.REDUCED:
+            memory.reduced(bucket)
+        self.accounts.hold(self._clock.now_us, memory.bytes_held)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
         ready = self._walk.window(name)
@@ -217,8 +190,8 @@ class _Rank:
             start_us = clock.now_us
             if work_us:
                 accounts.extend(actions[segment.part], start_us)
-                yield self._members.work(start_us, work_us)
-                self._members.stop(self._compute.stopped_work())
+                yield work_us
+                self._straggler.work(work_us, self._compute.behind_us())
                 accounts.action_end_us = clock.now_us
             if change is not None:
                 held = memory.bytes_held
@@ -232,24 +205,22 @@ class _Rank:
                 microbatch = microbatches[segment.control_part]
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
-                    last = self._members.last((call.axis,))
-                    made = self._walk.collectives.start(call, self._index, microbatch, last)
-                    self._started[key] = made
+                    self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
-                started, came_us = self._started.get(key), clock.now_us
+                started = self._started.get(key)
                 if started is None or not started.done.happened:
                     yield from self._finish(started, call)
                 if started is not None:
-                    yield from self._meet(started, came_us)
+                    yield from self._meet(started)
+            elif segment.control is Control.REDUCE:
+                yield from self._once_a_step(InstructionKind.REDUCE, segment.bucket)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 
-    def _meet(self, done: Collective, came_us: float) -> Lane:
-        """Stand until the slowest rank of the place has done its part of a collective that this one has, for
-        which it came at `came_us`."""
+    def _meet(self, done: Collective) -> Lane:
+        """Wait until the slowest rank of the place has done its part of a collective that this one has."""
         now_us = self._clock.now_us
-        late_us = self._members.late_us(now_us - done.done_us)
-        self._members.meet(came_us, done.done_us, done.behind)
+        late_us = self._straggler.meet(now_us - done.done_us)
         if late_us > 0.0:
             there = Moment()
             there.begun_us = now_us
@@ -276,14 +247,10 @@ class _Rank:
                 # Only this lane could make the value, so the wait can never end.
                 yield from self._wait(Moment(), name, f"{name}, which this rank itself makes later")
         elif segment.control is Control.SEND:
-            self._walk.sent_behind[key] = self._members.behind
             self._walk.network.send(*key)
         else:
-            message, came_us = self._walk.network.message(*key), self._clock.now_us
+            message = self._walk.network.message(*key)
             yield from self._wait(message.arrived, message.name, message)
-            behind = self._walk.sent_behind.get(key)
-            if behind is not None:
-                self._members.meet(came_us, message.arrived_us, behind)
 
     def _wait(self, moment: Moment, name: str, what: Message | Collective | str) -> Lane:
         if moment.happened:
@@ -303,17 +270,13 @@ class _Rank:
         if request is None:
             self.finished = True
             self.end_us = self._clock.now_us
-            self.last_end_us = self.end_us + max(self._members.behind, default=0.0)
             self.accounts.flush()
-            self._walk.cards.work(self._index, False)
         elif isinstance(request, Moment):
             request.then(self.resume)
-            self._walk.cards.work(self._index, False)
         else:
-            self._walk.cards.work(self._index, True)
             self._compute.work(request, self.resume)
 
-    def change_load(self, was: Load, load: Load) -> None:
+    def change_load(self, was: float, load: float) -> None:
         """A transfer that took `was` of the processor takes `load` from now on."""
         self._compute.change_load(was, load)
 

@@ -14,7 +14,7 @@ contract:
 from __future__ import annotations
 
 from stretto.errors import PlanError
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import Span
 from stretto.simulate.clock import Moment
@@ -49,7 +49,6 @@ class Live:
     def begin(self) -> None:
         """The step begins, at 0."""
         self._walk.begin()
-        self._walk.cards.work(self._place, True)
 
     def advance(self, now_us: float) -> None:
         """Step 1."""
@@ -83,18 +82,15 @@ class Live:
 
         Raises PlanError when it never will, with what every other rank stands for.
         """
-        self._walk.cards.work(self._place, False)
         while not moment.happened:
             if not self._clock.step():
                 fault = f"rank {self._place} stands for ever: waits for {what}"
                 raise PlanError("the plan stops", [fault, *self._walk.stuck()])
-        self._walk.cards.work(self._place, True)
         return self._clock.now_us
 
     def end(self, now_us: float) -> float:
         """The real rank has ended: the others go on to their ends. Returns when the last of all ended."""
         self._clock.advance(now_us)
-        self._walk.cards.work(self._place, False)
         self._clock.run()
         stuck = self._walk.stuck()
         if stuck:
@@ -126,6 +122,8 @@ def works_of(plan: Plan, place: int, windows: dict[str, ReadyWindow]) -> dict[st
         if instruction.kind is InstructionKind.RUN:
             ready = windows[str(instruction.ref)]
             for item, op, call in zip(ready.window.items, ready.ops, ready.calls, strict=True):
+                if item.kind is ItemKind.REDUCE:
+                    found.setdefault(buckets[str(item.ref)], []).append((str(item.ref), -1))
                 if call is not None and op is not None and op.target != WAIT:
                     found.setdefault(call.axis, []).append((call, instruction.microbatches[item.part]))
         elif instruction.kind is InstructionKind.REDUCE:

@@ -12,7 +12,8 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
    contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
    added while it is multiplied has no bytes but those of a gradient that it begins
    (`stretto.ir.gradients`).
-5. Gradients that are summed together are put into one tensor from `reduce` to `reduced`, and so are those
+5. Gradients that are summed together are put into one tensor from `reduce` (an instruction, or an item of a
+   window) to `reduced`, and so are those
    that only some ranks of an axis share (`Parameter.slots`); those of tied parameters become one before.
 
 What one window does to memory depends only on which of the values that outlive a window end in it, so

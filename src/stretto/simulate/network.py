@@ -9,9 +9,7 @@ Knows ranks, edges and links; nothing of windows or memory. The contract:
    whose receiver is busy lets the next go.
 3. A transfer keeps both cards for `occupancy_us`. Its message can be used `latency_us` later; the latency
    keeps nothing busy. Collectives that use the same cards slow it down, and it them (`simulate.cards`).
-4. A message has left, and its sender need not wait for it, when the transport has taken over what is still to
-   be transferred: of it and those before it on its communicator, no more than the link's `buffered_bytes`.
-   It takes nothing over whose receive is not posted (as Gloo, which tells the receiver and waits).
+4. A message has left, and its sender need not wait for it, when its transfer has ended.
 5. While it transfers, a message takes an even share of both ends' processors, processor time over
    transfer time. What the shares leave is the speed of the compute lane, at least 0.
 """
@@ -19,17 +17,13 @@ Knows ranks, edges and links; nothing of windows or memory. The contract:
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 
-from stretto.ir.costs import Costs, Link
+from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span, SpanKind
 from stretto.ir.transfers import occupancy_us, processor_us
 from stretto.simulate.cards import Cards, Transfer
 from stretto.simulate.clock import Clock, Moment
-
-A_BYTE = 1.0
-"""Less than this is a rounding."""
 
 
 class Message:
@@ -41,7 +35,6 @@ class Message:
         "channel",
         "edge",
         "left",
-        "left_us",
         "microbatch",
         "nbytes",
         "number",
@@ -58,7 +51,6 @@ class Message:
         self.number = 0
         self.posted = False
         self.left = Moment()
-        self.left_us = 0.0
         self.arrived = Moment()
         self.arrived_us = 0.0
 
@@ -81,18 +73,14 @@ class Message:
 class Channel:
     """One communicator of two ranks: its sent messages, which transfer in order."""
 
-    __slots__ = ("lane", "receiver", "sender", "under_way", "waiting")
+    __slots__ = ("busy", "lane", "receiver", "sender", "waiting")
 
     def __init__(self, lane: str, sender: int, receiver: int) -> None:
         self.lane = lane
         self.sender = sender
         self.receiver = receiver
         self.waiting: deque[Message] = deque()
-        self.under_way: tuple[Message, Transfer] | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self.under_way is not None
+        self.busy = False
 
 
 class Network:
@@ -134,14 +122,12 @@ class Network:
         self._sent += 1
         message.channel.waiting.append(message)
         self._start([message.channel])
-        self._take_over(message.channel)
 
     def post(self, edge: int, microbatch: int) -> None:
         """Step 1: the receiver posts the buffer now."""
         message = self.message(edge, microbatch)
         message.posted = True
         self._start([message.channel])
-        self._take_over(message.channel)
 
     def _start(self, channels: list[Channel]) -> None:
         """Step 2: let transfers begin on those of `channels` that can."""
@@ -154,44 +140,9 @@ class Network:
             if channel.sender not in self._sending and channel.receiver not in self._receiving:
                 self._transfer(channel, channel.waiting.popleft())
 
-    def _take_over(self, channel: Channel) -> None:
-        """Step 4."""
-        link = self._link(channel)
-        if not link.buffered_bytes:
-            return
-        moving_bytes = left_bytes = 0.0
-        messages = list(channel.waiting)
-        if channel.under_way is not None:
-            moving, transfer = channel.under_way
-            messages.insert(0, moving)
-            busy_us = occupancy_us(link, moving.nbytes)
-            part = self._cards.left_us(transfer) / busy_us if busy_us else 0.0
-            moving_bytes = part * moving.nbytes
-            left_bytes = moving_bytes - moving.nbytes
-        for message in messages:
-            if not message.posted:
-                return
-            left_bytes += message.nbytes
-            too_many = left_bytes - link.buffered_bytes
-            if too_many < A_BYTE:
-                self._leave(message)
-                continue
-            if too_many < moving_bytes + A_BYTE:
-                rest_us = busy_us * max(0.0, moving_bytes - too_many) / moving.nbytes
-                self._cards.at_rest(transfer, rest_us, partial(self._take_over, channel))
-            return
-
-    def _link(self, channel: Channel) -> Link:
-        return self._costs.link(channel.sender, channel.receiver)
-
-    def _leave(self, message: Message) -> None:
-        if not message.left.happened:
-            message.left_us = self._clock.now_us
-            message.left.happen(self._clock)
-
     def _transfer(self, channel: Channel, message: Message) -> None:
         """Steps 3 to 5."""
-        link = self._link(channel)
+        link = self._costs.link(channel.sender, channel.receiver)
         start_us = self._clock.now_us
         busy_us = occupancy_us(link, message.nbytes)
         share = processor_us(link, message.nbytes) / busy_us if busy_us else 0.0
@@ -200,11 +151,11 @@ class Network:
         self._receiving.add(channel.receiver)
 
         def leave() -> None:
-            channel.under_way = None
+            channel.busy = False
             self._sending.discard(channel.sender)
             self._receiving.discard(channel.receiver)
             self._draw(message, start_us, self._clock.now_us + link.latency_us)
-            self._leave(message)
+            message.left.happen(self._clock)
             into = [c for c in self._to[channel.receiver] if c.sender != channel.sender]
             self._start([*self._from[channel.sender], *into])
 
@@ -213,21 +164,10 @@ class Network:
             message.arrived.happen(self._clock)
 
         cards = ((channel.sender, True), (channel.receiver, False))
-        transfer = Transfer(
-            busy_us,
-            link.latency_us,
-            cards,
-            ends,
-            share,
-            0.0,
-            leave,
-            arrive,
-            until_arrival=False,
-            slower=link.slower,
+        channel.busy = True
+        self._cards.begin(
+            Transfer(busy_us, link.latency_us, cards, ends, share, 0.0, leave, arrive, until_arrival=False)
         )
-        channel.under_way = message, transfer
-        self._cards.begin(transfer)
-        self._take_over(channel)
 
     def _draw(self, message: Message, start_us: float, arrival_us: float) -> None:
         edge, channel = self._plan.job.edges[message.edge], message.channel

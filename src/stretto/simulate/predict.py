@@ -9,11 +9,11 @@ from stretto.bounds.step import lower_bound
 from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
-from stretto.simulate.typical import simulate
+from stretto.simulate.engine import simulate
 
 
 def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
-    """Take the typical step of `plan` (or its `timeline`) and bound it; microseconds and bytes, lists by
+    """Take the simulated step of `plan` (or its `timeline`) and bound it; microseconds and bytes, lists by
     rank.
 
     Raises PlanError for what `simulate` and `lower_bound` refuse.

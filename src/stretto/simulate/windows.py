@@ -19,13 +19,14 @@ from stretto.ir.transfers import CollectiveTime, axis_time, op_time_us
 
 
 class Control(IntEnum):
-    """What follows a segment's ops: a message or a collective is waited for, or started."""
+    """What follows a segment's ops: a message or a collective is waited for, or started, or a sum starts."""
 
     NONE = 0
     RECEIVE = 1
     SEND = 2
     FINISH = 3
     START = 4
+    REDUCE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Segment:
     first, last: the range of the window's items whose ops these are (`last` is one past the end).
     edge: of the message that the control is about, else -1. local: the edge stays on the rank.
     call: of the collective that the control is about, else None; the op that starts it, or waits for it, is
-    the next segment's first.
+    the next segment's first. bucket: of the sum that the control starts, else "".
     """
 
     part: int
@@ -60,6 +61,7 @@ class Segment:
     control_part: int = 0
     local: bool = False
     call: Call | None = None
+    bucket: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +161,18 @@ def _segments(
         control_part: int = 0,
         local: bool = False,
         call: Call | None = None,
+        bucket: str = "",
     ) -> None:
         work_us = sum(op_us[first:last])
         part = items[first].part
-        segments.append(Segment(part, first, last, work_us, control, edge, control_part, local, call))
+        segments.append(Segment(part, first, last, work_us, control, edge, control_part, local, call, bucket))
 
     for at, item in enumerate(items):
         op = ops[at]
-        if op is None:
+        if item.kind is ItemKind.REDUCE:
+            close(at, Control.REDUCE, control_part=item.part, bucket=str(item.ref))
+            first = at + 1
+        elif op is None:
             edge = plan.job.edges[int(item.ref)]
             local = plan.rank_of(edge.source) == plan.rank_of(edge.target)
             control = Control.SEND if item.kind is ItemKind.SEND else Control.RECEIVE

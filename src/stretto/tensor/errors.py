@@ -7,7 +7,7 @@ mesh, for that is how the user knows it; it has no other name.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -66,33 +66,6 @@ def _target_for(one: DTensor, other: DTensor) -> str:
     )
 
 
-def plain_with_gradient(op: object, plain: torch.Tensor, beside: DTensor) -> UsageError:
-    """A plain tensor that wants a gradient stands beside a distributed one."""
-    return UsageError(
-        f"{op}: {tensor_name(plain)} wants a gradient, and stands beside {tensor_name(beside)}; ranks off "
-        "that mesh would have no gradient for it. Put it on the mesh first: "
-        f"stretto.shard(it, mesh, [{', '.join(['Replicate()'] * beside.device_mesh.ndim)}])"
-    )
-
-
-def plain_like_a_part(op: object, plain: torch.Tensor, beside: DTensor) -> UsageError:
-    """A plain tensor has the shape of a rank's part, not of the whole."""
-    return UsageError(
-        f"{op}: {tensor_name(plain)} counts as the whole tensor, the same on every rank, but it has the "
-        f"shape of one rank's part of {tensor_name(beside)}. If it is a part, say so: "
-        f"DTensor.from_local(it, mesh, {placements_name(beside.placements)}); if it is the whole, "
-        f"stretto.shard(it, mesh, [{', '.join(['Replicate()'] * beside.device_mesh.ndim)}])"
-    )
-
-
-def plain_written(op: object, plain: torch.Tensor, beside: DTensor) -> UsageError:
-    """An op would write values of a distributed tensor into a plain one."""
-    return UsageError(
-        f"{op}: it writes into {tensor_name(plain)}, and ranks off the mesh of {tensor_name(beside)} have "
-        "nothing to write. Use the op that makes a new tensor, or write into one on that mesh"
-    )
-
-
 def ranks_out_of_order(op: object, tensors: Sequence[torch.Tensor]) -> UsageError:
     """An op would redistribute on a mesh where PyTorch's collectives put parts in the wrong places."""
     found = [x for x in tensors if isinstance(x, DTensor)]
@@ -101,93 +74,6 @@ def ranks_out_of_order(op: object, tensors: Sequence[torch.Tensor]) -> UsageErro
         "mesh whose ranks do not ascend along each axis PyTorch's collectives put parts in the wrong places. "
         "Bring them to placements that need no communication with stretto.reshard, which is right there, or "
         "to a mesh with ascending ranks"
-    )
-
-
-def shape_from_data(op: object, x: DTensor) -> UsageError:
-    """An op whose result has a shape that depends on the data."""
-    return UsageError(
-        f"{op}: the shape of its result depends on the values of {tensor_name(x)}, which ranks off the mesh "
-        "do not have. Compute it where the values are: full = stretto.reshard(x, x.device_mesh, "
-        f"[{', '.join(['Replicate()'] * x.device_mesh.ndim)}]), then stretto.local(full), which is None off "
-        "the mesh; to have it on all ranks, reshard to a mesh of all ranks first. torch.where and "
-        "multiplying by a mask keep the shape"
-    )
-
-
-def _whole(x: DTensor) -> str:
-    return f"stretto.reshard(x, x.device_mesh, [{', '.join(['Replicate()'] * x.device_mesh.ndim)}])"
-
-
-def random_op(op: object, x: DTensor) -> UsageError:
-    """An op that draws, and has no way to draw for a tensor on a mesh."""
-    return UsageError(
-        f"{op}: it draws at random for {tensor_name(x)}, and ranks would not draw the same. Draw into a "
-        "plain tensor, from one seed on all ranks, and stretto.shard it"
-    )
-
-
-def cannot_run(op: object, x: DTensor, reason: str) -> UsageError:
-    """An op that no rank off the mesh can describe."""
-    return UsageError(
-        f"{op} of {tensor_name(x)}: {reason}, and ranks off the mesh cannot follow. Compute it on a plain "
-        f"tensor: whole = {_whole(x)}, then stretto.local(whole), which is None off the mesh"
-    )
-
-
-def wants_gradient(how: str, x: DTensor) -> UsageError:
-    """An array of a tensor that wants a gradient."""
-    return UsageError(f"{how}: {tensor_name(x)} wants a gradient, which an array has not; use x.detach()")
-
-
-def sparse(op: object, plain: torch.Tensor, beside: DTensor) -> UsageError:
-    """A sparse tensor stands beside a distributed one."""
-    return UsageError(
-        f"{op}: {tensor_name(plain)} is sparse, and stands beside {tensor_name(beside)}; tensors on meshes "
-        "are dense: use its .to_dense()"
-    )
-
-
-def renumbers(op: object, x: DTensor) -> UsageError:
-    """An op that changes a tensor's dims in place."""
-    return UsageError(
-        f"{op}: it changes the dims of {tensor_name(x)} in place, which a tensor on a mesh cannot do. Use "
-        "the op that makes a new view, without the underscore"
-    )
-
-
-def copy_written(op: object, x: DTensor, view: str) -> UsageError:
-    """A write into what should be a view, and is a copy."""
-    return UsageError(
-        f"{op}: it writes into {tensor_name(x)}, which {view} took out of a tensor along a dim that is "
-        "sharded: it is a gathered copy, and the tensor would not change. Write into the whole: "
-        "x = stretto.reshard(x, x.device_mesh, [Replicate()]) before it is cut; or make a new tensor: "
-        "torch.where with a mask, torch.slice_scatter, torch.select_scatter, torch.cat"
-    )
-
-
-def copy_stale(op: object, x: DTensor, view: str) -> UsageError:
-    """A read of what should be a view, after a write into what it should show."""
-    return UsageError(
-        f"{op}: it reads {tensor_name(x)}, which {view} took out of a tensor along a dim that is sharded: it "
-        "is a gathered copy, and the tensor has been written into since. Take it out again after the write"
-    )
-
-
-def value_off_mesh(op: object, x: DTensor, rank: int) -> UsageError:
-    """The value of a tensor is asked for on a rank that does not have it."""
-    return UsageError(
-        f"{op}: rank {rank} has no value of {tensor_name(x)}, it is not on that mesh. Ask where it is: "
-        "part = stretto.local(x), which is None off the mesh; or bring it to all ranks: "
-        "stretto.reshard(x, mesh of all ranks, [Replicate()])"
-    )
-
-
-def part_off_mesh(x: DTensor, rank: int, how: str) -> UsageError:
-    """`to_local` or `full_tensor` on a rank that has no part."""
-    return UsageError(
-        f"{how}: rank {rank} has no part of {tensor_name(x)}, it is not on that mesh. stretto.local(x) gives "
-        "None there; a module style of tensor parallelism keeps the whole view with use_local_output=False"
     )
 
 
@@ -206,3 +92,78 @@ def disagreement(rank: int, number: int, mine: str, theirs: str) -> RunError:
         "the meshes too, must call stretto.reshard in the same order, with the same shape, meshes and "
         "placements; look for a call, or a backward pass, that only some ranks make"
     )
+
+
+def _saying(text: str) -> Callable[..., UsageError]:
+    """A function (op, tensor, other) of an error that says so. In the text: {op}; {x}, the tensor; {other},
+    another tensor, or a word; {placed}, the placements of the tensor on a mesh; {whole}, those that replicate
+    it; {reshard}, the line that does."""
+
+    def error(op: object, x: torch.Tensor, other: object = "") -> UsageError:
+        on_mesh = other if isinstance(other, DTensor) else x
+        words = {"op": op, "x": tensor_name(x), "other": other}
+        if isinstance(other, torch.Tensor):
+            words["other"] = tensor_name(other)
+        if isinstance(on_mesh, DTensor):
+            whole = f"[{', '.join(['Replicate()'] * on_mesh.device_mesh.ndim)}]"
+            words["reshard"] = f"stretto.reshard(x, x.device_mesh, {whole})"
+            words |= {"placed": placements_name(on_mesh.placements), "whole": whole}
+        return UsageError(text.format(**words))
+
+    return error
+
+
+plain_with_gradient = _saying(
+    "{op}: {x} wants a gradient, and stands beside {other}; ranks off that mesh would have no gradient "
+    "for it. Put it on the mesh first: stretto.shard(it, mesh, {whole})"
+)
+plain_like_a_part = _saying(
+    "{op}: {x} counts as the whole tensor, the same on every rank, but it has the shape of one rank's "
+    "part of {other}. If it is a part, say so: DTensor.from_local(it, mesh, {placed}); if it is the "
+    "whole, stretto.shard(it, mesh, {whole})"
+)
+plain_written = _saying(
+    "{op}: it writes into {x}, and ranks off the mesh of {other} have nothing to write. Use the op that "
+    "makes a new tensor, or write into one on that mesh"
+)
+sparse = _saying(
+    "{op}: {x} is sparse, and stands beside {other}; tensors on meshes are dense: use its .to_dense()"
+)
+shape_from_data = _saying(
+    "{op}: the shape of its result depends on the values of {x}, which ranks off the mesh do not have. "
+    "Compute it where the values are: full = {reshard}, then stretto.local(full), which is None off the "
+    "mesh; to have it on all ranks, reshard to a mesh of all ranks first. torch.where and multiplying by "
+    "a mask keep the shape"
+)
+random_op = _saying(
+    "{op}: it draws at random for {x}, and ranks would not draw the same. Draw into a plain tensor, from "
+    "one seed on all ranks, and stretto.shard it"
+)
+cannot_run = _saying(
+    "{op} of {x}: {other}, and ranks off the mesh cannot follow. Compute it on a plain tensor: whole = "
+    "{reshard}, then stretto.local(whole), which is None off the mesh"
+)
+wants_gradient = _saying("{op}: {x} wants a gradient, which an array has not; use x.detach()")
+renumbers = _saying(
+    "{op}: it changes the dims of {x} in place, which a tensor on a mesh cannot do. Use the op that makes"
+    " a new view, without the underscore"
+)
+copy_written = _saying(
+    "{op}: it writes into {x}, which {other} took out of a tensor along a dim that is sharded: it is a "
+    "gathered copy, and the tensor would not change. Write into the whole: x = stretto.reshard(x, "
+    "x.device_mesh, [Replicate()]) before it is cut; or make a new tensor: torch.where with a mask, "
+    "torch.slice_scatter, torch.select_scatter, torch.cat"
+)
+copy_stale = _saying(
+    "{op}: it reads {x}, which {other} took out of a tensor along a dim that is sharded: it is a gathered"
+    " copy, and the tensor has been written into since. Take it out again after the write"
+)
+value_off_mesh = _saying(
+    "{op}: rank {other} has no value of {x}, it is not on that mesh. Ask where it is: part = "
+    "stretto.local(x), which is None off the mesh; or bring it to all ranks: stretto.reshard(x, mesh of "
+    "all ranks, [Replicate()])"
+)
+part_off_mesh = _saying(
+    "{op}: rank {other} has no part of {x}, it is not on that mesh. stretto.local(x) gives None there; a "
+    "module style of tensor parallelism keeps the whole view with use_local_output=False"
+)

@@ -97,7 +97,7 @@ def _shard_tensor(
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     placements = checked_placements(where, shape, mesh, placements)
-    agreement()  # from here on this rank looks out, though it may skip all reshards
+    agreement()  # from here on this rank's end is compared with the others', though it may skip all reshards
     spec = new_spec(mesh, placements, shape, tensor.stride(), tensor.dtype)
     part = _part(where, tensor.detach(), mesh, placements)
     made = wrapped(GlobalTensor, part, spec, tensor.requires_grad)

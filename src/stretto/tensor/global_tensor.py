@@ -16,7 +16,7 @@ PyTorch's. A plain DTensor that meets a `GlobalTensor` in an op joins: the resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from stretto.tensor.dtensor_adapter import (
     wrapped,
     written_args,
 )
-from stretto.tensor.free_dims import call_of, free_dims
 from stretto.tensor.layout import region_shape
 from stretto.tensor.losses import over_the_whole
 from stretto.tensor.parts import on_parts, placed, written_values
@@ -97,24 +96,21 @@ class GlobalTensor(DTensor):
 
         async_op: the result's part may still be under way; the first op on it waits.
         """
-        from stretto.tensor.reshard.move import redistributed, reshard
-
         mesh = self.device_mesh if device_mesh is None else device_mesh
         placements = [Replicate()] * mesh.ndim if placements is None else placements
-        if mesh == self.device_mesh:
-            return redistributed(self, placements, async_op)
-        return reshard(self, mesh, placements)
+        (how,) = _moved_by
+        return how(self, mesh, placements, async_op)
 
     def to_local(self, **options: Any) -> torch.Tensor:
         """This rank's part. Raises UsageError on a rank off the mesh; `stretto.local` gives None there."""
         if is_absent(self.device_mesh):
-            raise errors.part_off_mesh(self, dist.get_rank(), "to_local")
+            raise errors.part_off_mesh("to_local", self, dist.get_rank())
         return DTensor.to_local(self, **options)
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """The whole tensor. Raises UsageError on a rank off the mesh; `stretto.reshard` brings it there."""
         if is_absent(self.device_mesh):
-            raise errors.part_off_mesh(self, dist.get_rank(), "full_tensor")
+            raise errors.part_off_mesh("full_tensor", self, dist.get_rank())
         return DTensor.full_tensor(self, **options)
 
     def tolist(self) -> Any:
@@ -137,6 +133,17 @@ class GlobalTensor(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = "not on this rank" if is_absent(self.device_mesh) else f"this rank's part: {local_of(self)}"
         return f"GlobalTensor({errors.tensor_name(self)}; {held})"
+
+
+Redistribute = Callable[[GlobalTensor, DeviceMesh, Sequence[Placement], bool], GlobalTensor]
+"""(tensor, mesh, placements, async_op) -> the tensor there."""
+
+_moved_by: list[Redistribute] = []
+
+
+def moved_by(how: Redistribute) -> None:
+    """Say how tensors come to other placements. `stretto.tensor.reshard` does, which this room serves."""
+    _moved_by[:] = [how]
 
 
 def global_tensor(local: torch.Tensor, spec: Spec) -> GlobalTensor:
@@ -202,7 +209,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
 
 
 def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return on_parts(op, args, kwargs, free_dims(call_of(op, args, kwargs)), global_tensor)
+    return on_parts(op, args, kwargs, global_tensor)
 
 
 def _is_partial(x: DTensor) -> bool:

@@ -72,6 +72,11 @@ def over_the_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     return losses.sum() if reduction == SUM else losses.sum() / losses.numel()
 
 
+def reduction_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How a loss reduces, as PyTorch numbers it."""
+    return int(_filled(op, args, kwargs)[_reduction_at(op)])
+
+
 def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """All arguments in their order."""
     found = list(args)

@@ -13,7 +13,7 @@ on all of them, those off the mesh too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stretto.ir.program import TensorSpec
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import has_empty_part, in_order, is_absent, nothing
@@ -36,27 +37,14 @@ from stretto.tensor.dtensor_adapter import (
     spec_of,
     without_values,
 )
+from stretto.tensor.free_dims import FreeDim, free_dims
 from stretto.tensor.pytree_adapter import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Wrap = Callable[[torch.Tensor, Spec], DTensor]
 """Makes the tensor of a local part and a description."""
 
-SUMMED = "summed"
-"""In place of a result's dim: each rank has an addend of it."""
 
-
-@dataclass(frozen=True, slots=True)
-class FreeDim:
-    """One free dim of an op. arguments: which dim it is of each tensor among the arguments, in their order;
-    None: not a dim of that one. results: the same for each tensor among the results, or `SUMMED`."""
-
-    arguments: tuple[int | None, ...]
-    results: tuple[int | str | None, ...]
-
-
-def on_parts(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], free: Sequence[FreeDim], wrap: Wrap
-) -> Any:
+def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Any:
     """What an op gives on this rank, on or off the mesh. Results in place are the arguments themselves.
 
     args, kwargs: with at least one tensor on a mesh, and no plain tensors but 0-d ones.
@@ -66,7 +54,7 @@ def on_parts(
     at = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     tensors: list[DTensor] = [leaves[number] for number in at]
     mesh = tensors[0].device_mesh
-    if _draws(op, args, kwargs):
+    if draws(op, args, kwargs):
         raise errors.random_op(op, tensors[0])
     returned = _returned(op, args, kwargs)
     found = _metas(op, _frozen(leaves), tree)
@@ -76,6 +64,7 @@ def on_parts(
         raise errors.cannot_run(op, tensors[0], found)
     described, result_tree = found
 
+    free = free_dims(op, args, kwargs, [None if meta is None else meta.spec for meta in described])
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
     if any(dim is not None for dim in chosen) and _leaves_one_empty(tensors, chosen):
         chosen = [None] * mesh.ndim
@@ -138,6 +127,10 @@ class Meta:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.shape, str(self.dtype).removeprefix("torch."))
 
 
 def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> FreeDim | None:
@@ -230,7 +223,7 @@ Described = tuple[tuple[Meta | None, ...], TreeSpec]
 UNKNOWN = "PyTorch does not know what its results are without computing them"
 
 
-def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op draws at random; one that may drop some draws where the chance of it is not 0."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 
 from stretto.ir.action import Phase
 from stretto.ir.collectives import Kind
-from stretto.ir.flow import PHASES, results_of
+from stretto.ir.flow import PHASES, given_specs, results_of
 from stretto.ir.plan import Plan
-from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, Stage, TensorSpec
 from stretto.verify.fault import Fault
 
 COORDINATE = "int64[]"
@@ -36,21 +36,8 @@ Place = tuple[Phase, str]
 
 def communication_faults(plan: Plan) -> list[Fault]:
     """Every fault of the programs' communications. References must be sound."""
-    given = _given(plan.job)
+    given = given_specs(plan.job) | {edge.value: edge.spec for edge in plan.job.edges}
     return [fault for stage in plan.job.stages for fault in _StageProof(plan, stage, given).faults()]
-
-
-def _given(job: Job) -> dict[str, TensorSpec]:
-    """Values from outside the step, and what edges bring."""
-    found = {f"param/{p.name}": p.spec for p in job.parameters}
-    found |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-    found |= {f"const/{c.name}": c.spec for c in job.constants}
-    found |= {f"batch/{name}": spec for name, spec in job.batch}
-    stage, loss = job.loss
-    for op in job.stages[stage].ops[Phase.F]:
-        if op.name == loss and len(op.outputs) == 1 and op.outputs[0] is not None:
-            found["tangent"] = op.outputs[0]
-    return found | {edge.value: edge.spec for edge in job.edges}
 
 
 class _StageProof:

@@ -10,7 +10,7 @@ instruction that starts them to the one that says that they are done. Counted, i
 4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
    added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins;
 5. what gradients that are summed together, or among some ranks of an axis only, are put into, from `reduce`
-   to `reduced`.
+   (an instruction, or an item of a window) to `reduced`.
 
 Not counted: batch, constants, optimizer state, workspaces and the allocator's waste. `stretto.simulate`
 counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
@@ -159,7 +159,9 @@ class _RankWalk:
             elif instruction.kind is InstructionKind.RUN:
                 self.run(instruction)
             elif instruction.kind is InstructionKind.REDUCE:
-                self.reduce(instruction)
+                peak, change = self.reduce(str(instruction.ref))
+                self.highest = max(self.highest, (self.level + peak, str(instruction)), key=_bytes)
+                self.level += change
             elif instruction.kind is InstructionKind.REDUCED:
                 self.level -= self.flat.pop(str(instruction.ref), 0)
             self.note(instruction)
@@ -181,23 +183,25 @@ class _RankWalk:
         ends = tuple(self.ends(last.storage, microbatches[last.part], last.uses) for last in shape.lasting)
         begins = tuple(addend.parameter not in self.begun for _, addend in shape.grads)
         self.begun.update(addend.parameter for _, addend in shape.grads)
-        key = (window.name, pattern, ends, begins)
+        sums = tuple(self.reduce(name) for _, name in shape.sums)
+        key = (window.name, pattern, ends, begins, sums)
         if key not in self.effects:
-            self.effects[key] = shape.effect(self, ends, begins)
+            self.effects[key] = shape.effect(self, ends, begins, sums)
         peak, change = self.effects[key]
         if self.level + peak > self.highest[0]:
             self.highest = (self.level + peak, str(instruction))
         self.level += change
 
-    def reduce(self, instruction: Instruction) -> None:
-        """A bucket's sum starts. Gradients of tied parameters become one before; where none is, zeros."""
-        bucket = self.buckets[str(instruction.ref)]
+    def reduce(self, name: str) -> tuple[int, int]:
+        """A bucket's sum starts. Gradients of tied parameters become one before; where none is, zeros.
+        Returns (the most bytes above those before, bytes more after it)."""
+        bucket = self.buckets[name]
+        level = peak = 0
         for name in bucket.parameters:
             begun = self.begun.intersection(self.tied[name])
             if len(begun) != 1:
-                self.level += self.tied_bytes[name]
-                self.note(instruction)
-                self.level -= len(begun) * self.tied_bytes[name]
+                peak = max(peak, level + self.tied_bytes[name])
+                level += (1 - len(begun)) * self.tied_bytes[name]
                 self.begun -= begun
                 self.begun.add(self.tied[name][0])
         slots = [self.slots.get((name, bucket.communicator), 1) for name in bucket.parameters]
@@ -205,7 +209,8 @@ class _RankWalk:
             self.flat[bucket.name] = sum(
                 self.tied_bytes[name] * count for name, count in zip(bucket.parameters, slots, strict=True)
             )
-            self.level += self.flat[bucket.name]
+            level += self.flat[bucket.name]
+        return max(peak, level), level
 
     def shape(self, window: Window, pattern: tuple[int, ...]) -> _Shape:
         """What every run of the window does. pattern: for each part, the first part of its microbatch."""
@@ -231,6 +236,12 @@ class _RankWalk:
             for sub in phase.parts
         }
         changes = [(self.made_by(stage, op), 0) for stage, _, op in calls]
+        before = 0
+        sums: list[tuple[int, str]] = []
+        for item in window.items:
+            before += item.kind is ItemKind.OP
+            if item.kind is ItemKind.REDUCE:
+                sums.append((before, str(item.ref)))
         lasting: list[_Last] = []
         for (storage, part), at in last.items():
             uses = sum((stage, phase, part) in running for stage, phase in self.users[storage])
@@ -238,7 +249,7 @@ class _RankWalk:
                 changes[at] = (changes[at][0], changes[at][1] - self.nbytes(storage))
             else:
                 lasting.append(_Last(at, storage, part, uses))
-        return _Shape(tuple(changes), tuple(lasting), tuple(grads.values()))
+        return _Shape(tuple(changes), tuple(lasting), tuple(grads.values()), tuple(sums))
 
     def done_with(self, storage: Storage, microbatch: int) -> None:
         """A message has left; the storage goes if nothing else needs it."""
@@ -270,15 +281,23 @@ class _Last:
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What runs of a window do to memory. changes: for each op, the bytes that it makes and those that go
-    after it in any run; grads: (op, addend) of gradients that begin there if they have not."""
+    after it in any run; grads: (op, addend) of gradients that begin there if they have not; sums: (how many
+    ops run before it, bucket) of each sum that starts."""
 
     changes: tuple[tuple[int, int], ...]
     lasting: tuple[_Last, ...]
     grads: tuple[tuple[int, Addend], ...]
+    sums: tuple[tuple[int, str], ...]
 
-    def effect(self, walk: _RankWalk, ends: tuple[bool, ...], begins: tuple[bool, ...]) -> tuple[int, int]:
+    def effect(
+        self,
+        walk: _RankWalk,
+        ends: tuple[bool, ...],
+        begins: tuple[bool, ...],
+        sums: tuple[tuple[int, int], ...],
+    ) -> tuple[int, int]:
         """(the most bytes above those before the run, bytes after it), when these values end and these
-        gradients begin."""
+        gradients begin. sums: what each sum's start does, as `_RankWalk.reduce` says."""
         made = [nbytes for nbytes, _ in self.changes]
         after = [gone for _, gone in self.changes]
         for last, end in zip(self.lasting, ends, strict=True):
@@ -289,7 +308,17 @@ class _Shape:
                 # A value that becomes the gradient goes as the gradient comes; a copy stands beside it.
                 (made if addend.product or addend.copied else after)[at] += addend.nbytes
         level = peak = 0
-        for come, change in zip(made, after, strict=True):
-            peak = max(peak, level + come, level + come + change)
-            level += come + change
+        waiting = [(at, *does) for (at, _), does in zip(self.sums, sums, strict=True)]
+        for at in range(len(made) + 1):
+            while waiting and waiting[0][0] == at:
+                _, most, change = waiting.pop(0)
+                peak = max(peak, level + most)
+                level += change
+            if at < len(made):
+                peak = max(peak, level + made[at], level + made[at] + after[at])
+                level += made[at] + after[at]
         return peak, level
+
+
+def _bytes(held: tuple[int, str]) -> int:
+    return held[0]

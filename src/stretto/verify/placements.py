@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.ir.axes import TENSOR
-from stretto.ir.flow import PHASES
-from stretto.ir.placement import LOCAL, EqualReducedError, NeedsEqualError, RefusedError, is_thin
-from stretto.ir.placements import Placer, placers_of
+from stretto.ir.flow import given_specs
+from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
+from stretto.ir.placement import UNKNOWN, EqualReducedError, NeedsEqualError, Placement, is_thin
+from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job, Op, TensorSpec
+from stretto.ir.program import Op, TensorSpec
 from stretto.verify.fault import Fault
 
 
@@ -27,98 +28,69 @@ def placement_faults(plan: Plan) -> list[Fault]:
     size = job.size(TENSOR)
     if size == 1:
         return []
-    shards = {p.name: shard for p in job.parameters for shard in p.shards if shard.axis == TENSOR}
-    placers = placers_of(TENSOR, size, shards, exact=False)
-    specs = _given(job)
-    found = list(_walk(plan, placers, specs))
-    if not found:
-        found += _gradients(plan, placers, specs)
-    return found
+    placers = placers_of(TENSOR, size, shards_of(job, TENSOR), exact=False)
+    specs = given_specs(job)
+    stages, programs = zip(*programs_of(job), strict=True)
+    troubles = place_all(programs, placers, specs)
+    found = [_fault(plan.rank_of(stages[at]), op, trouble) for at, op, trouble in troubles]
+    return found or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
 
 
-def _given(job: Job) -> dict[str, TensorSpec]:
-    """Specs of what no op makes."""
-    return {
-        **{f"param/{p.name}": p.spec for p in job.parameters},
-        **{f"buffer/{b.name}": b.spec for b in job.buffers},
-        **{f"const/{c.name}": c.spec for c in job.constants},
-        **{f"batch/{name}": spec for name, spec in job.batch},
-        "tangent": job.loss_spec,
-    }
-
-
-def _walk(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
-    """Place all ops of all programs, each when its operands are known: values cross stages either way."""
-    programs = [
-        (stage.index, phase is not PHASES[0], list(stage.ops[phase]))
-        for phase in PHASES
-        for stage in plan.job.stages
-    ]
-    known = set(specs)
-    at = [0] * len(programs)
-    moved = True
-    while moved:
-        moved = False
-        for k, (stage, backward, ops) in enumerate(programs):
-            while at[k] < len(ops) and all(name in known for name in ops[at[k]].uses):
-                op = ops[at[k]]
-                yield from _place(plan.rank_of(stage), op, placers, specs, backward)
-                if len(op.outputs) == 1 and op.outputs[0] is not None:
-                    specs[op.name] = op.outputs[0]
-                known.add(op.name)
-                at[k] += 1
-                moved = True
-
-
-def _place(
-    rank: int, op: Op, placers: list[Placer], specs: dict[str, TensorSpec], backward: bool
-) -> Iterator[Fault]:
-    for placer in placers:
-        try:
-            placer.place(op, specs, backward=backward and not op.repeats)  # else one of the forward
-            continue
-        except NeedsEqualError as error:
-            what = (
-                f"uses {', '.join(error.names)} as a whole, of which every {TENSOR} rank has only an addend"
-            )
-            fix = "Sum it over the ranks first"
-        except EqualReducedError as error:
-            what = f"sums {error} over {TENSOR} ranks, which all hold it whole"
-            fix = "Use it as it is"
-        except RefusedError as error:
-            what = f"has operands that {TENSOR} ranks do not hold alike: {error}"
-            fix = "Gather what is spread first"
-        placer.values[op.name] = LOCAL  # what comes of it is no fault of its own
-        yield Fault(rank, f"{op.name} ({op.target})", what, fix)
+def _fault(rank: int, op: Op, trouble: Trouble) -> Fault:
+    if isinstance(trouble, NeedsEqualError):
+        names = ", ".join(trouble.names)
+        what = f"uses {names} as a whole, of which every {TENSOR} rank has only an addend"
+        fix = "Sum it over the ranks first"
+    elif isinstance(trouble, EqualReducedError):
+        what = f"sums {trouble} over {TENSOR} ranks, which all hold it whole"
+        fix = "Use it as it is"
+    else:
+        what = f"has operands that {TENSOR} ranks do not hold alike: {trouble}"
+        fix = "Gather what is spread first"
+    return Fault(rank, f"{op.name} ({op.target})", what, fix)
 
 
 def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
     """Gradients of spread parameters are spread with them, others are whole or addends, as they say."""
     for parameter in plan.job.parameters:
-        shard = next((s for s in parameter.shards if s.axis == TENSOR), None)
+        where, partial = f"parameter {parameter.name}", TENSOR in parameter.partial
         for stage, phase, value in parameter.grads:
+            rank, its = plan.rank_of(stage), f"its gradient {value} ({stage}{phase})"
             for placer in placers:
                 own, held = placer.of(f"param/{parameter.name}"), placer.of(value)
-                if (
-                    held.kind == "local"
-                    or held.zero
-                    or (held.kind == "part" and is_thin(held, specs[value].shape))
-                ):
+                thin = is_thin(held, specs[value].shape)  # one element may be an addend as well
+                if held.zero:
                     continue
-                fits = (
-                    held.kind == "part"
-                    if own.kind == "part"
-                    else held.kind == ("sum" if TENSOR in parameter.partial else "equal")
-                )
-                if not fits:
-                    yield Fault(
-                        plan.rank_of(stage),
-                        f"parameter {parameter.name}",
-                        f"its gradient {value} ({stage}{phase}) is {held}, but the parameter is {own}"
-                        + (
-                            f" with addends of its gradient on {TENSOR} ranks"
-                            if TENSOR in parameter.partial
-                            else ""
-                        ),
-                        f"Give it {'the shard' if shard is None else 'no shard'} or `partial` that fits",
-                    )
+                whole = _is_whole(held)
+                if own.kind == "part" and held.kind not in ("part", "local"):
+                    what = f"{its} is {held}, but the parameter is {own}"
+                    yield Fault(rank, where, what, "Give it the shard or `partial` that fits")
+                elif own.kind != "part" and not partial and not whole and not thin:
+                    what = f"{its} differs between {TENSOR} ranks, which all hold it whole, and is not summed"
+                    yield Fault(rank, where, what, f"Name {TENSOR} in `partial`")
+                elif own.kind != "part" and partial and whole:
+                    size = plan.job.size(TENSOR)
+                    what = f"{its} is the whole on every {TENSOR} rank, and would be counted {size} times"
+                    yield Fault(rank, where, what, f"Take {TENSOR} out of `partial`")
+                elif own.kind != "part" and partial and held.kind == "part" and not thin:
+                    what = f"{its} is {held}, but the parameter is {own} with addends of its gradient"
+                    yield Fault(rank, where, f"{what} on {TENSOR} ranks", "Give it no shard that fits")
+
+
+def _kept(plan: Plan, placers: list[Placer]) -> Iterator[Fault]:
+    """The loss, and what buffers become, are whole on every rank."""
+    for placer in placers:
+        stage, loss = plan.job.loss
+        if not _is_whole(placer.of(loss)):
+            what = f"{loss} differs between {TENSOR} ranks"
+            yield Fault(plan.rank_of(stage), "loss", what, "Gather or sum what it is made of first")
+        for buffer in plan.job.buffers:
+            for stage, phase, value in buffer.updates:
+                if not _is_whole(placer.of(value)):
+                    what = f"its update {value} ({stage}{phase}) differs between {TENSOR} ranks, which all "
+                    fix = "Sum or gather what it is made of first"
+                    yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}hold it whole", fix)
+
+
+def _is_whole(held: Placement) -> bool:
+    return held.kind == "equal" or held == UNKNOWN

@@ -24,7 +24,7 @@ from stretto.verify.placements import placement_faults
 from stretto.verify.repeats import repeat_faults
 from stretto.verify.schedule import action_faults
 from stretto.verify.shapes import shape_faults
-from stretto.verify.sharding import difference_faults, sharding_faults
+from stretto.verify.sharding import sharding_faults
 from stretto.verify.sums import sum_faults
 from stretto.verify.windows import window_faults
 
@@ -54,7 +54,7 @@ def plan_faults(plan: Plan) -> list[Fault]:
     found += action_faults(walked, trains=plan.job.trains)
     for proof in PROOFS:
         found += proof(plan)
-    return found or [*(difference_faults(plan) or placement_faults(plan)), *deadlock_faults(plan)]
+    return found or [*placement_faults(plan), *deadlock_faults(plan)]
 
 
 def _slots(plan: Plan, order: tuple[Instruction, ...]) -> tuple[Slot, ...]:

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from stretto.ir.action import Phase
+from stretto.ir.flow import given_specs
 from stretto.ir.plan import Plan
 from stretto.ir.program import DTYPE_BYTES, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
 from stretto.verify.fault import Fault
@@ -37,21 +39,12 @@ DEVICE_ATTENTION = ("attention",)
 def shape_faults(plan: Plan) -> list[Fault]:
     """Every op that cannot be called so, or gives something else. References must be sound."""
     job = plan.job
-    specs = _inputs(job)
+    specs: dict[str, Given] = {name: (spec,) for name, spec in given_specs(job).items()}
     for stage in job.stages:
         for ops in stage.ops.values():
             for op in ops:
                 specs[op.name] = op.outputs
     return [*_ops(job, specs), *_gradients(job, specs)]
-
-
-def _inputs(job: Job) -> dict[str, Given]:
-    named = {f"param/{p.name}": p.spec for p in job.parameters}
-    named |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-    named |= {f"const/{c.name}": c.spec for c in job.constants}
-    named |= {f"batch/{name}": spec for name, spec in job.batch}
-    given: dict[str, Given] = {name: (spec,) for name, spec in named.items()}
-    return given | {"tangent": (job.loss_spec,)}
 
 
 def _ops(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
@@ -64,12 +57,7 @@ def _ops(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
                 seen.add(op.name)
                 trouble = _trouble(op, specs, job.device)
                 if trouble:
-                    yield Fault(
-                        None,
-                        f"stage {stage.index}, {phase.value}, {op.name}",
-                        trouble,
-                        "Capture the step again",
-                    )
+                    yield _fault(stage.index, phase, op.name, trouble)
 
 
 def _trouble(op: Op, specs: Mapping[str, Given], device: str) -> str:
@@ -107,24 +95,18 @@ def _gradients(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
         for stage, phase, value in parameter.grads:
             found = specs.get(value, (None,))[0]
             if found is not None and found.shape != parameter.spec.shape:
-                yield Fault(
-                    None,
-                    f"stage {stage}, {phase.value}, {value}",
-                    f"is {_brief(found)}, but the gradient of {parameter.name!r}, which is "
-                    f"{_brief(parameter.spec)}",
-                    "Capture the step again",
-                )
+                of = f"the gradient of {parameter.name!r}, which is {_brief(parameter.spec)}"
+                yield _fault(stage, phase, value, f"is {_brief(found)}, but {of}")
     for buffer in job.buffers:
         for stage, phase, value in buffer.updates:
             found = specs.get(value, (None,))[0]
             if found is not None and not _alike(found, buffer.spec):
-                yield Fault(
-                    None,
-                    f"stage {stage}, {phase.value}, {value}",
-                    f"is {_brief(found)}, but updates the buffer {buffer.name!r}, which is "
-                    f"{_brief(buffer.spec)}",
-                    "Capture the step again",
-                )
+                of = f"updates the buffer {buffer.name!r}, which is {_brief(buffer.spec)}"
+                yield _fault(stage, phase, value, f"is {_brief(found)}, but {of}")
+
+
+def _fault(stage: int, phase: Phase, value: str, what: str) -> Fault:
+    return Fault(None, f"stage {stage}, {phase.value}, {value}", what, "Capture the step again")
 
 
 def _alike(one: TensorSpec | None, other: TensorSpec | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from stretto.ir.action import Schedule
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import STARTS
+from stretto.verify.trace import EventKind, trace_of
 
 
 def schedule_summary(schedule: Schedule) -> str:
@@ -39,7 +40,7 @@ def plan_summary(plan: Plan) -> str:
     parts.append(f"{messages} on {_count(len(lanes), 'communicator')}")
     for number, one, many in (
         (_collectives(plan), "collective", "collectives"),
-        (kinds.count(InstructionKind.REDUCE), "sum of gradients", "sums of gradients"),
+        (_sums(plan), "sum of gradients", "sums of gradients"),
     ):
         if number:
             parts.append(_count(number, one, many))
@@ -60,6 +61,12 @@ def _collectives(plan: Plan) -> int:
         in_window[name] = sum(i.kind is ItemKind.OP and (i.part, i.ref) in starts for i in window.items)
     runs = (i for order in plan.orders for i in order if i.kind is InstructionKind.RUN)
     return sum(in_window[str(run.ref)] for run in runs)
+
+
+def _sums(plan: Plan) -> int:
+    """Sums of gradients in a step, over all places."""
+    events = (event for rank in range(plan.ranks) for event in trace_of(plan, rank))
+    return sum(event.kind is EventKind.REDUCE for event in events)
 
 
 def _count(number: int, one: str, many: str = "") -> str:

@@ -6,8 +6,9 @@ A place of the pipeline sums a gradient that it holds, in this order:
 2. over the places that hold a copy (ties);
 3. over dp, when there is more than one copy of the data.
 
-A sum starts after the last run that adds to the gradient and after the sum before it has ended, for both
-write to the same memory; it ends before the step does. Buckets only say which gradients go together.
+A sum starts after the last op that adds to the gradient and after the sum before it has ended, for both
+write to the same memory; it ends before the step does. It may start inside the window of that op, or between
+runs. Buckets only say which gradients go together.
 
 Groups along an axis lie within one place, whose ranks all walk the same order, so they start sums alike. Sums
 of ties join places, and so does the loss: all places must start those that they share in one order. Where
@@ -20,15 +21,19 @@ May touch `stretto.ir`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from stretto.ir.axes import PIPELINE, Sums, sums_of
-from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
+from stretto.ir.plan import Bucket, InstructionKind, ItemKind, Plan
 from stretto.verify.communicators import TIED, tied_ranks
 from stretto.verify.fault import Fault
 from stretto.verify.trace import last_runs
 
 TIES = PIPELINE
 """The axis along which copies of a tied gradient are summed."""
+
+Position = tuple[int, int]
+"""(instruction of a rank's order, item of its window), where something happens on a rank."""
 
 THE_LOSS = "the loss"
 """What the loss is called among tied gradients; no parameter's name has a space."""
@@ -53,7 +58,7 @@ def axis_of(plan: Plan, bucket: Bucket) -> str | None:
 
 def _buckets(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
     """Buckets by themselves: something in them, each gradient once, on a communicator for sums."""
-    reduced = {i.ref for order in plan.orders for i in order if i.kind is InstructionKind.REDUCE}
+    reduced = {e.name for rank in range(plan.ranks) for e in _starts_and_waits(plan, rank) if e.starts}
     for bucket in plan.buckets:
         where = f"bucket {bucket.name}"
         axis = axis_of(plan, bucket)
@@ -81,10 +86,35 @@ def _buckets(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
             yield Fault(None, where, "no rank ever starts it", "Add its `reduce` and `reduced`, or remove it")
 
 
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A sum's start, or the wait for it. at: the instruction, and within a run the item; where: in words."""
+
+    name: str
+    starts: bool
+    at: Position
+    where: str
+
+
+def _starts_and_waits(plan: Plan, rank: int) -> Iterator[_Event]:
+    """The rank's sums in the order of its program."""
+    for at, instruction in enumerate(plan.orders[rank]):
+        name = str(instruction.ref)
+        if instruction.kind is InstructionKind.RUN:
+            for k, item in enumerate(plan.windows[name].items):
+                if item.kind is ItemKind.REDUCE:
+                    where = f"window {name}, {replace(item, part=0)}"
+                    yield _Event(str(item.ref), True, (at, k), where)
+        elif instruction.kind in (InstructionKind.REDUCE, InstructionKind.REDUCED):
+            starts = instruction.kind is InstructionKind.REDUCE
+            yield _Event(name, starts, (at, 0), str(instruction))
+
+
 class _RankWalk:
     """One walk over one rank's order, from sum to sum."""
 
     def __init__(self, plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> None:
+        self.plan = plan
         self.rank = rank
         self.order = plan.orders[rank]
         self.buckets = {bucket.name: bucket for bucket in plan.buckets}
@@ -99,28 +129,27 @@ class _RankWalk:
     def faults(self) -> Iterator[Fault]:
         started: dict[str, int] = {}
         ended: set[str] = set()
-        for at, instruction in enumerate(self.order):
-            name = str(instruction.ref)
-            if instruction.kind is InstructionKind.REDUCE:
+        for event in _starts_and_waits(self.plan, self.rank):
+            name = event.name
+            if event.starts:
                 if name in started:
                     yield self.fault(
-                        instruction, f"starts a second time; instruction {started[name]} did", "Keep one"
+                        event, f"starts a second time; instruction {started[name]} did", "Keep one"
                     )
                     continue
-                started[name] = at
-                yield from self.start(at, instruction, self.buckets[name])
-            elif instruction.kind is InstructionKind.REDUCED:
-                if name not in started:
-                    yield self.fault(
-                        instruction,
-                        f"waits for `reduce {name}`, which does not stand before it",
-                        f"Put `reduce {name}` before it",
-                    )
-                elif name in ended:
-                    yield self.fault(instruction, "is waited for twice", "Keep one")
-                else:
-                    ended.add(name)
-                    self.under_way = {g: b for g, b in self.under_way.items() if b != name}
+                started[name] = event.at[0]
+                yield from self.start(event, self.buckets[name])
+            elif name not in started:
+                yield self.fault(
+                    event,
+                    f"waits for `reduce {name}`, which does not stand before it",
+                    f"Put `reduce {name}` before it",
+                )
+            elif name in ended:
+                yield self.fault(event, "is waited for twice", "Keep one")
+            else:
+                ended.add(name)
+                self.under_way = {g: b for g, b in self.under_way.items() if b != name}
         for name in started:
             if name not in ended:
                 yield Fault(
@@ -133,14 +162,14 @@ class _RankWalk:
             if axes:
                 yield self.never(gradient, axes)
 
-    def start(self, at: int, instruction: Instruction, bucket: Bucket) -> Iterator[Fault]:
+    def start(self, event: _Event, bucket: Bucket) -> Iterator[Fault]:
         """Every gradient of the bucket is complete so far, at rest, and next to be summed over this axis."""
         axis = self.axes[bucket.name]
-        early: dict[int, str] = {}
+        early: dict[Position, str] = {}
         for gradient in dict.fromkeys(bucket.parameters):
             if gradient not in self.left:
                 yield self.fault(
-                    instruction,
+                    event,
                     f"sums {gradient}, of which this rank has no gradient",
                     f"Remove it, or take {gradient} out of bucket {bucket.name}",
                 )
@@ -148,32 +177,35 @@ class _RankWalk:
             if gradient in self.under_way:
                 other = self.under_way[gradient]
                 yield self.fault(
-                    instruction,
+                    event,
                     f"starts while bucket {other} still sums {gradient}",
                     f"Move it after `reduced {other}`",
                 )
             if axis is not None:
-                yield from self.take(instruction, gradient, axis)
+                yield from self.take(event, gradient, axis)
             self.under_way[gradient] = bucket.name
             last = self.last.get(gradient)
-            if last is not None and last > at:
+            if last is not None and last > event.at:
                 early.setdefault(last, gradient)
         if early:
             last = max(early)
+            adds, item = self.order[last[0]], ""
+            if last[0] == event.at[0]:
+                item = str(self.plan.windows[str(adds.ref)].items[last[1]])
             yield self.fault(
-                instruction,
-                f"starts before `{self.order[last]}` has added its part of the gradient"
+                event,
+                f"starts before `{item or adds}` has added its part of the gradient"
                 + (f" of {early[last]}" if early[last] != bucket.name else ""),
-                f"Move it after instruction {last}",
+                f"Move it after item {last[1]}" if item else f"Move it after instruction {last[0]}",
             )
 
-    def take(self, instruction: Instruction, gradient: str, axis: str) -> Iterator[Fault]:
+    def take(self, event: _Event, gradient: str, axis: str) -> Iterator[Fault]:
         """The gradient's next sum is over `axis`; partial axes come before all else, in any order."""
         left = self.left[gradient]
         if axis not in left:
             again = axis in self.done[gradient]
             yield self.fault(
-                instruction,
+                event,
                 f"sums {gradient} over {axis} "
                 + ("a second time" if again else "though it has no parts or copies there"),
                 f"Remove it, or take {gradient} out of its bucket",
@@ -182,7 +214,7 @@ class _RankWalk:
         before = left[: left.index(axis)] if sums_of(axis) is not Sums.PARTIAL else []
         if before:
             yield self.fault(
-                instruction,
+                event,
                 f"sums {gradient} over {_said(axis)} before its sum over {_said(before[0])}",
                 "Move it after the `reduced` of that sum",
             )
@@ -198,8 +230,8 @@ class _RankWalk:
             f"Add `reduce` and `reduced` of a bucket on communicator {lane} that holds it",
         )
 
-    def fault(self, instruction: Instruction, what: str, fix: str) -> Fault:
-        return Fault(self.rank, str(instruction), what, fix)
+    def fault(self, event: _Event, what: str, fix: str) -> Fault:
+        return Fault(self.rank, event.where, what, fix)
 
 
 def _said(axis: str) -> str:
@@ -221,28 +253,42 @@ def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str
     return found
 
 
-def _last_adds(plan: Plan, rank: int) -> dict[str, int]:
-    """Tied group -> the index of the rank's last run that adds to its gradient."""
+def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
+    """Tied group -> the rank's last run that adds to its gradient, and the last item there that does."""
     last = last_runs(plan, rank)
-    found: dict[str, int] = {}
+    found: dict[str, Position] = {}
     for parameter in plan.job.parameters:
-        for stage, phase, _ in parameter.grads:
+        for stage, phase, value in parameter.grads:
             at = last.get((stage, phase), -1)
             if at >= 0:
-                found[parameter.tied_to] = max(found.get(parameter.tied_to, -1), at)
+                window = plan.windows[str(plan.orders[rank][at].ref)]
+                parts = [
+                    k
+                    for k, (where, runs) in enumerate(window.parts)
+                    if where == stage and phase in runs.parts
+                ]
+                adds = [
+                    k
+                    for k, item in enumerate(window.items)
+                    if item.kind is ItemKind.OP and item.ref == value and item.part in parts
+                ]
+                # An op that is missing is a fault of the window.
+                place = (at, max(adds, default=0))
+                found[parameter.tied_to] = max(found.get(parameter.tied_to, place), place)
     return found
 
 
 def _one_order(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
     """Ranks that share several tied gradients start them in one order; the loss, which all share, as well."""
     named = {b.name: b.parameters[0] for b in plan.buckets if axis_of(plan, b) == TIES and b.parameters}
-    starts: list[dict[str, tuple[int, str]]] = [{} for _ in plan.orders]
+    starts: list[dict[str, tuple[Position, str]]] = [{} for _ in plan.orders]
     for rank, order in enumerate(plan.orders):
+        for event in _starts_and_waits(plan, rank):
+            if event.starts and event.name in named:
+                starts[rank][named[event.name]] = event.at, f"reduce {named[event.name]}"
         for at, i in enumerate(order):
-            if i.kind is InstructionKind.REDUCE and i.ref in named:
-                starts[rank][named[str(i.ref)]] = at, f"reduce {named[str(i.ref)]}"
-            elif i.kind is InstructionKind.LOSS:
-                starts[rank][THE_LOSS] = at, "loss"
+            if i.kind is InstructionKind.LOSS:
+                starts[rank][THE_LOSS] = (at, 0), "loss"
     for first in range(plan.ranks):
         for second in range(first + 1, plan.ranks):
             shared = [THE_LOSS, *(n for n, ranks in tied.items() if first in ranks and second in ranks)]

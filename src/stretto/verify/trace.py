@@ -1,4 +1,5 @@
-"""What a rank's order does with messages, flattened: receives, sends, waits, in the order of the program.
+"""What a rank's order does with messages and sums, flattened: receives, sends, waits, starts, in the order of
+the program.
 
 The proofs of messages and of deadlock walk these traces instead of ops, so that their cost grows with the
 number of messages only. May touch `stretto.ir`. References must be sound (`stretto.ir.references`).
@@ -18,7 +19,7 @@ Message = tuple[int, int]
 
 
 class EventKind(StrEnum):
-    """An instruction's kinds, and the two that stand inside a window."""
+    """An instruction's kinds, and those that stand inside a window only."""
 
     RECV = "recv"
     SEND = "send"
@@ -51,6 +52,9 @@ def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
         kind = instruction.kind
         if kind is InstructionKind.RUN:
             for item in inside[str(instruction.ref)]:
+                if item.kind is ItemKind.REDUCE:
+                    yield Event(EventKind.REDUCE, at, instruction, bucket=str(item.ref))
+                    continue
                 message = (int(item.ref), instruction.microbatches[item.part])
                 yield Event(EventKind(item.kind.value), at, instruction, message)
         elif kind in (InstructionKind.RECV, InstructionKind.SENT):

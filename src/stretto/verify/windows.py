@@ -175,7 +175,7 @@ def _made_beside(plan: Plan, window: Window, part: int) -> dict[str, int]:
     mates = set(window.mates(part))
     found: dict[str, int] = {}
     for position, item in enumerate(window.items):
-        if item.part in mates and item.kind is not ItemKind.SEND:
+        if item.part in mates and item.kind in (ItemKind.OP, ItemKind.WAIT):
             of_op = item.kind is ItemKind.OP
             found[str(item.ref) if of_op else plan.job.edges[int(item.ref)].value] = position
     return found

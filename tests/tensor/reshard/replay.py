@@ -31,10 +31,7 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int
         for each in got
     ]
     # what lies there as terms of a sum is no value: sending it would show
-    held = [
-        [_local(layout, whole, blank=bool(layout.partial_axes)) for layout in t.sources]
-        for t, whole in zip(tensors, wholes)
-    ]
+    held = [_local(t.source, whole, blank=bool(t.source.partial_axes)) for t, whole in zip(tensors, wholes)]
     boxes = [[layout.regions(t.shape) for layout in t.targets] for t in tensors]
 
     def places(tensor: int, rank: int, region: Region) -> list[tuple[int, tuple[slice, ...]]]:
@@ -52,30 +49,21 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int
             times[tensor][target][rank][inner] += 1
 
     for copy in plan.copies:
-        source = tensors[copy.tensor].sources[copy.holding]
-        mine = held[copy.tensor][copy.holding][copy.rank]
+        source = tensors[copy.tensor].source
+        mine = held[copy.tensor][copy.rank]
         inner = _inside(copy.region, source.regions(tensors[copy.tensor].shape)[copy.rank])
         arrive(copy.tensor, copy.rank, copy.region, mine[inner])
-    for index, one in enumerate(plan.transfers):
+    for one in plan.transfers:
         tensor = tensors[one.tensor]
         assert one.sender not in one.receivers
         assert len(set(one.receivers)) == len(one.receivers) > 0
         count = math.prod(stop - start for start, stop in one.region)
         assert one.nbytes == count * tensor.itemsize_bytes > 0
-        if one.after is None:
-            box = tensor.sources[one.holding].regions(tensor.shape)[one.sender]
-            values = held[one.tensor][one.holding][one.sender][_inside(one.region, box)]
-        else:
-            brought = plan.transfers[one.after]
-            assert one.after < index
-            assert (brought.tensor, one.sender in brought.receivers) == (one.tensor, True)
-            target, inner = places(one.tensor, one.sender, one.region)[0]
-            assert times[one.tensor][target][one.sender][inner].all(), "sent on before it came"
-            values = got[one.tensor][target][one.sender][inner]
+        box = tensor.source.regions(tensor.shape)[one.sender]
+        values = held[one.tensor][one.sender][_inside(one.region, box)]
         for rank in one.receivers:
-            for layout in tensor.sources:
-                if rank in layout.ranks and not layout.partial_axes:
-                    assert not _shares(layout.regions(tensor.shape)[rank], one.region), "has it already"
+            if rank in tensor.source.ranks and not tensor.source.partial_axes:
+                assert not _shares(tensor.source.regions(tensor.shape)[rank], one.region), "has it already"
             arrive(one.tensor, rank, one.region, values.copy())
     zeros = set(plan.zeros)
     for tensor_index, each in enumerate(got):
@@ -111,8 +99,6 @@ def check_times(plan: ReshardPlan, hosts: Hosts) -> None:
     for one in plan.transfers:
         piece_us = min(one.nbytes, plan.piece_bytes) / per_us
         start_us = one.start_us
-        if one.after is not None:
-            assert start_us >= plan.transfers[one.after].end_us
         for here, there in zip((one.sender, *one.receivers), one.receivers):
             if hosts[here] == hosts[there]:
                 continue

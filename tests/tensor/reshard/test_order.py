@@ -1,4 +1,4 @@
-"""Orders and senders: the rules against every order there is, and the search against the rules."""
+"""Orders and senders: the rules against orders worked by hand, and against every order there is."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from stretto.tensor.reshard.bound import sends_bound_us
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.modes import Send
 from stretto.tensor.reshard.order import Arranger
-from stretto.tensor.reshard.search import searched
 
 HOSTS = Hosts.of(1, 8, link_bytes_per_s=1e6)
 
 
 def send(nbytes, senders, *receivers):
-    return Send(0, ((0, nbytes),), nbytes, tuple((r, 0) for r in senders), tuple((r,) for r in receivers))
+    return Send(0, ((0, nbytes),), nbytes, tuple(senders), tuple((r,) for r in receivers))
 
 
 def best_of_all(sends):
@@ -31,11 +30,8 @@ def best_of_all(sends):
     return min(found)
 
 
-def arranged(sends, search_s=0.0):
-    arranger = Arranger(sends, HOSTS, 1)
-    bound = sends_bound_us(sends, HOSTS)
-    found = arranger.balanced(bound)
-    return searched(arranger, found, bound, search_s) if search_s else found
+def arranged(sends):
+    return Arranger(sends, HOSTS, 1).balanced(sends_bound_us(sends, HOSTS))
 
 
 def test_sends_between_other_hosts_run_at_once():
@@ -74,16 +70,10 @@ some_send = st.builds(
 
 
 @given(st.lists(some_send, min_size=1, max_size=4))
-def test_a_search_finds_the_best_order_of_a_few_sends(sends):
-    found = arranged(sends, search_s=0.02)
-    assert found.makespan_us == pytest.approx(best_of_all(sends))
-    assert found == arranged(sends, search_s=0.02), "equal input, equal choices"
-
-
-def test_a_search_finds_an_order_that_no_rule_makes():
-    """Each rule, and the rounds, start the wrong send at the wrong time; the search meets the bound."""
-    sends = [send(5, [0], 3), send(2, [2], 5), send(2, [1], 5), send(5, [2], 4), send(4, [1], 4)]
-    sends += [send(2, [0], 5), send(3, [0], 5)]
-    assert sends_bound_us(sends, HOSTS) == pytest.approx(10)
-    assert arranged(sends).makespan_us == pytest.approx(11)
-    assert arranged(sends, search_s=0.1).makespan_us == pytest.approx(10)
+def test_the_rules_lie_between_the_best_order_of_a_few_sends_and_the_naive_one(sends):
+    found = arranged(sends)
+    best = best_of_all(sends)
+    assert best * (1 - 1e-9) <= found.makespan_us <= Arranger(sends, HOSTS, 1).naive().makespan_us
+    # 4/3 for senders by the longest first, and once more for the receivers' links, which a list keeps busy
+    assert found.makespan_us <= best * (4 / 3 + 1)
+    assert found == arranged(sends), "equal input, equal choices"

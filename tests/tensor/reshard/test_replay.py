@@ -105,8 +105,7 @@ def some_tensor(draw):
 @st.composite
 def some_hosts(draw):
     host_of = tuple(draw(st.lists(st.integers(0, 4), min_size=12, max_size=12)))
-    inside = draw(st.sampled_from([float("inf"), 4e6, 0.5e6]))
-    return Hosts(host_of, 1e6, draw(st.sampled_from([0.0, 5.0])), inside)
+    return Hosts(host_of, 1e6, draw(st.sampled_from([0.0, 5.0])))
 
 
 @given(
@@ -119,23 +118,22 @@ def some_hosts(draw):
 def test_any_reshard_arrives_once_from_who_holds_it(tensors, hosts, mode, choice, piece_bytes):
     plan = plan_reshards(tensors, hosts, mode, choice=choice, piece_bytes=piece_bytes)
     check_values(plan, tensors)
-    if hosts.inside_bytes_per_s == float("inf"):
-        check_times(plan, hosts)
+    check_times(plan, hosts)
     assert plan == plan_reshards(tensors, hosts, mode, choice=choice, piece_bytes=piece_bytes)
 
 
 @given(
     st.lists(some_tensor(), min_size=1, max_size=3), some_hosts(), st.sampled_from(MODES), st.integers(1, 100)
 )
-def test_naive_greedy_and_search_each_no_worse_than_the_one_before(tensors, hosts, mode, piece_bytes):
-    naive, greedy, search, again = (
-        plan_reshards(tensors, hosts, mode, search_s, choice=choice, piece_bytes=piece_bytes)
-        for search_s, choice in ((0, "naive"), (0, "balanced"), (0.0007, "balanced"), (0.0007, "balanced"))
+def test_balanced_choices_are_no_worse_than_naive_ones_nor_better_than_the_bound(
+    tensors, hosts, mode, piece_bytes
+):
+    naive, balanced = (
+        plan_reshards(tensors, hosts, mode, choice=choice, piece_bytes=piece_bytes)
+        for choice in ("naive", "balanced")
     )
     rounded = 1 + 1e-9
-    assert greedy.bound_us <= search.makespan_us * rounded
-    assert search.makespan_us <= greedy.makespan_us * rounded
-    assert greedy.makespan_us <= naive.makespan_us * rounded
-    assert search == again
-    assert search.bytes_sent == search.needed_bytes == naive.bytes_sent
-    check_values(search, tensors)
+    assert balanced.bound_us <= balanced.makespan_us * rounded
+    assert balanced.makespan_us <= naive.makespan_us * rounded
+    assert balanced.bytes_sent == balanced.needed_bytes == naive.bytes_sent
+    check_values(balanced, tensors)

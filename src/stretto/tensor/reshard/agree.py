@@ -8,11 +8,11 @@ the store of the default process group:
    from the store, no waiting for other ranks). A difference is an error at once, and sets the alarm.
 2. A rank that waits for a message looks every `LOOK_S` whether there is an alarm, or whether a rank that it
    needs has ended its program before it came to this number; either is an error.
-3. A rank that skips a reshard and stands somewhere else is found by all ranks together, which sets the alarm,
-   and ends also where no message is waited for (`stuck`).
-4. A rank that waits longer than the patience gives up. That is the last resort, and it is long, for a rank
-   may well be busy: `STRETTO_RESHARD_PATIENCE_S`.
-5. At the end of the program ranks compare how many reshards they have made; to differ is an error too.
+3. A rank that waits longer than the patience gives up, and sets the alarm: one that it needs is late, or
+   skips the reshard and waits for something else. The patience is long, for a rank may well be busy:
+   `STRETTO_RESHARD_PATIENCE_S`. A rank that waits in a collective of PyTorch meanwhile fails when the others
+   have ended, or at the time limit of its process group.
+4. At the end of the program ranks compare how many reshards they have made; to differ is an error too.
 
 It costs two answers from the store a call, 0.1 ms on one machine. The check is always on: what it finds would
 else be a hang, or wrong numbers. Old texts are deleted, so that the store does not grow.
@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -34,8 +32,9 @@ from stretto.errors import RunError
 from stretto.tensor.dtensor_adapter import shared_store
 from stretto.tensor.errors import disagreement
 from stretto.tensor.reshard.at_end import LAST_LOOK, LEAVE, at_end, fails_already
-from stretto.tensor.reshard.standing import Waiting, Whereabouts
-from stretto.tensor.reshard.stuck import ALARM, ENDED_ROUND, GONE, HEARD, LookOut, Word, hears, word_key
+
+ALARM = "alarm"
+"""Key of the store: why all ranks must end."""
 
 LOOK_S = 1.0
 """How often a waiting rank looks for an alarm: rare enough to cost nothing, and an error is quick enough."""
@@ -43,12 +42,9 @@ LOOK_S = 1.0
 PATIENCE_S = 300.0
 """How long a rank waits for another unless told otherwise. Assumed: longer than a pause for a checkpoint."""
 
-LEAVE_S = 20.0
-"""How long the rank that keeps the store waits at its end for the others, which may find out that they cannot
-end. Assumed."""
-
-HEAR_S = 3.0
-"""How long that rank, when it fails, waits for the others to hear why. Assumed."""
+LEAVE_S, FAIL_S = 20.0, 3.0
+"""How long the rank that keeps the store waits at its end for the others; and when it fails with an alarm,
+which they must still hear. Assumed."""
 
 MEET_S, LATE_MEET_S = 0.002, 0.05
 """How often a rank asks whether others have come: at first, and after `LOOK_S`."""
@@ -67,19 +63,15 @@ class Agreement:
 
     def __init__(self, generation: int) -> None:
         self.rank = dist.get_rank()
+        self.number = 0
+        """Of the last reshard that this rank came to."""
         self._ranks = dist.get_world_size()
-        self.here = Whereabouts()
+        self._told = False
+        """Whether the program has been given an error that all ranks are told of."""
         self._store: Any = None
-        self._look_out: LookOut | None = None
         # A fake group has no other ranks, and a store that remembers nothing.
         if dist.get_backend() != "fake":
-            store = self._store = shared_store(f"stretto/reshard/{generation}")
-            self._look_out = LookOut(self.rank, self._ranks, store, self.here)
-
-    @property
-    def number(self) -> int:
-        """Of the last reshard that this rank came to."""
-        return self.here.number
+            self._store = shared_store(f"stretto/reshard/{generation}")
 
     @property
     def alone(self) -> bool:
@@ -91,8 +83,7 @@ class Agreement:
 
         Raises RunError if another rank came to this number with another text, or an alarm is set.
         """
-        self.here.number += 1
-        self.here.thread = threading.get_ident()
+        self.number += 1
         if self._store is None:
             return self.number
         mine = f"{self.rank}|{text}"
@@ -114,9 +105,8 @@ class Agreement:
         """Tell all ranks that this one cannot go on. The first alarm stays."""
         if self._store is not None:
             try:
-                self.here.told = True
+                self._told = True
                 self._store.compare_set(ALARM, "", f"{self.rank}|{text}")
-                hears(self._store, self.here)
             except dist.DistError:
                 return  # nobody is left to hear it
 
@@ -129,22 +119,19 @@ class Agreement:
             whose, _, text = self._store.get(ALARM).decode().partition("|")
         except dist.DistError:
             return
-        self.here.told = True
-        with suppress(dist.DistError):
-            hears(self._store, self.here)
-        why = f", for rank {whose} failed: {text}" if whose else f": {text}"
-        raise RunError(f"rank {self.rank} stops at reshard number {self.number}{why}")
+        self._told = True
+        raise RunError(
+            f"rank {self.rank} stops at reshard number {self.number}, for rank {whose} failed: {text}"
+        )
 
     def look_out(self, number: int, peers: Sequence[int], since_s: float, waits_for: str) -> None:
         """What a waiting rank does every `LOOK_S`.
 
         number: of the reshard. peers: ranks it needs. since_s: `time.monotonic()` when it began to wait.
-        Raises RunError if they will not come. Call `goes_on` when they have.
+        Raises RunError if they will not come.
         """
         if self._store is None:
             return
-        if self.here.waits is None or self.here.waits.since_s != since_s:
-            self.here.waits = Waiting(number, since_s, waits_for)
         self._raise_if_alarmed()
         for peer in peers:
             ended = self._ended(peer)
@@ -159,15 +146,13 @@ class Agreement:
         if time.monotonic() - since_s > patience_s():
             error = RunError(
                 f"rank {self.rank} has waited {patience_s():.0f} s in reshard number {number} ({waits_for}); "
-                f"one of ranks {sorted(peers)} is late, or does not make this call. If it may be so late, "
-                "set STRETTO_RESHARD_PATIENCE_S higher"
+                f"one of ranks {sorted(peers)} is late, or does not make this call. All ranks, those off the "
+                "meshes too, must make every reshard and every collective of theirs in one order; PyTorch's "
+                "flight recorder (TORCH_FR_BUFFER_SIZE=2000, then torchfrtrace) says where each rank waits. "
+                "If one may be so late, set STRETTO_RESHARD_PATIENCE_S higher"
             )
             self.raise_alarm(str(error))
             raise error
-
-    def goes_on(self) -> None:
-        """The wait is over."""
-        self.here.waits = None
 
     def _ended(self, peer: int) -> int | None:
         assert self._store is not None
@@ -192,7 +177,6 @@ class Agreement:
                 if time.monotonic() - looked > LOOK_S:
                     looked = time.monotonic()
                     self.look_out(self.number, ranks, began, f"to connect ranks {list(ranks)}")
-            self.goes_on()
         except dist.DistError as error:
             raise RunError(
                 f"rank {self.rank}: the rank that keeps the store has ended, in reshard number "
@@ -207,20 +191,6 @@ class Agreement:
             except dist.DistError:
                 self._store = None  # it has ended, and each further question would print that it has
 
-    def gone(self) -> None:
-        """All that this rank sent has arrived, and it looks out no more: no other needs to wait for it."""
-        self.close()
-        if self._store is None:
-            return
-        text = f"has ended its program after reshard number {self.number}"
-        last = Word(self.rank, ENDED_ROUND, False, self.number, False, text)
-        try:
-            self._store.set(word_key(self.rank), last.written())
-            self._store.add(GONE, 1)
-            hears(self._store, self.here)
-        except dist.DistError:
-            self._store = None
-
     def keep_store(self, failed: bool) -> None:
         """Rank 0 keeps the store where no launcher does, and leaves last, for the others look there; where it
         fails itself, as soon as they know that."""
@@ -228,19 +198,13 @@ class Agreement:
             return
         try:
             self._store.add("left", 1)
-            if self.rank != 0 or (failed and not self.here.told):
+            if self.rank != 0 or (failed and not self._told):
                 return
-            end = time.monotonic() + (HEAR_S if failed else LEAVE_S)
-            waits_for = HEARD if failed else "left"
-            while time.monotonic() < end and self._store.add(waits_for, 0) < self._ranks:
+            end = time.monotonic() + (FAIL_S if failed else LEAVE_S)
+            while time.monotonic() < end and self._store.add("left", 0) < self._ranks:
                 time.sleep(0.01)
         except dist.DistError:
             return
-
-    def close(self) -> None:
-        """Look out no more: the program ends, or another process group has taken the place of this one."""
-        if self._look_out is not None:
-            self._look_out.stop()
 
     def last_look(self) -> RunError | None:
         """At the very end: did all ranks make as many reshards, and did none fail? The first to end is
@@ -275,8 +239,6 @@ def agreement() -> Agreement:
     group = dist.group.WORLD
     assert group is not None, "there is a mesh, so there is a process group"
     if _current is None or _current[0] is not group:
-        if _current is not None:
-            _current[1].close()
         at_end(_leave, LEAVE)
         at_end(_last_look, LAST_LOOK)
         _generations += 1
@@ -293,7 +255,6 @@ def _last_look() -> None:
     if _current is None:
         return
     agreed, failed = _current[1], fails_already()
-    agreed.gone()
     error = None if failed else agreed.last_look()
     agreed.keep_store(failed or error is not None)
     if error is not None:

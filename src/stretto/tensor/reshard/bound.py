@@ -12,9 +12,11 @@ that set needs, until there is none (Dinkelbach's method).
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+
+import networkx as nx
 
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.modes import Send
@@ -28,10 +30,7 @@ Demands = Mapping[frozenset[int], int]
 def bound_us(tasks: Sequence[UnitTask], hosts: Hosts) -> float:
     """Microseconds that any plan for these tasks takes at least, in any mode; 0 if no link is used."""
     return _least_us(
-        [
-            (task.nbytes, _hosts(hosts, (r for r, _ in task.holders)), _hosts(hosts, task.receivers))
-            for task in tasks
-        ],
+        [(task.nbytes, _hosts(hosts, task.holders), _hosts(hosts, task.receivers)) for task in tasks],
         hosts,
     )
 
@@ -42,7 +41,7 @@ def sends_bound_us(sends: Sequence[Send], hosts: Hosts) -> float:
         [
             (
                 send.nbytes,
-                _hosts(hosts, (r for r, _ in send.candidates)),
+                _hosts(hosts, send.candidates),
                 _hosts(hosts, (group[0] for group in send.groups)),
             )
             for send in sends
@@ -88,59 +87,16 @@ def least_load(demands: Demands) -> Fraction:
 def _starved(demands: Demands, load: Fraction) -> frozenset[int]:
     """Hosts that cannot send all that only they can if each sends at most so much; empty if all can.
 
-    Maximum flow from demands to hosts by shortest augmenting paths; when it stops short, the hosts that
-    can still be reached from a demand with bytes left are such a set.
+    They are on the demands' side of a minimum cut between demands and hosts.
     """
-    # whole numbers: all is counted in parts of load's denominator
-    scale = load.denominator
-    left = {allowed: nbytes * scale for allowed, nbytes in demands.items()}
-    room = dict.fromkeys(frozenset[int]().union(*demands), load.numerator)
-    flow: dict[int, dict[frozenset[int], int]] = {host: defaultdict(int) for host in room}
-    while True:
-        came: dict[int, frozenset[int]] = {}
-        reached: dict[frozenset[int], int | None] = {d: None for d in left if left[d]}
-        queue = deque(reached)
-        end: int | None = None
-        while queue and end is None:
-            demand = queue.popleft()
-            for host in sorted(demand):
-                if host in came:
-                    continue
-                came[host] = demand
-                if room[host]:
-                    end = host
-                    break
-                for other, carried in flow[host].items():
-                    if carried and other not in reached:
-                        reached[other] = host
-                        queue.append(other)
-        if end is None:
-            return frozenset(came)
-        _augment(end, came, reached, left, room, flow)
-
-
-def _augment(
-    end: int,
-    came: Mapping[int, frozenset[int]],
-    reached: Mapping[frozenset[int], int | None],
-    left: dict[frozenset[int], int],
-    room: dict[int, int],
-    flow: dict[int, dict[frozenset[int], int]],
-) -> None:
-    """Send as much as fits along the path that the search found, back from its end."""
-    path: list[tuple[int, frozenset[int]]] = []
-    host: int | None = end
-    amount = room[end]
-    while host is not None:
-        demand = came[host]
-        path.append((host, demand))
-        host = reached[demand]
-        amount = min(amount, left[demand] if host is None else flow[host][demand])
-    for here, demand in path:
-        flow[here][demand] += amount
-        via = reached[demand]
-        if via is None:
-            left[demand] -= amount
-        else:
-            flow[via][demand] -= amount
-    room[end] -= amount
+    network = nx.DiGraph()
+    for demand, nbytes in demands.items():
+        # whole numbers: all is counted in parts of load's denominator
+        network.add_edge("demands", demand, capacity=nbytes * load.denominator)
+        for host in demand:
+            network.add_edge(demand, host)  # of any capacity
+            network.add_edge(host, "sent", capacity=load.numerator)
+    sent, (behind, _) = nx.minimum_cut(network, "demands", "sent")
+    if sent == sum(demands.values()) * load.denominator:
+        return frozenset()
+    return frozenset(host for host in behind if isinstance(host, int))

@@ -61,7 +61,6 @@ class Step:
     nbytes: int
     before: int | None
     after: int | None
-    from_target: bool
 
 
 def part_of(layout: Layout, shape: tuple[int, ...], rank: int, tensor: torch.Tensor | None) -> Part:
@@ -114,7 +113,7 @@ def execute(
                 if place.data_ptr() != piece.data_ptr():
                     place.copy_(piece)
         if step.after is not None:
-            if step.from_target:
+            if step.before is not None:
                 sent = _places(targets[step.tensor], step.box)[0]
             else:
                 sent = sources[step.tensor].at(step.box)
@@ -161,7 +160,6 @@ def _steps(plan: ReshardPlan, rank: int, limit_bytes: int) -> Iterator[Step]:
                 region_count(box) * itemsize,
                 chain[at - 1] if at > 0 else None,
                 chain[at + 1] if at + 1 < len(chain) else None,
-                at > 0 or transfer.after is not None,
             )
 
 

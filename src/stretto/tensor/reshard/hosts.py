@@ -19,21 +19,16 @@ class Hosts:
     host_of: the host of each rank, by rank: (0, 0, 1, 1) puts ranks 2 and 3 on host 1.
     link_bytes_per_s: what a host's link carries in each direction.
     latency_us: from the end of sending to the end of receiving, between hosts.
-    inside_bytes_per_s: what one device sends or receives within its host; without end unless given, so that
-        only the links of hosts count.
     """
 
     host_of: tuple[int, ...]
     link_bytes_per_s: float = DEFAULT_LINK_BYTES_PER_S
     latency_us: float = 0.0
-    inside_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host_of", tuple(self.host_of))
         if not (0 < self.link_bytes_per_s < math.inf):
             raise UsageError(f"link_bytes_per_s={self.link_bytes_per_s}: give bytes a second, above 0")
-        if not self.inside_bytes_per_s > 0:
-            raise UsageError(f"inside_bytes_per_s={self.inside_bytes_per_s}: give bytes a second, above 0")
         if not (0 <= self.latency_us < math.inf):
             raise UsageError(f"latency_us={self.latency_us}: give microseconds, 0 or more")
 
@@ -43,13 +38,12 @@ class Hosts:
         ranks: int,
         link_bytes_per_s: float = DEFAULT_LINK_BYTES_PER_S,
         latency_us: float = 0.0,
-        inside_bytes_per_s: float = math.inf,
     ) -> Hosts:
         """Hosts of so many devices each, filled in order of rank, as torchrun numbers them."""
         if devices < 1 or ranks < 1:
             raise UsageError(f"{ranks} ranks on hosts of {devices} devices: give at least 1 of each")
         placed = tuple(rank // devices for rank in range(ranks))
-        return Hosts(placed, link_bytes_per_s, latency_us, inside_bytes_per_s)
+        return Hosts(placed, link_bytes_per_s, latency_us)
 
     def __getitem__(self, rank: int) -> int:
         """The host of a rank."""

@@ -160,7 +160,6 @@ class Lines:
                 began,
                 f"{what} {message.buffer.numel()} bytes, rank {message.peer}",
             )
-        self.agreed.goes_on()
         if message.error is not None:
             # If the peer ended with an error of its own, that error is the better one.
             self.agreed.look_out(message.number, [message.peer], began, what)

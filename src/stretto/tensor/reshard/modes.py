@@ -1,8 +1,6 @@
 """How a box goes to several ranks: what each mode makes of a unit task.
 
     point_to_point   every receiver gets its own copy from a holder
-    all_gather       every receiving host gets the box once, a part of it to each of its receivers; these then
-                     hand their parts to one another inside the host
     broadcast        one chain through all receiving hosts, so that each host's link carries the box once in
                      each direction; inside a host the chain goes on from device to device
 
@@ -22,7 +20,7 @@ from stretto.tensor.layout import Region, region_count
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.tasks import UnitTask
 
-Mode: TypeAlias = Literal["broadcast", "all_gather", "point_to_point"]
+Mode: TypeAlias = Literal["broadcast", "point_to_point"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -31,17 +29,15 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 class Send:
     """A transfer of which the sender and the way are still open.
 
-    candidates: (rank, source layout) of those that may send, in order of rank.
+    candidates: ranks that may send, in order.
     groups: receivers, a group for each host; the order of the groups is open, that in a group is not.
-    after: index of the send that brings the box to the only candidate; None: candidates hold it already.
     """
 
     tensor: int
     region: Region
     nbytes: int
-    candidates: tuple[tuple[int, int], ...]
+    candidates: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
-    after: int | None = None
 
 
 def sends_of(
@@ -56,9 +52,9 @@ def sends_of(
         raise UsageError(f"mode {mode!r} is not known; use one of {', '.join(MODES)}")
     sends: list[Send] = []
     for task in tasks:
-        near: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        near: dict[int, list[int]] = defaultdict(list)
         for holder in task.holders:
-            near[hosts[holder[0]]].append(holder)
+            near[hosts[holder]].append(holder)
         needing: dict[int, list[int]] = defaultdict(list)
         for rank in task.receivers:
             needing[hosts[rank]].append(rank)
@@ -70,22 +66,9 @@ def sends_of(
             far = [tuple(ranks) for ranks in needing.values()]
             if mode == "broadcast":
                 sends.append(_send(piece, task.holders, tuple(far)))
-            elif mode == "point_to_point":
-                sends += [_send(piece, task.holders, ((rank,),)) for group in far for rank in group]
             else:
-                for group in far:
-                    sends += _gathered(piece, group, len(sends))
+                sends += [_send(piece, task.holders, ((rank,),)) for group in far for rank in group]
     return sends
-
-
-def _gathered(task: UnitTask, group: tuple[int, ...], first: int) -> Iterator[Send]:
-    """A part to each device of a host, which hands it to the others. first: index of the first send made."""
-    for part, rank in zip(cut(task, len(group)), group):
-        yield _send(part, task.holders, ((rank,),))
-        others = tuple(other for other in group if other != rank)
-        if others:
-            yield Send(part.tensor, part.region, part.nbytes, ((rank, 0),), (others,), first)
-        first += 1 + bool(others)
 
 
 def cut(task: UnitTask, parts: int) -> Iterator[UnitTask]:
@@ -110,7 +93,5 @@ def cut(task: UnitTask, parts: int) -> Iterator[UnitTask]:
         yield UnitTask(task.tensor, region, nbytes, task.holders, task.receivers)
 
 
-def _send(
-    task: UnitTask, candidates: tuple[tuple[int, int], ...], groups: tuple[tuple[int, ...], ...]
-) -> Send:
+def _send(task: UnitTask, candidates: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> Send:
     return Send(task.tensor, task.region, task.nbytes, candidates, groups)

@@ -1,7 +1,7 @@
 """`reshard` and `reshard_all`: tensors to other placements, or to other meshes, forward and backward.
 
 1. All ranks agree that they make the same reshard                         arguments, agree
-2. On one mesh: DTensor's collectives, where they are right                within
+2. On one mesh: DTensor's collectives, where they are right
 3. Else: Partial axes are reduced on the source mesh, to distinct tiles
    where dims allow; transfers of all tensors are planned together, on
    every rank alike; and carried out by the ranks of any of the meshes     between, forwarding, execute
@@ -28,12 +28,11 @@ from torch.distributed.tensor.placement_types import Placement
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of, wrapped
-from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor
+from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor, moved_by
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import check_way, checked_move, checked_moves, text_of
 from stretto.tensor.reshard.between import Move, between
 from stretto.tensor.reshard.modes import Mode
-from stretto.tensor.reshard.within import redistributed_part
 
 IN_FLIGHT_BYTES = 256 << 20
 """How much may wait to be sent, and to be received, on a rank unless told otherwise. Assumed: small beside an
@@ -100,17 +99,24 @@ def reshard_all(
     return _agreed(tensors, found, _Way(True, in_flight_bytes, mode))
 
 
-def redistributed(x: GlobalTensor, placements: Sequence[Placement], async_op: bool) -> GlobalTensor:
-    """Other placements on the same mesh, by the ranks of the mesh alone, as DTensor does. Differentiable."""
-    placements = checked_move(x, x.device_mesh, placements)
+def _redistributed(
+    x: GlobalTensor, mesh: DeviceMesh, placements: Sequence[Placement], async_op: bool
+) -> GlobalTensor:
+    """Other placements; on the same mesh by its ranks alone, as DTensor does. Differentiable."""
+    if mesh != x.device_mesh:
+        return reshard(x, mesh, placements)
+    placements = checked_move(x, mesh, placements)
     program = captured()
     if program is not None:
         made: GlobalTensor = program.redistribute(x, placements)
         return made
-    if not in_order(x.device_mesh):
-        return reshard(x, x.device_mesh, placements)
+    if not in_order(mesh):
+        return reshard(x, mesh, placements)
     way = _Way(False, IN_FLIGHT_BYTES, "broadcast", async_op)
-    return _apply([x], (Move(0, x.device_mesh, placements),), way)[0]
+    return _apply([x], (Move(0, mesh, placements),), way)[0]
+
+
+moved_by(_redistributed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,7 @@ class _Moves(torch.autograd.Function):
             back = _agreed(there, moves, ctx.way)
         else:
             back = tuple(
-                redistributed(as_global(gradient), move.placements, ctx.way.async_op)
+                _redistributed(as_global(gradient), move.mesh, move.placements, ctx.way.async_op)
                 for gradient, move in zip(there, moves)
             )
         sums: list[torch.Tensor | None] = [None] * len(ctx.back)
@@ -204,7 +210,29 @@ def _within(
     if is_absent(mesh):
         return global_tensor(nothing(x.dtype, mesh.device_type), spec)
     bare = wrapped(DTensor, local_of(x), spec_of(x))
-    return global_tensor(redistributed_part(bare, placements, dist.get_rank(), async_op), spec)
+    return global_tensor(_redistributed_part(bare, placements, dist.get_rank(), async_op), spec)
+
+
+def _redistributed_part(
+    x: DTensor, placements: Sequence[Placement], rank: int, async_op: bool = False
+) -> torch.Tensor:
+    """Step 2: this rank's part of a tensor under other placements of its mesh. All ranks of the mesh call it.
+
+    x: a plain DTensor whose mesh holds this rank. async_op: the part may still be under way; the first op on
+    it waits. DTensor keeps `Partial` targets to itself: axes that become Partial go to Replicate first; then
+    of a summed axis the first rank keeps the value, and the others hold zeros; of avg, max and min every rank
+    keeps it.
+    """
+    becomes = [new.is_partial() and new != old for old, new in zip(x.placements, placements)]
+    through = [Replicate() if summed else new for summed, new in zip(becomes, placements)]
+    part = local_of(x)
+    if list(x.placements) != through:
+        part = local_of(x.redistribute(placements=through, async_op=async_op))
+    if any(becomes):
+        new_only = [p if summed else Replicate() for summed, p in zip(becomes, placements)]
+        if rank in layout_on(x.device_mesh, tuple(new_only)).zero_ranks():
+            return torch.zeros_like(part)
+    return part
 
 
 def _reduced(x: GlobalTensor) -> GlobalTensor:

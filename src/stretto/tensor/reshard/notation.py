@@ -66,5 +66,5 @@ def between_meshes(source: str, target: str, hosts: Hosts | None = None) -> tupl
     placed = [host for host in range(before.hosts) for _ in range(before.devices)]
     placed += [before.hosts + host for host in range(after.hosts) for _ in range(after.devices)]
     rates = hosts or Hosts(())
-    at = Hosts(tuple(placed), rates.link_bytes_per_s, rates.latency_us, rates.inside_bytes_per_s)
+    at = Hosts(tuple(placed), rates.link_bytes_per_s, rates.latency_us)
     return before.layout(0), after.layout(count), at

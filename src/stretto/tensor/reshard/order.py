@@ -8,11 +8,9 @@ follows from it. The steps:
     3. order: again and again the send that can start first; which of several is a rule, and several rules
        are tried (open-shop list scheduling; a send is an operation on several links at once); then rounds
        (their own room)
-    4. search: seeded local changes of order, senders and ways, kept when they are no worse, until the bound
-       is met or the budget is spent (its own room)
 
 Each step starts from the best of those before it, so none is worse than they are. Equal input gives equal
-choices: ties go by index, and the budget is counted in evaluations.
+choices: ties go by index.
 """
 
 from __future__ import annotations
@@ -34,14 +32,13 @@ class Way:
     """A send as it is done: who sends it, along which ranks, and what that takes of the links."""
 
     sender: int
-    holding: int
     receivers: tuple[int, ...]
     takes: Footprint
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Ways by index of send, and the order of the sends that follow no other; followers come right after."""
+    """Ways by index of send, and the order of the sends."""
 
     ways: tuple[Way, ...]
     order: tuple[int, ...]
@@ -55,19 +52,14 @@ class Arranger:
         self.sends = sends
         self.hosts = hosts
         self.piece_bytes = piece_bytes
-        self.first = tuple(i for i, send in enumerate(sends) if send.after is None)
-        self.followers: dict[int, list[int]] = defaultdict(list)
-        for i, send in enumerate(sends):
-            if send.after is not None:
-                self.followers[send.after].append(i)
 
     def way(self, index: int, candidate: int, groups: Sequence[tuple[int, ...]]) -> Way:
         """The way of a send from one of its candidates through its hosts in this order."""
         send = self.sends[index]
-        sender, holding = send.candidates[candidate]
+        sender = send.candidates[candidate]
         receivers = tuple(rank for group in groups for rank in group)
         takes = footprint(send.nbytes, (sender, *receivers), self.hosts, self.piece_bytes)
-        return Way(sender, holding, receivers, takes)
+        return Way(sender, receivers, takes)
 
     def walk(
         self, ways: Sequence[Way], order: Sequence[int]
@@ -76,8 +68,6 @@ class Arranger:
         timeline, times = Timeline(), {}
         for i in order:
             times[i] = timeline.place(ways[i].takes)
-            for follower in self.followers.get(i, ()):
-                times[follower] = timeline.place(ways[follower].takes, times[i][1])
         return timeline, times
 
     def arrangement(self, ways: Sequence[Way], order: Sequence[int]) -> Arrangement:
@@ -87,14 +77,14 @@ class Arranger:
     def naive(self) -> Arrangement:
         """Step 1."""
         ways = [self.way(i, 0, send.groups) for i, send in enumerate(self.sends)]
-        return self.arrangement(ways, self.first)
+        return self.arrangement(ways, range(len(ways)))
 
     def balanced(self, bound_us: float) -> Arrangement:
         """Steps 2 and 3: the best of the naive arrangement and of each order with balanced senders."""
         best = self.naive()
         ways = self.balanced_ways()
         orders: list[Callable[[], list[int]]] = [partial(self.listed, ways, rule) for rule in RULES]
-        orders.append(lambda: in_rounds({i: ways[i].takes for i in self.first}))
+        orders.append(lambda: in_rounds({i: way.takes for i, way in enumerate(ways)}))
         for order in orders:
             if meets(best.makespan_us, bound_us):
                 break
@@ -109,12 +99,12 @@ class Arranger:
 
         def open_choice(i: int) -> tuple[bool, int, int]:
             send = self.sends[i]
-            return len({self.hosts[rank] for rank, _ in send.candidates}) > 1, -send.nbytes, i
+            return len({self.hosts[rank] for rank in send.candidates}) > 1, -send.nbytes, i
 
         # those that have no choice first: the others then even out what these load
         for i in sorted(range(len(self.sends)), key=open_choice):
             send = self.sends[i]
-            by_load = [(up[self.hosts[rank]], out[rank], c) for c, (rank, _) in enumerate(send.candidates)]
+            by_load = [(up[self.hosts[rank]], out[rank], c) for c, rank in enumerate(send.candidates)]
             candidate = min(by_load)[2]
             # the last host forwards nothing, so the one that sends most otherwise stands there
             groups = sorted(send.groups, key=lambda group: up[self.hosts[group[0]]])
@@ -141,8 +131,8 @@ class Arranger:
 
         # sends that take the same of the same links are equally good: one of each kind stands in the heap
         alike: dict[Footprint, deque[int]] = defaultdict(deque)
-        for i in self.first:
-            alike[ways[i].takes].append(i)
+        for i, way in enumerate(ways):
+            alike[way.takes].append(i)
         # starts only move later and remaining loads only shrink, so a key only grows: one that is unchanged
         # when it comes up is the least of all
         heap = [key(queue.popleft()) for queue in alike.values()]
@@ -154,13 +144,9 @@ class Arranger:
                 heapq.heapreplace(heap, now)
                 continue
             order.append(i)
-            end = timeline.place(ways[i].takes)[1]
-            done = [i, *self.followers.get(i, ())]
-            for follower in done[1:]:
-                timeline.place(ways[follower].takes, end)
-            for one in done:
-                for link, from_us, to_us in ways[one].takes.uses:
-                    remaining[link] -= to_us - from_us
+            timeline.place(ways[i].takes)
+            for link, from_us, to_us in ways[i].takes.uses:
+                remaining[link] -= to_us - from_us
             queue = alike[ways[i].takes]
             if queue:
                 heapq.heapreplace(heap, key(queue.popleft()))

@@ -4,7 +4,6 @@
     2. sends_of       what the mode makes of them                                                modes
     3. bound_us       the time that no plan can be under                                         bound
     4. Arranger       senders and order, the best of a few rules                                 order
-    5. searched       better ones, as long as the bound is not met and there is budget           search
 
 A plan needs no device, and each rank may make it for itself: equal input gives an equal plan. Its list of
 transfers is the order in which every rank does those that it takes part in, so no two ranks wait for each
@@ -21,15 +20,13 @@ from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from stretto.errors import UsageError
-from stretto.tensor.layout import Layout
+from stretto.tensor.layout import Layout, Region
 from stretto.tensor.reshard.bound import bound_us, sends_bound_us
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.modes import Mode, Send, sends_of
 from stretto.tensor.reshard.order import Arrangement, Arranger, Way
-from stretto.tensor.reshard.search import searched
-from stretto.tensor.reshard.tasks import Needs, Tensor, needs_of
+from stretto.tensor.reshard.tasks import Copy, Needs, Tensor, needs_of
 from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S
-from stretto.tensor.reshard.transfer import Copy, Transfer
 
 __all__ = [
     "Choice",
@@ -51,6 +48,28 @@ PARTS_MUST_SAVE = 0.01
 """Of the makespan, by which more parts must be better to be worth their messages. Assumed."""
 
 Choice: TypeAlias = Literal["balanced", "naive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box goes from a rank that holds it along a chain of ranks that need it.
+
+    tensor: which of the tensors that are planned together, from 0.
+    region: the box, in elements of the whole tensor.
+    nbytes: its bytes.
+    sender: the rank that it comes from.
+    receivers: the sender sends to the first, the first hands each piece on to the second, and so on; each
+        keeps it. One receiver: a plain message.
+    start_us, end_us: predicted: the first byte leaves the sender, the last one reaches the last receiver.
+    """
+
+    tensor: int
+    region: Region
+    nbytes: int
+    sender: int
+    receivers: tuple[int, ...]
+    start_us: float = 0.0
+    end_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +105,29 @@ class ReshardPlan:
 def plan_reshard(
     shape: Sequence[int],
     itemsize_bytes: int,
-    source: Layout | Sequence[Layout],
+    source: Layout,
     target: Layout,
     hosts: Hosts,
     mode: Mode = "broadcast",
-    search_s: float = 0.0,
     *,
     choice: Choice = "balanced",
     piece_bytes: int = PIECE_BYTES,
 ) -> ReshardPlan:
     """Plan how a tensor comes from one layout to another; the meshes may be the same, overlap, or not.
 
-    shape: of the whole tensor; source: several layouts, if its values lie in each of them.
-    mode: see `modes`. search_s: budget of the search for a better order, in seconds of one slow core.
+    shape: of the whole tensor. mode: see `modes`.
     choice: "naive": the first holder sends, in the order of the tasks, to compare with.
     Raises UsageError for a Partial source (reduce it first), for placements that do not fit, for ranks
     without host.
     """
     tensor = Tensor(tuple(shape), itemsize_bytes, source, target)
-    return plan_reshards([tensor], hosts, mode, search_s, choice=choice, piece_bytes=piece_bytes)
+    return plan_reshards([tensor], hosts, mode, choice=choice, piece_bytes=piece_bytes)
 
 
 def plan_reshards(
     tensors: Sequence[Tensor],
     hosts: Hosts,
     mode: Mode = "broadcast",
-    search_s: float = 0.0,
     *,
     choice: Choice = "balanced",
     piece_bytes: int = PIECE_BYTES,
@@ -122,12 +138,10 @@ def plan_reshards(
     """
     if piece_bytes < 1:
         raise UsageError(f"piece_bytes={piece_bytes}: give 1 or more")
-    if not search_s >= 0:
-        raise UsageError(f"search_s={search_s}: give seconds, 0 or more")
     if choice not in ("balanced", "naive"):
         raise UsageError(f"choice {choice!r} is not known; use balanced or naive")
     for tensor in tensors:
-        for layout in (*tensor.sources, *tensor.targets):
+        for layout in (tensor.source, *tensor.targets):
             hosts.check(layout.ranks)
     needs = needs_of(tensors)
     bound = bound_us(needs.tasks, hosts)
@@ -136,12 +150,7 @@ def plan_reshards(
         return _plan(tensors, needs, arranger, arranger.naive(), mode, bound)
     # a mode may need more of the links than the best one: where it does, that is as far as it gets
     within_mode = sends_bound_us(arranger.sends, hosts)
-    # whole boxes are fewer messages, so the search looks among them first
-    whole = arranger.balanced(within_mode)
-    found = searched(arranger, whole, within_mode, search_s / 2)
-    divided, in_parts = _cut_if_better(arranger, whole, needs, mode, within_mode)
-    if in_parts.makespan_us < found.makespan_us:
-        arranger, found = divided, searched(divided, in_parts, within_mode, search_s / 2)
+    arranger, found = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
     return _plan(tensors, needs, arranger, found, mode, bound)
 
 
@@ -172,14 +181,13 @@ def _plan(
     bound: float,
 ) -> ReshardPlan:
     timeline, times = arranger.walk(found.ways, found.order)
-    place = {send: index for index, send in enumerate(times)}
     hosts = arranger.hosts
     transfers = []
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     for index, (start_us, end_us) in times.items():
         send, way = arranger.sends[index], found.ways[index]
-        transfers.append(_transfer(send, way, place, start_us, end_us))
+        transfers.append(_transfer(send, way, start_us, end_us))
         for here, there in pairwise((way.sender, *way.receivers)):
             if hosts[here] != hosts[there]:
                 sent[hosts[here]] += send.nbytes
@@ -203,15 +211,13 @@ def _plan(
     )
 
 
-def _transfer(send: Send, way: Way, place: Mapping[int, int], start_us: float, end_us: float) -> Transfer:
+def _transfer(send: Send, way: Way, start_us: float, end_us: float) -> Transfer:
     return Transfer(
         tensor=send.tensor,
         region=send.region,
         nbytes=send.nbytes,
         sender=way.sender,
         receivers=way.receivers,
-        holding=way.holding,
-        after=None if send.after is None else place[send.after],
         start_us=start_us,
         end_us=end_us,
     )

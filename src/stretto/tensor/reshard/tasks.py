@@ -16,7 +16,6 @@ from itertools import pairwise, product
 
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout, Region, intersect, region_count
-from stretto.tensor.reshard.transfer import Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +23,15 @@ class Tensor:
     """A tensor that changes its layout.
 
     shape, itemsize_bytes: of the whole tensor.
-    source: the layout that it is in; or several, when the same values lie in each of them.
+    source: the layout that it is in.
     target: the layout that it goes to. A Partial("sum") axis of it holds the value on its first ranks only.
         Several layouts, none of them Partial, when the same values are to lie in each of them.
     """
 
     shape: tuple[int, ...]
     itemsize_bytes: int
-    source: Layout | Sequence[Layout]
+    source: Layout
     target: Layout | Sequence[Layout]
-
-    @property
-    def sources(self) -> tuple[Layout, ...]:
-        """The source layouts: one, unless several were given."""
-        return (self.source,) if isinstance(self.source, Layout) else tuple(self.source)
 
     @property
     def targets(self) -> tuple[Layout, ...]:
@@ -49,15 +43,25 @@ class Tensor:
 class UnitTask:
     """A box, who holds it and who needs it.
 
-    tensor: its index among the tensors planned together. holders: (rank, index of the source layout), in
-    order of rank, a rank once. receivers: ranks that need it and do not hold it, in order of the target mesh.
+    tensor: its index among the tensors planned together. holders: ranks that
+    hold it, in order. receivers: ranks that need it and do not hold it, in order of the target mesh.
     """
 
     tensor: int
     region: Region
     nbytes: int
-    holders: tuple[tuple[int, int], ...]
+    holders: tuple[int, ...]
     receivers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A rank holds a box that it needs, and copies it from its source tensor into its target tensor."""
+
+    tensor: int
+    region: Region
+    nbytes: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +86,15 @@ def needs_of(tensors: Sequence[Tensor]) -> Needs:
         _check(tensor)
         nothing = tensor.targets[0].zero_ranks()
         zeros += [(index, rank) for rank in nothing]
-        held = [_tiles(source, tensor.shape) for source in tensor.sources]
+        held = [_tiles(tensor.source, tensor.shape)]
         needed = [_tiles(target, tensor.shape, leave_out=nothing) for target in tensor.targets]
         for tile, needers in _needed(needed):
             for region, holders in _pieces(tile, held):
                 nbytes = region_count(region) * tensor.itemsize_bytes
-                copies += [
-                    Copy(index, region, nbytes, rank, holders[rank]) for rank in needers if rank in holders
-                ]
+                copies += [Copy(index, region, nbytes, rank) for rank in needers if rank in holders]
                 receivers = tuple(rank for rank in needers if rank not in holders)
                 if receivers:
-                    by_rank = tuple(sorted(holders.items()))
-                    tasks.append(UnitTask(index, region, nbytes, by_rank, receivers))
+                    tasks.append(UnitTask(index, region, nbytes, tuple(sorted(holders)), receivers))
     return Needs(tuple(tasks), tuple(copies), tuple(zeros))
 
 
@@ -108,8 +109,8 @@ def _needed(targets: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region
             yield region, [*ranks, *(rank for rank in more if rank not in ranks)]
 
 
-def _pieces(tile: Region, held: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, dict[int, int]]]:
-    """Cut a box where any source layout cuts it: each piece with its holders, rank -> source layout.
+def _pieces(tile: Region, held: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, list[int]]]:
+    """Cut a box where any layout cuts it: each piece with the ranks of all that hold it.
 
     The boxes of one layout are equal or apart, so one layout alone cuts the tile into its own boxes. Several
     lie across one another: the tile is cut at every edge of any.
@@ -121,20 +122,15 @@ def _pieces(tile: Region, held: Sequence[dict[Region, list[int]]]) -> Iterator[t
         for box, ranks in over[0]:
             shared = intersect(box, tile)
             assert shared is not None
-            yield shared, dict.fromkeys(ranks, 0)
+            yield shared, ranks
         return
     cuts = [
         sorted({edge for boxes in over for box, _ in boxes for edge in _within(box[dim], tile[dim])})
         for dim in range(len(tile))
     ]
     for region in product(*(pairwise(edges) for edges in cuts)):
-        holders: dict[int, int] = {}
-        for index, boxes in enumerate(over):
-            for box, ranks in boxes:
-                if intersect(box, region) is not None:
-                    for rank in ranks:
-                        holders.setdefault(rank, index)
-        yield region, holders
+        overlapping = [ranks for boxes in over for box, ranks in boxes if intersect(box, region) is not None]
+        yield region, list(dict.fromkeys(rank for ranks in overlapping for rank in ranks))
 
 
 def _within(ends: tuple[int, int], limits: tuple[int, int]) -> tuple[int, int]:
@@ -164,11 +160,8 @@ def _check(tensor: Tensor) -> None:
             f"tensor of shape {tensor.shape}: of its targets {', '.join(map(str, tensor.targets))} one is "
             "Partial, and its ranks hold terms, not the value; plan that target as a tensor of its own"
         )
-    if not tensor.sources:
-        raise UsageError(f"tensor of shape {tensor.shape}: no source layout; give the layout that it is in")
-    for source in tensor.sources:
-        if source.partial_axes:
-            raise UsageError(
-                f"tensor of shape {tensor.shape}: its source {source} is not reduced yet; reduce it within "
-                f"its mesh first, for example to {source.reduced(tensor.shape).placements}"
-            )
+    if tensor.source.partial_axes:
+        raise UsageError(
+            f"tensor of shape {tensor.shape}: its source {tensor.source} is not reduced yet; reduce it "
+            f"within its mesh first, for example to {tensor.source.reduced(tensor.shape).placements}"
+        )

@@ -1,16 +1,15 @@
 """When transfers run: a host's link sends one thing at a time and receives one thing at a time.
 
 Transfers are taken in the order of a list. Each starts as soon as every link that it uses is free of those
-before it in the list, and as its box is there. Along a chain the pieces of a box follow one another: the next
+before it in the list. Along a chain the pieces of a box follow one another: the next
 link starts when the first piece has arrived, so that a chain over m hosts takes the time of one link and a
 piece's time for each further one (Zhuang et al., MLSys 2023).
 
-Within a host, devices send and receive at the inside rate; where that is without end, they take no time.
+Within a host, sending and receiving take no time.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +19,7 @@ from stretto.tensor.reshard.hosts import Hosts
 MICROSECONDS_PER_S = 1e6
 
 Link = tuple[str, int]
-"""("up" | "down", host): one direction of a host's link. ("out" | "in", rank): of a device, in its host."""
+"""("up" | "down", host): one direction of a host's link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +39,14 @@ def footprint(nbytes: int, chain: Sequence[int], hosts: Hosts, piece_bytes: int)
     piece = min(nbytes, piece_bytes)
     starts_us, ends_us = 0.0, 0.0
     for here, there in pairwise(chain):
-        between = hosts[here] != hosts[there]
-        rate = (hosts.link_bytes_per_s if between else hosts.inside_bytes_per_s) / MICROSECONDS_PER_S
-        latency_us = hosts.latency_us if between else 0.0
-        # at the hop's own rate, or, where the hops before are slower, as the pieces come: the last one last
-        ends_us = max(starts_us + nbytes / rate, ends_us + piece / rate)
-        if between:
-            uses.append((("up", hosts[here]), starts_us, ends_us))
-            uses.append((("down", hosts[there]), starts_us, ends_us))
-        elif rate < math.inf:
-            uses.append((("out", here), starts_us, ends_us))
-            uses.append((("in", there), starts_us, ends_us))
-        starts_us += piece / rate + latency_us
-        ends_us += latency_us
+        if hosts[here] == hosts[there]:
+            continue
+        rate = hosts.link_bytes_per_s / MICROSECONDS_PER_S
+        ends_us = starts_us + nbytes / rate
+        uses.append((("up", hosts[here]), starts_us, ends_us))
+        uses.append((("down", hosts[there]), starts_us, ends_us))
+        starts_us += piece / rate + hosts.latency_us
+        ends_us += hosts.latency_us
     return Footprint(tuple(uses), ends_us)
 
 
@@ -63,18 +57,18 @@ class Timeline:
     free_us: dict[Link, float] = field(default_factory=dict)
     makespan_us: float = 0.0
 
-    def earliest_us(self, what: Footprint, ready_us: float = 0.0) -> float:
-        """When a transfer could start if it were the next; ready_us: when its box is at its sender."""
+    def earliest_us(self, what: Footprint) -> float:
+        """When a transfer could start if it were the next."""
         free = self.free_us
-        start = ready_us
+        start = 0.0
         for link, from_us, _ in what.uses:
             if link in free and free[link] - from_us > start:
                 start = free[link] - from_us
         return start
 
-    def place(self, what: Footprint, ready_us: float = 0.0) -> tuple[float, float]:
+    def place(self, what: Footprint) -> tuple[float, float]:
         """Let a transfer be the next; returns its start and the arrival of its last byte, microseconds."""
-        start = self.earliest_us(what, ready_us)
+        start = self.earliest_us(what)
         for link, _, to_us in what.uses:
             self.free_us[link] = start + to_us
         end = start + what.arrival_us

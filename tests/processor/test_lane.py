@@ -1,5 +1,4 @@
-"""The compute lane: slower after it stood; under a quota at full speed until the period's time is spent, then
-nothing for a while."""
+"""The compute lane under a quota: at full speed until the time of the period is spent, then stopped."""
 
 from __future__ import annotations
 
@@ -13,23 +12,25 @@ from hypothesis import strategies as st
 
 from stretto.backend.control_groups import own_share, processor_quota
 from stretto.errors import UsageError
-from stretto.ir.costs import Quota
-from stretto.ir.curve import Curve
+from stretto.ir.costs import NO_LINK, Costs
+from stretto.ir.processor import Processor
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.ir.timeline import SpanKind
-from stretto.simulate import simulate
 from stretto.simulate.clock import Clock
-from stretto.simulate.compute_lane import MEMORY_US, NO_LOAD, ComputeLane, Load
+from stretto.simulate.compute_lane import ComputeLane
 from tests.simulate.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan
 
-HALF = Quota(100.0, 0.5)
+HALF = Processor(100.0, 0.5)
 
 
-def ends(quota: Quota | None, *steps: float | tuple[float, float], cold: float = 0.0) -> list[float]:
+def lane_on(clock: Clock, processor: Processor | None) -> ComputeLane:
+    return ComputeLane(clock, Costs({}, {}, NO_LINK, 0.0, "made up", processor=processor))
+
+
+def ends(processor: Processor | None, *steps: float | tuple[float, float]) -> list[float]:
     """When each piece of work ends. steps: work, or (0 for rest, microseconds of it)."""
     clock = Clock()
-    lane = ComputeLane(clock, quota, cold)
+    lane = lane_on(clock, processor)
     found: list[float] = []
 
     def go(left: tuple[float | tuple[float, float], ...]) -> None:
@@ -56,93 +57,6 @@ def test_a_lane_that_never_stands_takes_what_its_work_takes() -> None:
     assert ends(None, *[10.0] * 100)[-1] == 1000.0
 
 
-def test_what_follows_a_wait_takes_longer() -> None:
-    long = 20 * MEMORY_US
-    assert ends(None, *[10.0] * 100, cold=0.5)[-1] == 1000.0, "it never stood"
-    # A short piece of work after a long wait is slower by all of it, as is the next.
-    assert ends(None, (0.0, long), 10.0, 10.0, cold=0.5) == pytest.approx(
-        [long + 15.0, long + 30.0], rel=1e-9
-    )
-    # One that stands for half of the time is slower by about half of it, in the long run.
-    pair = ((0.0, MEMORY_US / 100), MEMORY_US / 100)
-    found = ends(None, *pair * 1000, cold=0.1)
-    took = (found[-1] - found[499]) / 500 - MEMORY_US / 100
-    assert took == pytest.approx(1.05 * MEMORY_US / 100, rel=0.01)
-    # Work makes it warm again: however long, no more is lost than `cold` of what it remembers.
-    assert ends(None, (0.0, long), long, cold=0.5) == pytest.approx([2 * long + 0.5 * MEMORY_US])
-    # Cut in pieces or not, it takes as long.
-    for quota in (None, HALF):
-        pieces = ends(quota, (0.0, long), *[MEMORY_US / 50] * 100, cold=0.1)[-1] - long
-        whole = ends(quota, (0.0, long), 2 * MEMORY_US, cold=0.1)[-1] - long
-        assert pieces == pytest.approx(whole, rel=1e-9)
-    # A quota's periods go on as ever.
-    assert ends(HALF, (0.0, 1000.0), 200.0, cold=0.5)[0] > ends(HALF, (0.0, 1000.0), 200.0)[0]
-
-
-def took_us(work_us: float, stood_us: float, cold: float, *loads: Load, quota: Quota | None = None) -> float:
-    """What work takes on a lane that has stood for so long, beside transfers that last."""
-    clock = Clock()
-    lane = ComputeLane(clock, quota, cold)
-    ended: list[float] = []
-
-    def begin() -> None:
-        for load in loads:
-            lane.change_load(NO_LOAD, load)
-        lane.work(work_us, lambda: ended.append(clock.now_us))
-
-    clock.at(stood_us, begin)
-    clock.run()
-    return ended[0] - stood_us
-
-
-def test_ops_that_find_the_caches_changed_are_slower_once() -> None:
-    long, cold = 20 * MEMORY_US, 0.25  # 10 us take 12.5, a fifth of them for having stood
-    alone = took_us(10.0, long, cold)
-    assert alone == pytest.approx(12.5, rel=1e-4)
-    # What threads take comes on top of either.
-    assert took_us(10.0, long, cold, Load(0.5)) == pytest.approx(25.0, rel=1e-4)
-    assert took_us(10.0, 0.0, cold, Load(0.5, 0.5)) == pytest.approx(20.0), "warm: it is all that is slower"
-    # Slower ops, half of the speed: more than a fifth. Then less than that; then beside what threads take.
-    assert took_us(10.0, long, cold, Load(0.5, 0.5)) == pytest.approx(20.0)
-    assert took_us(10.0, long, cold, Load(0.1, 0.1)) == pytest.approx(alone)
-    assert took_us(10.0, long, cold, Load(0.6, 0.5)) == pytest.approx(25.0)
-    assert took_us(10.0, long, cold, Load(0.6, 0.1)) == pytest.approx(25.0, rel=1e-4)
-    assert took_us(10.0, long, cold, Load(0.3, 0.3), Load(0.2, 0.2)) == pytest.approx(20.0)
-
-
-@given(
-    st.floats(1.0, 1e5),
-    st.sampled_from([0.0, 100.0, 1e6]),
-    st.floats(0.0, 0.5),
-    st.floats(0.0, 0.45),
-    st.floats(0.0, 1.0),
-    st.sampled_from([None, HALF]),
-)
-def test_it_takes_no_less_than_with_one_of_both_and_no_more_than_with_their_sum(
-    work_us: float, stood_us: float, cold: float, share: float, part: float, quota: Quota | None
-) -> None:
-    found = took_us(work_us, stood_us, cold, Load(share, part * share), quota=quota)
-    least = max(
-        took_us(work_us, stood_us, 0.0, Load(share), quota=quota),
-        took_us(work_us, stood_us, cold, quota=quota),
-    )
-    assert found >= least * (1.0 - 1e-9)
-    assert found <= took_us(work_us, stood_us, cold, Load(share), quota=quota) * (1.0 + 1e-9)
-
-
-def test_a_plan_is_slower_by_its_waits() -> None:
-    plan = make_comm_plan(schedule("0F0 0B0"), op_us=100, collective_us=5000)
-    cold = replace(plan, costs=replace(plan.costs, cold=0.2))
-    free = {key: replace(cost, curve=Curve(((0.0, 0.0),))) for key, cost in plan.costs.collectives.items()}
-    warm = replace(plan, costs=replace(plan.costs, collectives=free))
-    never = replace(plan, costs=replace(cold.costs, collectives=free))
-    assert simulate(never).total_us(SpanKind.COMPUTE, 0) == pytest.approx(
-        simulate(warm).total_us(SpanKind.COMPUTE, 0)
-    )
-    more = simulate(cold).total_us(SpanKind.COMPUTE, 0) / simulate(plan).total_us(SpanKind.COMPUTE, 0) - 1.0
-    assert 0.0 < more < 0.2
-
-
 def test_a_lane_that_stood_has_time_left() -> None:
     # 40 us of work in every 60: it never runs out of time, and computes twice as fast.
     assert ends(HALF, *(step for _ in range(5) for step in (40.0, (0.0, 40.0)))) == [
@@ -157,9 +71,9 @@ def test_a_lane_that_stood_has_time_left() -> None:
 
 def test_transfers_spend_the_quota_too() -> None:
     clock = Clock()
-    lane = ComputeLane(clock, HALF)
+    lane = lane_on(clock, HALF)
     done: list[float] = []
-    lane.change_load(NO_LOAD, Load(0.5))
+    lane.change_load(0.0, 0.5)
     lane.work(1000.0, lambda: done.append(clock.now_us))
     clock.run()
     # They take a quarter of the processor throughout, and leave a quarter: half of what the lane has alone.
@@ -179,7 +93,7 @@ def test_no_stretch_holds_more_than_its_time_and_two_periods(
 ) -> None:
     """What `schedule.bounds` builds on; and no work takes longer than at its share, but for two periods."""
     clock = Clock()
-    lane = ComputeLane(clock, Quota(period_us, share, min(1.0, share + faster * (1.0 - share))))
+    lane = lane_on(clock, Processor(period_us, share, min(1.0, share + faster * (1.0 - share))))
     done: list[tuple[float, float]] = []
 
     def go(at: int) -> None:
@@ -187,10 +101,10 @@ def test_no_stretch_holds_more_than_its_time_and_two_periods(
             return
         work_us, rest_us, load = steps[at]
         begin_us = clock.now_us
-        lane.change_load(NO_LOAD, Load(load))
+        lane.change_load(0.0, load)
 
         def end() -> None:
-            lane.change_load(Load(load), NO_LOAD)
+            lane.change_load(load, 0.0)
             done.append((begin_us, clock.now_us))
             clock.at(clock.now_us + rest_us, lambda: go(at + 1))
 
@@ -208,18 +122,18 @@ def test_no_stretch_holds_more_than_its_time_and_two_periods(
 
 
 def test_a_core_that_others_use_makes_what_is_left_slower() -> None:
-    def took(quota: Quota, rest_us: float) -> float:
+    def took(quota: Processor, rest_us: float) -> float:
         clock = Clock()
-        lane = ComputeLane(clock, quota)
+        lane = lane_on(clock, quota)
         done: list[float] = []
         clock.at(rest_us, lambda: lane.work(60.0, lambda: done.append(clock.now_us - rest_us)))
         clock.run()
         return done[0]
 
     # Half of 100 us: 60 us of work is 30 us of a processor.
-    assert took(Quota(100.0, 0.5), 20.0) == pytest.approx(30.0)
-    assert took(Quota(100.0, 0.5, 0.75), 20.0) == pytest.approx(40.0)
-    assert took(Quota(100.0, 0.5, 0.5), 20.0) == pytest.approx(60.0), "as it was timed"
+    assert took(Processor(100.0, 0.5), 20.0) == pytest.approx(30.0)
+    assert took(Processor(100.0, 0.5, 0.75), 20.0) == pytest.approx(40.0)
+    assert took(Processor(100.0, 0.5, 0.5), 20.0) == pytest.approx(60.0), "as it was timed"
 
 
 def test_a_quota_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
@@ -252,8 +166,8 @@ def test_a_quota_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
 def test_costs_keep_their_quota() -> None:
     plan = make_comm_plan(schedule("0F0 0B0"))
     for quota in (None, HALF):
-        plan = replace(plan, costs=replace(plan.costs, skew=0.25, quota=quota, cold=0.125))
+        plan = replace(plan, costs=replace(plan.costs, skew=0.25, processor=quota))
         assert plan_from_text(plan_to_text(plan)).costs == plan.costs
     wrong = plan_to_text(plan).replace('"share": 0.5', '"share": 1.0')
-    with pytest.raises(UsageError, match=r"costs\.quota: a quota has .* a share above 0 and below 1"):
+    with pytest.raises(UsageError, match=r"costs\.processor: a quota has .* a share above 0 and below 1"):
         plan_from_text(wrong)

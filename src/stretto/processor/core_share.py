@@ -15,7 +15,7 @@ import time
 import torch
 
 from stretto.backend.control_groups import own_share
-from stretto.measure.products import products_on, us_each
+from stretto.processor.products import products_on, us_each
 
 FREE = 0.9
 """From this part on a thread had its core for itself: the kernel and its own process took the rest. Assumed;

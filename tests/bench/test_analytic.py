@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.errors import UsageError
-from stretto.price.analytic import (
+from stretto.bench.analytic import (
     Layout,
     StepTime,
     Transformer,
@@ -17,6 +16,7 @@ from stretto.price.analytic import (
     padded_vocab,
     step_time,
 )
+from stretto.errors import UsageError
 from stretto.price.collectives import CollectiveModel
 from stretto.price.devices import device
 

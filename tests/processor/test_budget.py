@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.ir.costs import Quota
-from stretto.simulate.budget import Budget
+from stretto.ir.processor import Processor
+from stretto.processor.budget import Budget
 
 
 class OneByOne:
     """The contract, each period by itself."""
 
-    def __init__(self, quota: Quota) -> None:
+    def __init__(self, quota: Processor) -> None:
         self.quota = quota
         self.left_us = quota.period_us * quota.share
         self.periods = 0
@@ -37,7 +37,7 @@ class OneByOne:
 
 
 quotas = st.builds(
-    lambda period_us, share, faster: Quota(period_us, share, share + faster * (1.0 - share)),
+    lambda period_us, share, faster: Processor(period_us, share, share + faster * (1.0 - share)),
     st.sampled_from((100.0, 10_000.0)),
     st.floats(0.1, 0.9),
     st.floats(0.0, 1.0),
@@ -52,7 +52,7 @@ stretches = st.lists(
 
 @settings(max_examples=500, deadline=None)
 @given(quotas, stretches)
-def test_work_is_that_of_the_single_periods(quota: Quota, drawn: list[tuple[float, float, bool]]) -> None:
+def test_work_is_that_of_the_single_periods(quota: Processor, drawn: list[tuple[float, float, bool]]) -> None:
     budget, slow = Budget(quota), OneByOne(quota)
     now_us = 0.0
     for periods, load, working in drawn:
@@ -64,7 +64,7 @@ def test_work_is_that_of_the_single_periods(quota: Quota, drawn: list[tuple[floa
 @settings(max_examples=500, deadline=None)
 @given(quotas, stretches, st.floats(1e-3, 30.0), st.sampled_from((0.0, 0.01, 0.3, 0.9, 1.0)))
 def test_work_ends_when_all_of_it_has_been_run(
-    quota: Quota, drawn: list[tuple[float, float, bool]], periods: float, load: float
+    quota: Processor, drawn: list[tuple[float, float, bool]], periods: float, load: float
 ) -> None:
     budget, slow = Budget(quota), OneByOne(quota)
     now_us = 0.0
@@ -88,26 +88,26 @@ def test_work_ends_when_all_of_it_has_been_run(
     assert most + slow.run(just_before_us, end_us, load, True) == pytest.approx(work_us, rel=1e-6, abs=1e-2)
 
 
-def test_what_the_quota_stops_counts_as_the_work_of_a_lane_that_never_stands() -> None:
-    budget = Budget(Quota(100.0, 0.5, 0.8))
+def test_what_the_quota_stops_brings_the_slowest_behind_as_on_a_lane_that_never_waits() -> None:
+    budget = Budget(Processor(100.0, 0.5, 0.8, skew=0.1))
     budget.run(0.0, 1000.0, 0.0, True)
-    assert budget.stopped_work() == pytest.approx(1000.0)
-    assert budget.stopped_work() == 0.0, "it was told"
+    assert budget.behind_us() == pytest.approx(100.0)
+    assert budget.behind_us() == 0.0, "it was told"
     budget.run(1000.0, 1050.0, 0.0, True)
-    assert budget.stopped_work() == 0.0, "a period's first half"
+    assert budget.behind_us() == 0.0, "a period's first half"
     budget.run(1050.0, 2000.0, 0.0, False)
     budget.run(2000.0, 2040.0, 1.0, True)
-    assert budget.stopped_work() == 0.0, "it has stood"
+    assert budget.behind_us() == 0.0, "it has waited"
     # However much transfers take besides, no more than all of it.
     budget.run(2040.0, 3040.0, 0.9, True)
-    assert budget.stopped_work() == pytest.approx(1000.0)
-    shared = Budget(Quota(100.0, 0.5, 0.5))
+    assert budget.behind_us() == pytest.approx(100.0)
+    shared = Budget(Processor(100.0, 0.5, 0.5, skew=0.1))
     shared.run(0.0, 30.0, 0.0, True)
-    assert shared.stopped_work() == 30.0, "no faster for having stood"
+    assert shared.behind_us() == pytest.approx(3.0), "no faster for having waited"
 
 
 def test_transfers_that_take_all_leave_what_was_there() -> None:
-    quota = Quota(100.0, 0.5)
+    quota = Processor(100.0, 0.5)
     assert Budget(quota).end(0.0, 1e6, 1.0) is None
     # 50 us of a processor, of which the lane and transfers have half each while they last.
     assert Budget(quota).end(0.0, 40.0, 1.0) == pytest.approx(40.0)
@@ -115,7 +115,7 @@ def test_transfers_that_take_all_leave_what_was_there() -> None:
 
 def test_work_that_is_nearly_stopped_is_not_followed_period_by_period() -> None:
     """Of each period the lane has a little less than of the one before: this goes on and on."""
-    quota = Quota(100.0, 0.5, 0.5 + 5e-7)
+    quota = Processor(100.0, 0.5, 0.5 + 5e-7)
     end_us = Budget(quota).end(0.0, 30.0, 1.0)
     assert end_us is not None
     assert end_us > 1e7, "hundreds of thousands of periods"

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from stretto.backend.control_groups import own_share, processor_quota
 from stretto.backend.idle_class import lanes_first
-from stretto.ir.costs import Quota
-from stretto.measure.products import products_on
+from stretto.ir.processor import Processor
+from stretto.processor.products import products_on
 
 BURSTS = 40
 """Rests and bursts that are measured. Assumed: they take half a second with a period of 10 ms."""
@@ -33,7 +33,7 @@ BURST = 0.6
 """Of what a rank may compute in a period, so that no burst meets the end of it. Assumed."""
 
 
-def agreed_quota(device: torch.device) -> Quota | None:
+def agreed_quota(device: torch.device) -> Processor | None:
     """The quota under which all ranks compute, equal on all of them; every running rank calls it.
 
     None when one of them has none that holds back the threads that it computes with.
@@ -47,7 +47,7 @@ def agreed_quota(device: torch.device) -> Quota | None:
         return None
     period_us, share = min(told, key=lambda quota: quota[1])
     dist.all_gather_object(told, burst_speed(period_us, share, dist.get_rank()))
-    return Quota(period_us, share, min(1.0, max(share, statistics.fmean(told))))
+    return Processor(period_us, share, min(1.0, max(share, statistics.fmean(told))))
 
 
 def burst_speed(period_us: float, share: float, rank: int) -> float:

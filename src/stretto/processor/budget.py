@@ -1,11 +1,15 @@
-"""What a rank under a quota has of its processor, period by period.
+"""What a rank under a quota has of its processor, period by period: how fast its compute lane goes
+(`simulate.compute_lane.Speed`).
 
 Knows neither clock nor lane. The contract:
 
 1. In each period a rank has `share` of it in processor time. While some is left, its lane runs with `speed`
-   of a processor, less what transfers take; then it stands until the next period.
+   of a processor, less what transfers take; then it is stopped until the next period. So a lane that waited
+   for something else has time left, and computes faster.
 2. Transfers take theirs whether or not the lane runs. What they take when nothing is left is a debt, which
    the next period pays. Time that is left over at the end of a period is lost.
+3. Periods begin with the step, on all ranks alike: ranks that share a place go on together, and are stopped
+   together. In truth each is stopped in its own time, which brings them apart (`behind_us`).
 
 Whole periods are summed in closed form. Walks are no faster for it, but where transfers take nearly all that
 a rank has, work may go on for millions of periods, and one by one they would take minutes. A lane that works
@@ -19,7 +23,7 @@ which is linear in `left`: a geometric series.
 
 from __future__ import annotations
 
-from stretto.ir.costs import Quota
+from stretto.ir.processor import Processor
 
 DONE_US = 1e-6
 """Work, or time, of which no more than this is left is done: what sums of times in double precision may be
@@ -29,20 +33,20 @@ off by."""
 class Budget:
     """The processor time of the period in which `run` was last called. Below 0 it is a debt."""
 
-    def __init__(self, quota: Quota) -> None:
-        self._period_us = quota.period_us
-        self._share, self._rate = quota.share, quota.speed
-        self._whole_us = quota.period_us * quota.share
+    def __init__(self, processor: Processor) -> None:
+        self._period_us, self._skew = processor.period_us, processor.skew
+        self._share, self._rate = processor.share, processor.speed
+        self._whole_us = processor.period_us * processor.share
         self._left_us = self._whole_us
-        self._until_us = quota.period_us
+        self._until_us = processor.period_us
         self._stopped_us = self._busy_us = 0.0
-        """Of lanes that had work, since the last `stopped_work`: how long they were stopped, and in all."""
+        """Of lanes that had work, since the last `behind_us`: how long they were stopped, and in all."""
 
     def run(self, since_us: float, now_us: float, load: float, working: bool) -> float:
         """Spend the time of a stretch; returns the work that was done in it.
 
         since_us: where the last stretch ended. load: what transfers take, of what a lane has that never
-        stands. Work is counted in the time that it takes such a lane.
+        waits. Work is counted in the time that it takes such a lane.
         """
         taken = load * self._share
         if now_us < self._until_us:
@@ -83,14 +87,14 @@ class Budget:
         ran_us, _ = self._work_on(left_us, periods, taken)
         return self._until_us + periods * self._period_us + need_us - ran_us
 
-    def stopped_work(self) -> float:
-        """How the quota has stopped work since the last call: as it stops so much work of a lane that never
-        stands. Where such a lane is never stopped (it shares its core and is no faster for having stood), all
-        work counts."""
+    def behind_us(self) -> float:
+        """What the quota's stops since the last call bring the slowest rank of a place behind: its skew of
+        as much work as they are usual for. Where a lane that never waits is never stopped (it shares its core
+        and is no faster for having waited), all work counts."""
         stopped_us, busy_us = self._stopped_us, self._busy_us
         self._stopped_us = self._busy_us = 0.0
         usual = 1.0 - self._share / self._rate
-        return min(busy_us, stopped_us / usual) if usual > 0.0 else busy_us
+        return self._skew * (min(busy_us, stopped_us / usual) if usual > 0.0 else busy_us)
 
     def _spend(self, stretch_us: float, taken: float, working: bool) -> float:
         """Spend the time of a stretch within one period; returns for how long the lane ran."""

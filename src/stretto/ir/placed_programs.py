@@ -1,0 +1,119 @@
+"""Places the ops of whole programs: what ranks along an axis hold of every value (`stretto.ir.placements`).
+
+Values cross stages either way, so each op is placed when its operands are known. An op that has no placement
+is reported, and what it makes counts as the rank's own. Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from stretto.ir.flow import PHASES, given_specs
+from stretto.ir.placement import (
+    LOCAL,
+    UNKNOWN,
+    EqualReducedError,
+    NeedsEqualError,
+    RefusedError,
+    part,
+)
+from stretto.ir.placements import Placer
+from stretto.ir.program import Job, Op, Shard, TensorSpec
+
+Program = Sequence[tuple[Op, bool]]
+"""Ops in order, each with whether it belongs to the backward."""
+
+Trouble = RefusedError | NeedsEqualError | EqualReducedError
+
+
+def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool) -> list[Placer]:
+    """What places the ops of a program whose parameters are spread so. shards: parameter -> its shard along
+    the axis.
+
+    One, or where ranks share shards two: along the first the shards differ, along the second (`copies` ranks
+    in a row) they are equal. Raises ValueError where different numbers of ranks share.
+    """
+    copies = sorted({shard.copies for shard in shards.values()} - {1})
+    if len(copies) > 1:
+        raise ValueError(
+            f"parts are shared by {copies[0]} ranks in one module, and by {copies[1]} in another"
+        )
+    sizes = [size // copies[0], copies[0]] if copies else [size]
+    return [
+        Placer(
+            axis,
+            size,
+            {
+                f"param/{name}": part(shard.dim, shard.blocks)
+                for name, shard in shards.items()
+                if number == 0 or shard.copies == 1
+            },
+            along=along,
+            exact=exact,
+        )
+        for number, along in enumerate(sizes)
+        if along > 1  # else one part, which all ranks hold
+    ]
+
+
+def place_all(
+    programs: Sequence[Program], placers: Sequence[Placer], specs: dict[str, TensorSpec]
+) -> Iterator[tuple[int, Op, Trouble]]:
+    """Place all ops; yields each that has no placement, with the number of its program, and why.
+
+    specs: of what no op makes; those of the values that are made come to it.
+    """
+    known = set(specs)
+    at = [0] * len(programs)
+    moved = True
+    while moved:
+        moved = False
+        for number, program in enumerate(programs):
+            while at[number] < len(program) and known.issuperset(program[at[number]][0].uses):
+                op, backward = program[at[number]]
+                for placer in placers:
+                    try:
+                        placer.place(op, specs, backward=backward)
+                    except (RefusedError, NeedsEqualError, EqualReducedError) as trouble:
+                        placer.values[op.name] = LOCAL
+                        yield number, op, trouble
+                if len(op.outputs) == 1 and op.outputs[0] is not None:
+                    specs[op.name] = op.outputs[0]
+                known.add(op.name)
+                at[number] += 1
+                moved = True
+
+
+def programs_of(job: Job) -> list[tuple[int, Program]]:
+    """All programs of a job, each with its stage. What is computed again in a backward is a forward op."""
+    return [
+        (stage.index, [(op, phase is not PHASES[0] and not op.repeats) for op in stage.ops[phase]])
+        for phase in PHASES
+        for stage in job.stages
+    ]
+
+
+def differing(
+    programs: Sequence[Program],
+    specs: dict[str, TensorSpec],
+    shards: Mapping[str, Shard],
+    axis: str,
+    size: int,
+) -> set[str]:
+    """Names of values of which ranks along an axis do not all hold the whole. Arguments: as above."""
+    placers = placers_of(axis, size, shards, exact=False)
+    for _ in place_all(programs, placers, specs):
+        pass  # who proves programs says so
+    held = (item for placer in placers for item in placer.values.items())
+    return {name for name, placement in held if placement.kind != "equal" and placement != UNKNOWN}
+
+
+def differing_in(job: Job, axis: str) -> set[str]:
+    """The same of a job's programs."""
+    programs = [program for _, program in programs_of(job)]
+    return differing(programs, given_specs(job), shards_of(job, axis), axis, job.size(axis))
+
+
+def shards_of(job: Job, axis: str) -> dict[str, Shard]:
+    """Parameter -> how it is spread along an axis, of those that are."""
+    return {p.name: shard for p in job.parameters for shard in p.shards if shard.axis == axis}

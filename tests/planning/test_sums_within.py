@@ -1,0 +1,115 @@
+"""Sums of gradients within the last backward: how much of them is hidden, and what that may cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from stretto.order.replay import replay
+
+import stretto
+from stretto.ir.action import Phase
+from stretto.ir.plan import InstructionKind, ItemKind, Plan
+from stretto.ir.program import Job
+from stretto.ir.transfers import bucket_bytes
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.order.depend import make_graph
+from stretto.order.early_sums import early_sums
+from stretto.planning.make_plan import make_plan
+from stretto.schedule.sums import LARGE_BYTES
+from stretto.verify import verify
+from tests.synthetic_comm import make_comm_costs
+from tests.verify.comm_plans import comm_job
+
+
+def cluster(bytes_per_us: float) -> stretto.Cluster:
+    return stretto.Cluster(
+        flops_per_us=85_000.0,
+        memory_bytes_per_us=10_000.0,
+        op_overhead_us=3.0,
+        latency_us=100.0,
+        link_bytes_per_us=bytes_per_us,
+    )
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """GPT of 8 layers, one microbatch on each of two copies of the data."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=4096, layers=8, hidden=512, heads=8, context=256))
+    tokens = torch.zeros(6, 257, dtype=torch.int64)
+    return stretto.capture(model, tokens, loss=next_token_loss, parallel=stretto.Parallel(dp=2))
+
+
+def backward_us(plan: Plan) -> float:
+    [stage] = plan.job.stages
+    ops = (*stage.ops[Phase.I], *stage.ops[Phase.W])
+    return sum(plan.costs.op_us.get((0, op.name), 0.0) for op in ops)
+
+
+def hidden(plan: Plan) -> float:
+    assert plan.prediction is not None
+    share = plan.prediction.hidden("dp")
+    assert share is not None
+    return share
+
+
+def test_sums_that_take_as_long_as_the_backward_are_hidden_in_it(job: Job) -> None:
+    plan = stretto.plan(job, cluster(102.0))
+    assert plan.prediction is not None
+    summed_us = sum(plan.prediction.comm_axis_us["dp"]) / plan.ranks
+    assert summed_us == pytest.approx(backward_us(plan), rel=0.02)
+    assert hidden(plan) >= 0.8
+    # By a policy that knows nothing of sums they start in the order that it gives.
+    plain = stretto.plan(job, cluster(102.0), order="captured")
+    assert hidden(plain) < hidden(plan)
+    off = stretto.plan(job, cluster(102.0), overlap="off")
+    assert hidden(off) == pytest.approx(0.0, abs=1e-3)
+    assert off.prediction is not None
+    assert off.prediction.step_us - plan.prediction.step_us == pytest.approx(
+        hidden(plan) * summed_us, rel=0.01
+    )
+
+
+def test_small_gradients_share_buckets_in_the_order_in_which_they_are_ready(job: Job) -> None:
+    plan = stretto.plan(job, cluster(102.0))
+    nbytes = bucket_bytes(plan.job, plan.buckets)
+    bytes_of = {p.tied_to: p.grad_nbytes for p in plan.job.parameters}
+    shared = [bucket for bucket in plan.buckets if len(bucket.parameters) > 1]
+    assert len(shared) > 2
+    for bucket in plan.buckets:
+        assert len(bucket.parameters) == 1 or all(bytes_of[n] < LARGE_BYTES for n in bucket.parameters)
+        assert nbytes[bucket.name] < 2 * LARGE_BYTES or len(bucket.parameters) == 1
+    [window] = [w for w in plan.windows.values() if any(i.kind is ItemKind.REDUCE for i in w.items)]
+    started = [str(item.ref) for item in window.items if item.kind is ItemKind.REDUCE]
+    assert sorted(started) == sorted(bucket.name for bucket in plan.buckets)
+    assert [n for n in started if n in {b.name for b in shared}] == [b.name for b in shared]
+
+
+def test_an_order_keeps_the_memory_of_the_one_that_it_replaces(job: Job) -> None:
+    plan = stretto.plan(job, cluster(102.0), order="captured")
+    [window] = [w for w in plan.windows.values() if any(i.kind is ItemKind.REDUCE for i in w.items)]
+    graph = make_graph(plan.job, plan.costs, window, (0,), buckets=plan.buckets)
+    order = early_sums(graph)
+    places = {index: at for at, index in enumerate(order)}
+    assert sorted(order) == list(range(len(graph.nodes)))
+    assert all(places[n] < places[index] for index, needs in enumerate(graph.before) for n in needs)
+    as_given = replay(graph, range(len(graph.nodes)))
+    assert replay(graph, order).peak_bytes <= as_given.peak_bytes
+    assert replay(graph, order).late_us < as_given.late_us
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "gpipe"])
+def test_sums_start_in_last_runs_only(family: str) -> None:
+    made = comm_job(2, 4, (("dp", 2), ("tp", 2)), blocks=2, sequence=True, tied=True)
+    made = replace(made, schedule=family)
+    plan = make_plan(made, make_comm_costs(made, op_us=100.0, collective_us=80.0))
+    verify(plan)
+    starting = {n for n, w in plan.windows.items() if any(i.kind is ItemKind.REDUCE for i in w.items)}
+    for order in plan.orders:
+        runs = [str(i.ref) for i in order if i.kind is InstructionKind.RUN]
+        inside = [name for name in runs if name in starting]
+        assert inside
+        assert len(inside) == len(set(inside))
+        assert {name.removesuffix(" last") for name in inside}.isdisjoint(runs[runs.index(inside[0]) + 1 :])
