@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stretto.order.replay import replay
 
 import stretto
 from stretto.ir.action import Phase
@@ -16,6 +15,7 @@ from stretto.ir.transfers import bucket_bytes
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.order.depend import make_graph
 from stretto.order.early_sums import early_sums
+from stretto.order.follow import replay
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
 from stretto.verify import verify

@@ -70,8 +70,8 @@ def walk(world: World, ranks: Sequence[Rank]) -> Chosen | None:
 
 class Rank(ABC):
     """One rank's compute lane. order: the nodes so far; late_us: when what must follow its messages
-    (`Node.tail_us`), and the sums that it starts, have ended; worked_us: how long the lane has worked; memory:
-    of what is held, if any."""
+    (`Node.tail_us`), and the sums that it starts, have ended; worked_us: how long the lane has worked;
+    memory: of what is held, if any."""
 
     def __init__(self, world: World, rank: int, whole: Whole, memory: Memory | None = None) -> None:
         self.graph = whole.graph
