@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from stretto.order.depend import Role, WindowGraph
 from stretto.order.follow import replay
 from stretto.order.scope import make_whole
-from stretto.order.window import captured_limit, list_window, urgencies
+from stretto.order.window import TooLongError, captured_limit, list_window, urgencies
 
 ROUNDS = 600
 """The most rounds for a window. Measured on forward and backward of three GPT layers with sequence
@@ -88,7 +88,11 @@ class _Search:
         held: Mapping[int, int] | None = None,
     ) -> bool:
         held = self.held if held is None else held
-        made = list_window(self._whole, urgency, fit, self.limit_bytes, sequence, held)
+        most_us = self.found[0]
+        try:
+            made = list_window(self._whole, urgency, fit, self.limit_bytes, sequence, held, most_us)
+        except TooLongError:
+            return False
         assert made.memory is not None
         score = max(made.end_us, made.late_us), made.end_us, made.memory.peak
         if score > self.found:

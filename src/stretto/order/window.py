@@ -73,16 +73,29 @@ def list_window(
     limit_bytes: int,
     sequence: Sequence[int] | None,
     held: Mapping[int, int],
+    most_us: float = float("inf"),
 ) -> Rank:
-    """A window by itself, walked to its end. Arguments as in `list_order`."""
+    """A window by itself, walked to its end. Arguments as in `list_order`.
+
+    Raises TooLongError once it is known that the window takes longer than most_us.
+    """
     world = WindowWorld(whole.graph)
     rank = _Window(world, whole, urgency, fit, limit_bytes, sequence, held)
+    rank.last_us = most_us * (1.0 + 1e-9) - whole.graph.work_us  # sums of floats in another order
     made = walk(world, [rank])
     assert made is not None, "a window by itself comes to its end"
     return rank
 
 
+class TooLongError(Exception):
+    """A walk was given up."""
+
+
 class _Window(Listing):
+    """last_us: the most that the lane may have waited when it goes on."""
+
+    last_us: float
+
     def __init__(
         self,
         world: WindowWorld,
@@ -110,6 +123,11 @@ class _Window(Listing):
             self._queues = {}
             for index in sequence:
                 self._queues.setdefault(whole.graph.nodes[index].lane, deque()).append(index)
+
+    def _resume(self) -> None:
+        if self._clock.now_us - self._work_us > self.last_us:
+            raise TooLongError
+        super()._resume()
 
     # --- what can go ----------------------------------------------------------------------------------
 
