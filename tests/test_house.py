@@ -6,6 +6,7 @@ What does not hold yet is listed here by name. The lists only shrink: a listed n
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -92,3 +93,29 @@ def test_the_picture_is_drawn_and_the_page_names_every_room() -> None:
     for room in house.ROOMS:
         assert room in drawn
         assert f"| `{room}` |" in page, f"docs/architecture.md says what is in {room}"
+
+
+NAMED = re.compile(r"`(?:stretto\.)?([a-z_]+(?:\.[A-Za-z_]+)+)`")
+FILE = re.compile(r"`(?:src/)?(?:stretto/)?([a-z_]+/[a-z_/]+\.py)`")
+NO_NAMES = {"config.devices"}
+"""Keys of files that people write."""
+
+
+def test_names_in_comments_and_docs_exist() -> None:
+    """Modules by their dotted names, and files, in backticks, of rooms that there are."""
+    modules = set(house.read_imports())
+    wrong: list[str] = []
+    for path in [*house.SOURCE.rglob("*.py"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        for name in NAMED.findall(text):
+            room, second, *_ = name.split(".")
+            is_room = any(module.startswith(f"{room}.") for module in modules)
+            if is_room and name not in NO_NAMES and f"{room}.{second}" not in modules:
+                face = house.SOURCE / room / "__init__.py"
+                if not re.search(rf"\b{second}\b", face.read_text(encoding="utf-8")):
+                    wrong.append(f"{path.relative_to(ROOT)}: {name}")
+        for name in FILE.findall(text):
+            roots = (ROOT, ROOT / "src", house.SOURCE, ROOT / "tests", ROOT / "docs")
+            if not any((root / name).exists() for root in roots):
+                wrong.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not wrong, wrong

@@ -10,7 +10,7 @@ import torch
 import stretto
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
-from stretto.ir.program import Job
+from stretto.ir.program import Job, OverlapMode
 from stretto.ir.transfers import bucket_bytes
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.order.depend import make_graph
@@ -113,3 +113,19 @@ def test_sums_start_in_last_runs_only(family: str) -> None:
         assert inside
         assert len(inside) == len(set(inside))
         assert {name.removesuffix(" last") for name in inside}.isdisjoint(runs[runs.index(inside[0]) + 1 :])
+
+
+@pytest.mark.parametrize("overlap", ["off", "local", "window"])
+def test_a_copy_to_which_its_place_adds_nothing_ends_in_no_traceback(overlap: OverlapMode) -> None:
+    """The first place holds a copy of the tied gradient, and only the second adds to it."""
+    job = comm_job(2, 4, (("dp", 2), ("tp", 2)), blocks=2, tied=True)
+    one, *others = (p for p in job.parameters if p.tied_to == "w0.0")
+    assert others
+    changed = {
+        p.name: replace(p, shards=(), partial=("tp",), grads=() if p is one else p.grads)
+        for p in (one, *others)
+    }
+    job = replace(job, overlap=overlap, parameters=tuple(changed.get(p.name, p) for p in job.parameters))
+    # The made-up gradient is whole on all tp ranks, which the proof says in its words.
+    with pytest.raises(stretto.PlanError, match=r"parameter w1.0: its gradient dw1.0 .* Take tp out"):
+        make_plan(job, make_comm_costs(job))

@@ -91,7 +91,7 @@ def test_transfers_spend_the_quota_too() -> None:
 def test_no_stretch_holds_more_than_its_time_and_two_periods(
     period_us: float, share: float, faster: float, steps: list[tuple[float, float, float]]
 ) -> None:
-    """What `schedule.bounds` builds on; and no work takes longer than at its share, but for two periods."""
+    """What `bounds.step` builds on; and no work takes longer than at its share, but for two periods."""
     clock = Clock()
     lane = lane_on(clock, Processor(period_us, share, min(1.0, share + faster * (1.0 - share))))
     done: list[tuple[float, float]] = []

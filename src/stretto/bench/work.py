@@ -107,8 +107,7 @@ def work_of(job: Job, costs: Costs, stages: Iterable[int]) -> PlaceWork:
             asked = op.collective
             if asked is not None and asked.axis == AXIS:
                 collective_us += axis_time(costs, AXIS, asked.kind, asked.nbytes).us
-                # A ring: an all-reduce is a reduce-scatter and an all-gather.
-                passes = 2 if asked.kind == "all_reduce" else 1
-                wire_bytes += passes * (asked.size - 1) / asked.size * asked.nbytes
+                assert op.kind is not None
+                wire_bytes += op.kind.moved(asked.size) * asked.nbytes
     leaving = [edge for edge in job.edges if edge.source in stages and edge.target not in stages]
     return PlaceWork(compute_us, collective_us, wire_bytes, float(sum(edge.spec.nbytes for edge in leaving)))

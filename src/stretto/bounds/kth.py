@@ -1,12 +1,12 @@
 """Heads and tails of the k-th microbatch: stages send one message after another, and need work for each.
 
-May touch `stretto.ir`, `schedule.reach` and this room's numbers. A head (`schedule.reach`) is what must come
+May touch `stretto.ir`, `bounds.reach` and this room's numbers. A head (`bounds.reach`) is what must come
 before an op of the first microbatch; the second cannot be there as soon. The theorem:
 
 1. Let k microbatches' messages along an edge have left. Then each machine of the sender's stage (compute, the
    lane of an axis, the network card) has done what k of them need: least head + k times that work + the least
    that follows it until the message leaves. This holds for every part of the work, as in
-   `schedule.bound_machine`. On the card the message itself counts, until it has arrived.
+   `bounds.machine`. On the card the message itself counts, until it has arrived.
 2. A message leaves no sooner than those that it needs have arrived. So if the k-th to arrive does so no
    sooner than r, the k-th to leave does so no sooner than r and what lies between, whichever
    microbatches these are.
@@ -14,7 +14,7 @@ before an op of the first microbatch; the second cannot be there as soon. The th
 4. The same holds backward from the end of the step: of the k messages that arrive last along an edge, the
    first is followed by k times what needs them.
 5. Before time a, an op has begun for no more microbatches than have a k-th head below a; their time is the
-   most that a machine can have done (`schedule.bound_machine`).
+   most that a machine can have done (`bounds.machine`).
 
 Cost is linear in edges.
 """

@@ -6,7 +6,7 @@ Numbers only: knows nothing of plans. The steps:
    the least tail in S. The sets tried are all {head >= a and tail >= b}. This is the preemptive one-machine
    bound of Jackson's rule (Carlier, "The one-machine sequencing problem", 1982).
 2. Work with head < a may be done before a, but where another machine feeds this one, no more of it than
-   `schedule.bound_fed` allows, and of no more microbatches than `schedule.bound_kth` does. So all the work
+   `bounds.fed` allows, and of no more microbatches than `bounds.kth` does. So all the work
    with tail >= b, less the most that can be done before a, lies between a and the last b, and may be more
    than S. The same holds at the end of the step, and at both ends.
 3. Step 2 needs a and the last b not to overlap: pairs with a + b <= the bound of step 1. Where one end alone

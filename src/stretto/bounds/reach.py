@@ -1,9 +1,9 @@
 """Heads and tails: what must come before and after every op, collective and message of one microbatch.
 
-May touch `stretto.ir`, `schedule.bound_stage` and `schedule.bound_ends`. The contract,
+May touch `stretto.ir`, `bounds.stage` and `bounds.ends`. The contract,
 for one microbatch with the machines to itself, which is the least that any order must allow:
 
-1. Inside a stage, distances are those of `schedule.bound_stage`. Each stage has *sinks*: its messages that
+1. Inside a stage, distances are those of `bounds.stage`. Each stage has *sinks*: its messages that
    leave, and its ends, after which the loss is told and gradients are summed.
 2. An op's *head* is its distance from the stage's start, or from the arrival of any value that it needs,
    whichever makes it later.

@@ -13,7 +13,7 @@ Knows ops as numbers, with times and lanes; nothing of ranks, links or other sta
    over lanes, in which stretches of compute count with their load, each for the least time that it takes on
    its lane (`stretto.processor.pace`).
 5. Before an op has ended, and after it has begun, the time that each machine has spent on what it needs, and
-   must spend on what needs it, is known: what `schedule.bound_fed` bounds fed machines by.
+   must spend on what needs it, is known: what `bounds.fed` bounds fed machines by.
 
 Equal stages have equal shapes, and their distances are found once. Cost is quadratic in a stage's ops with
 matrix products, times its collectives.

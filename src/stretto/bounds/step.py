@@ -3,14 +3,14 @@
 May touch `stretto.ir` and this room. The contract:
 
 1. Every op, collective and message has a *head*, before which it cannot start, and a *tail*, which must pass
-   after it has ended. Both follow from one microbatch alone (`schedule.reach`).
+   after it has ended. Both follow from one microbatch alone (`bounds.reach`).
 2. A machine does one thing at a time: a rank's compute lane, the lane of each of its other axes, its network
-   card in each direction. Each is bounded as one machine (`schedule.bound_machine`). A card carries
+   card in each direction. Each is bounded as one machine (`bounds.machine`). A card carries
    messages, and the collectives of axes that share it, less their latency. Buckets of gradients
    are those of `schedule.sums`; each comes once a step, after the last of the ops that add to it.
    Lanes feed the compute lane, which feeds lanes: what a machine can have done early, or late, is
-   what the others let it (`schedule.bound_fed`). The k-th microbatch comes later than the first, and goes
-   sooner than the last (`schedule.bound_kth`).
+   what the others let it (`bounds.fed`). The k-th microbatch comes later than the first, and goes
+   sooner than the last (`bounds.kth`).
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
    the part that cannot fall before the head and after the tail is added to the work: no more can than
    the heads and tails of the transfers themselves let.
@@ -18,7 +18,7 @@ May touch `stretto.ir` and this room. The contract:
    the least time, too.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
 5. A stage that may hold few live microbatches cannot start the next before one has ended
-   (`schedule.bound_live`).
+   (`bounds.live`).
 6. The largest of these binds.
 """
 

@@ -1,6 +1,6 @@
 """Bounds for people: times, and what binds a step, in words.
 
-May touch `schedule.bound_*`, of which it reads the numbers of a binding machine or of a memory limit.
+May touch `bounds.*`, of which it reads the numbers of a binding machine or of a memory limit.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class End:
 def timed_end(start: Callable[[], Any], result: torch.Tensor, alone_us: float, part: float) -> End:
     """What a collective that compute has hidden leaves to the thread that computes, equal on all ranks.
 
-    result: what the collective writes; part: of a processor that the thread has (`cost.crowd`).
+    result: what the collective writes; part: of a processor that the thread has (`processor.core_share`).
 
     The thread's time is counted, and taken for as long as it has its part. A quota, or a neighbour's turn,
     stops it for milliseconds within one wait of ten; and what a transport's own threads take of the core is a

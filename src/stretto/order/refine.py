@@ -4,7 +4,7 @@ A window by itself knows nothing of other ranks: when messages arrive, and how u
 Both depend on all windows together, so they are searched for, with the simulated step as the measure:
 
     1. Every window in its order with no arrivals and no tails; simulate.
-    2. What the simulation shows (`schedule.observed`): each window ordered again with that, all at once and
+    2. What the simulation shows (`order.observed`): each window ordered again with that, all at once and
        one by one. What makes the step shorter is kept.
     3. Then each arrival and each tail by itself, as a part of the window's work (GRID). With shared network
        cards it may pay that messages go later than they could, and no window by itself shows this.

@@ -63,13 +63,15 @@ def last_name(name: str) -> str:
 
 
 def with_sums(job: Job, window: Window, buckets: Sequence[Bucket]) -> Window:
-    """The window's last run: each bucket's sum starts after the last item that adds to one of its gradients.
+    """The window's last run: each bucket's sum starts after the last item that adds to one of its gradients,
+    at its end where none does, as on a place that holds a copy and adds nothing to it.
 
     Sums that can start after the same item do so in the order of `buckets`."""
     adding = adding_items(job, window)
     starts: dict[int, list[Item]] = defaultdict(list)
     for bucket in buckets:
-        last = max(at for group in bucket.parameters for at in adding.get(group, ()))
+        added = (at for group in bucket.parameters for at in adding.get(group, ()))
+        last = max(added, default=len(window.items) - 1)
         starts[last].append(Item(ItemKind.REDUCE, window.items[last].part, bucket.name))
     items = [each for at, item in enumerate(window.items) for each in (item, *starts[at])]
     return replace(window, name=last_name(window.name), items=tuple(items))
