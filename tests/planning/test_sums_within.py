@@ -129,3 +129,20 @@ def test_a_copy_to_which_its_place_adds_nothing_ends_in_no_traceback(overlap: Ov
     # The made-up gradient is whole on all tp ranks, which the proof says in its words.
     with pytest.raises(stretto.PlanError, match=r"parameter w1.0: its gradient dw1.0 .* Take tp out"):
         make_plan(job, make_comm_costs(job))
+
+
+def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of tp and of dp share slow cards: sums that start early make a step longer than waiting at
+    once, and those at the end of last runs do not."""
+    monkeypatch.setattr("stretto.schedule.sums.LARGE_BYTES", 3000)  # so that there are several buckets
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=32, heads=4, context=16))
+    parallel = stretto.Parallel(pp=2, dp=2, tp=2, microbatches=3, sequence_parallel=True)
+    batch = torch.zeros(12, 17, dtype=torch.int64)
+    job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
+    cluster = stretto.Cluster(link_bytes_per_us=5.0, latency_us=2.0)
+    off, local = (stretto.plan(job, cluster, overlap=overlap) for overlap in ("off", "local"))
+    assert off.prediction is not None
+    assert local.prediction is not None
+    assert local.overlap == "local"
+    assert local.prediction.step_us < 0.995 * off.prediction.step_us

@@ -23,17 +23,40 @@ from stretto.simulate import simulate
 
 
 def sums_within(step: Step, context: Context) -> Step:
-    """The step with the orders of last runs, as they are or with sums as early as can be, that take least."""
+    """The step with the orders of last runs, as they are or with sums as early as can be or at the end, that
+    take least."""
     plan = lowered(step, context)
     early = _reordered(plan)
-    if not early:
-        return step
-    silent = {name: window for name, window in early.items() if not _sends(window)}
-    tried = [plan, _with(plan, early)]
-    if silent and silent != early:
-        tried.append(_with(plan, silent))
+    tried = [plan]
+    if early:
+        silent = {name: window for name, window in early.items() if not _sends(window)}
+        tried.append(_with(plan, early))
+        if silent and silent != early:
+            tried.append(_with(plan, silent))
+    if plan.costs.shared:
+        tried.append(_with(plan, _at_end(plan)))
     best = min(tried, key=_step_us)
     return step if best is plan else replace(step, windows=best.windows)
+
+
+def least_us(plan: Plan) -> float:
+    """What the step takes with sums as they are, or at the end of last runs: where collectives share network
+    cards, a sum takes its part of what compute waits for. Raises PlanError for a plan whose ranks wait for
+    each other for ever."""
+    step_us = simulate(plan).step_us
+    late = _at_end(plan) if plan.costs.shared else {}
+    return min(step_us, _step_us(_with(plan, late))) if late else step_us
+
+
+def _at_end(plan: Plan) -> dict[str, Window]:
+    """By name, windows in which sums start, with these at their end."""
+    found: dict[str, Window] = {}
+    for name, window in plan.windows.items():
+        sums = tuple(item for item in window.items if item.kind is ItemKind.REDUCE)
+        items = (*(item for item in window.items if item.kind is not ItemKind.REDUCE), *sums)
+        if items != window.items:
+            found[name] = replace(window, items=items)
+    return found
 
 
 def _step_us(plan: Plan) -> float:

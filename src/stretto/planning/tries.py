@@ -23,9 +23,9 @@ from stretto.ir.program import OverlapMode
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.schedules import moved_across
+from stretto.planning.sums_within import least_us
 from stretto.planning.variants import Variant, again, begins, overlaps, ways
 from stretto.planning.windows import lowered, whole_step
-from stretto.simulate import simulate
 
 PROMISING = 3
 """Variants that are ordered again for the step as a whole (step 3), of those that are no slower than WITHIN
@@ -142,14 +142,14 @@ class Tries:
             made = self.step(variant)
         else:
             made = variant[-1](replace(before, schedule=before.short), self._context)
-        return Tried(variant, made.overlap, simulate(lowered(made, self._context)).step_us)
+        return Tried(variant, made.overlap, least_us(lowered(made, self._context)))
 
     def _as_short(self, whole: Tried, other: Tried) -> Tried:
         """One window a rank, which is ordered and simulated for all microbatches, with the step by which
         others are compared."""
         if self._first.short is self._first.schedule:
             return whole
-        all_us = simulate(lowered(self.step(other.variant), self._context)).step_us
+        all_us = least_us(lowered(self.step(other.variant), self._context))
         return replace(whole, step_us=whole.step_us * other.step_us / all_us)
 
     def _bound_us(self, tried: Tried) -> float:
