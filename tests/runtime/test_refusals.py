@@ -6,6 +6,7 @@ import copy
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,3 +251,13 @@ def test_parameters_are_the_models_own_and_only_this_ranks() -> None:
     found = gather(model, stretto.run_threads(plan, lambda _: model, work))
     assert sorted(names[0] + names[1]) == sorted(name for name, _ in model.named_parameters())
     assert all(grad is not None for grad in found.grads.values())
+
+
+def test_a_batch_that_is_divided_over_another_axis_than_dp() -> None:
+    """The proofs know sums over cp, and losses are shared out over dp alone: gradients would be cp times as
+    large."""
+    plan = plan_for(Chain())
+    plan = replace(plan, job=replace(plan.job, axes=(("cp", 2),)))
+    message = refused(plan, Chain(), rows())
+    assert "divides its batch over cp = 2 ranks" in message
+    assert "plan with dp in its place" in message

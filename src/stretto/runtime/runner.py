@@ -18,6 +18,7 @@ from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
 from stretto.errors import RunError, UsageError
+from stretto.ir.axes import DP
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
@@ -74,6 +75,12 @@ class Runner:
             raise UsageError(
                 f"the plan is for {plan.world} ranks, but {self.transport.size} run: start as many processes "
                 f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan anew"
+            )
+        unknown = [axis for axis in plan.job.data_axes if axis != DP.name]
+        if unknown:
+            raise UsageError(
+                f"the plan divides its batch over {unknown[0]} = {plan.job.size(unknown[0])} ranks, and a "
+                f"Runner divides it over {DP.name} alone: plan with {DP.name} in its place"
             )
         if shares is None:
             warn_if_old(model)
