@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from stretto.measure.wanted import wanted_collectives
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
@@ -21,6 +20,7 @@ from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.roofline import described_costs
+from stretto.price.wanted import wanted_collectives
 from stretto.report.traffic import communication_of
 from stretto.runtime.local import run_threads
 from stretto.runtime.rehearse import rehearse
