@@ -19,7 +19,7 @@ from stretto.ir.serialize import load_plan, plan_from_text, plan_to_text, save_p
 from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
-from stretto.price.roofline import described_costs
+from stretto.price.flat import described_costs
 from stretto.price.wanted import wanted_collectives
 from stretto.report.traffic import communication_of
 from stretto.runtime.local import run_threads
