@@ -28,6 +28,10 @@ WHICH = "STRETTO_SWEEP"
 many placements, and of so many parts of the ops which one, such as "2x2:5x7,4x6:wide:0/3"."""
 
 
+ANSWERS = "answers: "
+"""Before the number of cases that ranks have answered alike, in what they print."""
+
+
 def swept() -> None:
     """What each rank of a world does."""
     ranks, sizes, wide, part = os.environ[WHICH].split(":")
@@ -54,6 +58,8 @@ def swept() -> None:
         elif found != "right" and not (found == "refused" and where.startswith(LOSE_A_WRITE)):
             failed.append(f"{where}: {found}")
     assert not failed, f"{len(failed)} of {len(mine)}:\n" + "\n".join(failed)
+    if dist.get_rank() == 0:
+        print(f"{ANSWERS}{len(mine)}")
 
 
 def _placements(tensors: Sequence[torch.Tensor], axes: int, wide: bool) -> Iterator[Placements]:

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.ir.collectives import KINDS, How, Kind
+from stretto.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SIZED,
+    KINDS,
+    REDUCE_SCATTER,
+    How,
+    Kind,
+)
 
 # PyTorch 2.13 calls these by new names, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -39,13 +48,13 @@ def _all_to_all_sized(result: torch.Tensor, value: torch.Tensor, group: dist.Pro
 
 
 CALLS: dict[str, Call] = {
-    "all_reduce": _all_reduce,
-    "all_gather": lambda result, value, group, _: _all_gather(result, value, group=group, async_op=True),
-    "reduce_scatter": lambda result, value, group, _: _reduce_scatter(
+    ALL_REDUCE.name: _all_reduce,
+    ALL_GATHER.name: lambda result, value, group, _: _all_gather(result, value, group=group, async_op=True),
+    REDUCE_SCATTER.name: lambda result, value, group, _: _reduce_scatter(
         result, value, group=group, async_op=True
     ),
-    "all_to_all": _all_to_all,
-    "all_to_all_sized": _all_to_all_sized,
+    ALL_TO_ALL.name: _all_to_all,
+    ALL_TO_ALL_SIZED.name: _all_to_all_sized,
 }
 """The library's own call of each kind that programs have."""
 

@@ -7,7 +7,7 @@ constants of the step. The first dim of every tensor is the batch, unless it is 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,59 +53,40 @@ def whole(value: Any) -> Whole:
     raise UsageError(f"stretto.whole marks a tensor or a number, not {type(value).__name__}")
 
 
+def _leaves(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of each leaf, in a fixed order: of what is no dict, list or tuple, and of empty ones."""
+    if isinstance(item, Mapping) and item:
+        for key, value in item.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(item, (list, tuple)) and item:
+        for position, value in enumerate(item):
+            yield from _leaves(value, f"{path}.{position}" if path else str(position))
+    else:
+        yield path or "batch", item
+
+
 def flatten(batch: Any) -> dict[str, torch.Tensor]:
     """Leaf name -> tensor, in a fixed order. Names are paths such as `input_ids` or `0.mask`; a batch that
     is one tensor has the name `batch`."""
     leaves: dict[str, torch.Tensor] = {}
-
-    def walk(item: Any, path: str) -> None:
+    for path, item in _leaves(batch):
         if isinstance(item, (torch.Tensor, Whole)):
-            leaves[_new(path or "batch", leaves)] = item.tensor if isinstance(item, Whole) else item
-        elif isinstance(item, Mapping):
-            for key, value in item.items():
-                walk(value, f"{path}.{key}" if path else str(key))
-        elif isinstance(item, (list, tuple)):
-            for position, value in enumerate(item):
-                walk(value, f"{path}.{position}" if path else str(position))
-
-    walk(batch, "")
+            leaves[_new(path, leaves)] = item.tensor if isinstance(item, Whole) else item
     return leaves
 
 
 def whole_leaves(batch: Any) -> tuple[str, ...]:
     """Names of the leaves that are marked with `whole`, in the order of `flatten`."""
-    names: list[str] = []
-
-    def walk(item: Any, path: str) -> None:
-        if isinstance(item, Whole):
-            names.append(path or "batch")
-        elif isinstance(item, Mapping):
-            for key, value in item.items():
-                walk(value, f"{path}.{key}" if path else str(key))
-        elif isinstance(item, (list, tuple)):
-            for position, value in enumerate(item):
-                walk(value, f"{path}.{position}" if path else str(position))
-
-    walk(batch, "")
-    return tuple(names)
+    return tuple(path for path, item in _leaves(batch) if isinstance(item, Whole))
 
 
 def fixed(batch: Any) -> dict[str, str]:
     """Path -> text of the leaves that are no tensors, and of empty dicts, lists and tuples: equal texts for
     equal leaves alone. Capture makes them constants of the step. Raises UsageError for leaves without one."""
     leaves: dict[str, str] = {}
-
-    def walk(item: Any, path: str) -> None:
-        if isinstance(item, Mapping) and item:
-            for key, value in item.items():
-                walk(value, f"{path}.{key}" if path else str(key))
-        elif isinstance(item, (list, tuple)) and item:
-            for position, value in enumerate(item):
-                walk(value, f"{path}.{position}" if path else str(position))
-        elif not isinstance(item, (torch.Tensor, Whole)):
-            leaves[_new(path or "batch", leaves)] = text_of(item, path or "batch")
-
-    walk(batch, "")
+    for path, item in _leaves(batch):
+        if not isinstance(item, (torch.Tensor, Whole)):
+            leaves[_new(path, leaves)] = text_of(item, path)
     return leaves
 
 
