@@ -101,10 +101,11 @@ def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callabl
         tensor: Any,
         skip_passes: Collection[str],
         meshes: Any,
+        experts: Any,
         repeats: bool,
     ) -> Any:
-        settings = (microbatches, param_dtype, device, tensor, tuple(skip_passes), repeats)
-        arguments = (model, batch, loss, *settings[:-2], skip_passes, meshes)
+        settings = (microbatches, param_dtype, device, tensor, experts, tuple(skip_passes), repeats)
+        arguments = (model, batch, loss, *settings[:-3], skip_passes, meshes, experts)
         try:
             if meshes is not None:
                 raise UntoldError("on meshes")

@@ -138,6 +138,11 @@ class ParallelSettings(Settings):
     """Pipeline ranks."""
     dp: int = Field(default=1, ge=1)
     """Data-parallel copies, each of which takes an equal part of the global batch."""
+    ep: int = Field(default=1, ge=1)
+    """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp` is a
+    multiple of it."""
+    ep_buffer: float = Field(default=2.0, ge=1)
+    """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks, which share the matrices of every layer."""
     sequence_parallel: bool = False
@@ -175,10 +180,16 @@ class ParallelSettings(Settings):
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """(axis, size) beside pp of the axes that are used, outermost first."""
-        return tuple((axis, size) for axis, size in (("dp", self.dp), ("tp", self.tp)) if size > 1)
+        sizes = (("dp", self.dp // self.ep), ("ep", self.ep), ("tp", self.tp))
+        return tuple((axis, size) for axis, size in sizes if size > 1)
 
     @model_validator(mode="after")
     def _axes_fit(self) -> ParallelSettings:
+        if self.dp % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no multiple "
+                f"of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
+            )
         if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
             what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
             raise ValueError(
@@ -204,7 +215,6 @@ class ParallelSettings(Settings):
 
 TO_COME = {
     "cp": "context parallelism",
-    "ep": "expert parallelism",
 }
 """Axes that users of other systems will ask for, and that this version does not have."""
 
@@ -218,7 +228,7 @@ class Parallel(ParallelSettings):
     def __init__(self, **given: Any) -> None:
         for axis in TO_COME.keys() & given.keys():
             raise UsageError(
-                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp and tp"
+                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp, ep and tp"
             )
         try:
             super().__init__(**given)

@@ -19,6 +19,7 @@ from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
+from stretto.parallelize.experts import ExpertParallel, expert_parallel
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 
@@ -105,6 +106,7 @@ def _capture(
         equal_layers=equal_layers,
         skip_passes=parallel.skip_passes,
         meshes=meshes,
+        experts=experts_of(model, parallel),
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     count = stages if stages is not None else named or parallel.pp
@@ -147,6 +149,13 @@ def _check_arguments(model: object, loss: object, parallel: object, device: obje
         raise UsageError(
             f"stages = {stages!r}: give a whole number from 1 on, or leave it out for one a rank"
         )
+
+
+def experts_of(model: nn.Module, parallel: ParallelSettings) -> ExpertParallel | None:
+    """How the model's experts are shared by expert-parallel ranks; None when there is one."""
+    if parallel.ep == 1:
+        return None
+    return expert_parallel(model, parallel.ep, buffer=parallel.ep_buffer)
 
 
 def tensor_of(

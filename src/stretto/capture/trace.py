@@ -37,6 +37,7 @@ from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
 from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
+from stretto.parallelize.experts import ExpertParallel, spread_experts
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
@@ -90,6 +91,7 @@ def trace(
     equal_layers: bool = True,
     skip_passes: Collection[str] = (),
     meshes: OnMeshes | None = None,
+    experts: ExpertParallel | None = None,
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
@@ -105,7 +107,7 @@ def trace(
     """
     check_names(skip_passes)
     attempt = partial(
-        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, meshes
+        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, meshes, experts
     )
     # Layers that are repeated would number the borders of meshes anew.
     if equal_layers and meshes is None:
@@ -127,6 +129,7 @@ def _trace(
     tensor: TensorParallel | None,
     skip_passes: Collection[str],
     meshes: OnMeshes | None,
+    experts: ExpertParallel | None,
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
@@ -160,7 +163,8 @@ def _trace(
         )
         beside = Beside(model, leaves_of(tensor), tensor.size, found, like, torch_adapter.mark_call)
     with (
-        torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
+        torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor, experts)),
+        nullcontext() if experts is None else spread_experts(model, experts),
         nullcontext() if tensor is None else spread(model, tensor),
     ):
         state = {
@@ -210,10 +214,10 @@ def _trace(
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
     divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
-    shards = {} if tensor is None else dict(tensor.shards)
+    shards = {**({} if tensor is None else tensor.shards), **({} if experts is None else experts.shards)}
     parts: dict[str, tuple[str, ...]] = {}
     if tensor is not None:
-        proved = prove(ops, given, shards, gradients, kept, tensor.size, meshes is not None)
+        proved = prove(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None)
         ops, parts = list(proved.ops), dict(proved.partial)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
@@ -304,14 +308,16 @@ def _alone(
     return calls.found, {call.layer: first[call.kind] for call in layers.calls if not call.template}
 
 
-def _parts(model: nn.Module, tensor: TensorParallel | None) -> dict[int, tuple[int, ...]]:
+def _parts(
+    model: nn.Module, tensor: TensorParallel | None, experts: ExpertParallel | None
+) -> dict[int, tuple[int, ...]]:
     """id of a parameter -> the shape of a rank's part."""
-    if tensor is None:
-        return {}
     return {
-        id(p): local_shape(p.shape, tensor.shards[name], tensor.size)
+        id(p): local_shape(p.shape, how.shards[name], how.size)
+        for how in (tensor, experts)
+        if how is not None
         for name, p in model.named_parameters(remove_duplicate=False)
-        if name in tensor.shards
+        if name in how.shards
     }
 
 

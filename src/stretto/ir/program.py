@@ -29,12 +29,13 @@ read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.ir.action import Phase
-from stretto.ir.axes import DP, PIPELINE, Sums, sums_of
+from stretto.ir.axes import PIPELINE, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
@@ -349,11 +350,14 @@ class Job:
     @property
     def copies(self) -> int:
         """Data-parallel copies of the model, each with microbatches of its own."""
-        return self.size(DP.name)
+        return math.prod(self.size(axis) for axis in self.data_axes)
 
     def copy_of(self, coordinates: Mapping[str, int]) -> int:
         """Which of them the rank at these coordinates belongs to."""
-        return coordinates.get(DP.name, 0)
+        number = 0
+        for axis in self.data_axes:
+            number = number * self.size(axis) + coordinates.get(axis, 0)
+        return number
 
     @property
     def pieces(self) -> int:

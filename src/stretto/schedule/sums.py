@@ -50,6 +50,8 @@ class _Group:
     ready: int = 0
     """Where the last of its addends stands in the backward of `home`."""
     partial: tuple[str, ...] = ()
+    spread: set[str] = field(default_factory=set)
+    """Axes of which each rank has a part of the parameter."""
     adds: set[tuple[int, Phase]] = field(default_factory=set)
 
 
@@ -84,10 +86,12 @@ def make_sums(job: Job, schedule: Schedule) -> Sums:
         rounds.append(tuple(name for name in tied if name in groups and groups[name].partial))
         waiting = [n for n, g in groups.items() if n in tied or g.partial]
         for axis in job.data_axes:
-            for name in _put(axis, place, groups, (n for n in groups if n not in waiting), buckets):
+            summed = {name: group for name, group in groups.items() if axis not in group.spread}
+            now = (name for name in summed if name not in waiting)
+            for name in _put(axis, place, groups, now, buckets):
                 starts[name] = _adding(groups, buckets[name])
-            rounds.append(_put(axis, place, groups, waiting, buckets))
-            waiting = list(groups)
+            rounds.append(_put(axis, place, groups, [n for n in waiting if n in summed], buckets))
+            waiting = list(dict.fromkeys((*waiting, *summed)))
         early.append(starts)
         late.append(tuple(r for r in rounds if r))
     return Sums(tuple(buckets.values()), tuple(early), tuple(late))
@@ -129,6 +133,7 @@ def _groups(job: Job, schedule: Schedule, place: int) -> dict[str, _Group]:
         group.nbytes = parameter.grad_nbytes
         group.home = max(group.home, *here)
         group.partial = tuple(dict.fromkeys((*group.partial, *parameter.partial)))
+        group.spread.update(shard.axis for shard in parameter.shards)
         group.adds.update((s, phase) for s, phase, _ in parameter.grads if schedule.stage_ranks[s] == place)
         ends = [made[s, value] for s, _, value in parameter.grads if s == group.home and (s, value) in made]
         group.ready = max([group.ready, *ends])

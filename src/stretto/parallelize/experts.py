@@ -1,0 +1,155 @@
+"""Expert parallelism: ranks share a layer's experts, and send each other the rows that these are to compute.
+
+    1. The plan names the modules that hold experts: dim 0 of each of their own parameters is the expert. A rank
+       holds an equal part of it (GShard, arXiv 2006.16668).
+    2. While the model is captured such a module gets another forward. It is given rows for all experts, sends
+       each rank those of its experts (an all-to-all), computes what it received, and sends it back.
+
+Two kinds of rows, as `stretto.models.moe.Experts` takes them:
+
+    (E, C, D)       C slots for each expert: part k of dim 0 goes to rank k, so every part is of one size
+    (R, D), counts  sorted by expert, with the number of each expert's rows. How many go where is data, and the
+                    shapes of a program are fixed: a rank sends each a buffer of `buffer` times the mean, and the
+                    counts, which are small, before it. Rows beyond a buffer are dropped: they become zero.
+
+Each rank has tokens of its own: along the axis gradients are summed as over dp, but those of experts, of which
+each rank has its own. The module is looked at and, but for its forward, not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import UsageError
+from stretto.ir.axes import EP
+from stretto.ir.collectives import ALL_TO_ALL
+from stretto.ir.program import Shard
+from stretto.parallelize import ops
+from stretto.parallelize.functions import put_forward
+from stretto.parallelize.styles import named_by
+
+AXIS = EP.name
+STYLE = "experts"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """What is shared. modules: names. shards: parameter name -> how. buffer: see the module."""
+
+    size: int
+    modules: tuple[str, ...]
+    shards: Mapping[str, Shard]
+    buffer: float
+
+
+def expert_parallel(
+    model: nn.Module, size: int, *, plan: Mapping[str, Any] | None = None, buffer: float = 2.0
+) -> ExpertParallel:
+    """Which modules' experts are shared, and how. plan: pattern of module names -> "experts"; the model's own
+    (`ep_plan`) by default. Raises UsageError for a model without experts and sizes that do not fit."""
+    given = plan if plan is not None else getattr(model, "ep_plan", None)
+    if not given:
+        raise UsageError(
+            f"{type(model).__name__} has no plan for expert parallelism: give one, "
+            'ep_plan={"layers.*.mlp.experts": "experts"}, or ep = 1'
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: list[str] = []
+    shards: dict[str, Shard] = {}
+    for pattern, style in given.items():
+        where = f"ep_plan[{pattern!r}]"
+        if style != STYLE:
+            raise UsageError(f"{where}: unknown style {style!r}; the one that there is: {STYLE!r}")
+        names = named_by(pattern, modules)
+        if not names and plan is not None:
+            raise UsageError(f"{where}: the model has no module of that name")
+        for name in names:
+            for key, parameter in modules[name].named_parameters(recurse=False):
+                _divides(f"{name}.{key}", parameter.shape[0] if parameter.dim() else 1, size)
+                shards[f"{name}.{key}"] = Shard(AXIS, 0)
+        found += names
+    if not shards:
+        raise UsageError(
+            f"no module of {type(model).__name__} that its plan for expert parallelism names "
+            f"({', '.join(given)}) has parameters of its own: give ep_plan, or ep = 1"
+        )
+    return ExpertParallel(size, tuple(found), shards, buffer)
+
+
+def _divides(name: str, experts: int, size: int) -> None:
+    if experts % size:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise UsageError(
+            f"{name} has {experts} experts, which cannot be shared equally by {AXIS} = {size} ranks: give an "
+            f"{AXIS} that divides them ({fits})"
+        )
+
+
+@contextmanager
+def spread_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
+    """While the context lasts, the modules compute a rank's experts. Parameters must already be parts."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    undo: list[Callable[[], None]] = []
+    try:
+        for module in {id(modules[name]): modules[name] for name in how.modules}.values():
+            undo.append(put_forward(module, _forward(module, how)))
+        yield
+    finally:
+        for action in reversed(undo):
+            action()
+
+
+def _forward(module: nn.Module, how: ExpertParallel) -> Callable[..., Tensor]:
+    own: Callable[..., Tensor] = module.forward
+
+    def forward(x: Tensor, counts_E: Tensor | None = None) -> Tensor:
+        return _of_slots(x, own, how.size) if counts_E is None else _of_rows(x, counts_E, own, how)
+
+    return forward
+
+
+def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], size: int) -> Tensor:
+    E, C, D = x_ECD.shape
+    here = E // size
+    came = ops.exchange(x_ECD, AXIS, size).view(size, here, C, D)
+    made = own(came.transpose(0, 1).reshape(here, size * C, D))
+    back = made.view(here, size, C, D).transpose(0, 1).reshape(E, C, D)
+    return ops.exchange(back, AXIS, size)
+
+
+def _of_rows(x_RD: Tensor, counts_E: Tensor, own: Callable[..., Tensor], how: ExpertParallel) -> Tensor:
+    R, D = x_RD.shape
+    size, E = how.size, counts_E.shape[0]
+    here = E // size
+    room = min(R, math.ceil(how.buffer * R / size))  # rows of one rank's buffer
+    row_R = torch.arange(R, device=x_RD.device)
+
+    # 1. What each rank gets: a row's place in the buffer of its expert's rank; one place more is for none.
+    wanted_P = counts_E.view(size, here).sum(dim=1)
+    start_P = wanted_P.cumsum(dim=0) - wanted_P
+    to_R = torch.searchsorted(wanted_P.cumsum(dim=0), row_R, right=True).clamp(max=size - 1)
+    at_R = row_R - start_P[to_R]
+    place_R = torch.where(at_R < room, to_R * room + at_R, size * room)
+    row_of_place = torch.full((size * room + 1,), R, device=x_RD.device).scatter(0, place_R, row_R)[:-1]
+    nothing_1D = x_RD.new_zeros(1, D)
+
+    # 2. The counts go first; those of rows that found no room are taken off, the last experts' first.
+    ends_PH = counts_E.view(size, here).cumsum(dim=1).clamp(max=room)
+    sent_PH = ends_PH.diff(dim=1, prepend=torch.zeros_like(ends_PH[:, :1]))
+    came_PH = ops.communicate(ALL_TO_ALL, sent_PH, AXIS, size)
+    came = ops.exchange(torch.cat((x_RD, nothing_1D))[row_of_place], AXIS, size)
+
+    # 3. What came is sorted by expert: each buffer is already, and has empty places behind its rows.
+    place = torch.arange(room, device=x_RD.device).expand(size, room).contiguous()
+    expert = torch.searchsorted(came_PH.cumsum(dim=1), place, right=True).flatten()
+    order = expert.argsort(stable=True)
+    made = own(came[order], came_PH.sum(dim=0))
+    back = ops.exchange(made[order.argsort()], AXIS, size)
+    return torch.cat((back, nothing_1D))[place_R]
