@@ -1,17 +1,12 @@
 """A GPT whose blocks have experts in place of one MLP: each token goes to the few that its router chooses.
 
 The plain, single-process model. A router's scores and losses are taken in float32 or finer, as in Switch
-Transformers (Fedus et al., arXiv 2101.03961). Two ways from tokens to experts:
-
-    capacity    each expert takes at most `capacity_factor` times its even share of a microbatch's choices; what
-                is chosen beyond it is dropped, and the token keeps its residual alone. First choices come before
-                second ones, earlier tokens before later (GShard, arXiv 2006.16668; DeepSpeed-MoE).
-    dropless    every choice is served: rows are sorted by expert, and one grouped product multiplies each
-                expert's rows by its matrices (MegaBlocks, arXiv 2211.15841).
+Transformers (Fedus et al., arXiv 2101.03961). Tokens go to experts within a capacity, of which each takes at most
+`capacity_factor` times its even share of a microbatch's choices, or dropless (`dispatch`).
 
 Dims of tensors, as suffixes:
   B batch   S sequence   N tokens of a microbatch   D hidden   E experts   K choices of a token
-  C an expert's capacity   R rows, N x K of them   M width of an expert   V vocabulary
+  C slots of an expert   R rows, N x K of them   M width of an expert   V vocabulary
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.models.dispatch import counts_of, dropless, within_capacity
 from stretto.models.gpt import (
     GPT,
     MLP,
@@ -112,28 +108,34 @@ class Router(nn.Module):
         return Routed(chosen_NK, weights_NK.to(x_ND.dtype), torch.stack((balance, z)))
 
 
-def counts_of(chosen: Tensor, experts: int) -> Tensor:
-    """How many choices each of `experts` has: (E,) integers."""
-    return F.one_hot(chosen.flatten(), experts).sum(dim=0)
-
-
 class Experts(nn.Module):
-    """The experts' MLPs, of their own tokens.
-
-    capacity: (E, C, D) to (E, C, D). dropless: rows (R, D) that are sorted by expert, and the number of each
-    expert's rows (E,), to (R, D); rows beyond their sum become zero.
-    """
+    """The experts' MLPs: tokens (N, D), the experts that each chose (N, K) and the weights of their results to
+    (N, D)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
+        self.config = config
         self.up = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_hidden))
         self.down = nn.Parameter(torch.empty(config.experts, config.expert_hidden, config.hidden))
 
-    def forward(self, x: Tensor, counts_E: Tensor | None = None) -> Tensor:
-        if counts_E is None:
-            return torch.bmm(F.gelu(torch.bmm(x, self.up), approximate="tanh"), self.down)
+    def forward(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        experts, slots = self.config.experts, self.slots(x_ND.shape[0])
+        if slots is None:
+            return dropless(x_ND, chosen_NK, weights_NK, experts, self.of_rows)
+        return within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, self.of_slots)
+
+    def slots(self, tokens: int) -> int | None:
+        """Slots of an expert for so many tokens; None where all are served."""
+        return None if self.config.capacity_factor is None else self.config.capacity(tokens)
+
+    def of_slots(self, x_ECD: Tensor) -> Tensor:
+        """`dispatch.OfSlots`."""
+        return torch.bmm(F.gelu(torch.bmm(x_ECD, self.up), approximate="tanh"), self.down)
+
+    def of_rows(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """`dispatch.OfRows`."""
         ends_E = counts_E.cumsum(dim=0)
-        hidden_RM = F.gelu(grouped_mm(x, self.up, ends_E), approximate="tanh")
+        hidden_RM = F.gelu(grouped_mm(x_RD, self.up, ends_E), approximate="tanh")
         return grouped_mm(hidden_RM, self.down, ends_E)
 
 
@@ -142,7 +144,6 @@ class MoE(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.config = config
         self.router = Router(config)
         self.experts = Experts(config)
         self.shared = MLP(config, config.shared_experts * config.expert_hidden) if config.shared_experts else None
@@ -150,36 +151,10 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         x_ND = x_BSD.flatten(0, 1)
         routed = self.router(x_ND)
-        served = self._dropless if self.config.capacity_factor is None else self._within_capacity
-        y_ND = served(x_ND, routed)
+        y_ND = self.experts(x_ND, routed.chosen_NK, routed.weights_NK)
         if self.shared is not None:
             y_ND = y_ND + self.shared(x_ND)
-        return y_ND.view_as(x_BSD), routed.losses
-
-    def _within_capacity(self, x_ND: Tensor, routed: Routed) -> Tensor:
-        N, D = x_ND.shape
-        E, K, C = self.config.experts, self.config.top_k, self.config.capacity(N)
-        # Rows in the order in which they are served: all first choices, then all second ones.
-        chosen_R = routed.chosen_NK.t().flatten()
-        taken_RE = F.one_hot(chosen_R, E)
-        at_R = ((taken_RE.cumsum(dim=0) - 1) * taken_RE).sum(dim=1)
-        # A row's place among the experts' slots; one slot more, behind them, is where dropped rows go.
-        slot_R = torch.where(at_R < C, chosen_R * C + at_R, E * C)
-        token_R = torch.arange(N, device=x_ND.device).repeat(K)
-        token_of_slot = torch.full((E * C + 1,), N, device=x_ND.device).scatter(0, slot_R, token_R)[:-1]
-        nothing_1D = x_ND.new_zeros(1, D)
-        x_ECD = torch.cat((x_ND, nothing_1D))[token_of_slot].view(E, C, D)
-        y_ECD: Tensor = self.experts(x_ECD)
-        y_KND = torch.cat((y_ECD.reshape(E * C, D), nothing_1D))[slot_R].view(K, N, D)
-        return (y_KND * routed.weights_NK.t().unsqueeze(-1)).sum(dim=0)
-
-    def _dropless(self, x_ND: Tensor, routed: Routed) -> Tensor:
-        N, K = routed.chosen_NK.shape
-        chosen_R = routed.chosen_NK.flatten()
-        order_R = chosen_R.argsort(stable=True)
-        y_RD: Tensor = self.experts(x_ND[order_R // K], counts_of(chosen_R, self.config.experts))
-        y_NKD = y_RD[order_R.argsort()].view(N, K, -1)
-        return (y_NKD * routed.weights_NK.unsqueeze(-1)).sum(dim=1)
+        return y_ND.view(x_BSD.shape), routed.losses
 
 
 class MoEBlock(nn.Module):

@@ -5,7 +5,7 @@
     2. While the model is captured such a module gets another forward. It is given rows for all experts, sends
        each rank those of its experts (an all-to-all), computes what it received, and sends it back.
 
-Two kinds of rows, as `stretto.models.moe.Experts` takes them:
+Two kinds of rows (`stretto.models.dispatch`):
 
     (E, C, D)       C slots for each expert: part k of dim 0 goes to rank k, so every part is of one size
     (R, D), counts  sorted by expert, with the number of each expert's rows. How many go where is data, and the
@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import Shard
+from stretto.models.dispatch import OfRows, OfSlots, dropless, with_nothing, within_capacity
 from stretto.parallelize import ops
 from stretto.parallelize.functions import put_forward
 from stretto.parallelize.styles import named_by
@@ -107,15 +109,31 @@ def spread_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
 
 
 def _forward(module: nn.Module, how: ExpertParallel) -> Callable[..., Tensor]:
+    """The forward of a module with some of the experts: its signature is that of its kind in `transformers`."""
     own: Callable[..., Tensor] = module.forward
+    slots_of: Callable[[int], int | None] = getattr(module, "slots", lambda tokens: None)
+    of_rows: OfRows = getattr(module, "of_rows", partial(_rows_by, own))
+    experts = next(module.parameters(recurse=False)).shape[0] * how.size
 
-    def forward(x: Tensor, counts_E: Tensor | None = None) -> Tensor:
-        return _of_slots(x, own, how.size) if counts_E is None else _of_rows(x, counts_E, own, how)
+    def forward(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        slots = slots_of(x_ND.shape[0])
+        if slots is None:
+            served = partial(_of_rows, own=of_rows, how=how)
+            return dropless(x_ND, chosen_NK, weights_NK, experts, served)
+        there = partial(_of_slots, own=module.of_slots, size=how.size)
+        return within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, there)
 
     return forward
 
 
-def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], size: int) -> Tensor:
+def _rows_by(own: Callable[..., Tensor], x_RD: Tensor, counts_E: Tensor) -> Tensor:
+    """Rows that are sorted by expert, by a forward that sorts them itself. Rows of no expert go to the last."""
+    last, row_R = counts_E.shape[0] - 1, torch.arange(x_RD.shape[0], device=x_RD.device)
+    expert_R = torch.searchsorted(counts_E.cumsum(dim=0), row_R, right=True).clamp(max=last)
+    return own(x_RD, expert_R.unsqueeze(1), x_RD.new_ones(x_RD.shape[0], 1))
+
+
+def _of_slots(x_ECD: Tensor, own: OfSlots, size: int) -> Tensor:
     E, C, D = x_ECD.shape
     here = E // size
     came = ops.exchange(x_ECD, AXIS, size).view(size, here, C, D)
@@ -124,9 +142,8 @@ def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], size: int) -> Tensor:
     return ops.exchange(back, AXIS, size)
 
 
-def _of_rows(x_RD: Tensor, counts_E: Tensor, own: Callable[..., Tensor], how: ExpertParallel) -> Tensor:
-    R, D = x_RD.shape
-    size, E = how.size, counts_E.shape[0]
+def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -> Tensor:
+    R, size, E = x_RD.shape[0], how.size, counts_E.shape[0]
     here = E // size
     room = min(R, math.ceil(how.buffer * R / size))  # rows of one rank's buffer
     row_R = torch.arange(R, device=x_RD.device)
@@ -138,13 +155,12 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: Callable[..., Tensor], how: Ex
     at_R = row_R - start_P[to_R]
     place_R = torch.where(at_R < room, to_R * room + at_R, size * room)
     row_of_place = torch.full((size * room + 1,), R, device=x_RD.device).scatter(0, place_R, row_R)[:-1]
-    nothing_1D = x_RD.new_zeros(1, D)
 
     # 2. The counts go first; those of rows that found no room are taken off, the last experts' first.
     ends_PH = counts_E.view(size, here).cumsum(dim=1).clamp(max=room)
     sent_PH = ends_PH.diff(dim=1, prepend=torch.zeros_like(ends_PH[:, :1]))
     came_PH = ops.communicate(ALL_TO_ALL, sent_PH, AXIS, size)
-    came = ops.exchange(torch.cat((x_RD, nothing_1D))[row_of_place], AXIS, size)
+    came = ops.exchange(with_nothing(x_RD)[row_of_place], AXIS, size)
 
     # 3. What came is sorted by expert: each buffer is already, and has empty places behind its rows.
     place = torch.arange(room, device=x_RD.device).expand(size, room).contiguous()
@@ -152,4 +168,4 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: Callable[..., Tensor], how: Ex
     order = expert.argsort(stable=True)
     made = own(came[order], came_PH.sum(dim=0))
     back = ops.exchange(made[order.argsort()], AXIS, size)
-    return torch.cat((back, nothing_1D))[place_R]
+    return with_nothing(back)[place_R]
