@@ -102,10 +102,11 @@ def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callabl
         skip_passes: Collection[str],
         meshes: Any,
         experts: Any,
+        chunks: Any,
         repeats: bool,
     ) -> Any:
-        settings = (microbatches, param_dtype, device, tensor, experts, tuple(skip_passes), repeats)
-        arguments = (model, batch, loss, *settings[:-3], skip_passes, meshes, experts)
+        settings = (microbatches, param_dtype, device, tensor, experts, chunks, tuple(skip_passes), repeats)
+        arguments = (model, batch, loss, *settings[:-4], skip_passes, meshes, experts, chunks)
         try:
             if meshes is not None:
                 raise UntoldError("on meshes")

@@ -143,6 +143,12 @@ class ParallelSettings(Settings):
     multiple of it."""
     ep_buffer: float = Field(default=2.0, ge=1)
     """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
+    ampipe_degree: int = Field(default=1, ge=1)
+    """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates runs
+    under the compute of another (`docs/experts.md`); 1 does not cut."""
+    ampipe_capacity: Literal["chunk", "whole"] = "chunk"
+    """With a capacity, which tokens share an expert's slots: those of a chunk, as in MindSpeed, or all of the
+    microbatch's, as without chunks; then experts wait for all chunks."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks, which share the matrices of every layer."""
     sequence_parallel: bool = False

@@ -19,7 +19,8 @@ from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
-from stretto.parallelize.experts import ExpertParallel, expert_parallel
+from stretto.parallelize.ampipe import Chunks
+from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 
@@ -107,6 +108,7 @@ def _capture(
         skip_passes=parallel.skip_passes,
         meshes=meshes,
         experts=experts_of(model, parallel),
+        chunks=chunks_of(model, parallel),
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     count = stages if stages is not None else named or parallel.pp
@@ -149,6 +151,13 @@ def _check_arguments(model: object, loss: object, parallel: object, device: obje
         raise UsageError(
             f"stages = {stages!r}: give a whole number from 1 on, or leave it out for one a rank"
         )
+
+
+def chunks_of(model: nn.Module, parallel: ParallelSettings) -> Chunks | None:
+    """How blocks' sequences are cut; None when they are not."""
+    if parallel.ampipe_degree == 1:
+        return None
+    return Chunks(parallel.ampipe_degree, experts_in(model), parallel.ampipe_capacity == "whole")
 
 
 def experts_of(model: nn.Module, parallel: ParallelSettings) -> ExpertParallel | None:

@@ -37,6 +37,7 @@ from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
 from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
+from stretto.parallelize.ampipe import Chunks, ampipe
 from stretto.parallelize.experts import ExpertParallel, spread_experts
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
@@ -92,6 +93,7 @@ def trace(
     skip_passes: Collection[str] = (),
     meshes: OnMeshes | None = None,
     experts: ExpertParallel | None = None,
+    chunks: Chunks | None = None,
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
@@ -107,10 +109,10 @@ def trace(
     """
     check_names(skip_passes)
     attempt = partial(
-        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, meshes, experts
+        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, meshes, experts, chunks
     )
     # Layers that are repeated would number the borders of meshes anew.
-    if equal_layers and meshes is None:
+    if equal_layers and meshes is None and chunks is None:
         try:
             return attempt(repeats=True)
         except (NotRepeatedError, CaptureError) as reason:
@@ -130,6 +132,7 @@ def _trace(
     skip_passes: Collection[str],
     meshes: OnMeshes | None,
     experts: ExpertParallel | None,
+    chunks: Chunks | None,
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
@@ -166,6 +169,7 @@ def _trace(
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor, experts)),
         nullcontext() if experts is None else spread_experts(model, experts),
         nullcontext() if tensor is None else spread(model, tensor),
+        nullcontext() if chunks is None else ampipe(model, chunks),
     ):
         state = {
             **{n: spec_of(p) for n, p in model.named_parameters(remove_duplicate=False)},

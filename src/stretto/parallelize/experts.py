@@ -51,6 +51,12 @@ class ExpertParallel:
     buffer: float
 
 
+def experts_in(model: nn.Module) -> tuple[str, ...]:
+    """The names of the modules that its own plan says hold experts."""
+    names = [name for name, _ in model.named_modules()]
+    return tuple(found for pattern in getattr(model, "ep_plan", None) or () for found in named_by(pattern, names))
+
+
 def expert_parallel(
     model: nn.Module, size: int, *, plan: Mapping[str, Any] | None = None, buffer: float = 2.0
 ) -> ExpertParallel:

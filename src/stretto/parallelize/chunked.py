@@ -1,0 +1,300 @@
+"""Tensors that are cut in chunks along the sequence, and look whole to the code that gets them.
+
+    1. What is called on a cut tensor is called on its first chunk, and the ops that this makes are placed as if
+       chunks were ranks (`stretto.ir.placements`, by the rules of `stretto.ir.dims`): the result is cut, an addend,
+       or equal for all chunks. Tensors beside it are cut with it, where the shapes want it.
+    2. Where it is one of these, the other chunks are called too: results stay in chunks, addends are added up.
+       Autograd goes back by chunks, and adds the gradients of what several chunks read.
+    3. Whatever has no placement (a sum over positions, a softmax along them) gets the chunks joined.
+
+So no list of functions says what may be cut: a model's own code is right in chunks, or whole. Random ops draw for
+the whole and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from stretto.errors import CaptureError
+from stretto.ir.placement import (
+    EqualReducedError,
+    NeedsEqualError,
+    Placement,
+    RefusedError,
+    cuts_at,
+    part,
+    where_cut,
+)
+from stretto.ir.placements import Placer
+
+from stretto.parallelize.recorded_adapter import Recorded
+from stretto.parallelize.wrapper_adapter import without_elements
+
+AXIS = "chunks"
+
+
+class Chunked(Tensor):
+    """A tensor in chunks along a dim, which is `blocks` equal blocks: each chunk has its slice of every block."""
+
+    parts: tuple[Tensor, ...]
+    cut_dim: int
+    blocks: int
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor], dim: int, blocks: int = 1) -> Chunked:
+        shape = list(parts[0].shape)
+        shape[dim] = sum(chunk.shape[dim] for chunk in parts)
+        made: Chunked = without_elements(cls, shape, parts[0])
+        made.parts, made.cut_dim, made.blocks = tuple(parts), dim, blocks
+        return made
+
+    def __init__(self, parts: Sequence[Tensor], dim: int, blocks: int = 1) -> None:
+        pass
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(chunk.requires_grad for chunk in self.parts)
+
+    def lengths(self) -> list[int]:
+        """Of each chunk's slice of a block."""
+        return [chunk.shape[self.cut_dim] // self.blocks for chunk in self.parts]
+
+    def joined(self) -> Tensor:
+        """The whole."""
+        if self.blocks == 1:
+            return torch.cat(self.parts, dim=self.cut_dim)
+        dim, blocks = self.cut_dim, self.blocks
+        inner = [chunk.unflatten(dim, (blocks, -1)) for chunk in self.parts]
+        return torch.cat(inner, dim=dim + 1).flatten(dim, dim + 1)
+
+    def cut_alike(self, whole: Tensor, dim: int, blocks: int) -> list[Tensor]:
+        """A whole tensor's chunks, of the lengths of these."""
+        if blocks == 1:
+            return list(whole.split(self.lengths(), dim))
+        inner = whole.unflatten(dim, (blocks, -1)).split(self.lengths(), dim + 1)
+        return [chunk.flatten(dim, dim + 1) for chunk in inner]
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Chunked:
+        """What does the same to every row, done to each chunk."""
+        return Chunked([function(chunk) for chunk in self.parts], self.cut_dim, self.blocks)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if function in _OF_WHOLE or getattr(function, "__name__", "") == "__get__":
+            return super().__torch_function__(function, types, args, named)  # type: ignore[no-untyped-call]
+        if function is F.scaled_dot_product_attention:
+            return attention(*args, **named)
+        if function in (F.dropout, torch.dropout):
+            return _dropout(*args, **named)
+        if function in _SHAPED and type(args[0]) is Chunked:
+            found = _shaped(args[0], function, args[1:], named)
+            if found is not None:
+                return found
+        return _called(function, args, named)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        raise CaptureError(
+            f"{function} gets a sequence in chunks in a way that passes __torch_function__ by: give it x + 0.0, "
+            "or leave ampipe_degree out"
+        )
+
+
+_OF_WHOLE = (
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.ndimension, Tensor.nelement),
+)
+"""What asks for the shape or the kind."""
+
+
+_SHAPED = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.view_as, Tensor.reshape_as, Tensor.expand)
+"""What is given the shape of the whole."""
+
+
+def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """A view of the whole, done to the chunks; None where its cut is no cut of the view."""
+    given = [*args, *kwargs.values()]
+    shape = given[0].shape if isinstance(given[0], Tensor) else given if isinstance(given[0], int) else given[0]
+    if not all(isinstance(n, int) for n in shape):
+        return None
+    if function is Tensor.expand:
+        dim = x.cut_dim + len(shape) - x.dim()
+        return Chunked([c.expand([-1 if d == dim else n for d, n in enumerate(shape)]) for c in x.parts], dim)
+    known = math.prod(n for n in shape if n != -1)
+    target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
+    whole = x.shape[x.cut_dim] // x.blocks
+    for dim, blocks in cuts_at(target, where_cut(x.shape, x.cut_dim, x.blocks)):
+        length = target[dim] // blocks
+        if all(length * n % whole == 0 for n in x.lengths()):
+            sizes = [blocks * (length * n // whole) for n in x.lengths()]
+            made = [
+                c.reshape([size if d == dim else n for d, n in enumerate(target)])
+                for c, size in zip(x.parts, sizes, strict=True)
+            ]
+            return Chunked(made, dim, blocks)
+    return None
+
+
+def joined(value: Any) -> Any:
+    """The value with whole tensors in the places of cut ones."""
+    leaves, tree = tree_flatten(value)
+    return tree_unflatten([x.joined() if type(x) is Chunked else x for x in leaves], tree)
+
+
+def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    cut = [x for x in leaves if type(x) is Chunked]
+    if len({tuple(x.lengths()) for x in cut}) == 1:
+        for alike in _cuts_beside(leaves, cut[0]):
+            found = _by_chunks(function, alike, tree, cut[0])
+            if found is not None:
+                return found[0]
+    whole_args, whole_kwargs = joined((tuple(args), dict(kwargs)))
+    return function(*whole_args, **whole_kwargs)
+
+
+def _cuts_beside(leaves: Sequence[Any], first: Chunked) -> list[list[Any]]:
+    """The arguments as they are, and with the whole tensors cut that are as long where the first cut one is."""
+    other: list[Any] = []
+    for x in leaves:
+        if isinstance(x, Tensor) and type(x) is not Chunked:
+            dim = first.cut_dim - (first.dim() - x.dim())
+            if dim >= 0 and x.shape[dim] == first.shape[first.cut_dim]:
+                x = Chunked(first.cut_alike(x, dim, first.blocks), dim, first.blocks)
+        other.append(x)
+    same = all(x is y for x, y in zip(leaves, other, strict=True))
+    return [list(leaves)] if same else [list(leaves), other]
+
+
+def _by_chunks(
+    function: Callable[..., Any], leaves: Sequence[Any], tree: Any, first: Chunked
+) -> tuple[Any] | None:
+    """Steps 1 and 2; None where the result has no placement."""
+
+    def call(at: int) -> Any:
+        args, kwargs = tree_unflatten([x.parts[at] if type(x) is Chunked else x for x in leaves], tree)
+        return function(*args, **kwargs)
+
+    recorded = Recorded()
+    held = {id(x.parts[0]): part(x.cut_dim, x.blocks) for x in leaves if type(x) is Chunked}
+    try:
+        with recorded:
+            made = call(0)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return None  # shapes do not fit; what is wrong with the whole, the whole will say
+    outs, out_tree = tree_flatten(made)
+    placements = _placements(recorded, held, outs, len(first.parts), first)
+    if placements is None:
+        return None
+    if all(p is None or p.kind == "equal" for p in placements):
+        return (made,)
+    columns = list(zip(outs, *(tree_flatten(call(at))[0] for at in range(1, len(first.parts))), strict=True))
+    return (tree_unflatten([_result(p, column, leaves) for p, column in zip(placements, columns)], out_tree),)
+
+
+def _result(placement: Placement | None, column: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    if placement is None or placement.kind == "equal":
+        return column[0]
+    if placement.kind == "sum":
+        total = column[0]
+        for addend in column[1:]:
+            total = total + addend
+        return total
+    for x in leaves:  # in place
+        if type(x) is Chunked and all(a is b for a, b in zip(x.parts, column)):
+            return x
+    return Chunked(column, *placement.at[0])
+
+
+def _placements(
+    recorded: Recorded, held: Mapping[int, Placement], outs: Sequence[Any], count: int, first: Chunked
+) -> list[Placement | None] | None:
+    """Of each result, as if chunks were ranks; None where one has none."""
+    placer = Placer(AXIS, count, {recorded.name(at): p for at, p in held.items()}, exact=True)
+    try:
+        for op in recorded.ops:
+            if op.random:
+                return None
+            placer.place(op, recorded.specs)
+    except (RefusedError, NeedsEqualError, EqualReducedError):
+        return None
+    found: list[Placement | None] = []
+    for out in outs:
+        if not isinstance(out, Tensor):
+            found.append(None)
+            continue
+        placement = placer.of(recorded.name(id(out)))
+        if placement.kind == "equal" and placement.uniform and out.shape == first.parts[0].shape:
+            placement = part(first.cut_dim, first.blocks)  # a tensor that is filled, of a chunk's shape
+        if placement.kind not in ("equal", "sum", "part"):
+            return None
+        found.append(placement)
+    return found
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Draws for a token what it draws in the uncut model."""
+    assert type(input) is Chunked
+    train = training
+    if not train or p == 0.0:
+        return input
+    kept = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p, train)
+    return input * kept
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    lengths: Sequence[int] | None = None,
+    **more: Any,
+) -> Tensor:
+    """Attention of each chunk of queries to all keys that it may see; keys and values are whole. lengths: of the
+    chunks, for queries that are not cut yet."""
+    key, value, attn_mask = joined((key, value, attn_mask))
+    if type(query) is not Chunked:
+        assert lengths is not None
+        query = Chunked(query.split(list(lengths), -2), query.dim() - 2)
+    if query.cut_dim != query.dim() - 2 or query.blocks != 1 or (dropout_p and is_causal is None):
+        return F.scaled_dot_product_attention(
+            query.joined(), key, value, attn_mask, dropout_p, is_causal, **more
+        )
+    made: list[Tensor] = []
+    end = 0
+    for chunk in query.parts:
+        start, end = end, end + chunk.shape[-2]
+        seen, mask = key.shape[-2], attn_mask
+        if is_causal:
+            seen = end
+            mask = None
+            if start:
+                mask = torch.ones(end - start, end, dtype=torch.bool, device=chunk.device).tril(start)
+        elif mask is not None and mask.shape[-2] != 1:
+            mask = mask[..., start:end, :]
+        made.append(
+            F.scaled_dot_product_attention(
+                chunk, key[..., :seen, :], value[..., :seen, :], mask, dropout_p, is_causal and not start, **more
+            )
+        )
+    return Chunked(made, query.dim() - 2)
+
+
+def lengths_of(whole: int, degree: int) -> list[int]:
+    """Chunks of a sequence, as equal as can be."""
+    ends = [math.ceil(whole * k / degree) for k in range(degree + 1)]
+    return [b - a for a, b in zip(ends, ends[1:])]
