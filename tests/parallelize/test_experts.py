@@ -87,9 +87,11 @@ def ran(plan: Plan, model: nn.Module) -> tuple[Tensor, Grads]:
     return found[0][0], grads
 
 
-def assert_equals(model: nn.Module, parallel: Parallel, tolerance: float = 1e-10) -> None:
+def assert_equals(
+    model: nn.Module, parallel: Parallel, tolerance: float = 1e-10, expected: nn.Module | None = None
+) -> None:
     loss, grads = ran(plan_of(model, parallel), model)
-    want_loss, want = plain(model, parallel.microbatches * parallel.dp)
+    want_loss, want = plain(expected or model, parallel.microbatches * parallel.dp)
     assert abs(loss - want_loss) <= tolerance * abs(want_loss)
     assert grads.keys() == want.keys()
     for name, grad in want.items():

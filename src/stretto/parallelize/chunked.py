@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,6 +132,8 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         return None
     if function is Tensor.expand:
         dim = x.cut_dim + len(shape) - x.dim()
+        if x.shape[x.cut_dim] != shape[dim] and shape[dim] != -1:
+            return None
         return Chunked([c.expand([-1 if d == dim else n for d, n in enumerate(shape)]) for c in x.parts], dim)
     known = math.prod(n for n in shape if n != -1)
     target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
@@ -188,7 +191,7 @@ def _by_chunks(
         return function(*args, **kwargs)
 
     recorded = Recorded()
-    held = {id(x.parts[0]): part(x.cut_dim, x.blocks) for x in leaves if type(x) is Chunked}
+    held = {recorded.name(x.parts[0]): part(x.cut_dim, x.blocks) for x in leaves if type(x) is Chunked}
     try:
         with recorded:
             made = call(0)
@@ -201,10 +204,13 @@ def _by_chunks(
     if all(p is None or p.kind == "equal" for p in placements):
         return (made,)
     columns = list(zip(outs, *(tree_flatten(call(at))[0] for at in range(1, len(first.parts))), strict=True))
-    return (tree_unflatten([_result(p, column, leaves) for p, column in zip(placements, columns)], out_tree),)
+    results = [_result(p, column, leaves, first) for p, column in zip(placements, columns, strict=True)]
+    return (tree_unflatten(results, out_tree),)
 
 
-def _result(placement: Placement | None, column: Sequence[Any], leaves: Sequence[Any]) -> Any:
+def _result(
+    placement: Placement | None, column: Sequence[Any], leaves: Sequence[Any], first: Chunked
+) -> Any:
     if placement is None or placement.kind == "equal":
         return column[0]
     if placement.kind == "sum":
@@ -215,14 +221,21 @@ def _result(placement: Placement | None, column: Sequence[Any], leaves: Sequence
     for x in leaves:  # in place
         if type(x) is Chunked and all(a is b for a, b in zip(x.parts, column)):
             return x
-    return Chunked(column, *placement.at[0])
+    return Chunked(column, *min(placement.at, key=partial(_stretched, column, first.lengths())))
+
+
+def _stretched(column: Sequence[Tensor], lengths: Sequence[int], at: tuple[int, int]) -> tuple[bool, float]:
+    """How far a dim is from having the chunks' lengths: of dims of one element, several are the same cut."""
+    dim, blocks = at
+    times = {chunk.shape[dim] / (blocks * n) for chunk, n in zip(column, lengths, strict=True)}
+    return len(times) > 1, abs(math.log(min(times) or math.inf))
 
 
 def _placements(
-    recorded: Recorded, held: Mapping[int, Placement], outs: Sequence[Any], count: int, first: Chunked
+    recorded: Recorded, held: Mapping[str, Placement], outs: Sequence[Any], count: int, first: Chunked
 ) -> list[Placement | None] | None:
     """Of each result, as if chunks were ranks; None where one has none."""
-    placer = Placer(AXIS, count, {recorded.name(at): p for at, p in held.items()}, exact=True)
+    placer = Placer(AXIS, count, held, exact=True)
     try:
         for op in recorded.ops:
             if op.random:
@@ -235,7 +248,7 @@ def _placements(
         if not isinstance(out, Tensor):
             found.append(None)
             continue
-        placement = placer.of(recorded.name(id(out)))
+        placement = placer.of(recorded.name(out))
         if placement.kind == "equal" and placement.uniform and out.shape == first.parts[0].shape:
             placement = part(first.cut_dim, first.blocks)  # a tensor that is filled, of a chunk's shape
         if placement.kind not in ("equal", "sum", "part"):

@@ -25,13 +25,13 @@ class Recorded(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no two have one id
 
-    def name(self, tensor: int) -> str:
-        """Of a tensor, by its id."""
-        return self._names.setdefault(tensor, f"t{len(self._names)}")
+    def name(self, tensor: Tensor) -> str:
+        """What the tensor is called; what is written gets another name."""
+        self._kept.append(tensor)
+        return self._names.setdefault(id(tensor), f"t{len(self._names)}")
 
     def _ref(self, tensor: Tensor) -> Ref:
-        self._kept.append(tensor)
-        name = self.name(id(tensor))
+        name = self.name(tensor)
         self.specs.setdefault(name, spec_of(tensor))
         return Ref(name)
 

@@ -1,0 +1,171 @@
+"""Blocks that work in chunks of their sequence: the step is that of the uncut model, and chunks are independent."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.errors import CaptureError, UsageError
+from stretto.models.gpt import GPT, GPTConfig, next_token_sum
+from stretto.models.moe import moe_token_sum
+from stretto.parallelize.ampipe import Chunks, ampipe, blocks_of
+from stretto.parallelize.chunked import Chunked, joined, lengths_of
+from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of
+
+DEGREES = (2, 3, 4, 6)
+
+
+def by_chunks(model: nn.Module, degree: int) -> nn.Module:
+    """The plain model with experts that serve each chunk of a sequence by itself, written out."""
+    own = copy.deepcopy(model)
+    for module in own.modules():
+        if type(module).__name__ == "Experts":
+            module.forward = functools.partial(_each_chunk, module.forward, degree)  # type: ignore[method-assign]
+    return own
+
+
+def _each_chunk(forward: Any, degree: int, *rows: Tensor) -> Tensor:
+    length = batch().shape[1] - 1
+    parts = [x.view(-1, length, x.shape[-1]).split(lengths_of(length, degree), dim=1) for x in rows]
+    made = [forward(*(p.flatten(0, 1) for p in chunk)) for chunk in zip(*parts, strict=True)]
+    whole = [m.view(-1, n, m.shape[-1]) for m, n in zip(made, lengths_of(length, degree), strict=True)]
+    return torch.cat(whole, dim=1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("capacity", [DROPLESS, FEW])
+@pytest.mark.parametrize("how", [{"ep": 2, "dp": 2}, {"pp": 2, "microbatches": 2}], ids=["ep", "pp"])
+def test_the_whole_sequence_is_that_of_the_uncut_model(degree: int, capacity: float | None, how: Any) -> None:
+    parallel = Parallel(**how, ampipe_degree=degree, ampipe_capacity="whole", ep_buffer=4.0)
+    assert_equals(model_of(capacity, shared=1), parallel)
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_capacities_of_chunks_are_those_of_a_plain_model_by_chunks(degree: int) -> None:
+    model = model_of(FEW, shared=1, dense_every=2)
+    parallel = Parallel(ep=2, dp=2, ampipe_degree=degree)
+    assert_equals(model, parallel, expected=by_chunks(model, degree))
+
+
+@pytest.mark.parametrize("more", [{"schedule": "zb-h1"}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
+def test_it_goes_with_all_else(more: dict[str, Any]) -> None:
+    parallel = Parallel(ep=2, dp=2, pp=2, microbatches=4, ampipe_degree=2, **more)
+    assert_equals(model_of(DROPLESS, shared=1), parallel.model_copy(update={"ep_buffer": 4.0}))
+
+
+def test_each_chunk_has_collectives_and_products_of_its_own() -> None:
+    def targets(degree: int) -> Counter[str]:
+        how = Parallel(ep=2, dp=2, ampipe_degree=degree)
+        job = capture(model_of(FEW, shared=1), batch(), moe_token_sum, how)
+        return Counter(op.target for stage in job.stages for ops in stage.ops.values() for op in ops)
+
+    one, three = targets(1), targets(3)
+    assert three["comm.all_to_all"] == 3 * one["comm.all_to_all"]
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert three[attention] == 3 * one[attention]
+
+
+def test_dropout_draws_for_a_token_what_it_draws_in_the_uncut_model() -> None:
+    model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12, dropout=0.3)).double()
+    model.blocks[0].attention.dropout = model.blocks[1].attention.dropout = 0.0  # of the library's kernel
+    losses = []
+    for degree in (1, 2, 3):
+        own = copy.deepcopy(model)
+        torch.manual_seed(3)
+        if degree == 1:
+            total, _ = next_token_sum(own, batch())
+        else:
+            with ampipe(own, Chunks(degree)):
+                total, _ = next_token_sum(own, batch())
+        total.backward()
+        losses.append((float(total.detach()), own.embedding.weight.grad))
+    for loss, grad in losses[1:]:
+        assert loss == pytest.approx(losses[0][0], rel=1e-12)
+        assert torch.allclose(grad, losses[0][1], rtol=1e-10, atol=1e-12)
+
+
+CALLS = {
+    "sum over positions": lambda x: x.sum(dim=1),
+    "sum over features": lambda x: x.sum(dim=-1),
+    "softmax over positions": lambda x: x.softmax(dim=1),
+    "softmax over features": lambda x: x.softmax(dim=-1),
+    "cumsum": lambda x: x.cumsum(dim=1),
+    "flip": lambda x: x.flip(1),
+    "rows": lambda x: x.flatten(0, 1) @ torch.ones(8, 3, dtype=x.dtype),
+    "rows and back": lambda x: (x.reshape(-1, 8) * 2).view(x.shape),
+    "heads": lambda x: x.view(*x.shape[:2], 2, 4).transpose(1, 2),
+    "beside a whole": lambda x: x + torch.arange(12.0, dtype=x.dtype)[:, None],
+    "square beside": lambda x: F.linear(x, torch.arange(64.0, dtype=x.dtype).view(8, 8)),
+    "mean": lambda x: x.mean(),
+    "norm": lambda x: F.layer_norm(x, (8,)),
+    "positions mixed": lambda x: torch.arange(144.0, dtype=x.dtype).view(12, 12) @ x,
+    "a token": lambda x: x[:, 3],
+    "tokens": lambda x: x[:, 2:9] * 2,
+    "a feature": lambda x: x[..., 3],
+    "in place": lambda x: x.clone().mul_(2.0) + x,
+    "expanded": lambda x: x.unsqueeze(1).expand(2, 3, 12, 8),
+    "topk": lambda x: x.topk(2, dim=-1).indices,
+    "long as features": lambda x: x * torch.arange(8.0, dtype=x.dtype),
+    "zeros like": lambda x: torch.zeros_like(x) + x,
+    "where": lambda x: torch.where(x > 0, x, torch.zeros((), dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("degree", [2, 5])
+def test_any_call_gives_what_it_gives_of_the_whole(name: str, degree: int) -> None:
+    whole = torch.randn(2, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    cut = Chunked(whole.split(lengths_of(12, degree), dim=1), 1)
+    found = joined(CALLS[name](cut))
+    assert torch.allclose(found.double(), CALLS[name](whole).double(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["rows", "rows and back", "heads", "beside a whole", "norm", "topk", "a feature"])
+def test_what_can_stay_in_chunks_does(name: str) -> None:
+    cut = Chunked(torch.randn(2, 12, 8).double().split(4, dim=1), 1)
+    assert type(CALLS[name](cut)) is Chunked
+
+
+def test_a_square_matrix_beside_a_sequence_as_long_is_not_cut() -> None:
+    whole = torch.randn(2, 8, 8).double()
+    weight = torch.randn(8, 8).double()
+    cut = Chunked(whole.split(4, dim=1), 1)
+    assert torch.allclose(joined(F.linear(cut, weight)), F.linear(whole, weight))
+    assert torch.allclose(joined(cut @ weight), whole @ weight)
+    assert torch.allclose(joined(weight @ cut), weight @ whole)
+    assert torch.allclose(joined(cut * weight), whole * weight)
+
+
+def test_masks_are_cut_with_their_queries() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 12, 4).double() for _ in range(3))
+    cut = Chunked(q.split(lengths_of(12, 3), dim=2), 2)
+    for more in (
+        {"is_causal": True},
+        {},
+        {"attn_mask": torch.randn(12, 12).double()},
+        {"attn_mask": torch.rand(2, 1, 12, 12) > 0.3},
+        {"attn_mask": torch.randn(2, 1, 1, 12).double()},
+    ):
+        found = F.scaled_dot_product_attention(cut, k, v, **more)
+        assert type(found) is Chunked
+        assert torch.allclose(joined(found), F.scaled_dot_product_attention(q, k, v, **more))
+
+
+def test_too_many_chunks_are_refused_with_what_works() -> None:
+    with pytest.raises(CaptureError, match="give 6 or less"):
+        capture(model_of(FEW), batch(), moe_token_sum, Parallel(ampipe_degree=7))
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(UsageError, match="no ModuleList of blocks"):
+        blocks_of(nn.Linear(2, 2))
