@@ -39,6 +39,8 @@ from stretto.parallelize.styles import named_by
 
 AXIS = EP.name
 STYLE = "experts"
+THEIR_STYLE = "ep_dispatch_experts"
+"""What `transformers` (5) calls it; it names the modules' parameters as well, which follow from these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,16 @@ class ExpertParallel:
     buffer: float
 
 
+def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
+    """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have too."""
+    own = getattr(model, "ep_plan", None) or {}
+    return {pattern: STYLE for pattern, style in own.items() if style in (STYLE, THEIR_STYLE)}
+
+
 def experts_in(model: nn.Module) -> tuple[str, ...]:
     """The names of the modules that its own plan says hold experts."""
     names = [name for name, _ in model.named_modules()]
-    return tuple(found for pattern in getattr(model, "ep_plan", None) or () for found in named_by(pattern, names))
+    return tuple(found for pattern in ep_plan_of(model) for found in named_by(pattern, names))
 
 
 def expert_parallel(
@@ -62,7 +70,7 @@ def expert_parallel(
 ) -> ExpertParallel:
     """Which modules' experts are shared, and how. plan: pattern of module names -> "experts"; the model's own
     (`ep_plan`) by default. Raises UsageError for a model without experts and sizes that do not fit."""
-    given = plan if plan is not None else getattr(model, "ep_plan", None)
+    given = plan if plan is not None else ep_plan_of(model)
     if not given:
         raise UsageError(
             f"{type(model).__name__} has no plan for expert parallelism: give one, "
@@ -107,36 +115,57 @@ def spread_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     try:
         for module in {id(modules[name]): modules[name] for name in how.modules}.values():
-            undo.append(put_forward(module, _forward(module, how)))
+            own = _of_a_rank(module, how.size, undo)
+            undo.append(put_forward(module, _forward(module, own, how)))
         yield
     finally:
         for action in reversed(undo):
             action()
 
 
-def _forward(module: nn.Module, how: ExpertParallel) -> Callable[..., Tensor]:
+def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel) -> Callable[..., Tensor]:
     """The forward of a module with some of the experts: its signature is that of its kind in `transformers`."""
-    own: Callable[..., Tensor] = module.forward
     slots_of: Callable[[int], int | None] = getattr(module, "slots", lambda tokens: None)
     of_rows: OfRows = getattr(module, "of_rows", partial(_rows_by, own))
     experts = next(module.parameters(recurse=False)).shape[0] * how.size
 
-    def forward(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    def forward(
+        hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        x_ND, more = hidden_states.reshape(-1, hidden_states.shape[-1]), (args, kwargs)
+        if any(args) or any(kwargs.values()):
+            raise UsageError(f"{type(module).__name__} is called with {more}, which experts of ranks are not")
+        chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
+        weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
         slots = slots_of(x_ND.shape[0])
         if slots is None:
             served = partial(_of_rows, own=of_rows, how=how)
-            return dropless(x_ND, chosen_NK, weights_NK, experts, served)
-        there = partial(_of_slots, own=module.of_slots, size=how.size)
-        return within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, there)
+            made = dropless(x_ND, chosen_NK, weights_NK, experts, served)
+        else:
+            there = partial(_of_slots, own=module.of_slots, size=how.size)
+            made = within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, there)
+        return made.view_as(hidden_states)
 
     return forward
 
 
+def _of_a_rank(module: nn.Module, size: int, undo: list[Callable[[], None]]) -> Callable[..., Tensor]:
+    """The module's own forward, which now counts a rank's experts. Modules of `transformers` are told that ids
+    beyond these are of no expert."""
+    for attribute, change in (("num_experts", lambda n: n // size), ("_is_expert_parallel", lambda _: True)):
+        if hasattr(module, attribute):
+            kept = getattr(module, attribute)
+            setattr(module, attribute, change(kept))
+            undo.append(partial(setattr, module, attribute, kept))
+    own: Callable[..., Tensor] = module.forward
+    return own
+
+
 def _rows_by(own: Callable[..., Tensor], x_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows that are sorted by expert, by a forward that sorts them itself. Rows of no expert go to the last."""
-    last, row_R = counts_E.shape[0] - 1, torch.arange(x_RD.shape[0], device=x_RD.device)
-    expert_R = torch.searchsorted(counts_E.cumsum(dim=0), row_R, right=True).clamp(max=last)
-    return own(x_RD, expert_R.unsqueeze(1), x_RD.new_ones(x_RD.shape[0], 1))
+    """Rows that are sorted by expert, by a forward that sorts them itself."""
+    row_R = torch.arange(x_RD.shape[0], device=x_RD.device)
+    expert_R1 = torch.searchsorted(counts_E.cumsum(dim=0), row_R, right=True).unsqueeze(1)
+    return own(x_RD, expert_R1, x_RD.new_ones(x_RD.shape[0], 1))
 
 
 def _of_slots(x_ECD: Tensor, own: OfSlots, size: int) -> Tensor:
