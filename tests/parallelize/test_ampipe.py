@@ -93,6 +93,29 @@ def test_dropout_draws_for_a_token_what_it_draws_in_the_uncut_model() -> None:
         assert torch.allclose(grad, losses[0][1], rtol=1e-10, atol=1e-12)
 
 
+def _written(x: Tensor) -> Tensor:
+    """As DeepSeek-V3 puts its keys together."""
+    made = x.new_empty(2, 12, 8)
+    made[..., :3] = x[..., 5:]
+    made[..., 3:] = x[..., :5]
+    return made
+
+
+def _seen(x: Tensor) -> Tensor:
+    x.view(24, 8).mul_(2.0)
+    return x
+
+
+def _divided(x: Tensor) -> Tensor:
+    x /= x.square().sum(dim=-1, keepdim=True)
+    return x
+
+
+def _token(x: Tensor) -> Tensor:
+    x[:, 5] = 1.0
+    return x
+
+
 CALLS = {
     "sum over positions": lambda x: x.sum(dim=1),
     "sum over features": lambda x: x.sum(dim=-1),
@@ -113,6 +136,15 @@ CALLS = {
     "a feature": lambda x: x[..., 3],
     "in place": lambda x: x.clone().mul_(2.0) + x,
     "expanded": lambda x: x.unsqueeze(1).expand(2, 3, 12, 8),
+    "rows expanded": lambda x: x.flatten(0, 1).unsqueeze(1).expand(-1, 3, 8),
+    "rows in pairs": lambda x: x.reshape(-1, 2, 8),
+    "written in parts": _written,
+    "added in place to a whole": lambda x: torch.ones(2, 12, 8, dtype=x.dtype).add_(x),
+    "views see what is written": lambda x: _seen(x.clone()),
+    "divided": lambda x: _divided(x.clone()),
+    "a token written": lambda x: _token(x.clone()),
+    "scattered": lambda x: torch.zeros_like(x).scatter_(-1, x.topk(2, dim=-1).indices, 1.0),
+    "split": lambda x: torch.cat(x.split([3, 5], dim=-1)[::-1], dim=-1),
     "topk": lambda x: x.topk(2, dim=-1).indices,
     "long as features": lambda x: x * torch.arange(8.0, dtype=x.dtype),
     "zeros like": lambda x: torch.zeros_like(x) + x,
@@ -169,3 +201,17 @@ def test_too_many_chunks_are_refused_with_what_works() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(UsageError, match="no ModuleList of blocks"):
         blocks_of(nn.Linear(2, 2))
+
+
+def test_attention_that_cannot_be_cut_is_refused() -> None:
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.blocks[0](x)
+            return made
+
+    with pytest.raises(UsageError, match="which no block of Mixer calls"):
+        capture(Mixer(), torch.zeros(4, 6, 8), lambda m, x: m(x).sum(), Parallel(ampipe_degree=2))

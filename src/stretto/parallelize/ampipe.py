@@ -45,6 +45,7 @@ class _Attention(TorchFunctionMode):
         super().__init__()
         self.degree = degree
         self.inside = 0
+        self.cut = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.inside and function is F.scaled_dot_product_attention and type(args[0]) is not Chunked:
@@ -54,6 +55,7 @@ class _Attention(TorchFunctionMode):
                     f"ampipe_degree = {self.degree} cuts a sequence of {length} into chunks of less than two "
                     f"tokens; give {max(length // 2, 1)} or less"
                 )
+            self.cut = True
             with self.outside():
                 return attention(*args, **(kwargs or {}), lengths=lengths_of(length, self.degree))
         return function(*args, **(kwargs or {}))
@@ -97,6 +99,12 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
             undo.append(put_forward(module, _experts(module.forward, not how.whole or _dropless(module))))
         with mode:
             yield
+        if not mode.cut:
+            raise UsageError(
+                f"ampipe_degree = {how.degree} cuts at torch.nn.functional.scaled_dot_product_attention, which no "
+                f"block of {type(model).__name__} calls: choose that attention (transformers: "
+                "attn_implementation='sdpa'), or leave ampipe_degree out"
+            )
     finally:
         for action in reversed(undo):
             action()

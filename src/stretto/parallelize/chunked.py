@@ -134,7 +134,8 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         dim = x.cut_dim + len(shape) - x.dim()
         if x.shape[x.cut_dim] != shape[dim] and shape[dim] != -1:
             return None
-        return Chunked([c.expand([-1 if d == dim else n for d, n in enumerate(shape)]) for c in x.parts], dim)
+        sizes = [-1 if d == dim else n for d, n in enumerate(shape)]
+        return Chunked([chunk.expand(sizes) for chunk in x.parts], dim, x.blocks)
     known = math.prod(n for n in shape if n != -1)
     target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
     whole = x.shape[x.cut_dim] // x.blocks
@@ -157,6 +158,8 @@ def joined(value: Any) -> Any:
 
 
 def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if _writes(function):
+        return _written(function, args, kwargs)
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
     cut = [x for x in leaves if type(x) is Chunked]
     if len({tuple(x.lengths()) for x in cut}) == 1:
@@ -166,6 +169,35 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
                 return found[0]
     whole_args, whole_kwargs = joined((tuple(args), dict(kwargs)))
     return function(*whole_args, **whole_kwargs)
+
+
+def _writes(function: Callable[..., Any]) -> str:
+    """What a function that changes its first argument would be called if it made another tensor; "" for others."""
+    name = str(getattr(function, "__name__", ""))
+    if name in ("__setitem__", "copy_") or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")):
+        return name.removeprefix("__i").strip("_") if name.startswith("__i") else name
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else ""
+
+
+def _written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What views of the chunks see too: a cut tensor's chunks are overwritten by what the call makes."""
+    target = args[0]
+    if type(target) is not Chunked:
+        whole_args, whole_kwargs = joined((tuple(args[1:]), dict(kwargs)))
+        return function(target, *whole_args, **whole_kwargs)
+    plain = getattr(Tensor, _writes(function), None)
+    if plain is not None and plain is not function:
+        # Of a copy, which autograd may keep.
+        made = plain(target.each(torch.clone), *args[1:], **kwargs)
+    else:
+        made = target.joined().clone()
+        whole_args, whole_kwargs = joined((tuple(args[1:]), dict(kwargs)))
+        function(made, *whole_args, **whole_kwargs)
+    if type(made) is not Chunked or (made.cut_dim, made.blocks) != (target.cut_dim, target.blocks):
+        made = Chunked(target.cut_alike(joined(made), target.cut_dim, target.blocks), target.cut_dim)
+    for part_of_it, new in zip(target.parts, made.parts, strict=True):
+        part_of_it.copy_(new)
+    return target
 
 
 def _cuts_beside(leaves: Sequence[Any], first: Chunked) -> list[list[Any]]:
@@ -204,13 +236,11 @@ def _by_chunks(
     if all(p is None or p.kind == "equal" for p in placements):
         return (made,)
     columns = list(zip(outs, *(tree_flatten(call(at))[0] for at in range(1, len(first.parts))), strict=True))
-    results = [_result(p, column, leaves, first) for p, column in zip(placements, columns, strict=True)]
+    results = [_result(p, column, first) for p, column in zip(placements, columns, strict=True)]
     return (tree_unflatten(results, out_tree),)
 
 
-def _result(
-    placement: Placement | None, column: Sequence[Any], leaves: Sequence[Any], first: Chunked
-) -> Any:
+def _result(placement: Placement | None, column: Sequence[Any], first: Chunked) -> Any:
     if placement is None or placement.kind == "equal":
         return column[0]
     if placement.kind == "sum":
@@ -218,9 +248,6 @@ def _result(
         for addend in column[1:]:
             total = total + addend
         return total
-    for x in leaves:  # in place
-        if type(x) is Chunked and all(a is b for a, b in zip(x.parts, column)):
-            return x
     return Chunked(column, *min(placement.at, key=partial(_stretched, column, first.lengths())))
 
 
