@@ -98,15 +98,13 @@ def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callabl
         microbatches: int,
         param_dtype: torch.dtype | None,
         device: Any,
-        tensor: Any,
+        layout: Any,
         skip_passes: Collection[str],
         meshes: Any,
-        experts: Any,
-        chunks: Any,
         repeats: bool,
     ) -> Any:
-        settings = (microbatches, param_dtype, device, tensor, experts, chunks, tuple(skip_passes), repeats)
-        arguments = (model, batch, loss, *settings[:-4], skip_passes, meshes, experts, chunks)
+        settings = (microbatches, param_dtype, device, layout, tuple(skip_passes), repeats)
+        arguments = (model, batch, loss, *settings[:-2], skip_passes, meshes)
         try:
             if meshes is not None:
                 raise UntoldError("on meshes")

@@ -34,11 +34,9 @@ class Settings(BaseModel):
     )
 
 
-class GPTSettings(Settings):
-    """Stretto's own GPT (`stretto.models.gpt`)."""
+class DecoderSettings(Settings):
+    """What Stretto's own transformers have in common."""
 
-    kind: Literal["gpt"] = "gpt"
-    """Which kind of model this is."""
     vocab_size: int | None = Field(default=None, ge=0)
     """Rows of the embedding; without it, or with 0, as many as the tokenizer has tokens."""
     layers: int = Field(default=8, ge=1)
@@ -59,7 +57,7 @@ class GPTSettings(Settings):
     """How a position is encoded: by rotating queries and keys, or by a learned vector."""
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> GPTSettings:
+    def _heads_fit(self) -> DecoderSettings:
         if self.hidden % self.heads:
             raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}")
         if self.positions == "rotary" and (self.hidden // self.heads) % 2:
@@ -70,10 +68,52 @@ class GPTSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _mlp_fits(self) -> GPTSettings:
+    def _mlp_fits(self) -> DecoderSettings:
         if round(self.hidden * self.mlp_ratio) < 1:
             raise ValueError(
                 f"mlp_ratio = {self.mlp_ratio} of hidden = {self.hidden} makes an MLP of width 0; "
+                f"give {1 / self.hidden:.3g} or more"
+            )
+        return self
+
+
+class GPTSettings(DecoderSettings):
+    """Stretto's own GPT (`stretto.models.gpt`)."""
+
+    kind: Literal["gpt"] = "gpt"
+    """Which kind of model this is."""
+
+
+class MoESettings(DecoderSettings):
+    """A GPT whose blocks have experts in place of one MLP (`stretto.models.moe`)."""
+
+    kind: Literal["moe"]
+    """Which kind of model this is."""
+    experts: int = Field(default=8, ge=2)
+    """Experts of a block."""
+    top_k: int = Field(default=2, ge=1)
+    """Experts that a token goes to."""
+    expert_ratio: float = Field(default=4.0, gt=0)
+    """Width of an expert over `hidden`."""
+    capacity_factor: float = Field(default=1.25, ge=0)
+    """Tokens that an expert takes of a microbatch, over its even share; those beyond it are dropped. 0 is
+    dropless: every token is served."""
+    shared_experts: int = Field(default=0, ge=0)
+    """Experts that every token goes to, beside those that its router chooses."""
+    dense_every: int = Field(default=0, ge=0)
+    """One block in so many has a plain MLP, the first block first; 0 for none."""
+    aux_weight: float = Field(default=0.01, ge=0)
+    """Weight of the loss that balances the experts' loads."""
+    z_weight: float = Field(default=0.001, ge=0)
+    """Weight of the loss that keeps routers' scores small."""
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> MoESettings:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k = {self.top_k} must not be above experts = {self.experts}")
+        if round(self.hidden * self.expert_ratio) < 1:
+            raise ValueError(
+                f"expert_ratio = {self.expert_ratio} of hidden = {self.hidden} makes experts of width 0; "
                 f"give {1 / self.hidden:.3g} or more"
             )
         return self
@@ -115,7 +155,9 @@ def _with_kind(given: Any) -> Any:
     return {"kind": GPTSettings.model_fields["kind"].default, **given} if isinstance(given, dict) else given
 
 
-Model = Annotated[GPTSettings | HuggingFaceSettings, Field(discriminator="kind"), BeforeValidator(_with_kind)]
+Model = Annotated[
+    GPTSettings | MoESettings | HuggingFaceSettings, Field(discriminator="kind"), BeforeValidator(_with_kind)
+]
 
 RECOMPUTE = ("none", "selective", "full", "gathers")
 """Words for what the backward computes again; a number is a limit of memory."""
@@ -364,11 +406,33 @@ class TrainSettings(Settings):
         return self
 
 
+def _faults_of_experts(settings: TrainSettings) -> list[tuple[bool, str]]:
+    model, parallel, length = settings.model, settings.parallel, settings.data.sequence_length
+    experts = model.experts if isinstance(model, MoESettings) else parallel.ep
+    fits = [n for n in range(1, experts + 1) if experts % n == 0]
+    return [
+        (
+            parallel.ep > 1 and isinstance(model, GPTSettings),
+            f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: give "
+            "model.kind = 'moe', or ep = 1",
+        ),
+        (
+            experts % parallel.ep > 0,
+            f"parallel.ep = {parallel.ep} must divide model.experts = {experts}: give one of {fits}",
+        ),
+        (
+            length < 2 * parallel.ampipe_degree and parallel.ampipe_degree > 1,
+            f"parallel.ampipe_degree = {parallel.ampipe_degree} cuts data.sequence_length = {length} into chunks "
+            f"of less than two tokens: give {max(length // 2, 1)} or less",
+        ),
+    ]
+
+
 def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training = settings.model, settings.parallel, settings.training
     length = settings.data.sequence_length
-    if isinstance(model, GPTSettings):
+    if isinstance(model, DecoderSettings):
         longest, what, layers, heads = model.context, "model.context", model.layers, model.heads
     else:
         given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"
@@ -390,6 +454,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"training.global_batch = {training.global_batch} must be a multiple of "
             f"parallel.microbatches = {parallel.microbatches}{by}",
         ),
+        *_faults_of_experts(settings),
         (
             parallel.sequence_parallel and length % parallel.tp,
             f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "

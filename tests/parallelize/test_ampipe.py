@@ -56,7 +56,9 @@ def test_capacities_of_chunks_are_those_of_a_plain_model_by_chunks(degree: int) 
     assert_equals(model, parallel, expected=by_chunks(model, degree))
 
 
-@pytest.mark.parametrize("more", [{"schedule": "zb-h1"}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"schedule": "zb-h1"}, {"recompute": "full"}, {"recompute": "selective"}], ids=str
+)
 def test_it_goes_with_all_else(more: dict[str, Any]) -> None:
     parallel = Parallel(ep=2, dp=2, pp=2, microbatches=4, ampipe_degree=2, **more)
     assert_equals(model_of(DROPLESS, shared=1), parallel.model_copy(update={"ep_buffer": 4.0}))
@@ -161,7 +163,9 @@ def test_any_call_gives_what_it_gives_of_the_whole(name: str, degree: int) -> No
     assert torch.allclose(found.double(), CALLS[name](whole).double(), rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["rows", "rows and back", "heads", "beside a whole", "norm", "topk", "a feature"])
+@pytest.mark.parametrize(
+    "name", ["rows", "rows and back", "heads", "beside a whole", "norm", "topk", "a feature"]
+)
 def test_what_can_stay_in_chunks_does(name: str) -> None:
     cut = Chunked(torch.randn(2, 12, 8).double().split(4, dim=1), 1)
     assert type(CALLS[name](cut)) is Chunked

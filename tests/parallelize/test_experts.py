@@ -75,7 +75,9 @@ def ran(plan: Plan, model: nn.Module) -> tuple[Tensor, Grads]:
     size = plan.job.size("ep")
     grads: Grads = {}
     for name in dict.fromkeys(name for _, of_rank in found for name in of_rank):
-        here = [(plan.mesh.coordinates(r).get("ep", 0), g[name]) for r, (_, g) in enumerate(found) if name in g]
+        here = [
+            (plan.mesh.coordinates(r).get("ep", 0), g[name]) for r, (_, g) in enumerate(found) if name in g
+        ]
         by_rank: dict[int, Tensor] = {}
         for at, grad in here:
             if ".experts." not in name:
@@ -131,5 +133,3 @@ def test_what_does_not_fit_is_refused(ep: int, dp: int, said: str) -> None:
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(UsageError, match="no plan for expert parallelism"):
         capture(nn.Linear(2, 2), torch.zeros(4, 2), lambda m, x: m(x).sum(), Parallel(ep=2, dp=2))
-
-

@@ -19,9 +19,7 @@ from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
-from stretto.parallelize.ampipe import Chunks
-from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in
-from stretto.parallelize.tensor import TensorParallel, tensor_parallel
+from stretto.parallelize.layout import Layout, layout_of
 from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 
 DEVICES = ("cpu", "cuda")
@@ -95,7 +93,7 @@ def _capture(
     equal_layers: bool,
 ) -> Job:
     meshes = on_meshes(model, parallel, tp_plan)
-    tensor = tensor_of(model, parallel, tp_plan) if meshes is None else meshes.tensor_parallel(model)
+    layout = layout_of(model, parallel, tp_plan) if meshes is None else Layout(meshes.tensor_parallel(model))
     traced = trace(
         model,
         batch,
@@ -103,12 +101,10 @@ def _capture(
         microbatches=parallel.microbatches * parallel.dp,
         param_dtype=DTYPES[precision],
         device=device,
-        tensor=tensor,
+        layout=layout,
         equal_layers=equal_layers,
         skip_passes=parallel.skip_passes,
         meshes=meshes,
-        experts=experts_of(model, parallel),
-        chunks=chunks_of(model, parallel),
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     count = stages if stages is not None else named or parallel.pp
@@ -151,27 +147,3 @@ def _check_arguments(model: object, loss: object, parallel: object, device: obje
         raise UsageError(
             f"stages = {stages!r}: give a whole number from 1 on, or leave it out for one a rank"
         )
-
-
-def chunks_of(model: nn.Module, parallel: ParallelSettings) -> Chunks | None:
-    """How blocks' sequences are cut; None when they are not."""
-    if parallel.ampipe_degree == 1:
-        return None
-    return Chunks(parallel.ampipe_degree, experts_in(model), parallel.ampipe_capacity == "whole")
-
-
-def experts_of(model: nn.Module, parallel: ParallelSettings) -> ExpertParallel | None:
-    """How the model's experts are shared by expert-parallel ranks; None when there is one."""
-    if parallel.ep == 1:
-        return None
-    return expert_parallel(model, parallel.ep, buffer=parallel.ep_buffer)
-
-
-def tensor_of(
-    model: nn.Module, parallel: ParallelSettings, tp_plan: Mapping[str, Any] | None = None
-) -> TensorParallel | None:
-    """How the model is spread over tensor-parallel ranks; None when there is one."""
-    if parallel.tp == 1:
-        return None
-    plan = tp_plan if tp_plan is not None else parallel.tp_plan
-    return tensor_parallel(model, parallel.tp, sequence=parallel.sequence_parallel, plan=plan)

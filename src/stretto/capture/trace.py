@@ -37,15 +37,14 @@ from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
 from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
-from stretto.parallelize.ampipe import Chunks, ampipe
-from stretto.parallelize.experts import ExpertParallel, spread_experts
-from stretto.parallelize.parts import local_shape
-from stretto.parallelize.spread import spread
+from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
 from stretto.passes import Graph, check_names, run_passes
 
 _log = logging.getLogger(__name__)
+
+PLAIN = Layout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +87,18 @@ def trace(
     microbatches: int = 1,
     param_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    tensor: TensorParallel | None = None,
+    layout: Layout = PLAIN,
     equal_layers: bool = True,
     skip_passes: Collection[str] = (),
     meshes: OnMeshes | None = None,
-    experts: ExpertParallel | None = None,
-    chunks: Chunks | None = None,
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
     batch: the whole batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
-    "cuda" there need not be one here (`absent_cuda` says what is chosen then). tensor: trace one rank's part
-    of a model that is spread so; None traces the whole. equal_layers: whether layers that are equal are
+    "cuda" there need not be one here (`absent_cuda` says what is chosen then). layout: trace one rank's part
+    of a model that is laid out so. equal_layers: whether layers that are equal are
     traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
     passes to leave out. meshes: where a program on several meshes lies (`stretto.capture.meshes`).
 
@@ -109,10 +106,10 @@ def trace(
     """
     check_names(skip_passes)
     attempt = partial(
-        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, meshes, experts, chunks
+        _trace, model, batch, loss, microbatches, param_dtype, device, layout, skip_passes, meshes
     )
     # Layers that are repeated would number the borders of meshes anew.
-    if equal_layers and meshes is None and chunks is None:
+    if equal_layers and meshes is None and layout.chunks is None:
         try:
             return attempt(repeats=True)
         except (NotRepeatedError, CaptureError) as reason:
@@ -128,14 +125,13 @@ def _trace(
     microbatches: int,
     param_dtype: torch.dtype | None,
     device: torch.device | str | None,
-    tensor: TensorParallel | None,
+    layout: Layout,
     skip_passes: Collection[str],
     meshes: OnMeshes | None,
-    experts: ExpertParallel | None,
-    chunks: Chunks | None,
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
+    tensor = layout.tensor
     leaves, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
@@ -166,10 +162,8 @@ def _trace(
         )
         beside = Beside(model, leaves_of(tensor), tensor.size, found, like, torch_adapter.mark_call)
     with (
-        torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor, experts)),
-        nullcontext() if experts is None else spread_experts(model, experts),
-        nullcontext() if tensor is None else spread(model, tensor),
-        nullcontext() if chunks is None else ampipe(model, chunks),
+        torch_adapter.fake_state(model, mode, at, param_dtype, layout.part_shapes(model)),
+        layout.applied(model),
     ):
         state = {
             **{n: spec_of(p) for n, p in model.named_parameters(remove_duplicate=False)},
@@ -218,7 +212,7 @@ def _trace(
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
     divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
-    shards = {**({} if tensor is None else tensor.shards), **({} if experts is None else experts.shards)}
+    shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     if tensor is not None:
         proved = prove(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None)
@@ -310,19 +304,6 @@ def _alone(
     for call in layers.calls:
         first.setdefault(call.kind, call.layer)
     return calls.found, {call.layer: first[call.kind] for call in layers.calls if not call.template}
-
-
-def _parts(
-    model: nn.Module, tensor: TensorParallel | None, experts: ExpertParallel | None
-) -> dict[int, tuple[int, ...]]:
-    """id of a parameter -> the shape of a rank's part."""
-    return {
-        id(p): local_shape(p.shape, how.shards[name], how.size)
-        for how in (tensor, experts)
-        if how is not None
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if name in how.shards
-    }
 
 
 def _passed(

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stretto.batch.loss import Loss
-from stretto.config import GPTSettings, HuggingFaceSettings
+from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
 from stretto.errors import UsageError
 from stretto.models.gpt import (
     GPT,
@@ -23,8 +24,9 @@ from stretto.models.gpt import (
     next_token_loss,
     next_token_sum,
 )
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_loss, moe_token_sum
 
-ModelSettings = GPTSettings | HuggingFaceSettings
+ModelSettings = GPTSettings | MoESettings | HuggingFaceSettings
 Mean = Callable[[nn.Module, Any], Tensor]
 
 END_OF_TEXT_ID = 0
@@ -45,28 +47,23 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
         raise UsageError(
             f"model.vocab_size = {rows} is too small: the tokenizer has {vocab_size} tokens; leave it out"
         )
-    config = GPTConfig(
-        vocab_size=rows,
-        layers=settings.layers,
-        hidden=settings.hidden,
-        heads=settings.heads,
-        context=settings.context,
-        mlp_ratio=settings.mlp_ratio,
-        dropout=settings.dropout,
-        tie_embeddings=settings.tie_embeddings,
-        positions=settings.positions,
-    )
-    return GPT(config, seed)
+    names = {field.name for field in fields(MoEConfig if isinstance(settings, MoESettings) else GPTConfig)}
+    sizes = {name: value for name, value in settings if name in names} | {"vocab_size": rows}
+    if isinstance(settings, GPTSettings):
+        return GPT(GPTConfig(**sizes), seed)
+    return MoEGPT(MoEConfig(**sizes | {"capacity_factor": settings.capacity_factor or None}), seed)
 
 
 def loss_function(settings: ModelSettings) -> Mean:
     """`loss(model, batch)`: the mean next-token loss in nats; for `batch` see `gpt.inputs_and_targets`."""
-    return huggingface_loss if isinstance(settings, HuggingFaceSettings) else next_token_loss
+    kinds = {"huggingface": huggingface_loss, "moe": moe_token_loss, "gpt": next_token_loss}
+    return kinds[settings.kind]
 
 
 def counted_loss_function(settings: ModelSettings) -> Loss:
     """`loss(model, batch)`: (sum, count) of the same, as a training takes it: every token weighs alike."""
-    return huggingface_sum if isinstance(settings, HuggingFaceSettings) else next_token_sum
+    kinds = {"huggingface": huggingface_sum, "moe": moe_token_sum, "gpt": next_token_sum}
+    return kinds[settings.kind]
 
 
 def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:

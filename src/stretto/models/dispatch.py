@@ -48,9 +48,7 @@ def within_capacity(
     return (y_KND * weights_NK.t().unsqueeze(-1)).sum(dim=0)
 
 
-def dropless(
-    x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, of_rows: OfRows
-) -> Tensor:
+def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, of_rows: OfRows) -> Tensor:
     """(N, D): the weighed results of each token's experts, all of which are served."""
     N, K = chosen_NK.shape
     chosen_R = chosen_NK.flatten()

@@ -151,9 +151,7 @@ class GPT(nn.Module):
 
     tp_plan = TP_PLAN
 
-    def __init__(
-        self, config: GPTConfig, seed: int = 0, blocks: Sequence[nn.Module] | None = None
-    ) -> None:
+    def __init__(self, config: GPTConfig, seed: int = 0, blocks: Sequence[nn.Module] | None = None) -> None:
         """blocks: others than `Block`."""
         super().__init__()
         self.config = config

@@ -61,7 +61,9 @@ class MoEConfig(GPTConfig):
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"top_k = {self.top_k} must be from 1 to experts = {self.experts}")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ValueError(f"capacity_factor = {self.capacity_factor} must be above 0, or None for dropless")
+            raise ValueError(
+                f"capacity_factor = {self.capacity_factor} must be above 0, or None for dropless"
+            )
 
     @property
     def expert_hidden(self) -> int:
@@ -146,7 +148,9 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config)
-        self.shared = MLP(config, config.shared_experts * config.expert_hidden) if config.shared_experts else None
+        self.shared = (
+            MLP(config, config.shared_experts * config.expert_hidden) if config.shared_experts else None
+        )
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         x_ND = x_BSD.flatten(0, 1)
@@ -221,12 +225,12 @@ def moe_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tup
     return loss + routers * count, count
 
 
-def _losses(
-    model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str
-) -> tuple[Tensor, Tensor]:
+def _losses(model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str) -> tuple[Tensor, Tensor]:
     inputs_BS, targets_BS = inputs_and_targets(batch)
     output = model(inputs_BS)
     config = model.config
     assert isinstance(config, MoEConfig)
     balance, z = output.losses.unbind()
-    return cross_entropy(output.logits, targets_BS, reduction), config.aux_weight * balance + config.z_weight * z
+    return cross_entropy(
+        output.logits, targets_BS, reduction
+    ), config.aux_weight * balance + config.z_weight * z

@@ -57,7 +57,8 @@ class _Attention(TorchFunctionMode):
                 )
             self.cut = True
             with self.outside():
-                return attention(*args, **(kwargs or {}), lengths=lengths_of(length, self.degree))
+                named = {**(kwargs or {}), "lengths": lengths_of(length, self.degree)}
+                return attention(*args, **named)
         return function(*args, **(kwargs or {}))
 
     @contextmanager
@@ -139,4 +140,3 @@ def _experts(own: Callable[..., Tensor], by_chunk: bool) -> Callable[..., Tensor
         return Chunked(made, cut[0].cut_dim, cut[0].blocks)
 
     return forward
-

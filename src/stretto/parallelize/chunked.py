@@ -60,7 +60,7 @@ class Chunked(Tensor):
         pass
 
     @property
-    def requires_grad(self) -> bool:
+    def requires_grad(self) -> bool:  # type: ignore[override]
         return any(chunk.requires_grad for chunk in self.parts)
 
     def lengths(self) -> list[int]:
@@ -72,14 +72,14 @@ class Chunked(Tensor):
         if self.blocks == 1:
             return torch.cat(self.parts, dim=self.cut_dim)
         dim, blocks = self.cut_dim, self.blocks
-        inner = [chunk.unflatten(dim, (blocks, -1)) for chunk in self.parts]
+        inner = [_in_blocks(chunk, dim, blocks) for chunk in self.parts]
         return torch.cat(inner, dim=dim + 1).flatten(dim, dim + 1)
 
     def cut_alike(self, whole: Tensor, dim: int, blocks: int) -> list[Tensor]:
         """A whole tensor's chunks, of the lengths of these."""
         if blocks == 1:
-            return list(whole.split(self.lengths(), dim))
-        inner = whole.unflatten(dim, (blocks, -1)).split(self.lengths(), dim + 1)
+            return list(torch.split(whole, self.lengths(), dim))
+        inner = torch.split(_in_blocks(whole, dim, blocks), self.lengths(), dim + 1)
         return [chunk.flatten(dim, dim + 1) for chunk in inner]
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Chunked:
@@ -127,7 +127,9 @@ _SHAPED = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.view_as, Tensor.re
 def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """A view of the whole, done to the chunks; None where its cut is no cut of the view."""
     given = [*args, *kwargs.values()]
-    shape = given[0].shape if isinstance(given[0], Tensor) else given if isinstance(given[0], int) else given[0]
+    shape = (
+        given[0].shape if isinstance(given[0], Tensor) else given if isinstance(given[0], int) else given[0]
+    )
     if not all(isinstance(n, int) for n in shape):
         return None
     if function is Tensor.expand:
@@ -149,6 +151,12 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
             ]
             return Chunked(made, dim, blocks)
     return None
+
+
+def _in_blocks(x: Tensor, dim: int, blocks: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim : dim + 1] = [blocks, shape[dim] // blocks]
+    return x.reshape(shape)
 
 
 def joined(value: Any) -> Any:
@@ -309,7 +317,7 @@ def attention(
     key, value, attn_mask = joined((key, value, attn_mask))
     if type(query) is not Chunked:
         assert lengths is not None
-        query = Chunked(query.split(list(lengths), -2), query.dim() - 2)
+        query = Chunked(torch.split(query, list(lengths), -2), query.dim() - 2)
     if query.cut_dim != query.dim() - 2 or query.blocks != 1 or (dropout_p and is_causal is None):
         return F.scaled_dot_product_attention(
             query.joined(), key, value, attn_mask, dropout_p, is_causal, **more
@@ -328,7 +336,13 @@ def attention(
             mask = mask[..., start:end, :]
         made.append(
             F.scaled_dot_product_attention(
-                chunk, key[..., :seen, :], value[..., :seen, :], mask, dropout_p, is_causal and not start, **more
+                chunk,
+                key[..., :seen, :],
+                value[..., :seen, :],
+                mask,
+                dropout_p,
+                is_causal and not start,
+                **more,
             )
         )
     return Chunked(made, query.dim() - 2)

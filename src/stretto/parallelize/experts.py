@@ -127,6 +127,7 @@ def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel)
     """The forward of a module with some of the experts: its signature is that of its kind in `transformers`."""
     slots_of: Callable[[int], int | None] = getattr(module, "slots", lambda tokens: None)
     of_rows: OfRows = getattr(module, "of_rows", partial(_rows_by, own))
+    of_slots = partial(_of_slots, own=getattr(module, "of_slots", own), size=how.size)
     experts = next(module.parameters(recurse=False)).shape[0] * how.size
 
     def forward(
@@ -142,8 +143,7 @@ def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel)
             served = partial(_of_rows, own=of_rows, how=how)
             made = dropless(x_ND, chosen_NK, weights_NK, experts, served)
         else:
-            there = partial(_of_slots, own=module.of_slots, size=how.size)
-            made = within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, there)
+            made = within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, of_slots)
         return made.view_as(hidden_states)
 
     return forward

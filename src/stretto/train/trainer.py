@@ -139,7 +139,7 @@ class Trainer:
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
         loss = counted_loss_function(settings.model)
         batch = data.train.batch(0, settings.training.global_batch)
-        tensor = spread(model, settings, say)
+        layout = spread(model, settings, say)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
             job = capture(model, batch, loss, settings.parallel, precision=settings.precision)
@@ -148,7 +148,7 @@ class Trainer:
             say(line)
         self.runner = Runner(plan, model, seed=settings.training.seed, compile=settings.compile)
         self.held_out = HeldOut(
-            self.runner, model, batch, loss, data.held_out, settings.training.eval_batches, tensor
+            self.runner, model, batch, loss, data.held_out, settings.training.eval_batches, layout
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")
