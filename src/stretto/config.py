@@ -181,13 +181,13 @@ class ParallelSettings(Settings):
     dp: int = Field(default=1, ge=1)
     """Data-parallel copies, each of which takes an equal part of the global batch."""
     ep: int = Field(default=1, ge=1)
-    """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp` is a
-    multiple of it."""
+    """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
+    is a multiple of it."""
     ep_buffer: float = Field(default=2.0, ge=1)
     """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
     ampipe_degree: int = Field(default=1, ge=1)
-    """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates runs
-    under the compute of another (`docs/experts.md`); 1 does not cut."""
+    """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
+    runs under the compute of another (`docs/experts.md`); 1 does not cut."""
     ampipe_capacity: Literal["chunk", "whole"] = "chunk"
     """With a capacity, which tokens share an expert's slots: those of a chunk, as in MindSpeed, or all of the
     microbatch's, as without chunks; then experts wait for all chunks."""
@@ -235,8 +235,8 @@ class ParallelSettings(Settings):
     def _axes_fit(self) -> ParallelSettings:
         if self.dp % self.ep:
             raise ValueError(
-                f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no multiple "
-                f"of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
+                f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
+                f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
         if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
             what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
@@ -276,7 +276,8 @@ class Parallel(ParallelSettings):
     def __init__(self, **given: Any) -> None:
         for axis in TO_COME.keys() & given.keys():
             raise UsageError(
-                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp, ep and tp"
+                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp, ep "
+                "and tp"
             )
         try:
             super().__init__(**given)
@@ -422,8 +423,8 @@ def _faults_of_experts(settings: TrainSettings) -> list[tuple[bool, str]]:
         ),
         (
             length < 2 * parallel.ampipe_degree and parallel.ampipe_degree > 1,
-            f"parallel.ampipe_degree = {parallel.ampipe_degree} cuts data.sequence_length = {length} into chunks "
-            f"of less than two tokens: give {max(length // 2, 1)} or less",
+            f"parallel.ampipe_degree = {parallel.ampipe_degree} cuts data.sequence_length = {length} into "
+            f"chunks of less than two tokens: give {max(length // 2, 1)} or less",
         ),
     ]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.models.build import huggingface_loss
-from stretto.parallelize.layout import Layout, layout_of
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.parallelize.layout import layout_of
 
 transformers = pytest.importorskip("transformers")
 tracing = importlib.import_module("stretto.capture.trace")

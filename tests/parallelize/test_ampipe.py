@@ -1,4 +1,5 @@
-"""Blocks that work in chunks of their sequence: the step is that of the uncut model, and chunks are independent."""
+"""Blocks that work in chunks of their sequence: the step is that of the uncut model, and chunks are
+independent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Tokens to experts and back: rows are brought to the experts that were chosen, and their results are weighed.
+"""Tokens to experts and back: rows are brought to the experts that were chosen, and their results are
+weighed.
 
     within_capacity    each expert has a fixed number of slots. First choices are served before second ones,
-                       earlier tokens before later (GShard, arXiv 2006.16668; DeepSpeed-MoE); what finds no slot
-                       is dropped, and adds nothing to its token.
+                       earlier tokens before later (GShard, arXiv 2006.16668; DeepSpeed-MoE); what finds no
+                       slot is dropped, and adds nothing to its token.
     dropless           every choice is served: rows are sorted by expert (MegaBlocks, arXiv 2211.15841).
 
 Shapes depend on no values. Dims of tensors, as suffixes:

@@ -3,9 +3,9 @@
     grouped_mm(x_RD, w_EDM, ends_E)    rows ends[e - 1] to ends[e] of x times w[e]; zero behind the last end
     grouped_mm_t(x_RD, y_RM, ends_E)   for each group x' y, (E, D, M): the gradient of w
 
-The number of rows is fixed, and how many each group has is data: so the shapes of a step do not depend on where
-a router sends tokens. An accelerator has one kernel for it (`torch.nn.functional.grouped_mm`, in bfloat16); elsewhere
-a product a group.
+The number of rows is fixed, and how many each group has is data: so the shapes of a step do not depend on
+where a router sends tokens. An accelerator has one kernel for it (`torch.nn.functional.grouped_mm`, in
+bfloat16); elsewhere a product a group.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def grouped_mm(x_RD: Tensor, w_EDM: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows of x by groups, each times its own matrix: (R, M). ends_E: where each group's rows end; rows behind
-    the last end become zero."""
+    """Rows of x by groups, each times its own matrix: (R, M). ends_E: where each group's rows end; rows
+    behind the last end become zero."""
     made: Tensor = _Grouped.apply(x_RD, w_EDM, ends_E)  # type: ignore[no-untyped-call]
     return made

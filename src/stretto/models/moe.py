@@ -1,8 +1,8 @@
 """A GPT whose blocks have experts in place of one MLP: each token goes to the few that its router chooses.
 
 The plain, single-process model. A router's scores and losses are taken in float32 or finer, as in Switch
-Transformers (Fedus et al., arXiv 2101.03961). Tokens go to experts within a capacity, of which each takes at most
-`capacity_factor` times its even share of a microbatch's choices, or dropless (`dispatch`).
+Transformers (Fedus et al., arXiv 2101.03961). Tokens go to experts within a capacity, of which each takes at
+most `capacity_factor` times its even share of a microbatch's choices, or dropless (`dispatch`).
 
 Dims of tensors, as suffixes:
   B batch   S sequence   N tokens of a microbatch   D hidden   E experts   K choices of a token
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,11 +81,11 @@ class MoEConfig(GPTConfig):
 
 
 class Routed(NamedTuple):
-    """chosen_NK: experts of each token, the best first. weights_NK: of their results; they sum to 1.
+    """chosen: experts of each token (N, K), the best first. weights: of their results (N, K); they sum to 1.
     losses: the balancing loss and the z loss, unweighted."""
 
-    chosen_NK: Tensor
-    weights_NK: Tensor
+    chosen: Tensor
+    weights: Tensor
     losses: Tensor
 
 
@@ -111,8 +111,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' MLPs: tokens (N, D), the experts that each chose (N, K) and the weights of their results to
-    (N, D)."""
+    """The experts' MLPs: tokens (N, D), the experts that each chose (N, K) and the weights of their results
+    to (N, D)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -142,7 +142,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, experts, and the experts that all tokens share: (B, S, D) to the same and the router's losses."""
+    """Router, experts, and the experts that all tokens share: (B, S, D) to the same and the router's
+    losses."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -155,15 +156,15 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         x_ND = x_BSD.flatten(0, 1)
         routed = self.router(x_ND)
-        y_ND = self.experts(x_ND, routed.chosen_NK, routed.weights_NK)
+        y_ND = self.experts(x_ND, routed.chosen, routed.weights)
         if self.shared is not None:
             y_ND = y_ND + self.shared(x_ND)
         return y_ND.view(x_BSD.shape), routed.losses
 
 
 class MoEBlock(nn.Module):
-    """Attention, then experts or an MLP, each after a norm and added to the residual stream: (B, S, D) and the
-    routers' losses so far (2,) to the same."""
+    """Attention, then experts or an MLP, each after a norm and added to the residual stream: (B, S, D) and
+    the routers' losses so far (2,) to the same."""
 
     def __init__(self, config: MoEConfig, dense: bool) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class Output(NamedTuple):
 class MoEGPT(GPT):
     """Token ids (B, S) to `Output`. As `GPT`: the same seed gives the same weights everywhere."""
 
-    tp_plan = {
+    tp_plan: ClassVar = {
         **{pattern: style for pattern, style in TP_PLAN.items() if ".mlp." not in pattern},
         "blocks.*.mlp.shared.up": "colwise",
         "blocks.*.mlp.shared.down": "rowwise",

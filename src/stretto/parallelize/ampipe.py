@@ -1,15 +1,16 @@
-"""AMPipe: from attention to the MLP a block works on chunks of its sequence, which communicate under each other.
+"""AMPipe: from attention to the MLP a block works on chunks of its sequence, which communicate under each
+other.
 
-    1. A block's attention is given whole queries, keys and values, and gives chunks of queries their results: each
-       chunk reads the keys that it may see (`chunked.attention`).
-    2. What follows is done chunk by chunk (`chunked`): output projection, dropout, residual, norm, router, MLP.
-       Experts are called for each chunk; with a capacity, each chunk has its own (as in MindSpeed), or with
-       `whole` the chunks are joined for them, and they serve what they serve in the uncut model.
+    1. A block's attention is given whole queries, keys and values, and gives chunks of queries their results:
+       each chunk reads the keys that it may see (`chunked.attention`).
+    2. What follows is done chunk by chunk (`chunked`): output projection, dropout, residual, norm, router,
+       MLP. Experts are called for each chunk; with a capacity, each chunk has its own (as in MindSpeed), or
+       with `whole` the chunks are joined for them, and they serve what they serve in the uncut model.
     3. The next block goes on in chunks: its keys and values are joined. What leaves the last block is joined.
 
-Nothing else is needed to hide an all-to-all: chunks do not depend on each other, and the order of ops does the
-rest, forward and backward. Source: MindSpeed's Ampipe (docs/features/ampipe.md), where it is one autograd function
-with its own streams.
+Nothing else is needed to hide an all-to-all: chunks do not depend on each other, and the order of ops does
+the rest, forward and backward. Source: MindSpeed's Ampipe (docs/features/ampipe.md), where it is one autograd
+function with its own streams.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from stretto.parallelize.functions import put_forward
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """degree: chunks of a sequence. experts: names of modules with a row for each token. whole: whether experts with
-    a capacity serve all chunks together."""
+    """degree: chunks of a sequence. experts: names of modules with a row for each token. whole: whether
+    experts with a capacity serve all chunks together."""
 
     degree: int
     experts: tuple[str, ...] = ()
@@ -79,7 +80,8 @@ def blocks_of(model: nn.Module) -> list[str]:
     }
     if not lists:
         raise UsageError(
-            f"{type(model).__name__} has no ModuleList of blocks whose sequence ampipe_degree could cut; leave it out"
+            f"{type(model).__name__} has no ModuleList of blocks whose sequence ampipe_degree could cut; "
+            "leave it out"
         )
     name = max(lists, key=lambda one: (sum(p.numel() for p in lists[one].parameters()), -one.count(".")))
     return [f"{name}.{at}" for at in range(len(lists[name]))]
@@ -102,8 +104,8 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
             yield
         if not mode.cut:
             raise UsageError(
-                f"ampipe_degree = {how.degree} cuts at torch.nn.functional.scaled_dot_product_attention, which no "
-                f"block of {type(model).__name__} calls: choose that attention (transformers: "
+                f"ampipe_degree = {how.degree} cuts at F.scaled_dot_product_attention, which no block "
+                f"of {type(model).__name__} calls: choose that attention (transformers: "
                 "attn_implementation='sdpa'), or leave ampipe_degree out"
             )
     finally:

@@ -1,14 +1,14 @@
 """Tensors that are cut in chunks along the sequence, and look whole to the code that gets them.
 
-    1. What is called on a cut tensor is called on its first chunk, and the ops that this makes are placed as if
-       chunks were ranks (`stretto.ir.placements`, by the rules of `stretto.ir.dims`): the result is cut, an addend,
-       or equal for all chunks. Tensors beside it are cut with it, where the shapes want it.
-    2. Where it is one of these, the other chunks are called too: results stay in chunks, addends are added up.
-       Autograd goes back by chunks, and adds the gradients of what several chunks read.
+    1. What is called on a cut tensor is called on its first chunk, and the ops that this makes are placed as
+       if chunks were ranks (`stretto.ir.placements`, by the rules of `stretto.ir.dims`): the result is cut,
+       an addend, or equal for all chunks. Tensors beside it are cut with it, where the shapes want it.
+    2. Where it is one of these, the other chunks are called too: results stay in chunks, addends are added
+       up. Autograd goes back by chunks, and adds the gradients of what several chunks read.
     3. Whatever has no placement (a sum over positions, a softmax along them) gets the chunks joined.
 
-So no list of functions says what may be cut: a model's own code is right in chunks, or whole. Random ops draw for
-the whole and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
+So no list of functions says what may be cut: a model's own code is right in chunks, or whole. Random ops draw
+for the whole and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from stretto.ir.placement import (
     where_cut,
 )
 from stretto.ir.placements import Placer
-
 from stretto.parallelize.recorded_adapter import Recorded
 from stretto.parallelize.wrapper_adapter import without_elements
 
@@ -42,7 +42,8 @@ AXIS = "chunks"
 
 
 class Chunked(Tensor):
-    """A tensor in chunks along a dim, which is `blocks` equal blocks: each chunk has its slice of every block."""
+    """A tensor in chunks along a dim, which is `blocks` equal blocks: each chunk has its slice of every
+    block."""
 
     parts: tuple[Tensor, ...]
     cut_dim: int
@@ -108,8 +109,8 @@ class Chunked(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         raise CaptureError(
-            f"{function} gets a sequence in chunks in a way that passes __torch_function__ by: give it x + 0.0, "
-            "or leave ampipe_degree out"
+            f"{function} gets a sequence in chunks in a way that passes __torch_function__ by: give it "
+            "x + 0.0, or leave ampipe_degree out"
         )
 
 
@@ -180,7 +181,8 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def _writes(function: Callable[..., Any]) -> str:
-    """What a function that changes its first argument would be called if it made another tensor; "" for others."""
+    """What a function that changes its first argument would be called if it made another tensor; "" for
+    others."""
     name = str(getattr(function, "__name__", ""))
     if name in ("__setitem__", "copy_") or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")):
         return name.removeprefix("__i").strip("_") if name.startswith("__i") else name
@@ -209,7 +211,8 @@ def _written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def _cuts_beside(leaves: Sequence[Any], first: Chunked) -> list[list[Any]]:
-    """The arguments as they are, and with the whole tensors cut that are as long where the first cut one is."""
+    """The arguments as they are, and with the whole tensors cut that are as long where the first cut one
+    is."""
     other: list[Any] = []
     for x in leaves:
         if isinstance(x, Tensor) and type(x) is not Chunked:
@@ -312,8 +315,8 @@ def attention(
     lengths: Sequence[int] | None = None,
     **more: Any,
 ) -> Tensor:
-    """Attention of each chunk of queries to all keys that it may see; keys and values are whole. lengths: of the
-    chunks, for queries that are not cut yet."""
+    """Attention of each chunk of queries to all keys that it may see; keys and values are whole. lengths: of
+    the chunks, for queries that are not cut yet."""
     key, value, attn_mask = joined((key, value, attn_mask))
     if type(query) is not Chunked:
         assert lengths is not None
@@ -351,4 +354,4 @@ def attention(
 def lengths_of(whole: int, degree: int) -> list[int]:
     """Chunks of a sequence, as equal as can be."""
     ends = [math.ceil(whole * k / degree) for k in range(degree + 1)]
-    return [b - a for a, b in zip(ends, ends[1:])]
+    return [b - a for a, b in pairwise(ends)]

@@ -1,19 +1,20 @@
 """Expert parallelism: ranks share a layer's experts, and send each other the rows that these are to compute.
 
-    1. The plan names the modules that hold experts: dim 0 of each of their own parameters is the expert. A rank
-       holds an equal part of it (GShard, arXiv 2006.16668).
+    1. The plan names the modules that hold experts: dim 0 of each of their own parameters is the expert. A
+       rank holds an equal part of it (GShard, arXiv 2006.16668).
     2. While the model is captured such a module gets another forward. It is given rows for all experts, sends
        each rank those of its experts (an all-to-all), computes what it received, and sends it back.
 
 Two kinds of rows (`stretto.models.dispatch`):
 
     (E, C, D)       C slots for each expert: part k of dim 0 goes to rank k, so every part is of one size
-    (R, D), counts  sorted by expert, with the number of each expert's rows. How many go where is data, and the
-                    shapes of a program are fixed: a rank sends each a buffer of `buffer` times the mean, and the
-                    counts, which are small, before it. Rows beyond a buffer are dropped: they become zero.
+    (R, D), counts  sorted by expert, with the number of each expert's rows. How many go where is data, and
+                    the shapes of a program are fixed: a rank sends each a buffer of `buffer` times the mean,
+                    and the counts, which are small, before it. Rows beyond a buffer are dropped: they become
+                    zero.
 
-Each rank has tokens of its own: along the axis gradients are summed as over dp, but those of experts, of which
-each rank has its own. The module is looked at and, but for its forward, not changed.
+Each rank has tokens of its own: along the axis gradients are summed as over dp, but those of experts, of
+which each rank has its own. The module is looked at and, but for its forward, not changed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class ExpertParallel:
 
 
 def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
-    """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have too."""
+    """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have
+    too."""
     own = getattr(model, "ep_plan", None) or {}
     return {pattern: STYLE for pattern, style in own.items() if style in (STYLE, THEIR_STYLE)}
 
@@ -124,7 +126,8 @@ def spread_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
 
 
 def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel) -> Callable[..., Tensor]:
-    """The forward of a module with some of the experts: its signature is that of its kind in `transformers`."""
+    """The forward of a module with some of the experts: its signature is that of its kind in
+    `transformers`."""
     slots_of: Callable[[int], int | None] = getattr(module, "slots", lambda tokens: None)
     of_rows: OfRows = getattr(module, "of_rows", partial(_rows_by, own))
     of_slots = partial(_of_slots, own=getattr(module, "of_slots", own), size=how.size)
@@ -150,8 +153,8 @@ def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel)
 
 
 def _of_a_rank(module: nn.Module, size: int, undo: list[Callable[[], None]]) -> Callable[..., Tensor]:
-    """The module's own forward, which now counts a rank's experts. Modules of `transformers` are told that ids
-    beyond these are of no expert."""
+    """The module's own forward, which now counts a rank's experts. Modules of `transformers` are told that
+    ids beyond these are of no expert."""
     for attribute, change in (("num_experts", lambda n: n // size), ("_is_expert_parallel", lambda _: True)):
         if hasattr(module, attribute):
             kept = getattr(module, attribute)

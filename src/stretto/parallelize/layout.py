@@ -1,6 +1,8 @@
-"""How a model is laid out while one rank's part of it is traced: what is spread over ranks, and cut in chunks.
+"""How a model is laid out while one rank's part of it is traced: what is spread over ranks, and cut in
+chunks.
 
-Whatever computes a model as it trains (its capture, its evaluation) opens the same contexts in the same order.
+Whatever computes a model as it trains (its capture, its evaluation) opens the same contexts in the same
+order.
 """
 
 from __future__ import annotations

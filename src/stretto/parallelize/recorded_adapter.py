@@ -16,7 +16,8 @@ from stretto.ir.program import Const, Op, Ref, TensorSpec
 
 
 class Recorded(TorchDispatchMode):
-    """While the context lasts, every call of the dispatcher is written down. specs: of all tensors, by name."""
+    """While the context lasts, every call of the dispatcher is written down. specs: of all tensors, by
+    name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
