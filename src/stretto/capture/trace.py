@@ -38,6 +38,7 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
 from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
 from stretto.parallelize.layout import Layout
+from stretto.parallelize.lower_right_adapter import as_on_cuda
 from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
 from stretto.passes import Graph, check_names, run_passes
@@ -163,6 +164,8 @@ def _trace(
         beside = Beside(model, leaves_of(tensor), tensor.size, found, like, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, layout.part_shapes(model)),
+        CudaChoices() if absent else nullcontext(),
+        as_on_cuda() if absent else nullcontext(),
         layout.applied(model),
     ):
         state = {
@@ -173,10 +176,9 @@ def _trace(
         if repeats and layers is None:
             raise NotRepeatedError("no layers are equal")
         try:
-            with CudaChoices() if absent else nullcontext():
-                joint = torch_adapter.export_joint(
-                    model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
-                )
+            joint = torch_adapter.export_joint(
+                model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
+            )
         except NotRepeatedError:
             raise
         except Exception as error:

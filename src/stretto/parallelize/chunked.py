@@ -35,6 +35,7 @@ from stretto.ir.placement import (
     where_cut,
 )
 from stretto.ir.placements import Placer
+from stretto.parallelize.lower_right_adapter import lower_right
 from stretto.parallelize.recorded_adapter import Recorded
 from stretto.parallelize.wrapper_adapter import without_elements
 
@@ -329,25 +330,14 @@ def attention(
     end = 0
     for chunk in query.parts:
         start, end = end, end + chunk.shape[-2]
-        seen, mask = key.shape[-2], attn_mask
-        if is_causal:
-            seen = end
-            mask = None
-            if start:
-                mask = torch.ones(end - start, end, dtype=torch.bool, device=chunk.device).tril(start)
-        elif mask is not None and mask.shape[-2] != 1:
+        if is_causal and start:
+            made.append(lower_right(chunk, key[..., :end, :], value[..., :end, :], dropout_p, **more))
+            continue
+        seen, mask = end if is_causal else key.shape[-2], attn_mask
+        if mask is not None and mask.shape[-2] != 1:
             mask = mask[..., start:end, :]
-        made.append(
-            F.scaled_dot_product_attention(
-                chunk,
-                key[..., :seen, :],
-                value[..., :seen, :],
-                mask,
-                dropout_p,
-                is_causal and not start,
-                **more,
-            )
-        )
+        keys, values = key[..., :seen, :], value[..., :seen, :]
+        made.append(F.scaled_dot_product_attention(chunk, keys, values, mask, dropout_p, is_causal, **more))
     return Chunked(made, query.dim() - 2)
 
 
