@@ -191,6 +191,11 @@ class ParallelSettings(Settings):
     ampipe_capacity: Literal["chunk", "whole"] = "chunk"
     """With a capacity, which tokens share an expert's slots: those of a chunk, as in MindSpeed, or all of the
     microbatch's, as without chunks; then experts wait for all chunks."""
+    pipe_experts: bool = False
+    """Whether each of a rank's experts gets its tokens by an all-to-all of its own, which runs under the
+    products of the others; with a capacity only, as else it is not known where an expert's tokens begin."""
+    pipe_experts_multi_data: int = Field(default=1, ge=1)
+    """Slices of the tokens that ranks send each other, each with all-to-alls of its own."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks, which share the matrices of every layer."""
     sequence_parallel: bool = False
@@ -238,6 +243,9 @@ class ParallelSettings(Settings):
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
+        if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
+            what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
+            raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")
         if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
             what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
             raise ValueError(

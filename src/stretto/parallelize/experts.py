@@ -13,6 +13,10 @@ Two kinds of rows (`stretto.models.dispatch`):
                     and the counts, which are small, before it. Rows beyond a buffer are dropped: they become
                     zero.
 
+Pipe-experts (MindSpeed) cuts what is sent: into `slices` of the slots, or of the buffers, and with
+`each_expert` also by a rank's experts, where their slots are known. Each piece goes, is computed and comes
+back by itself, so that one communicates under the product of another.
+
 Each rank has tokens of its own: along the axis gradients are summed as over dp, but those of experts, of
 which each rank has its own. The module is looked at and, but for its forward, not changed.
 """
@@ -20,10 +24,11 @@ which each rank has its own. The module is looked at and, but for its forward, n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +38,7 @@ from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import Shard
-from stretto.models.dispatch import OfRows, OfSlots, dropless, with_nothing, within_capacity
+from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, with_nothing, within_capacity
 from stretto.parallelize import ops
 from stretto.parallelize.functions import put_forward
 from stretto.parallelize.styles import named_by
@@ -46,12 +51,15 @@ THEIR_STYLE = "ep_dispatch_experts"
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """What is shared. modules: names. shards: parameter name -> how. buffer: see the module."""
+    """What is shared. modules: names. shards: parameter name -> how. buffer, slices, each_expert: see the
+    module."""
 
     size: int
     modules: tuple[str, ...]
     shards: Mapping[str, Shard]
-    buffer: float
+    buffer: float = 2.0
+    slices: int = 1
+    each_expert: bool = False
 
 
 def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
@@ -68,7 +76,13 @@ def experts_in(model: nn.Module) -> tuple[str, ...]:
 
 
 def expert_parallel(
-    model: nn.Module, size: int, *, plan: Mapping[str, Any] | None = None, buffer: float = 2.0
+    model: nn.Module,
+    size: int,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    buffer: float = 2.0,
+    slices: int = 1,
+    each_expert: bool = False,
 ) -> ExpertParallel:
     """Which modules' experts are shared, and how. plan: pattern of module names -> "experts"; the model's own
     (`ep_plan`) by default. Raises UsageError for a model without experts and sizes that do not fit."""
@@ -98,7 +112,15 @@ def expert_parallel(
             f"no module of {type(model).__name__} that its plan for expert parallelism names "
             f"({', '.join(given)}) has parameters of its own: give ep_plan, or ep = 1"
         )
-    return ExpertParallel(size, tuple(found), shards, buffer)
+    for name in found if each_expert else ():
+        slots = getattr(modules[name], "slots", None)
+        if slots is None or slots(1) is None:
+            raise UsageError(
+                f"pipe_experts sends each expert's tokens by themselves, and {name} serves all tokens, so that "
+                "it is not known where an expert's begin: cut them with pipe_experts_multi_data = 2, or give "
+                "experts a capacity"
+            )
+    return ExpertParallel(size, tuple(found), shards, buffer, slices, each_expert)
 
 
 def _divides(name: str, experts: int, size: int) -> None:
@@ -130,7 +152,7 @@ def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel)
     `transformers`."""
     slots_of: Callable[[int], int | None] = getattr(module, "slots", lambda tokens: None)
     of_rows: OfRows = getattr(module, "of_rows", partial(_rows_by, own))
-    of_slots = partial(_of_slots, own=getattr(module, "of_slots", own), size=how.size)
+    of_slots = partial(_of_slots, own=getattr(module, "of_slots", own), how=how)
     experts = next(module.parameters(recurse=False)).shape[0] * how.size
 
     def forward(
@@ -171,13 +193,39 @@ def _rows_by(own: Callable[..., Tensor], x_RD: Tensor, counts_E: Tensor) -> Tens
     return own(x_RD, expert_R1, x_RD.new_ones(x_RD.shape[0], 1))
 
 
-def _of_slots(x_ECD: Tensor, own: OfSlots, size: int) -> Tensor:
+def _of_slots(x_ECD: Tensor, own: Callable[[Tensor, slice], Tensor], how: ExpertParallel) -> Tensor:
     E, C, D = x_ECD.shape
-    here = E // size
-    came = ops.exchange(x_ECD, AXIS, size).view(size, here, C, D)
-    made = own(came.transpose(0, 1).reshape(here, size * C, D))
-    back = made.view(here, size, C, D).transpose(0, 1).reshape(E, C, D)
-    return ops.exchange(back, AXIS, size)
+    size, here = how.size, E // how.size
+    x_PHCD = x_ECD.view(size, here, C, D)
+    each = 1 if how.each_expert else here
+    made: list[Tensor] = []
+    for first in range(0, here, each):
+        slices = [
+            _piece(
+                x_PHCD[:, first : first + each, start:end], partial(own, at=slice(first, first + each)), size
+            )
+            for start, end in pairwise(_bounds(C, how.slices))
+        ]
+        made.append(_joined(slices, 2))
+    return _joined(made, 1).reshape(E, C, D)
+
+
+def _piece(x_PHCD: Tensor, own: OfSlots, size: int) -> Tensor:
+    """Some slots of some of each rank's experts: there, computed, and back."""
+    _, H, C, D = x_PHCD.shape
+    came = ops.exchange(x_PHCD.reshape(size * H, C, D), AXIS, size).view(size, H, C, D)
+    made = own(came.transpose(0, 1).reshape(H, size * C, D))
+    back = made.view(H, size, C, D).transpose(0, 1).reshape(size * H, C, D)
+    return ops.exchange(back, AXIS, size).view(size, H, C, D)
+
+
+def _bounds(whole: int, parts: int) -> list[int]:
+    """Where parts of a whole begin and end, as equal as can be."""
+    return list(dict.fromkeys(-(-whole * k // parts) for k in range(parts + 1)))
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
 def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -> Tensor:
@@ -198,12 +246,18 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
     ends_PH = counts_E.view(size, here).cumsum(dim=1).clamp(max=room)
     sent_PH = ends_PH.diff(dim=1, prepend=torch.zeros_like(ends_PH[:, :1]))
     came_PH = ops.communicate(ALL_TO_ALL, sent_PH, AXIS, size)
-    came = ops.exchange(with_nothing(x_RD)[row_of_place], AXIS, size)
 
     # 3. What came is sorted by expert: each buffer is already, and has empty places behind its rows.
-    place = torch.arange(room, device=x_RD.device).expand(size, room).contiguous()
-    expert = torch.searchsorted(came_PH.cumsum(dim=1), place, right=True).flatten()
-    order = expert.argsort(stable=True)
-    made = own(came[order], came_PH.sum(dim=0))
-    back = ops.exchange(made[order.argsort()], AXIS, size)
-    return with_nothing(back)[place_R]
+    before_PH = came_PH.cumsum(dim=1)
+    x_PBD = with_nothing(x_RD)[row_of_place].view(size, room, -1)
+    made: list[Tensor] = []
+    for start, end in pairwise(_bounds(room, how.slices)):
+        part = x_PBD[:, start:end].reshape(size * (end - start), -1)
+        came = ops.exchange(part, AXIS, size)
+        place = torch.arange(start, end, device=x_RD.device).expand(size, end - start).contiguous()
+        expert = torch.searchsorted(before_PH, place, right=True).flatten()
+        order = expert.argsort(stable=True)
+        done = own(came[order], counts_of(expert, here + 1)[:here])
+        back = ops.exchange(done[order.argsort()], AXIS, size)
+        made.append(back.view(size, end - start, -1))
+    return with_nothing(_joined(made, 1).flatten(0, 1))[place_R]

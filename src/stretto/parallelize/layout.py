@@ -71,7 +71,13 @@ def layout_of(
         plan = tp_plan if tp_plan is not None else parallel.tp_plan
         tensor = tensor_parallel(model, parallel.tp, sequence=parallel.sequence_parallel, plan=plan)
     if parallel.ep > 1:
-        experts = expert_parallel(model, parallel.ep, buffer=parallel.ep_buffer)
+        experts = expert_parallel(
+            model,
+            parallel.ep,
+            buffer=parallel.ep_buffer,
+            slices=parallel.pipe_experts_multi_data,
+            each_expert=parallel.pipe_experts,
+        )
     if parallel.ampipe_degree > 1:
         chunks = Chunks(parallel.ampipe_degree, experts_in(model), parallel.ampipe_capacity == "whole")
     return Layout(tensor, experts, chunks)
