@@ -116,7 +116,7 @@ def expert_parallel(
         slots = getattr(modules[name], "slots", None)
         if slots is None or slots(1) is None:
             raise UsageError(
-                f"pipe_experts sends each expert's tokens by themselves, and {name} serves all tokens, so that "
+                f"pipe_experts sends each expert's tokens by themselves, and {name} serves all, so that "
                 "it is not known where an expert's begin: cut them with pipe_experts_multi_data = 2, or give "
                 "experts a capacity"
             )
