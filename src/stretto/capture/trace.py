@@ -36,8 +36,16 @@ from stretto.capture.state import State
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
-from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
+from stretto.parallelize.alone import (
+    Beside,
+    Found,
+    Key,
+    leaves_of,
+    with_gathered_logits,
+    with_logits_of_one,
+)
 from stretto.parallelize.parts import local_shape
+from stretto.parallelize.split_logits import WrittenError
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
@@ -155,9 +163,12 @@ def _trace(
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     beside = None
     if tensor is not None and meshes is None:
-        found, like = _alone(
-            model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats
-        )
+        alone_with = partial(_alone, model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype)
+        try:
+            found, like = alone_with(tensor, repeats)
+        except WrittenError:
+            tensor = with_gathered_logits(model, tensor)
+            found, like = alone_with(tensor, repeats)
         beside = Beside(model, leaves_of(tensor), tensor.size, found, like, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
@@ -290,7 +301,7 @@ def _alone(
         before = State(("", model), ("the loss", loss))
         try:
             loss(model, rebuild(fakes))
-        except NotRepeatedError:
+        except (NotRepeatedError, WrittenError):
             raise
         except Exception as error:
             raise explain(model, error) from error

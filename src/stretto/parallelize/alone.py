@@ -18,8 +18,8 @@ has its logits behind `SplitLogits`, too, of a single part, so that both run the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from stretto.parallelize.functions import functions_given, put_forward
 from stretto.parallelize.split_logits import SplitLogits, whole_of
-from stretto.parallelize.styles import COLWISE, ROWWISE
+from stretto.parallelize.styles import COLWISE, ROWWISE, Style
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.parallelize.unseen import hidden, is_unseen
 
@@ -339,25 +339,31 @@ def _shapes(output: Any) -> tuple[Shape, ...]:
     return tuple(tuple(int(n) for n in item.shape) for item in held if isinstance(item, Tensor))
 
 
+def _heads(model: nn.Module, how: TensorParallel) -> dict[str, nn.Module]:
+    """Output heads whose vocabulary is spread."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    spread = (name for name, style in how.modules.items() if style.kind == "vocabulary")
+    return {name: modules[name] for name in spread if not isinstance(modules[name], nn.Embedding)}
+
+
+def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:
+    """The same parts of parameters, with output heads that give whole logits."""
+    heads = dict.fromkeys(_heads(model, how), Style("colwise_gather_output"))
+    return replace(how, modules={**how.modules, **heads})
+
+
 @contextmanager
 def with_logits_of_one(model: nn.Module, how: TensorParallel) -> Iterator[None]:
     """While the context lasts, output heads give `SplitLogits` of one part, the whole."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    undo: list[Callable[[], None]] = []
-    for name, style in how.modules.items():
-        module = modules[name]
-        if style.kind == "vocabulary" and not isinstance(module, nn.Embedding):
+    with ExitStack() as undo:
+        for module in _heads(model, how).values():
 
             def forward(*args: Any, own: Callable[..., Any] = module.forward, **kwargs: Any) -> SplitLogits:
                 return SplitLogits(own(*args, **kwargs), AXIS, 1)
 
-            undo.append(put_forward(module, forward))
-    try:
-        with functions_given(whole_of):
-            yield
-    finally:
-        for action in reversed(undo):
-            action()
+            undo.callback(put_forward(module, forward))
+        undo.enter_context(functions_given(whole_of))
+        yield
 
 
 def leaves_of(how: TensorParallel) -> frozenset[str]:

@@ -170,9 +170,15 @@ def _colwise(
         if gathered:
             state.slices.check_inside(name)
         y = own(x if gathered else _let_in(x, how, state, False), *args, **kwargs)
-        return ops.collect(y, -1, AXIS, how.size) if gathers else y
+        return _whole(y, how.size) if gathers else y
 
     return forward
+
+
+def _whole(y: Tensor, size: int) -> Tensor:
+    made = ops.collect(y, -1, AXIS, size)
+    # A view that an autograd function returns cannot be written to.
+    return made.clone() if 1 in (made.numel() // max(made.shape[-1], 1), y.shape[-1]) else made
 
 
 def _rowwise(
