@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.accepts import check_batch, check_model
 from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.count import count_of, mean_over
+from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explain
 from stretto.capture.mesh_program import OnMeshes
@@ -165,11 +167,11 @@ def _trace(
     if tensor is not None and meshes is None:
         alone_with = partial(_alone, model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype)
         try:
-            found, like = alone_with(tensor, repeats)
+            found = alone_with(tensor, repeats)
         except WrittenError:
             tensor = with_gathered_logits(model, tensor)
-            found, like = alone_with(tensor, repeats)
-        beside = Beside(model, leaves_of(tensor), tensor.size, found, like, torch_adapter.mark_call)
+            found = alone_with(tensor, repeats)
+        beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
         nullcontext() if tensor is None else spread(model, tensor),
@@ -261,16 +263,6 @@ def _trace(
     )
 
 
-class _Unnumbered:
-    """Segments of a run of which nothing is kept."""
-
-    def __init__(self) -> None:
-        self.names = [""]
-
-    def follow(self, names: list[str]) -> None:
-        self.names.extend(names)
-
-
 def _alone(
     model: nn.Module,
     loss: Loss,
@@ -281,12 +273,12 @@ def _alone(
     param_dtype: torch.dtype | None,
     tensor: TensorParallel,
     repeats: bool,
-) -> tuple[Mapping[Key, Found], Mapping[str, str]]:
-    """The calls of the model alone; of equal layers, the first stand for the others, which are named."""
+) -> Mapping[Key, Found]:
+    """The calls of the model alone; those of equal layers are those of the first."""
     calls = Beside(model, leaves_of(tensor), tensor.size)
     layers = layers_of(model) if repeats else None
     if layers is not None:
-        layers.begin(_Unnumbered())
+        layers.begin(SimpleNamespace(names=[""], follow=lambda names: None))
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype),
         with_logits_of_one(model, tensor),
@@ -307,12 +299,14 @@ def _alone(
             raise explain(model, error) from error
         finally:
             before.restore()
-    if layers is None:
-        return calls.found, {}
+    found = dict(calls.found)
     first: dict[int, str] = {}
-    for call in layers.calls:
-        first.setdefault(call.kind, call.layer)
-    return calls.found, {call.layer: first[call.kind] for call in layers.calls if not call.template}
+    for call in () if layers is None else layers.calls:
+        like = first.setdefault(call.kind, call.layer)
+        if not call.template:
+            inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
+            found.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
+    return found
 
 
 def _parts(model: nn.Module, tensor: TensorParallel | None) -> dict[int, tuple[int, ...]]:

@@ -122,7 +122,6 @@ class _Frame:
 class Beside(TorchFunctionMode):
     """Records the calls of a model that runs, or compares them with those that `alone` recorded.
 
-    like: a layer whose calls were not recorded -> an equal one whose were.
     leaves: names of modules that are one call each. mark: told the number of the call that runs, then None.
     """
 
@@ -132,7 +131,6 @@ class Beside(TorchFunctionMode):
         leaves: Collection[str],
         size: int,
         alone: Mapping[Key, Found] | None = None,
-        like: Mapping[str, str] | None = None,
         mark: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         super().__init__()
@@ -143,7 +141,6 @@ class Beside(TorchFunctionMode):
         self._leaves = {id(m) for n, m in model.named_modules(remove_duplicate=False) if n in leaves}
         self._size = size
         self._alone = alone
-        self._like = like or {}
         self._mark = mark
         self._frames: list[_Frame] = []
         self._visits: dict[str, int] = {}
@@ -169,18 +166,15 @@ class Beside(TorchFunctionMode):
         def enter(module: nn.Module, _args: Any) -> None:
             if is_unseen() or not self._frames:
                 return
-            name = self._names[id(module)]
-            if self._like:
-                name = self._recorded(name)
             if id(module) in self._leaves:
                 context = hidden()
                 context.__enter__()
                 self._mark(len(self.matched))
                 open_leaves.append((id(module), context))
                 return
-            own = self._names[id(module)]
-            visit = self._visits.get(own, 0)
-            self._visits[own] = visit + 1
+            name = self._names[id(module)]
+            visit = self._visits.get(name, 0)
+            self._visits[name] = visit + 1
             self._frames.append(_Frame(name, visit))
 
         def leave(module: nn.Module, _args: Any, output: Any) -> None:
@@ -227,16 +221,6 @@ class Beside(TorchFunctionMode):
         _numbers(list(given.values()), numbers)
         self._note(name, tuple(numbers), output)
         return output
-
-    def _recorded(self, name: str) -> str:
-        """The name of a module in the layer that was recorded in the place of its own."""
-        end = len(name)
-        while end > 0:
-            layer = self._like.get(name[:end])
-            if layer is not None:
-                return layer + name[end:]
-            end = name.rfind(".", 0, end)
-        return name
 
     def _note(self, function: str, numbers: tuple[Any, ...], output: Any) -> None:
         shapes = _shapes(output)
