@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 
 from stretto.capture.equal import renamed
 from stretto.capture.repeat import MARKS, NAMESPACE, Call, NotRepeatedError
-from stretto.ir.program import GETITEM, Arg, Constant, Op, Ref, TensorSpec
+from stretto.ir.program import GETITEM, Constant, Op, TensorSpec
+from stretto.passes.rewrite import rooted, with_uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +172,9 @@ def named(step: Step) -> Step:
     def final(value: str) -> str:
         return names.get(value, value)
 
+    owned = rooted(_with_names(item.op, final) for item in step.ops)
     return Step(
-        tuple(_rooted(step.ops, final)),
+        tuple(replace(item, op=op) for item, op in zip(step.ops, owned, strict=True)),
         {parameter: None if value is None else final(value) for parameter, value in step.grads.items()},
         {name: final(value) for name, value in step.kept.items()},
     )
@@ -332,19 +334,8 @@ def _external(name: str, source: Call, target: Call) -> str:
 
 def _with_names(op: Op, name: Callable[[str], str]) -> Op:
     """The op with all values that it names renamed, its own too."""
-
-    def arg(value: Arg) -> Arg:
-        if isinstance(value, Ref):
-            return Ref(name(value.name))
-        return tuple(arg(item) for item in value) if isinstance(value, tuple) else value
-
-    return replace(
-        op,
-        name=name(op.name),
-        args=tuple(arg(value) for value in op.args),
-        kwargs=tuple((key, arg(value)) for key, value in op.kwargs),
-        alias=None if op.alias is None else name(op.alias),
-    )
+    alias = None if op.alias is None else name(op.alias)
+    return replace(with_uses(op, name), name=name(op.name), alias=alias)
 
 
 _NUMBERED = re.compile(r"^(.+?)(?:_(\d+))?$")
@@ -354,18 +345,3 @@ def _parts(name: str) -> tuple[str, int]:
     found = _NUMBERED.match(name.partition("@")[0])
     assert found is not None
     return found[1], int(found[2] or 0)
-
-
-def _rooted(ops: Sequence[TracedOp], name: Callable[[str], str]) -> list[TracedOp]:
-    """Step 4: by other names, with views told whose storage they share."""
-    roots: dict[str, str] = {}
-    found: list[TracedOp] = []
-    for item in ops:
-        op = _with_names(item.op, name)
-        if op.alias is not None:
-            source = next(arg.name for arg in op.args if isinstance(arg, Ref))
-            op = replace(op, alias=roots.get(source, source))
-            assert op.alias is not None
-            roots[op.name] = op.alias
-        found.append(replace(item, op=op))
-    return found

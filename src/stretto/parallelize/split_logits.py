@@ -102,7 +102,7 @@ class SplitLogits(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if function in _ABOUT:
-            return super().__torch_function__(function, types, args, kwargs)
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         made: Any = NotImplemented
         if function is F.cross_entropy:
             made = _cross_entropy(*args, **kwargs)
@@ -220,7 +220,8 @@ def _by_numbers(name: str) -> Callable[..., Any]:
 
 
 def _to(x: SplitLogits, *args: Any, **kwargs: Any) -> Any:
-    made = x.held.to(*[a.held if type(a) is SplitLogits else a for a in args], **kwargs)
+    given: list[Any] = [a.held if type(a) is SplitLogits else a for a in args]
+    made = x.held.to(*given, **kwargs)
     return x if made is x.held else _like(x, made)
 
 

@@ -26,9 +26,10 @@ def with_uses(op: Op, name: Callable[[str], str]) -> Op:
     return replace(op, args=args, kwargs=tuple((key, arg(value)) for key, value in op.kwargs))
 
 
-def rooted(ops: Iterable[Op]) -> Iterator[Op]:
-    """The ops, with every view's `alias` the value that owns its storage, through views of views."""
-    owners: dict[str, str] = {}
+def rooted(ops: Iterable[Op], owners: dict[str, str] | None = None) -> Iterator[Op]:
+    """The ops, with every view's `alias` the value that owns its storage, through views of views. owners: of
+    the views before these; grows."""
+    owners = {} if owners is None else owners
     for op in ops:
         if op.alias is not None:
             source = next(arg.name for arg in op.args if isinstance(arg, Ref))
