@@ -21,13 +21,15 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stretto.capture.graphs import Traced
 from stretto.errors import CaptureError
 from stretto.tensor import parts
 
 
-def nodes_of(tensors: Mapping[int, torch.Tensor]) -> Traced | None:
-    """The nodes that make tensors, while the graph is made."""
+def nodes_of(
+    tensors: Mapping[int, torch.Tensor],
+) -> tuple[torch.fx.Graph, Any, dict[int, torch.fx.Node]] | None:
+    """The graph under way, what holds its constants, and the nodes that make tensors; None where no
+    graph is made."""
     mode = get_proxy_mode()
     if mode is None:
         return None
@@ -39,7 +41,7 @@ def nodes_of(tensors: Mapping[int, torch.Tensor]) -> Traced | None:
         if slot is not None:
             nodes[key] = slot.proxy.node
     tracer: Any = mode.tracer
-    return Traced(tracer.graph, tracer.root, nodes)
+    return tracer.graph, tracer.root, nodes
 
 
 @contextmanager

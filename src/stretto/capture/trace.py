@@ -30,7 +30,7 @@ from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.count import count_of, mean_over
 from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
-from stretto.capture.explain import explain
+from stretto.capture.explain import explained
 from stretto.capture.mesh_program import OnMeshes
 from stretto.capture.proof import prove
 from stretto.capture.repeat import NotRepeatedError, layers_of
@@ -183,15 +183,13 @@ def _trace(
         layers = layers_of(model) if repeats else None
         if repeats and layers is None:
             raise NotRepeatedError("no layers are equal")
-        try:
-            with CudaChoices() if absent else nullcontext():
-                joint = torch_adapter.export_joint(
-                    model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
-                )
-        except NotRepeatedError:
-            raise
-        except Exception as error:
-            raise explain(model, error, tensor) from error
+        with (
+            explained(model, tensor, (NotRepeatedError,)),
+            CudaChoices() if absent else nullcontext(),
+        ):
+            joint = torch_adapter.export_joint(
+                model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
+            )
 
     names: dict[torch.fx.Node, str] = {}
     parameters: dict[str, tuple[TensorSpec, str, str | None]] = {}
@@ -292,11 +290,8 @@ def _alone(
     ):
         before = State(("", model), ("the loss", loss))
         try:
-            loss(model, rebuild(fakes))
-        except (NotRepeatedError, WrittenError):
-            raise
-        except Exception as error:
-            raise explain(model, error) from error
+            with explained(model, passed=(NotRepeatedError, WrittenError)):
+                loss(model, rebuild(fakes))
         finally:
             before.restore()
     found = dict(calls.found)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,10 @@ from stretto.models.gpt import (
     count_targets,
     cross_entropy,
     inputs_and_targets,
-    next_token_loss,
     next_token_sum,
 )
 
 ModelSettings = GPTSettings | HuggingFaceSettings
-Mean = Callable[[nn.Module, Any], Tensor]
 
 END_OF_TEXT_ID = 0
 """The token between documents, as `stretto.train.tokenizer` numbers it; architectures' own numbers for the
@@ -59,13 +56,9 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
     return GPT(config, seed)
 
 
-def loss_function(settings: ModelSettings) -> Mean:
-    """`loss(model, batch)`: the mean next-token loss in nats; for `batch` see `gpt.inputs_and_targets`."""
-    return huggingface_loss if isinstance(settings, HuggingFaceSettings) else next_token_loss
-
-
 def counted_loss_function(settings: ModelSettings) -> Loss:
-    """`loss(model, batch)`: (sum, count) of the same, as a training takes it: every token weighs alike."""
+    """`loss(model, batch)`: (sum, count) of the next-token loss in nats, as a training takes it: every token
+    weighs alike. For `batch` see `gpt.inputs_and_targets`."""
     return huggingface_sum if isinstance(settings, HuggingFaceSettings) else next_token_sum
 
 

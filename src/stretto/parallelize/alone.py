@@ -255,8 +255,7 @@ class Beside(TorchFunctionMode):
 
     def _repeats_left_out(self, key: Key) -> int:
         """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys
-        as
-        of queries leaves out: an unsqueeze behind the heads, `expand`, and a view that puts both dims
+        as of queries leaves out: an unsqueeze behind the heads, `expand`, and a view that puts both dims
         together, or `repeat_interleave`."""
         assert self._alone is not None
         name, visit, at = key
@@ -288,8 +287,7 @@ class Beside(TorchFunctionMode):
         raise ValueError(
             f"tp: {function!r} {where} is called with {_first(here, alone)}, where the model alone calls it "
             f"with {_first(alone, here)}: the number comes from the shape of what is spread. Give the "
-            f"module a number of its own, or leave the "
-            "modules around it out of tp_plan"
+            "module a number of its own, or leave the modules around it out of tp_plan"
         )
 
 
