@@ -112,9 +112,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-OURS = ("loss(model, microbatch)", "the loss", "the model writes", "the graph has")
-"""How the texts begin that `torch_adapter` raises."""
-
 _REASONS = {
     "DataDependentOutputException": "the code asks for the value of a tensor",
     "GuardOnDataDependentSymNode": "the code asks for the value of a tensor",
@@ -146,6 +143,6 @@ def _reason(error: Exception) -> str:
         )
     if kind == "UncapturedHigherOrderOpError":
         return "control flow operators cannot be captured: compute both sides and choose with torch.where"
-    if isinstance(error, StrettoError) or text.startswith(OURS):
+    if isinstance(error, StrettoError):
         return text
     return f"{kind}: {text}" if text else kind

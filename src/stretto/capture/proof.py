@@ -56,30 +56,18 @@ class Proved:
     partial: Mapping[str, tuple[str, ...]]
 
 
-def prove(
-    ops: Sequence[TracedOp],
-    given: Mapping[str, TensorSpec],
-    shards: Mapping[str, Shard],
-    gradients: Mapping[str, str | None],
-    kept: Mapping[str, str],
-    size: int,
-    on_meshes: bool = False,
-) -> Proved:
-    """See the module. given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and
-    `buffer/<name>` -> value. on_meshes: the program itself says what is summed where, and nothing is added.
-    Raises CaptureError."""
-    return _Proof(ops, given, shards, gradients, kept, size, on_meshes).proved()
-
-
 @dataclass(slots=True)
-class _Proof:
+class Proof:
+    """See the module. given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and
+    `buffer/<name>` -> value. on_meshes: the program says what is summed where, and nothing is added."""
+
     ops: Sequence[TracedOp]
     given: Mapping[str, TensorSpec]
     shards: Mapping[str, Shard]
     gradients: Mapping[str, str | None]
     kept: Mapping[str, str]
     size: int
-    on_meshes: bool
+    on_meshes: bool = False
     specs: dict[str, TensorSpec] = field(init=False)
     placers: list[tuple[int, Placer]] = field(init=False)
     made: list[TracedOp] = field(default_factory=list)
@@ -101,6 +89,7 @@ class _Proof:
         self.roots = frozenset((*self.kept.values(), *(v for v in self.gradients.values() if v is not None)))
 
     def proved(self) -> Proved:
+        """Raises CaptureError for what does not fit."""
         for item in self.ops:
             self._add(item)
         for what, value in self.kept.items():

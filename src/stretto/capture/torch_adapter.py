@@ -30,6 +30,7 @@ from stretto.capture.graphs import JointGraph
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
+from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
 from stretto.parallelize.unseen import OWN
 
@@ -168,13 +169,13 @@ class _Step(nn.Module):
 
 
 def _check_loss(loss: torch.Tensor, function: Loss) -> None:
-    """Raises ValueError for a loss that has no gradient."""
+    """Raises CaptureError for a loss that has no gradient."""
     code = getattr(function, "__code__", None)
     where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
     if loss.is_complex():
-        raise ValueError(f"the loss{where} is a complex number: return a real one")
+        raise CaptureError(f"the loss{where} is a complex number: return a real one")
     if not loss.requires_grad:
-        raise ValueError(
+        raise CaptureError(
             f"the loss{where} does not depend on any parameter that requires a gradient (all are "
             "frozen, or it is computed under torch.no_grad, of detached values or of whole numbers)"
         )
@@ -277,7 +278,7 @@ def _input(desc: Any) -> tuple[str, str | int]:
         return "batch", desc.idx
     if isinstance(desc, described.TangentAOTInput):
         return "tangent", ""
-    raise ValueError(f"the graph has an input of a kind that is not supported: {desc}")
+    raise CaptureError(f"the graph has an input of a kind that is not supported: {desc}")
 
 
 def _output(desc: Any) -> tuple[str, str]:
@@ -289,17 +290,17 @@ def _output(desc: Any) -> tuple[str, str]:
     if isinstance(desc, described.InputMutationAOTOutput):
         kind, name = _input(desc.mutated_input)
         if kind == "batch":
-            raise ValueError(
+            raise CaptureError(
                 f"the model writes into the batch in place (tensor {int(name) + 1} of it); "
                 "let it write into a copy (x = x.clone())"
             )
         if kind != "buffer":
-            raise ValueError(
+            raise CaptureError(
                 f"the model writes into its {kind} {name!r} in the forward (nn.Embedding with max_norm does "
                 "so, too): write into a copy, or into a buffer"
             )
         return "update", str(name)
-    raise ValueError(f"the graph has an output of a kind that is not supported: {desc}")
+    raise CaptureError(f"the graph has an output of a kind that is not supported: {desc}")
 
 
 def call_of(node: torch.fx.Node) -> int | None:

@@ -32,7 +32,7 @@ from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explained
 from stretto.capture.mesh_program import OnMeshes
-from stretto.capture.proof import prove
+from stretto.capture.proof import Proof
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.capture.state import State
 from stretto.capture.torch_state import tracing_state
@@ -224,7 +224,7 @@ def _trace(
     shards = {} if tensor is None else dict(tensor.shards)
     parts: dict[str, tuple[str, ...]] = {}
     if tensor is not None:
-        proved = prove(ops, given, shards, gradients, kept, tensor.size, meshes is not None)
+        proved = Proof(ops, given, shards, gradients, kept, tensor.size, meshes is not None).proved()
         ops, parts = list(proved.ops), dict(proved.partial)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}

@@ -42,18 +42,7 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
         raise UsageError(
             f"model.vocab_size = {rows} is too small: the tokenizer has {vocab_size} tokens; leave it out"
         )
-    config = GPTConfig(
-        vocab_size=rows,
-        layers=settings.layers,
-        hidden=settings.hidden,
-        heads=settings.heads,
-        context=settings.context,
-        mlp_ratio=settings.mlp_ratio,
-        dropout=settings.dropout,
-        tie_embeddings=settings.tie_embeddings,
-        positions=settings.positions,
-    )
-    return GPT(config, seed)
+    return GPT(GPTConfig(rows, **settings.model_dump(exclude={"kind", "vocab_size"})), seed)
 
 
 def counted_loss_function(settings: ModelSettings) -> Loss:
