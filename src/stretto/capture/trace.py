@@ -44,7 +44,6 @@ from stretto.parallelize.alone import (
     Key,
     leaves_of,
     with_gathered_logits,
-    with_logits_of_one,
 )
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.split_logits import WrittenError
@@ -114,17 +113,25 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    attempt = partial(
-        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, meshes
-    )
-    # Layers that are repeated would number the borders of meshes anew.
-    if equal_layers and meshes is None:
-        try:
-            return attempt(repeats=True)
-        except (NotRepeatedError, CaptureError) as reason:
-            # Whether a model can be captured is for the trace of all of it to say.
-            _log.debug("all layers are traced: %s", reason)
-    return attempt(repeats=False)
+
+    def attempt(how: TensorParallel | None) -> Traced:
+        traced = partial(
+            _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
+        )
+        # Layers that are repeated would number the borders of meshes anew.
+        if equal_layers and meshes is None:
+            try:
+                return traced(repeats=True)
+            except (NotRepeatedError, CaptureError) as reason:
+                # Whether a model can be captured is for the trace of all of it to say.
+                _log.debug("all layers are traced: %s", reason)
+        return traced(repeats=False)
+
+    try:
+        return attempt(tensor)
+    except WrittenError:
+        assert tensor is not None, "without, no logits are split"
+        return attempt(with_gathered_logits(model, tensor))
 
 
 def _trace(
@@ -165,12 +172,7 @@ def _trace(
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     beside = None
     if tensor is not None and meshes is None:
-        alone_with = partial(_alone, model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype)
-        try:
-            found = alone_with(tensor, repeats)
-        except WrittenError:
-            tensor = with_gathered_logits(model, tensor)
-            found = alone_with(tensor, repeats)
+        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats)
         beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
@@ -184,7 +186,7 @@ def _trace(
         if repeats and layers is None:
             raise NotRepeatedError("no layers are equal")
         with (
-            explained(model, tensor, (NotRepeatedError,)),
+            explained(model, tensor, (NotRepeatedError, WrittenError)),
             CudaChoices() if absent else nullcontext(),
         ):
             joint = torch_adapter.export_joint(
@@ -279,7 +281,6 @@ def _alone(
         layers.begin(SimpleNamespace(names=[""], follow=lambda names: None))
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype),
-        with_logits_of_one(model, tensor),
         alone(),
         mode,
         tracing_state(),
@@ -290,7 +291,7 @@ def _alone(
     ):
         before = State(("", model), ("the loss", loss))
         try:
-            with explained(model, passed=(NotRepeatedError, WrittenError)):
+            with explained(model, passed=(NotRepeatedError,)):
                 loss(model, rebuild(fakes))
         finally:
             before.restore()

@@ -11,24 +11,23 @@ part, where the model alone counts the whole. So the model alone is run first, o
     3. each result's shape in the model alone goes to the op that makes it (`Found.whole`). The proof of
        placements (`stretto.capture.proof`) must come to it from the rank's shape and what is spread.
 
-Modules that are spread by a style are one call each: what is in them is the library's own. The model alone
-has its logits behind `SplitLogits`, too, of a single part, so that both run the same code.
+Modules that are spread by a style are one call each: what is in them is the library's own, as is what split
+logits do for a function that is called with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stretto.parallelize.functions import functions_given, put_forward
-from stretto.parallelize.split_logits import SplitLogits, whole_of
+from stretto.parallelize.split_logits import SplitLogits
 from stretto.parallelize.styles import COLWISE, ROWWISE, Style
-from stretto.parallelize.tensor import AXIS, TensorParallel
+from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import hidden, is_unseen
 
 Shape = tuple[int, ...]
@@ -321,31 +320,15 @@ def _shapes(output: Any) -> tuple[Shape, ...]:
     return tuple(tuple(int(n) for n in item.shape) for item in held if isinstance(item, Tensor))
 
 
-def _heads(model: nn.Module, how: TensorParallel) -> dict[str, nn.Module]:
-    """Output heads whose vocabulary is spread."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    spread = (name for name, style in how.modules.items() if style.kind == "vocabulary")
-    return {name: modules[name] for name in spread if not isinstance(modules[name], nn.Embedding)}
-
-
 def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:
     """The same parts of parameters, with output heads that give whole logits."""
-    heads = dict.fromkeys(_heads(model, how), Style("colwise_gather_output"))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    heads = {
+        name: Style("colwise_gather_output")
+        for name, style in how.modules.items()
+        if style.kind == "vocabulary" and not isinstance(modules[name], nn.Embedding)
+    }
     return replace(how, modules={**how.modules, **heads})
-
-
-@contextmanager
-def with_logits_of_one(model: nn.Module, how: TensorParallel) -> Iterator[None]:
-    """While the context lasts, output heads give `SplitLogits` of one part, the whole."""
-    with ExitStack() as undo:
-        for module in _heads(model, how).values():
-
-            def forward(*args: Any, own: Callable[..., Any] = module.forward, **kwargs: Any) -> SplitLogits:
-                return SplitLogits(own(*args, **kwargs), AXIS, 1)
-
-            undo.callback(put_forward(module, forward))
-        undo.enter_context(functions_given(whole_of))
-        yield
 
 
 def leaves_of(how: TensorParallel) -> frozenset[str]:

@@ -38,6 +38,13 @@ class WrittenError(Exception):
         return "the code writes to spread logits: give the output head the style 'colwise_gather_output'"
 
 
+def gathered(part: Tensor, axis: str, size: int) -> Tensor:
+    """The whole of columns that are spread."""
+    made = ops.collect(part, -1, axis, size)
+    # A view that an autograd function returns cannot be written to.
+    return made.clone() if 1 in (made.numel() // max(made.shape[-1], 1), part.shape[-1]) else made
+
+
 @dataclass(slots=True)
 class _Storage:
     """What logits and their views share. gathered: the whole, once something needed it; version: its count
@@ -51,12 +58,7 @@ class _Storage:
 
     def whole(self) -> Tensor:
         if self.gathered is None:
-            with torch.enable_grad():  # it serves later uses too
-                if self.size == 1:  # the model alone (`parallelize.alone`)
-                    with hidden():
-                        self.gathered = self.part.clone()
-                else:
-                    self.gathered = ops.collect(self.part, -1, self.axis, self.size)
+            self.gathered = gathered(self.part, self.axis, self.size)
             self.version = self.gathered._version
         return self.gathered
 
@@ -91,9 +93,8 @@ class SplitLogits(Tensor):
     def full(self) -> Tensor:
         """The whole logits, equal on all ranks: a tensor whose storage these logits share from now on."""
         if self._whole is None:
-            whole = self._storage.whole()
-            with torch.enable_grad():
-                self._whole = self._chain(whole)
+            with hidden(), torch.enable_grad():  # it serves later uses too
+                self._whole = self._chain(self._storage.whole())
         return self._whole
 
     @classmethod
