@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stretto.ir.dims import Dims
+from stretto.ir.dim_labels import SUMMED, Dims, results_along
 from stretto.ir.placement import (
     EQUAL,
     LOCAL,
@@ -74,18 +74,10 @@ def with_parts(
         if label in rule.summed and any(not given[at].zero for at in rule.added):
             reasons.append(f"{names[0]} would be added once by every rank")
             continue
-        made = []
-        for out in rule.outputs:
-            if label in out:
-                made.append(part(out.index(label), blocks))
-            elif label in rule.summed:
-                made.append(SUM)
-            elif len(rule.outputs) > 1 and all(of is None for of in out):
-                made.append(EQUAL)  # what a kernel notes for its backward
-            else:
-                break
-        if len(made) == len(rule.outputs):
-            found.append(tuple(made))
+        made = results_along(rule, label)
+        if made is not None:
+            held = {SUMMED: SUM, None: EQUAL}
+            found.append(tuple(part(at, blocks) if isinstance(at, int) else held[at] for at in made))
     if needed and not found:
         raise NeedsEqualError(needed)
     if not found:

@@ -25,15 +25,15 @@ from torch.distributed.tensor.placement_types import Placement
 from stretto.tensor.dtensor_adapter import (
     Spec,
     described,
+    given_back,
     is_composite,
     local_of,
-    new_spec,
     plain_placement,
     propagated,
     set_spec,
     spec_of,
     unmasked,
-    written_args,
+    with_placements,
 )
 from stretto.tensor.layout import Layout, MeshRanks, layout_of, region_count
 
@@ -112,7 +112,7 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
     def absent(spec: Spec) -> DTensor:
         return wrap(*unmasked(nothing(described(spec)[1], device), spec))
 
-    written = _written(op, args, kwargs)
+    written = given_back(op, args, kwargs)
     if written and not op._schema.returns:
         return None  # lists, such as the ops of optimizers write
     if written:
@@ -130,16 +130,7 @@ def _as_placed(gradient: Any, like: Any, wrap: Wrap) -> Any:
     """A gradient as ranks on the mesh bring it to its input's placements before a convolution's backward."""
     if not isinstance(gradient, DTensor) or gradient.placements == like.placements:
         return gradient
-    spec = new_spec(gradient.device_mesh, like.placements, gradient.shape, gradient.stride(), gradient.dtype)
-    return wrap(local_of(gradient), spec)
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an op in place, or with `out=`, gives back."""
-    found = []
-    for at, name in written_args(op):
-        found.append(args[at] if at < len(args) else kwargs[name])
-    return found
+    return wrap(local_of(gradient), with_placements(spec_of(gradient), like.placements))
 
 
 def _in_place(written: list[Any], results: Any) -> Any:

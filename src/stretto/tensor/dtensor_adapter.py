@@ -21,7 +21,7 @@ The schema of an op (`OpOverload._schema`) says which of its arguments it writes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, TypeVar
@@ -52,6 +52,9 @@ UNKNOWN_RESULTS = (NotImplementedError, UnsupportedOperatorException)
 Spec = DTensorSpec
 """What DTensor knows of a tensor: mesh, placements, whole shape, strides, dtype."""
 
+Meta = TensorMeta
+"""(shape, stride, dtype) of a tensor; as ops see it, whole."""
+
 Kind = TypeVar("Kind", bound=DTensor)
 
 
@@ -76,9 +79,7 @@ def part_of(local: torch.Tensor, spec: Spec, placements: Sequence[Placement]) ->
 
     local: the part under the placements of `spec`. Outside autograd.
     """
-    meta = spec.tensor_meta
-    assert meta is not None, "it is the description of a tensor"
-    target = new_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype)
+    target = with_placements(spec, placements)
     found: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target)
     return found
 
@@ -109,9 +110,17 @@ def new_spec(
     dtype: torch.dtype,
 ) -> Spec:
     """A description. shape, stride: of the whole tensor, in elements."""
-    return DTensorSpec(
-        mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype)
-    )
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=Meta(torch.Size(shape), tuple(stride), dtype))
+
+
+def with_placements(spec: Spec, placements: Sequence[Placement]) -> Spec:
+    """The same tensor, placed in another way on its mesh."""
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def meta_of(x: torch.Tensor) -> Meta:
+    """What is known of a tensor without values."""
+    return Meta(x.shape, tuple(x.stride()), x.dtype)
 
 
 def described(spec: Spec) -> tuple[tuple[int, ...], torch.dtype]:
@@ -219,6 +228,11 @@ def written_args(op: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+def given_back(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What is given for those arguments."""
+    return [args[at] if at < len(args) else kwargs[name] for at, name in written_args(op)]
+
+
 def unmasked(local: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
     """What was looked up in a table whose rows are sharded, as a plain sum: zeros for other ranks' rows.
 
@@ -240,9 +254,7 @@ def unmasked(local: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
     placements = [
         p if buffer is None else Partial() for p, buffer in zip(spec.placements, buffers, strict=True)
     ]
-    meta = spec.tensor_meta
-    assert meta is not None, "an op's result has a shape"
-    return local, new_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype)
+    return local, with_placements(spec, placements)
 
 
 def outside_modes() -> Any:

@@ -29,6 +29,7 @@ from stretto.tensor import errors, views
 from stretto.tensor.clip import absent_call, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
     Spec,
+    given_back,
     has_rule,
     is_composite,
     local_of,
@@ -37,13 +38,13 @@ from stretto.tensor.dtensor_adapter import (
     set_spec,
     spec_of,
     unmasked,
+    with_placements,
     wrapped,
-    written_args,
 )
 from stretto.tensor.layout import region_shape
 from stretto.tensor.losses import over_the_whole
 from stretto.tensor.parts import on_parts, placed, written_values
-from stretto.tensor.trusted import has_sound_rule, is_like, is_trusted, keeps_partial
+from stretto.tensor.trusted import has_sound_rule, is_like, is_partial, is_trusted, keeps_partial
 
 aten = torch.ops.aten
 
@@ -182,8 +183,8 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
     result = over_the_whole(op, args, kwargs, tensors)
     if result is not NotImplemented:
         return result
-    if any(_is_partial(x) for x in tensors):
-        if any(x is w and _is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
+    if any(is_partial(x) for x in tensors):
+        if any(x is w and is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
             return _by_parts(op, args, kwargs)
         if is_like(op):
             args = tuple(_as_whole(value) for value in args)
@@ -212,15 +213,11 @@ def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return on_parts(op, args, kwargs, global_tensor)
 
 
-def _is_partial(x: DTensor) -> bool:
-    return any(p.is_partial() for p in x.placements)
-
-
 def _reduced(value: Any) -> Any:
     """Partial tensors as whole ones."""
     if isinstance(value, (list, tuple)):
         return type(value)(_reduced(item) for item in value)
-    if not isinstance(value, DTensor) or not _is_partial(value):
+    if not isinstance(value, DTensor) or not is_partial(value):
         return value
     whole = [Replicate() if p.is_partial() else p for p in value.placements]
     return placed(value, whole, global_tensor)
@@ -228,11 +225,10 @@ def _reduced(value: Any) -> Any:
 
 def _as_whole(value: Any) -> Any:
     """A Partial tensor of which the shape alone counts, as if it were whole."""
-    if not isinstance(value, DTensor) or not _is_partial(value):
+    if not isinstance(value, DTensor) or not is_partial(value):
         return value
     whole = [Replicate() if p.is_partial() else p for p in value.placements]
-    spec = new_spec(value.device_mesh, whole, value.shape, value.stride(), value.dtype)
-    return global_tensor(local_of(value), spec)
+    return global_tensor(local_of(value), with_placements(spec_of(value), whole))
 
 
 def known_whole(value: Any, op: object) -> Any:
@@ -325,8 +321,7 @@ def _refuse_shapes_from_data(op: Any, args: tuple[Any, ...], leaves: list[torch.
 
 
 def _refuse_writes_to_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], beside: DTensor) -> None:
-    for at, name in written_args(op):
-        value = args[at] if at < len(args) else kwargs.get(name)
+    for value in given_back(op, args, kwargs):
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             raise errors.plain_written(op, value, beside)
 

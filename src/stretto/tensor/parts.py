@@ -14,7 +14,6 @@ on all of them, those off the mesh too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,19 +21,22 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.ir.program import TensorSpec
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import has_empty_part, in_order, is_absent, nothing
 from stretto.tensor.dtensor_adapter import (
     UNKNOWN_RESULTS,
     VALUES_NEEDED,
+    Meta,
     Spec,
+    given_back,
     local_of,
+    meta_of,
     new_spec,
     part_of,
     set_spec,
     spec_of,
+    with_placements,
     without_values,
 )
 from stretto.tensor.free_dims import FreeDim, free_dims
@@ -56,15 +58,15 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
     mesh = tensors[0].device_mesh
     if draws(op, args, kwargs):
         raise errors.random_op(op, tensors[0])
-    returned = _returned(op, args, kwargs)
+    returned = given_back(op, args, kwargs)
     found = _metas(op, _frozen(leaves), tree)
     if found is UNKNOWN and returned:  # they are what they were
-        found = tuple(Meta(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned), tree
+        found = tuple(map(meta_of, returned)), tree
     if isinstance(found, str):
         raise errors.cannot_run(op, tensors[0], found)
     described, result_tree = found
 
-    free = free_dims(op, args, kwargs, [None if meta is None else meta.spec for meta in described])
+    free = free_dims(op, args, kwargs, described)
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
     if any(dim is not None for dim in chosen) and _leaves_one_empty(tensors, chosen):
         chosen = [None] * mesh.ndim
@@ -120,19 +122,6 @@ def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Meta:
-    """What is known of a tensor without values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.shape, str(self.dtype).removeprefix("torch."))
-
-
 def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> FreeDim | None:
     """Step 1, of one axis: the free dim along which the first of the arguments is cut that has one."""
     for number, x in enumerate(tensors):
@@ -173,7 +162,7 @@ def placed(x: DTensor, placements: Sequence[Placement], wrap: Wrap) -> DTensor:
         return x
     if not in_order(x.device_mesh):
         raise errors.ranks_out_of_order("redistribute", [x])
-    spec = new_spec(x.device_mesh, target, x.shape, x.stride(), x.dtype)
+    spec = with_placements(spec_of(x), target)
     return wrap(local_of(x) if is_absent(x.device_mesh) else _part(x, target), spec)
 
 
@@ -187,7 +176,7 @@ def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
 def _write_back(x: DTensor, part: torch.Tensor, placements: tuple[Placement, ...]) -> None:
     """Step 3: of what is Partial, the first rank of a summed axis has the value, and the others zeros."""
     mesh = x.device_mesh
-    spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
+    spec = with_placements(spec_of(x), placements)
     if captured() is not None:  # there, no rank knows which it is
         local_of(x).copy_(part_of(part, spec, x.placements))
         return
@@ -206,14 +195,6 @@ def written_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
             value = args[at] if at < len(args) else kwargs.get(argument.name)
             found.extend(value if isinstance(value, (list, tuple)) else [value])
     return found
-
-
-def _returned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What an op in place, or with `out=`, gives back."""
-    returns = op._schema.returns
-    if not returns or any(r.alias_info is None or not r.alias_info.is_write for r in returns):
-        return []
-    return written_values(op, args, kwargs)
 
 
 Described = tuple[tuple[Meta | None, ...], TreeSpec]
@@ -236,9 +217,7 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _frozen(leaves: list[Any]) -> tuple[Any, ...]:
     """Tensors by what they are; numbers with their type, for 1, 1.0 and True are equal."""
     return tuple(
-        (leaf.device, Meta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype))
-        if isinstance(leaf, torch.Tensor)
-        else (type(leaf), leaf)
+        (leaf.device, meta_of(leaf)) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
         for leaf in leaves
     )
 
@@ -262,7 +241,4 @@ def _metas(op: Any, frozen: tuple[Any, ...], tree: TreeSpec) -> Described | str:
             return UNKNOWN
         if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in given):
             return "its result is sparse"
-        return tuple(
-            Meta(tuple(x.shape), tuple(x.stride()), x.dtype) if isinstance(x, torch.Tensor) else None
-            for x in given
-        ), result_tree
+        return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in given), result_tree
