@@ -32,7 +32,7 @@ from typing import Any
 from stretto.ir.collectives import Kind
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.gathered import KEEP_ORDER, VIEW_OPS, ordered, stacked
-from stretto.ir.placed_by_rule import EXPAND, call_key, whole, with_local, with_parts
+from stretto.ir.placed_by_rule import EXPAND, whole, with_local, with_parts
 from stretto.ir.placement import (
     EQUAL,
     LOCAL,
@@ -49,6 +49,7 @@ from stretto.ir.placement import (
     uniform_view,
     where_cut,
 )
+from stretto.ir.prices import signature
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec
 
 KNOWN_OPS = ("aten.",)
@@ -170,7 +171,7 @@ class Placer:
             return (EQUAL,) * max(len(op.outputs), 1)
         if UNKNOWN in given:
             return (_of_whom(given),) * max(len(op.outputs), 1)
-        key = (call_key(op, names, given, specs, own, scaled), self._backward)
+        key = signature(op, specs), op.outputs, op.random, given, own, scaled, self._backward
         found = self._known.get(key)
         if found is None:
             found = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
