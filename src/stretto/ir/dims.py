@@ -26,6 +26,7 @@ from stretto.ir.op_names import (
     ATTENTION,
     ATTENTION_BACKWARD,
     COPIES,
+    DIM_THIRD,
     FIRST_LINEAR,
     LINEAR_ALONG_ONE,
     LINEAR_REDUCTIONS,
@@ -86,15 +87,9 @@ def _pointwise(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
 
 def _reduced(op: Op, count: int) -> frozenset[int]:
     """The dims that a reduction reduces."""
-    at = 2 if op.target in ("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim") else 1
-    if op.target in ("aten.median.dim", "aten.mode.default", "aten.kthvalue.default"):
-        at = 2 if op.target == "aten.kthvalue.default" else 1
-    if op.target == "aten.norm.Scalar":
-        return frozenset(range(count))
+    at = 2 if op.target in DIM_THIRD else 1
     given = op.args[at] if len(op.args) > at else dict(op.kwargs).get("dim")
-    if given is None or given == () or (op.target.endswith(".default") and op.target.split(".")[1] in (
-        "sum", "mean", "max", "min", "prod", "any", "all", "nansum"
-    ) and not isinstance(given, (int, tuple))):  # fmt: skip
+    if given is None or given == () or op.target == "aten.norm.Scalar":
         return frozenset(range(count))
     dims = given if isinstance(given, tuple) else (given,)
     return frozenset(dim_of(d, count) for d in dims)
@@ -167,7 +162,7 @@ def _product(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     return Dims((bias, left, right), (made,), summed=summed, linear=linear, added=frozenset((0,)))
 
 
-_POOLS = " ".join(
+POOLS = " ".join(
     f"{pool}{way}"
     for n in (2, 3)
     for pool in (f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d")
@@ -191,7 +186,7 @@ RULES: dict[str, Rule] = {
             "index_fill.int_Scalar index_fill.int_Tensor index_add index_copy index_reduce",
             dims_moved.into_rows,
         ),
-        (_POOLS, dims_moved.image),
+        (POOLS, dims_moved.image),
         ("native_layer_norm _fused_rms_norm", dims_attention.norm),
         ("native_layer_norm_backward _fused_rms_norm_backward", dims_attention.norm_backward),
         ("nll_loss_forward nll_loss2d_forward", dims_attention.nll),

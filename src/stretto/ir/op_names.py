@@ -68,6 +68,9 @@ REDUCTIONS = names(
 )
 """Some dims, or all, are reduced. Those that are sums make addends from parts; others need the dim whole."""
 
+DIM_THIRD = names("linalg_vector_norm norm.ScalarOpt_dim kthvalue")
+"""Which of them take the dim as the third argument, not the second."""
+
 ADDING = names("sum.dim_IntList sum nansum count_nonzero.dim_IntList")
 
 LINEAR_REDUCTIONS = names("sum.dim_IntList sum mean.dim mean")

@@ -18,28 +18,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stretto.ir.dim_labels import SUMMED, Dims, broadcast, labels_of, results_along
-from stretto.ir.dims import dims_of
+from stretto.ir.dims import POOLS, dims_of
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.tensor.dtensor_adapter import Meta
 from stretto.tensor.losses import BACKWARD_OF_ELEMENTS, NONE, OF_ELEMENTS, reduction_of
 
 IN_PARTS = frozenset(
-    (
-        *("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
-        *("sort", "topk", "kthvalue", "median", "nanmedian", "mode", "argsort", "argmax", "argmin", "max"),
-        *("min", "index_select", "index_fill", "index_add", "index_copy", "index_reduce", "gather"),
-        *("scatter", "scatter_add", "scatter_reduce", "index", "index_put", "_index_put_impl"),
-        *("constant_pad_nd", "flip", "roll", "tril", "triu"),
-        *(f"nll_loss{kind}_{way}" for kind in ("", "2d") for way in ("forward", "backward")),
-        *(
-            f"{pool}{way}"
-            for n in (2, 3)
-            for pool in (f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d")
-            for way in ("", "_backward")
-        ),
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    )
+    f"""cumsum cumprod logcumsumexp cummax cummin sort topk kthvalue median nanmedian mode argsort argmax
+    argmin max min index_select index_fill index_add index_copy index_reduce gather scatter scatter_add
+    scatter_reduce index index_put _index_put_impl constant_pad_nd flip roll tril triu nll_loss_forward
+    nll_loss_backward nll_loss2d_forward nll_loss2d_backward _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward {POOLS}""".split()
 )
 """Ops by name, all of their overloads that have a rule, and those in place."""
 

@@ -18,12 +18,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
-from stretto.tensor.clip import has_empty_part, in_order, is_absent, nothing
+from stretto.tensor.clip import has_empty_part, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
     UNKNOWN_RESULTS,
     VALUES_NEEDED,
@@ -93,7 +94,10 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
         parts, _ = tree_flatten(op(*inner_args, **inner_kwargs))
         for number in written:  # step 3
             if targets[number] != tuple(tensors[number].placements):
-                _write_back(tensors[number], own[number], targets[number])
+                x = tensors[number]
+                local_of(x).copy_(
+                    part_under(own[number], with_placements(spec_of(x), targets[number]), x.placements)
+                )
     if returned:
         for x, meta in zip(returned, described):
             if isinstance(x, DTensor) and meta is not None and tuple(x.shape) != meta.shape:
@@ -167,24 +171,29 @@ def placed(x: DTensor, placements: Sequence[Placement], wrap: Wrap) -> DTensor:
 
 
 def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
-    mesh = x.device_mesh
-    if all(old == new or mesh.size(a) == 1 for a, (old, new) in enumerate(zip(x.placements, placements))):
-        return local_of(x)
-    return part_of(local_of(x), spec_of(x), placements)
+    return part_under(local_of(x), spec_of(x), placements)
 
 
-def _write_back(x: DTensor, part: torch.Tensor, placements: tuple[Placement, ...]) -> None:
-    """Step 3: of what is Partial, the first rank of a summed axis has the value, and the others zeros."""
-    mesh = x.device_mesh
-    spec = with_placements(spec_of(x), placements)
-    if captured() is not None:  # there, no rank knows which it is
-        local_of(x).copy_(part_of(part, spec, x.placements))
-        return
-    kept = tuple(Replicate() if p.is_partial() else p for p in x.placements)
-    local = part if placements == kept else part_of(part, spec, kept)
-    if any(p.is_partial("sum") and mesh.get_local_rank(axis) for axis, p in enumerate(x.placements)):
-        local = torch.zeros_like(local)
-    local_of(x).copy_(local)
+def part_under(
+    local: torch.Tensor, spec: Spec, placements: Sequence[Placement], async_op: bool = False
+) -> torch.Tensor:
+    """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
+
+    local: the part under the placements of `spec`. async_op: the part may still be under way; the first op on
+    it waits. Axes that become Partial go to Replicate first; then of a summed axis the first rank keeps the
+    value, and the others hold zeros; of avg, max and min every rank keeps it.
+    """
+    mesh = spec.mesh
+    becomes = [new.is_partial() and new != old for old, new in zip(spec.placements, placements)]
+    if any(becomes) and captured() is not None:  # there, no rank knows which it is
+        return part_of(local, spec, placements)
+    through = [Replicate() if summed else new for summed, new in zip(becomes, placements)]
+    if any(old != new and mesh.size(a) > 1 for a, (old, new) in enumerate(zip(spec.placements, through))):
+        local = part_of(local, spec, through, async_op)
+    new_only = tuple(p if summed else Replicate() for summed, p in zip(becomes, placements))
+    if any(becomes) and dist.get_rank() in layout_on(mesh, new_only).zero_ranks():
+        return torch.zeros_like(local)
+    return local
 
 
 def written_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
