@@ -29,16 +29,7 @@ def changed(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     labels = labels_of(len(made.shape))
     whole = {d for d, (a, b) in enumerate(zip(specs[0].shape, made.shape, strict=True)) if a != b}
     zero = True
-    if op.target == "aten.slice.Tensor":
-        dim = dim_of(op.args[1] if len(op.args) > 1 else 0, len(labels))
-        step = op.args[4] if len(op.args) > 4 else 1
-        if specs[0].shape[dim] != made.shape[dim] or step != 1:
-            whole.add(dim)
-    elif op.target == "aten.slice_backward.default":
-        whole.add(dim_of(op.args[2], len(labels)))
-        if specs[0].shape == made.shape:
-            whole.clear()
-    elif op.target in ("aten.flip.default", "aten.roll.default"):
+    if op.target in ("aten.flip.default", "aten.roll.default"):
         at = 1 if op.target == "aten.flip.default" else 2
         dims = op.args[at] if len(op.args) > at else ()
         whole |= {dim_of(d, len(labels)) for d in dims} if dims else set(labels)

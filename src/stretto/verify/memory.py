@@ -38,14 +38,9 @@ def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
     for rank in range(plan.ranks):
         peak, at = _RankWalk(plan, rank).peak()
         if peak > max_bytes:
-            found.append(
-                Fault(
-                    rank,
-                    at,
-                    f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}",
-                    "Use a schedule with fewer live microbatches, smaller microbatches or more stages",
-                )
-            )
+            what = f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
+            fix = "Use a schedule with fewer live microbatches, smaller microbatches or more stages"
+            found.append(Fault(rank, at, what, fix))
     return found
 
 

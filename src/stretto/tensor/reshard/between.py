@@ -21,7 +21,7 @@ from stretto.tensor.clip import layout_on, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec
 from stretto.tensor.global_tensor import GlobalTensor, global_tensor
 from stretto.tensor.layout import Layout, region_shape
-from stretto.tensor.reshard.execute import execute, part_of
+from stretto.tensor.reshard.execute import Part, execute
 from stretto.tensor.reshard.forwarding import Together, plan_together
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.lines import lines
@@ -65,9 +65,9 @@ def between(
         for which, chosen in planned.parts:
             at = numbers[which]
             shape = tuple(tensors[at].shape)
-            held.append(part_of(sources[at], shape, rank, local_of(tensors[at])))
+            held.append(Part(sources[at].region(shape, rank), local_of(tensors[at])))
             goes = [moves_of[at][choice] for choice in chosen]
-            wanted.append([part_of(targets[i], shape, rank, parts[i]) for i in goes])
+            wanted.append([Part(targets[i].region(shape, rank), parts[i]) for i in goes])
         execute(planned.plan, held, wanted, lines(), group, in_flight_bytes)
     return [_result(tensors[move.tensor], move, part) for move, part in zip(moves, parts)]
 
