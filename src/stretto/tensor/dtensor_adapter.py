@@ -44,8 +44,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stretto.tensor.pytree_adapter import tree_leaves
 
-VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
-"""What is raised `without_values` where what the results are depends on values."""
+SHAPE_UNKNOWN = DynamicOutputShapeException
+"""What is raised `without_values` where the shape of a result depends on values."""
+VALUES_NEEDED = DataDependentOutputException
+"""What is raised there where a result is a value."""
 UNKNOWN_RESULTS = (NotImplementedError, UnsupportedOperatorException)
 """What is raised there for an op that only computes."""
 
@@ -141,7 +143,7 @@ def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op, and off the mesh takes all of them to be free, so that ranks would differ over what a tensor is.
     Raises what PyTorch raises where it has no rule for the op.
     """
-    return _on_mesh_of(_first_spec((args, kwargs)), _sharding(op, args, kwargs).output_spec)
+    return _on_mesh_of(first_of(args, kwargs)._spec, _sharding(op, args, kwargs).output_spec)
 
 
 def has_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -190,8 +192,9 @@ def _sharding_of(schema: OpSchema) -> Any:
             mesh._coordinate_on_dim = None
 
 
-def _first_spec(values: Any) -> DTensorSpec:
-    return next(x._spec for x in tree_leaves(values) if isinstance(x, DTensor))
+def first_of(args: Any, kwargs: Any) -> DTensor:
+    """The first tensor on a mesh among an op's arguments, which has one."""
+    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
 
 
 def _on_mesh_of(like: DTensorSpec, found: Any) -> Any:

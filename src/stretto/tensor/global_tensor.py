@@ -68,7 +68,6 @@ class GlobalTensor(DTensor):
         kwargs = kwargs or {}
         leaves = _tensors(args, kwargs)
         mesh = _one_mesh(op, leaves)
-        _refuse_shapes_from_data(op, args, leaves)
         if not all(isinstance(leaf, DTensor) for leaf in leaves):
             beside = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
             _refuse_writes_to_plain(op, args, kwargs, beside)
@@ -308,16 +307,6 @@ def _one_mesh(op: Any, leaves: list[torch.Tensor]) -> DeviceMesh:
                 raise errors.two_meshes(op, first, leaf)
     assert first is not None, "this class was chosen for one of the arguments"
     return first.device_mesh
-
-
-def _refuse_shapes_from_data(op: Any, args: tuple[Any, ...], leaves: list[torch.Tensor]) -> None:
-    if torch.Tag.dynamic_output_shape not in op.tags:
-        return
-    if op is aten.index.Tensor and not any(
-        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-    ):
-        return  # whole numbers as indices: the shape is theirs
-    raise errors.shape_from_data(op, next(leaf for leaf in leaves if isinstance(leaf, DTensor)))
 
 
 def _refuse_writes_to_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], beside: DTensor) -> None:

@@ -26,6 +26,7 @@ from stretto.tensor import errors
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import has_empty_part, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
+    SHAPE_UNKNOWN,
     UNKNOWN_RESULTS,
     VALUES_NEEDED,
     Meta,
@@ -64,7 +65,8 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
     if found is UNKNOWN and returned:  # they are what they were
         found = tuple(map(meta_of, returned)), tree
     if isinstance(found, str):
-        raise errors.cannot_run(op, tensors[0], found)
+        error = errors.shape_from_data if found == FROM_DATA else errors.cannot_run
+        raise error(op, tensors[0], found)
     described, result_tree = found
 
     free = free_dims(op, args, kwargs, described)
@@ -210,6 +212,7 @@ Described = tuple[tuple[Meta | None, ...], TreeSpec]
 """An op's results, one after the other, and how they are given."""
 
 
+FROM_DATA = "the shape of its result depends on values"
 UNKNOWN = "PyTorch does not know what its results are without computing them"
 
 
@@ -244,6 +247,8 @@ def _metas(op: Any, frozen: tuple[Any, ...], tree: TreeSpec) -> Described | str:
         args, kwargs = tree_unflatten(leaves, tree)
         try:
             given, result_tree = tree_flatten(op(*args, **kwargs))
+        except SHAPE_UNKNOWN:
+            return FROM_DATA
         except VALUES_NEEDED:
             return "what its results are depends on values"
         except UNKNOWN_RESULTS:

@@ -163,6 +163,7 @@ def _batch_only(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     weight = others[0]
     return (
         all(set(x.placements) <= {Replicate(), Shard(0)} for x in images)
+        and images[0].placements == images[-1].placements
         and all(set(x.placements) <= {Replicate()} for x in others if isinstance(x, DTensor))
         and all(x.ndim == weight.ndim for x in images)
     )

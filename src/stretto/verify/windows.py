@@ -113,31 +113,30 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
     missing_waits: set[int] = set()
     for name, position in at[ItemKind.OP].items():
         for value in ops[str(name)].uses:
-            item, reads = str(name), f"reads {value}"
+            reader, reads = str(name), f"reads {value}"
             if is_external(value) or (value not in ops and value not in brings and value in earlier):
                 made = beside.get(value, -1)
                 if made > position:
                     by = f"{stage}{earlier[value]} of the same microbatch brings later, at item {made}"
-                    yield fault(item, f"{reads}, which {by}", f"Move it after item {made}")
+                    yield fault(reader, f"{reads}, which {by}", f"Move it after item {made}")
             elif value in ops:
                 made = at[ItemKind.OP].get(value, -1)
                 if made > position:
-                    yield fault(
-                        item, f"{reads}, which is made later, at item {made}", f"Move it after {value}"
-                    )
+                    what = f"{reads}, which is made later, at item {made}"
+                    yield fault(reader, what, f"Move it after {value}")
             elif value in brings:
                 edge = brings[value]
                 wait = at[ItemKind.WAIT].get(edge)
                 if wait is None and edge not in missing_waits:
                     missing_waits.add(edge)
                     what = f"{reads}, which edge e{edge} brings, but the window never waits for it"
-                    yield fault(item, what, f"Add `wait e{edge}` before it")
+                    yield fault(reader, what, f"Add `wait e{edge}` before it")
                 elif wait is not None and wait > position:
                     what = f"{reads} before `wait e{edge}`, which stands later, at item {wait}"
-                    yield fault(item, what, "Move the wait before it")
+                    yield fault(reader, what, "Move the wait before it")
             else:
                 what = f"{reads}, which no op before it makes and no edge brings to stage {stage}"
-                yield fault(item, what, "Add an edge from the stage that makes it")
+                yield fault(reader, what, "Add an edge from the stage that makes it")
 
 
 def _made_beside(plan: Plan, window: Window, part: int) -> dict[str, int]:
