@@ -168,6 +168,7 @@ POOLS = " ".join(
     for pool in (f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d")
     for way in ("", "_backward")
 )
+"""Names of ops that pool images."""
 
 RULES: dict[str, Rule] = {
     name: rule

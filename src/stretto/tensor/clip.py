@@ -27,7 +27,6 @@ from stretto.tensor.dtensor_adapter import (
     described,
     first_of,
     given_back,
-    is_composite,
     local_of,
     plain_placement,
     propagated,
@@ -95,12 +94,7 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
     Raises what PyTorch's sharding rules raise, as the ranks on the mesh do.
     """
     device = local_of(first_of(args, kwargs)).device
-    try:
-        described_results = propagated(op, args, kwargs)
-    except NotImplementedError:
-        if not is_composite(op):
-            raise
-        return op.decompose(*args, **kwargs)
+    described_results = propagated(op, args, kwargs)
 
     def absent(spec: Spec) -> DTensor:
         return wrap(*unmasked(nothing(described(spec)[1], device), spec))

@@ -184,7 +184,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
         return result
     if any(is_partial(x) for x in tensors):
         if any(x is w and is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
-            return _by_parts(op, args, kwargs)
+            return on_parts(op, args, kwargs, global_tensor)
         if is_like(op):
             args = tuple(_as_whole(value) for value in args)
         elif not keeps_partial(op, args, kwargs, tensors):
@@ -199,16 +199,12 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
                 return absent_call(op, args, kwargs, global_tensor)
             return _present_call(op, args, kwargs)
         except Exception:
-            if is_composite(op) or has_rule(op, args, kwargs):
+            if has_rule(op, args, kwargs):
                 raise
     if is_composite(op):
         result = op.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    return _by_parts(op, args, kwargs)
-
-
-def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return on_parts(op, args, kwargs, global_tensor)
 
 

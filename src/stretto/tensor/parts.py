@@ -13,7 +13,7 @@ on all of them, those off the mesh too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
-from stretto.tensor.clip import has_empty_part, in_order, is_absent, layout_on, nothing
+from stretto.tensor.clip import Wrap, has_empty_part, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
     SHAPE_UNKNOWN,
     UNKNOWN_RESULTS,
@@ -43,9 +43,6 @@ from stretto.tensor.dtensor_adapter import (
 )
 from stretto.tensor.free_dims import FreeDim, free_dims
 from stretto.tensor.pytree_adapter import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-
-Wrap = Callable[[torch.Tensor, Spec], DTensor]
-"""Makes the tensor of a local part and a description."""
 
 
 def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Any:
@@ -240,7 +237,7 @@ def _metas(op: Any, frozen: tuple[Any, ...], tree: TreeSpec) -> Described | str:
     with without_values():
         leaves = [
             torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=kind)
-            if isinstance(value, Meta)
+            if isinstance(kind, torch.device)
             else value
             for kind, value in frozen
         ]

@@ -83,8 +83,8 @@ def _unfilled(x: GlobalTensor, target: Layout, device_type: str) -> torch.Tensor
 
 
 def _result(x: GlobalTensor, move: Move, part: torch.Tensor) -> GlobalTensor:
-    shape = tuple(x.shape)
-    return global_tensor(part, new_spec(move.mesh, move.placements, shape, _strides(shape), x.dtype))
+    strides = torch.empty(x.shape, device="meta").stride()
+    return global_tensor(part, new_spec(move.mesh, move.placements, x.shape, strides, x.dtype))
 
 
 @lru_cache(maxsize=4096)
@@ -98,10 +98,3 @@ def hosts_of_launch() -> Hosts:
     world = dist.get_world_size()
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Hosts.of(devices if devices > 0 and world % devices == 0 else 1, world)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()

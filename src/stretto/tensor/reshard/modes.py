@@ -46,7 +46,7 @@ def sends_of(
     sends: list[UnitTask] = []
     for task in tasks:
         near = {hosts[ranks[0]]: ranks for ranks in by_host(task.holders, hosts)}
-        far = []
+        far: list[int] = []
         for ranks in by_host(task.receivers, hosts):
             if hosts[ranks[0]] in near:
                 local = replace(task, holders=near[hosts[ranks[0]]], receivers=ranks)
