@@ -7,7 +7,7 @@ number by number. Times are microseconds from the step's common start; memory is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -75,7 +75,6 @@ class Timeline:
     """Spans by rank and lane, with the step's accounts. source: `simulated` or `measured`.
 
     memory[rank]: (time, bytes held) steps, ascending in time; empty where it was not recorded.
-    op_us[(stage, op name)]: measured mean times of ops; empty where they were not measured.
     members: how many ranks of the run each rank here stands for, those of one place, which do equal work.
     """
 
@@ -85,7 +84,6 @@ class Timeline:
     spans: tuple[Span, ...] = field(repr=False)
     peak_bytes: tuple[int, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = field(default=(), repr=False)
-    op_us: Mapping[tuple[int, str], float] = field(default_factory=dict, repr=False)
     members: int = 1
 
     def who(self, rank: int) -> str:

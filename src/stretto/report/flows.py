@@ -42,28 +42,21 @@ def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
 
 
 def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
-    """The ops of every run, laid over its compute spans; by measured times where there are any."""
+    """The ops of every run, laid over its compute spans."""
     found: dict[int, list[OpSlice]] = {}
     windows = window_ops(plan)
-    shares = {name: _shares(rows, timeline) for name, rows in windows.items()}
+    times_us = {name: [row.us for row in rows] for name, rows in windows.items()}
     for runs in runs_of(plan, timeline):
         for run in runs:
             spans = iter(run.spans)
             span = next(spans)
             inside = found.setdefault(id(span), [])
-            for at, start_us, end_us in laid_over(shares[run.window], run.spans):
+            for at, start_us, end_us in laid_over(times_us[run.window], run.spans):
                 while start_us >= span.end_us:
                     span = next(spans)
                     inside = found.setdefault(id(span), [])
                 inside.append(OpSlice(windows[run.window][at], at, start_us, end_us))
     return found
-
-
-def _shares(rows: Sequence[OpRow], timeline: Timeline) -> list[float]:
-    known = [timeline.op_us.get((row.stage, row.op.name)) for row in rows]
-    if timeline.op_us and all(us is not None or not row.us for us, row in zip(known, rows, strict=True)):
-        return [us or 0.0 for us in known]
-    return [row.us for row in rows]
 
 
 def flows_of(timeline: Timeline, first_flow: int, plan: Plan | None, nested: Nested) -> dict[int, list[int]]:

@@ -147,7 +147,7 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     if timelines:
         body.append(_section(traffic_grid(timelines)))
     if run.plan is not None:
-        costliest = costliest_ops(run.plan, run.measured)
+        costliest = costliest_ops(run.plan)
         if costliest:
             body.append(_section(costliest_grid(costliest, reads=True)))
     return body

@@ -76,7 +76,6 @@ class _Writer:
         self.next_uuid = 1
         self.next_flow = 1
         self.specs: Mapping[str, TensorSpec] = specs_of(plan.job) if plan is not None and ops else {}
-        self.measured = next((one.op_us for one in timelines if one.op_us), {})
 
     def write(self) -> bytes:
         for at, timeline in enumerate(self.timelines):
@@ -199,9 +198,6 @@ class _Writer:
         if op.flops:
             yield "flops", op.flops
         yield "predicted_us", row.us
-        took_us = self.measured.get((row.stage, op.name))
-        if took_us is not None:
-            yield "measured_us", took_us
 
 
 def _details(span: Span) -> Iterator[tuple[str, int | float | str]]:

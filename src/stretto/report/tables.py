@@ -127,18 +127,14 @@ def costliest_grid(found: Sequence[OpGroup], *, reads: bool = False) -> Grid:
     """The costliest ops: what they cost over all stages and microbatches, and how fast they work.
 
     reads: say what they read as well, which takes room."""
-    measured = any(group.measured_us is not None for group in found)
     rows = []
     for group in found:
         rate = format_flops(group.flops / group.total_us * 1e6) + "/s" if group.flops else "-"
         row = [group.target.removeprefix("aten.").removesuffix(".default"), group.phases, f"{group.calls:,}"]
         row += [format_us(group.total_us / group.calls), format_us(group.total_us), format_share(group.share)]
-        if measured:
-            row.append("-" if group.measured_us is None else format_us(group.measured_us))
         rows.append((*row, rate, _plain(f"{group.shapes} → {group.made}") if reads else _short(group.made)))
-    head = ["", "phase", "calls", "each", "total", "share", *(["measured"] if measured else [])]
-    head += ["rate", "reads → makes" if reads else "makes"]
-    return Grid("Costliest ops (all stages and microbatches)", tuple(head), tuple(rows), (0, len(head) - 1))
+    head = ("", "phase", "calls", "each", "total", "share", "rate", "reads → makes" if reads else "makes")
+    return Grid("Costliest ops (all stages and microbatches)", head, tuple(rows), (0, len(head) - 1))
 
 
 def _plain(shapes: str) -> str:

@@ -24,7 +24,7 @@ class CompiledWriter(Writer):
     """Writes stretches as calls, and all other items as they are."""
 
     def __init__(self, job: Job, window: Window, externals: Externals, compiler: Compiler) -> None:
-        super().__init__(job, window, externals, timed=False)
+        super().__init__(job, window, externals)
         self.compiler = compiler
 
     def items(self, last_item: Mapping[int, list[Key]]) -> None:

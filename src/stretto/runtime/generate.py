@@ -51,7 +51,6 @@ class Hooks(Protocol):
     def reduce(self, bucket: str) -> None: ...
     def draw(self, microbatch: int, op: int) -> None: ...
     def drawn(self) -> None: ...
-    def tick(self, stage: int, op: str) -> None: ...
     def start(self, name: str, kind: str, how: How, lane: str, value: torch.Tensor, size: int) -> Started: ...
     def finish(self, started: Started) -> torch.Tensor: ...
 
@@ -91,20 +90,16 @@ class Generated:
     stages: tuple[int, ...]
 
 
-def generate(job: Job, window: Window, externals: Externals, *, timed: bool = False) -> Generated:
-    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read.
-
-    timed: the function tells `hooks.tick` after every item, so that the time of each op can be known.
-    """
-    return Writer(job, window, externals, timed).write()
+def generate(job: Job, window: Window, externals: Externals) -> Generated:
+    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
+    return Writer(job, window, externals).write()
 
 
 class Writer:
     """Writes a window's function, item by item (`compiled_window` writes stretches of them)."""
 
-    def __init__(self, job: Job, window: Window, externals: Externals, timed: bool) -> None:
+    def __init__(self, job: Job, window: Window, externals: Externals) -> None:
         self.job = job
-        self.timed = timed
         self.window = window
         self.externals = externals
         self.lines: list[str] = []
@@ -168,9 +163,6 @@ class Writer:
             edge = self.job.edges[int(item.ref)]
             value = self.name(item.part, edge.value)
             self.line(f"hooks.send({edge.index}, m{item.part}, {value})")
-        if self.timed:
-            made = str(item.ref) if item.kind is ItemKind.OP else ""
-            self.line(f"hooks.tick({stage}, {made!r})")
 
     def delete(self, values: Iterable[tuple[int, str]]) -> None:
         """Values that are not used any more."""

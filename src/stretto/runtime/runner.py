@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -117,7 +116,6 @@ class Runner:
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
         self._last: Marks | None = None
-        self._op_us: dict[tuple[int, str], float] = {}
         self._peak_bytes = 0
 
     # Parameters.
@@ -236,22 +234,6 @@ class Runner:
         self._last.peak_bytes = self._peak_bytes
         return loss
 
-    def measure_ops(self, batch: Any) -> dict[tuple[int, str], float]:
-        """The time of every op in microseconds, (stage, op) -> mean over microbatches, from a step whose
-        gradients are dropped; every rank must call it. Timelines that follow carry it.
-
-        Taking the times slows the step by a microsecond or two for each op. Raises as `step` and `timeline`.
-        """
-        self._check_clock()
-        leaves = self._ready(batch)
-        with self.transport.during_step():
-            mine = self.state.step_timed(leaves)
-        self.state.grads = {}
-        first = not any(self.held.in_place.values())
-        for found in self.transport.all_gather(mine if first else {}):
-            self._op_us |= found
-        return dict(self._op_us)
-
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device)
@@ -282,17 +264,13 @@ class Runner:
         """The last step as measured on all ranks; every rank must call it. Raises RunError before a step."""
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
-        self._check_clock()
-        gathered = self.transport.all_gather((self._last, self.transport.clock_offset_us()))
-        found = build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
-        return replace(found, op_us=dict(self._op_us))
-
-    def _check_clock(self) -> None:
         if self.device.type != "cpu":
             raise RunError(
                 "measured timelines exist for processors only: on an accelerator the clock of the process "
                 "says when work was queued, not when it ran. Use torch.profiler there"
             )
+        gathered = self.transport.all_gather((self._last, self.transport.clock_offset_us()))
+        return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
     def report(self) -> Report:
         """Predicted against measured of the last step; every rank must call it. `print` shows a table."""
