@@ -250,7 +250,7 @@ def test_the_command(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, [*call, "--trace", str(trace)], catch_exceptions=False)
     assert said.exit_code == 0, said.output
     assert "rank 1 of 2: predicted, rehearsed" in said.output
-    for row in ("step", "exposed, tp", "peak memory"):
+    for row in ("step", "exposed tp", "peak memory"):
         [line] = [line for line in said.output.splitlines() if line.strip().startswith(row)]
         assert len(re.findall(r"[0-9.]+ (?:us|ms|s|MiB)\b", line)) == 2, line
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace

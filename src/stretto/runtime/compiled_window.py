@@ -62,6 +62,7 @@ class CompiledWriter(Writer):
         return found if found.pays else None
 
     def _call_compiled(self, stretch: Stretch, ops: Sequence[tuple[int, Op]]) -> None:
+        self.enter(ops[0][0])
         for part, op in stretch.before:
             self.call(part, op)
             self.keep_results(part, op, *self.window.parts[part])

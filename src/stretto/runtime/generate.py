@@ -51,6 +51,7 @@ class Hooks(Protocol):
     def reduce(self, bucket: str) -> None: ...
     def draw(self, microbatch: int, op: int) -> None: ...
     def drawn(self) -> None: ...
+    def enter(self, part: int) -> None: ...
     def start(self, name: str, kind: str, how: How, lane: str, value: torch.Tensor, size: int) -> Started: ...
     def finish(self, started: Started) -> torch.Tensor: ...
 
@@ -103,6 +104,7 @@ class Writer:
         self.window = window
         self.externals = externals
         self.lines: list[str] = []
+        self.entered = -1
         self.bound: dict[str, Any] = {"DEVICE": externals.device, "INF": float("inf"), "NAN": float("nan")}
         self.names: dict[tuple[int, str], str] = {}
         stages = {stage for stage, _ in window.parts}
@@ -144,6 +146,7 @@ class Writer:
     def item(self, at: int) -> None:
         """One item: its op, wait or send."""
         item = self.window.items[at]
+        self.enter(item.part)
         stage, phase = self.window.parts[item.part]
         if item.kind is ItemKind.OP:
             op = self.ops[stage, str(item.ref)]
@@ -163,6 +166,12 @@ class Writer:
             edge = self.job.edges[int(item.ref)]
             value = self.name(item.part, edge.value)
             self.line(f"hooks.send({edge.index}, m{item.part}, {value})")
+
+    def enter(self, part: int) -> None:
+        """Where several actions share the window, it is marked whose ops run from here on."""
+        if len(self.window.parts) > 1 and part != self.entered:
+            self.line(f"hooks.enter({part})")
+        self.entered = part
 
     def delete(self, values: Iterable[tuple[int, str]]) -> None:
         """Values that are not used any more."""

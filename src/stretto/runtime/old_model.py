@@ -16,6 +16,7 @@ have none. Keeps no tensor of the model alive.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -88,7 +89,7 @@ class OldModel:
             if id(module) in self._by_module:
                 self._watch(module)
         if any(self._is_apart(own) for own in self._all()):
-            model.register_forward_pre_hook(_Computing(weakref.ref(self), weakref.ref(model)))
+            model.register_forward_pre_hook(_Hook("warn_of_use", weakref.ref(self), weakref.ref(model)))
         with _ADDING:
             _LIVE.add(self)
         if self._parts:
@@ -116,10 +117,10 @@ class OldModel:
 
     def _watch(self, module: nn.Module) -> None:
         me, its = weakref.ref(self), weakref.ref(module)
-        module.register_load_state_dict_pre_hook(_Loading(me, its))  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(_Loaded(me, its))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_Hook("take", me, its))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_Hook("refuse_replaced", me, its))  # type: ignore[no-untyped-call]
         if any(map(self._is_apart, self._by_module[id(module)])):
-            module.register_state_dict_pre_hook(_Reading(me, its))  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(_Hook("refuse_reading", me, its))  # type: ignore[no-untyped-call]
 
     # What the runner tells.
 
@@ -135,9 +136,7 @@ class OldModel:
             module, tensor = own.module(), own.tensor()
             if module is None or tensor is None:
                 continue
-            now = getattr(module, own.attribute, None)
-            if own.here and now is not tensor and isinstance(now, nn.Parameter):
-                raise UsageError(_replaced(own.name))
+            self.refuse_replaced(module)
             old = self._samples.get(own.key)
             if old is not None and not tensor.is_meta and not torch.equal(_sample(tensor), old):
                 raise UsageError(
@@ -150,12 +149,18 @@ class OldModel:
         """Raises UsageError for a tensor of the model of which the runner trains a part."""
         own = self._parts.get(id(tensor))
         if own is not None and own.tensor() is tensor:
-            raise UsageError(_not_trained(own.name))
+            raise UsageError(
+                f"the optimizer has the model's own {own.name!r}, which gets no gradient: this rank's Runner "
+                "trains a part of it as a tensor of its own. Make the optimizer over runner.parameters() "
+                "(or runner.named_parameters(), for groups)"
+            )
 
     # What hooks tell.
 
-    def refuse_reading(self, module: nn.Module) -> None:
+    def refuse_reading(self, module: nn.Module, prefix: str = "", keep_vars: bool = False) -> None:
         """Raises UsageError for values of the module that are not what is trained."""
+        if keep_vars:
+            return
         own = next(filter(self._is_stale, self._by_module.get(id(module), ())), None)
         if own is not None:
             what = "a part of it as its own tensor" if own.part is not None else "nothing of it"
@@ -164,9 +169,9 @@ class OldModel:
                 f"the model has the value from before. {_TAKE}"
             )
 
-    def warn_of_use(self, what: str) -> None:
+    def warn_of_use(self, *_: Any, what: str = "this is a forward of a Runner's old model") -> None:
         """Warn, once, where values of the model that a computation reads are not what is trained."""
-        if self._warned or not self.is_old:
+        if self._warned or not self.version:
             return
         for own in filter(self._is_stale, self._all()):
             module = own.module()
@@ -195,7 +200,7 @@ class OldModel:
             and _TRAINED.get(id(tensor)) is not tensor
         )
 
-    def take(self, module: nn.Module, values: Mapping[str, Any], prefix: str) -> None:
+    def take(self, module: nn.Module, values: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """The module is about to load these: what the runner trains of it gets them too."""
         for own in self._by_module.get(id(module), ()):
             value, tensor = values.get(prefix + own.attribute), own.tensor()
@@ -209,21 +214,16 @@ class OldModel:
             if own.part is not None:
                 self._samples[own.key] = _sample(value.to(tensor.dtype))
 
-    def refuse_replaced(self, module: nn.Module) -> None:
+    def refuse_replaced(self, module: nn.Module, *_: Any) -> None:
+        """Raises UsageError where the module has another parameter than the one that is trained."""
         for own in self._by_module.get(id(module), ()):
-            tensor = own.tensor()
-            if own.here and tensor is not None and getattr(module, own.attribute, tensor) is not tensor:
-                raise UsageError(_replaced(own.name))
-
-    @property
-    def is_old(self) -> bool:
-        """Whether the runner's values have changed since it was made."""
-        return self.version > 0
-
-    def untrained(self, tensor: torch.Tensor) -> str | None:
-        """The name of a tensor of which the runner trains a part; None for any other."""
-        own = self._parts.get(id(tensor))
-        return own.name if own is not None and own.tensor() is tensor else None
+            tensor, now = own.tensor(), getattr(module, own.attribute, None)
+            if own.here and tensor is not None and now is not tensor and isinstance(now, nn.Parameter):
+                raise UsageError(
+                    f"{own.name!r} of the model is another tensor since the Runner was made "
+                    "(load_state_dict(assign=True), or set by hand), and the Runner trains the one before: "
+                    "load without assign, or make a new Runner"
+                )
 
     def _all(self) -> Iterator[Own]:
         for owns in self._by_module.values():
@@ -231,54 +231,31 @@ class OldModel:
 
 
 class _Hook:
-    """On one module, for as long as the watch lives; inert on its copies, and on those read from a file."""
+    """Calls a method of the watch for one module, as long as both live; inert on the module's copies, and on
+    those read from a file."""
 
     def __init__(
-        self, old: weakref.ref[OldModel] | None = None, module: weakref.ref[nn.Module] | None = None
+        self,
+        what: str = "",
+        old: Callable[[], OldModel | None] = lambda: None,
+        module: Callable[[], nn.Module | None] = lambda: None,
     ) -> None:
-        self._old, self._module = old, module
+        """what: the method. old, module: weak references."""
+        self._what, self._old, self._module = what, old, module
 
-    def _live(self, module: nn.Module) -> OldModel | None:
-        if self._old is None or self._module is None or self._module() is not module:
-            return None
-        return self._old()
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        old = self._old()
+        if old is not None and self._module() is module:
+            getattr(old, self._what)(module, *given)
 
     def __deepcopy__(self, _: dict[int, Any]) -> _Hook:
-        return type(self)()
+        return _Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        old, module = (one() if one is not None else None for one in (self._old, self._module))
-        if isinstance(old, OldModel) and isinstance(module, nn.Module) and isinstance(self, _Reading):
-            old.refuse_reading(module)  # torch.save(model)
-        return type(self), ()
-
-
-class _Reading(_Hook):
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        old = self._live(module)
-        if old is not None and not keep_vars:
-            old.refuse_reading(module)
-
-
-class _Computing(_Hook):
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        old = self._live(module)
-        if old is not None:
-            old.warn_of_use("this is a forward of a Runner's old model")
-
-
-class _Loading(_Hook):
-    def __call__(self, module: nn.Module, values: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        old = self._live(module)
-        if old is not None:
-            old.take(module, values, prefix)
-
-
-class _Loaded(_Hook):
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        old = self._live(module)
-        if old is not None:
-            old.refuse_replaced(module)
+        module = self._module()
+        if self._what == "refuse_reading" and module is not None:
+            self(module)  # torch.save(model)
+        return _Hook, ()
 
 
 def warn_if_old(model: nn.Module) -> None:
@@ -286,7 +263,7 @@ def warn_if_old(model: nn.Module) -> None:
     tensors = {id(tensor) for tensor in model.parameters()}
     for old in _live():
         if any(id(own.tensor()) in tensors for own in old._all()):
-            old.warn_of_use("a Runner is made of another Runner's old model")
+            old.warn_of_use(what="a Runner is made of another Runner's old model")
 
 
 def _live() -> list[OldModel]:
@@ -294,15 +271,10 @@ def _live() -> list[OldModel]:
         return list(_LIVE)
 
 
-_WATCHING: list[Any] = []
-
-
+@functools.cache
 def _watch_optimizers() -> None:
     """Once a process."""
-    with _ADDING:
-        if _WATCHING:
-            return
-        _WATCHING.append(register_optimizer_step_pre_hook(_refuse_old))
+    register_optimizer_step_pre_hook(_refuse_old)
 
 
 def _refuse_old(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -310,31 +282,10 @@ def _refuse_old(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
     One that has a gradient is being trained as a plain model beside the Runner.
     """
-    watches = [old for old in _live() if old.is_old and old._parts]
-    if not watches:
-        return
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
+    for old in _live():
+        for tensor in (p for group in optimizer.param_groups for p in group["params"]) if old.version else ():
             if tensor.grad is None:
-                for old in watches:
-                    name = old.untrained(tensor)
-                    if name is not None:
-                        raise UsageError(_not_trained(name))
-
-
-def _not_trained(name: str) -> str:
-    return (
-        f"the optimizer has the model's own {name!r}, which gets no gradient: this rank's Runner trains a "
-        "part of it as a tensor of its own. Make the optimizer over runner.parameters() "
-        "(or runner.named_parameters(), for groups)"
-    )
-
-
-def _replaced(name: str) -> str:
-    return (
-        f"{name!r} of the model is another tensor since the Runner was made (load_state_dict(assign=True), "
-        "or set by hand), and the Runner trains the one before: load without assign, or make a new Runner"
-    )
+                old.refuse_in_optimizer(tensor)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -342,6 +342,9 @@ class RankState:
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None:
         self._buffers[buffer].copy_(value)
 
+    def enter(self, part: int) -> None:
+        self.marks.parts.append((now(), part))
+
     def draw(self, microbatch: int, op: int) -> None:
         _DRAWING.acquire()
         self._kept = _generator_state(self.device)

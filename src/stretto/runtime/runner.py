@@ -155,7 +155,6 @@ class Runner:
         Copies on the processor, each tensor whole, tied keys one tensor. only_on: the rank that gets them,
         the others {}; by default all do. For what one machine's memory cannot hold there is `stretto.save`.
         """
-        self._refuse_on_mesh("state_dict")
         return gather(self.held, self.transport, self.entries, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
@@ -165,7 +164,6 @@ class Runner:
         Raises the same UsageError on all ranks, before anything is changed, for missing or unknown keys
         (unless not strict), other shapes, and values that ties forbid; after, for ranks with other values.
         """
-        self._refuse_on_mesh("load_state_dict")
         put(self.held, self.transport, self.entries, state_dict, strict)
         self.loaded()
         self.check_copies()
@@ -178,13 +176,6 @@ class Runner:
     def check_copies(self) -> None:
         """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
         check_copies(self.plan, self.transport, self.held.parameters, self.held.buffers, self.held.wholes)
-
-    def _refuse_on_mesh(self, what: str) -> None:
-        if self.held.on_mesh:
-            raise UsageError(
-                f"runner.{what}: the model lies on meshes (stretto.shard), whose tensors the Runner shares: "
-                "take the model's own, with torch.distributed.checkpoint"
-            )
 
     def _watch(self, model: nn.Module) -> OldModel:
         """Whoever takes the model for what is trained from now on is told."""

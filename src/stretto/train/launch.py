@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
 from stretto.models.build import build_model
-from stretto.train.checkpoint_files import find, latest_in
+from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.data import prepare_data
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
 from stretto.train.layout import spread
@@ -110,7 +110,9 @@ def _launch(settings: TrainSettings, command: Sequence[str]) -> int:
                 status, message = explain(settings, read_notes(Path(folder)), exits)
             except (SignalException, Interrupted) as error:
                 signum = error.sigval if isinstance(error, SignalException) else error.signum
-                status, message = _stopped(settings, read_notes(Path(folder)), int(signum))
+                step = max((note.step for note in read_notes(Path(folder))), default=0)
+                status = 128 + int(signum)
+                message = f"stretto: interrupted at step {step}; {what_is_left(settings.checkpoint_dir)}"
     print(message, file=sys.stderr)
     return status
 
@@ -118,6 +120,7 @@ def _launch(settings: TrainSettings, command: Sequence[str]) -> int:
 def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, int]) -> tuple[int, str]:
     """Step 3: the exit status and the one message for ranks that ended with `exits` and left `notes`."""
     step = max((note.step for note in notes), default=None)
+    rest = what_is_left(settings.checkpoint_dir)
     killed = {rank: -code for rank, code in exits.items() if code < 0 and rank not in {n.rank for n in notes}}
     if killed:
         rank, signum = next(iter(sorted(killed.items())))
@@ -127,7 +130,7 @@ def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, 
         others = "the other rank was" if settings.parallel.world == 2 else "the others were"
         return (
             1,
-            f"stretto: rank {rank} was lost{when}: {name} ended it{why}; {others} stopped. {_rest(settings)}",
+            f"stretto: rank {rank} was lost{when}: {name} ended it{why}; {others} stopped. {rest}",
         )
     own = [note for note in notes if note.cause in (Cause.REFUSED, Cause.CRASHED)]
     if own:
@@ -137,23 +140,11 @@ def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, 
     if silent:
         return (
             1,
-            f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {_rest(settings)}",
+            f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {rest}",
         )
     if notes:
-        return notes[0].status, f"stretto: {notes[0].message}. {_rest(settings)}"
-    return 1, f"stretto: the ranks ended, and none said why. {_rest(settings)}"
-
-
-def _stopped(settings: TrainSettings, notes: Sequence[Note], signum: int) -> tuple[int, str]:
-    step = max((note.step for note in notes), default=0)
-    return 128 + signum, f"stretto: interrupted at step {step}; {_rest(settings)}"
-
-
-def _rest(settings: TrainSettings) -> str:
-    last = latest_in(settings.checkpoint_dir)
-    if last is None:
-        return "there is no checkpoint yet"
-    return f"last checkpoint {last}; go on with --resume"
+        return notes[0].status, f"stretto: {notes[0].message}. {rest}"
+    return 1, f"stretto: the ranks ended, and none said why. {rest}"
 
 
 @contextmanager

@@ -44,11 +44,11 @@ from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
 from stretto.train.metrics import Metrics
 from stretto.train.optimizer import make_optimizer, set_learning_rate
-from stretto.train.progress import Progress, StepReport
+from stretto.train.progress import Progress
 from stretto.train.results import Results, finish
 from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
 from stretto.train.shared import check_shared, take_folders
-from stretto.train.world import World, is_launched, leave, tell_all
+from stretto.train.world import World, is_launched, leave
 
 
 class Trainer:
@@ -112,10 +112,6 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.close()
 
-    def last_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint, to go on from."""
-        return latest_in(self.settings.checkpoint_dir)
-
     # Steps 1 to 3.
 
     def _prepare(self) -> TextData | None:
@@ -177,7 +173,7 @@ class Trainer:
         settings, steps = self.settings, self.settings.training.steps
         own = found is not None and found[1].parent.absolute() == settings.checkpoint_dir.absolute()
         done = own and found is not None and found[0].step >= steps and is_finished(settings.run_dir, steps)
-        return tell_all(self.world, done)[0]
+        return self.world.all_gather(done)[0]
 
     def _keep_earlier(self, found: Checkpoint | None) -> None:
         """What an earlier run left in the folders of this one is kept apart, by rank 0."""
@@ -224,9 +220,7 @@ class Trainer:
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
             self._write(line)
-            self.progress.show(
-                StepReport(self.step, loss, rate, norm, tokens_per_s, self._usual_step_s(), exposed)
-            )
+            self.progress.show({**line, "step_s": self._usual_step_s()}, exposed)
             last = self.step == training.steps
             if training.eval_every and self.step % training.eval_every == 0 and not last:
                 self.progress.say(f"step {self.step}: held-out loss {self._held_out():.4f}")
