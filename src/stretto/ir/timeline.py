@@ -94,10 +94,15 @@ class Timeline:
 
     def total_us(self, kind: SpanKind, rank: int) -> float:
         """Time of one kind on one rank's compute lane (for `message`: on all of its lanes)."""
-        return sum(span.duration_us for span in self.spans if span.rank == rank and span.kind is kind)
+        return self.by_rank(kind)[rank]
 
     def by_rank(self, kind: SpanKind) -> tuple[float, ...]:
-        return tuple(self.total_us(kind, rank) for rank in range(self.ranks))
+        """`total_us` of every rank."""
+        totals = [0.0] * self.ranks
+        for span in self.spans:
+            if span.kind is kind:
+                totals[span.rank] += span.duration_us
+        return tuple(totals)
 
     def exposed_axis_us(self) -> dict[str, tuple[float, ...]]:
         """Axis -> by rank, exposed communication."""

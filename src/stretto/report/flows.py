@@ -120,8 +120,8 @@ class _Ops:
         self._runs: dict[tuple[int, int | None, int | None], list[tuple[str, list[OpSlice]]]] = defaultdict(
             list
         )
-        self._started: dict[str, dict[tuple[int, str], int]] = {}
-        self._waited: dict[str, dict[tuple[int, str | None], int]] = {}
+        self._at: dict[str, dict[tuple[int, str], tuple[int, int]]] = {}
+        """By window, (stage, name of a collective) -> the places of its start and its wait."""
         if plan is None or not nested:
             return
         for rank, runs in enumerate(runs_of(plan, timeline)):
@@ -130,22 +130,27 @@ class _Ops:
                 parts = plan.windows[run.window].parts
                 for (stage, _), microbatch in zip(parts, run.microbatches, strict=True):
                     self._runs[rank, stage, microbatch].append((run.window, slices))
-        for name, ops in window_ops(plan).items():
-            rows = list(enumerate(ops))
-            self._started[name] = {(row.stage, row.op.name): at for at, row in rows}
-            self._waited[name] = {(r.stage, r.op.alias): at for at, r in rows if r.op.target == WAIT}
+        for window, ops in window_ops(plan).items():
+            starts = {
+                (row.stage, row.op.name): (at, row.op.collective.label(row.op.name))
+                for at, row in enumerate(ops)
+                if row.op.collective is not None
+            }
+            found = self._at[window] = {}
+            for waited, row in enumerate(ops):
+                if row.op.target == WAIT and (row.stage, str(row.op.alias)) in starts:
+                    at, label = starts[row.stage, str(row.op.alias)]
+                    found[row.stage, label] = at, waited
 
     def ends(self, message: Span) -> list[OpSlice]:
         """The last op before the start and the first after the wait; empty when they are not known."""
         if message.stage is None:
             return []
-        key = (message.stage, message.name.rsplit(" ", 1)[-1])
         for window, slices in self._runs.get((message.rank, message.stage, message.microbatch), ()):
-            started, waited = self._started[window].get(key), self._waited[window].get(key)
-            if started is None or waited is None:
-                continue
-            # Slices are in the order of their ops.
-            before = bisect_right(slices, started, key=lambda s: s.at)
-            after = bisect_right(slices, waited, key=lambda s: s.at)
-            return [*slices[before - 1 : before], *slices[after : after + 1]]
+            if (message.stage, message.name) in self._at[window]:
+                started, waited = self._at[window][message.stage, message.name]
+                # Slices are in the order of their ops.
+                before = bisect_right(slices, started, key=lambda s: s.at)
+                after = bisect_right(slices, waited, key=lambda s: s.at)
+                return [*slices[before - 1 : before], *slices[after : after + 1]]
         return []

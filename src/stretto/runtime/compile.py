@@ -221,9 +221,10 @@ class Compiler:
         """The function of a stretch. specs: of its inputs, in order."""
         self.calls += 1
         specs = tuple(specs)
-        text = _text(stretch, specs)
+        graph = _graph(stretch, self._device)
+        # Equal for stretches that are equal but for names.
+        text = "\n".join([*map(str, specs), graph.code])
         if text not in self._known:
-            graph = _graph(stretch, self._device)
             with _CALLING, torch.no_grad():
                 function = torch.compile(
                     graph, fullgraph=not self._threads, dynamic=False, backend="inductor"
@@ -231,26 +232,6 @@ class Compiler:
                 function(*(_zeros(spec, self._device) for spec in specs))
             self._known[text] = Compiled(len(self._known), function)
         return self._known[text]
-
-
-def _text(stretch: Stretch, specs: Sequence[TensorSpec]) -> str:
-    """Equal for stretches that are equal but for names."""
-    number = {key: f"%{k}" for k, key in enumerate(stretch.inputs)}
-    for part, op in stretch.graph:
-        number[part, op.name] = f"%{len(number)}"
-
-    def told(part: int, arg: Arg) -> str:
-        if isinstance(arg, Ref):
-            return number[part, arg.name]
-        if isinstance(arg, tuple):
-            return f"({', '.join(told(part, item) for item in arg)})"
-        return repr(arg)
-
-    lines = [str(spec) for spec in specs]
-    for part, op in stretch.graph:
-        lines.append(f"{op.target} {told(part, op.args)} {told(part, op.kwargs)}")
-    lines += [number[_whole(key)] + _index(key) for key in stretch.outputs]
-    return "\n".join(lines)
 
 
 def _whole(key: Key) -> Key:

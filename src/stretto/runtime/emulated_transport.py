@@ -15,19 +15,16 @@ May touch `stretto.simulate` and `stretto.verify.trace`. The contract:
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from stretto.ir.mesh import Mesh
-from stretto.ir.plan import Communicator, Plan
+from stretto.ir.plan import Plan
 from stretto.runtime.lone import LoneEnd
 from stretto.simulate.clock import Moment
 from stretto.simulate.collectives import Collective
-from stretto.simulate.live import Live, messages_of, ready_windows, works_of
-from stretto.verify.trace import EventKind
+from stretto.simulate.live import Live
 
 SPIN_US = 150.0
 """The end of a sleep that is spent asking the clock. Measured: Linux wakes a sleeper 50 to 100 us late."""
@@ -48,19 +45,10 @@ class Idle:
 
 
 class EmulatedTransport(LoneEnd["Emulated"]):
-    """The end of rank `rank` of a plan. `begin` comes before each step and `end` after it.
-
-    Raises PlanError for a plan that cannot be simulated.
-    """
+    """The end of rank `rank` of a plan. `begin` comes before each step and `end` after it."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        super().__init__(rank, plan.world)
-        self._plan = plan
-        self._place = plan.mesh.place(rank)
-        self._windows = ready_windows(plan)
-        self._works = works_of(plan, self._place, self._windows)
-        self._sends = messages_of(plan, self._place, EventKind.SEND)
-        self._posts = messages_of(plan, self._place, EventKind.RECV)
+        super().__init__(plan, rank)
         self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
         self.idle: list[Idle] = []
         self._live = Live(plan, self._place, self._windows)
@@ -70,10 +58,8 @@ class EmulatedTransport(LoneEnd["Emulated"]):
 
     def begin(self) -> None:
         """A step begins now."""
+        super().begin()
         self._live = Live(self._plan, self._place, self._windows)
-        self._next_send = {lane: deque(messages) for lane, messages in self._sends.items()}
-        self._next_post = {lane: deque(messages) for lane, messages in self._posts.items()}
-        self._next_work = {lane: deque(works) for lane, works in self._works.items()}
         self.idle = []
         self._origin_ns = time.perf_counter_ns()
         self._live.begin()
@@ -91,15 +77,6 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         return (time_ns - self._origin_ns) / 1000.0
 
     # The transport's words.
-
-    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
-        for communicator in communicators:
-            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
-            if group is not None:
-                self._members[communicator.name] = group
-
-    def close(self) -> None:
-        self._members.clear()
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Emulated:
         edge, microbatch = self._take(self._next_send, lane)
