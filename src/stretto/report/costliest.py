@@ -6,7 +6,7 @@ May touch `stretto.ir`.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stretto.ir.plan import Plan
 from stretto.ir.transfers import time_of
@@ -27,8 +27,6 @@ class OpGroup:
     nbytes: int = 0
     share: float = 0.0
     source: str = ""
-    _phases: set[str] = field(default_factory=set)
-    _sources: dict[str, None] = field(default_factory=dict)
 
 
 def costliest_ops(plan: Plan, most: int = 12, *, by_inputs: bool = True) -> list[OpGroup]:
@@ -40,6 +38,8 @@ def costliest_ops(plan: Plan, most: int = 12, *, by_inputs: bool = True) -> list
     specs = specs_of(plan.job)
     times_a_step = plan.job.microbatches
     groups: dict[tuple[str, str, str], OpGroup] = {}
+    phases: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    sources: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
     everything_us = 0.0
     for stage in plan.job.stages:
         for phase, ops in stage.ops.items():
@@ -50,16 +50,14 @@ def costliest_ops(plan: Plan, most: int = 12, *, by_inputs: bool = True) -> list
                 everything_us += us * times_a_step
                 key = (op.target, shapes_in(op, specs) if by_inputs else "", shapes_out(op))
                 group = groups.setdefault(key, OpGroup(*key))
-                group._phases.add(op_category(op, phase))
-                group._sources[plan.costs.how(stage.index, op.name)] = None
+                phases[key].add(op_category(op, phase))
+                sources[key][plan.costs.how(stage.index, op.name)] = None
                 group.calls += times_a_step
                 group.total_us += us * times_a_step
                 group.flops += op.flops * times_a_step
                 group.nbytes += op.nbytes * times_a_step
-    found = sorted(groups.values(), key=lambda d: (-d.total_us, d.target, d.shapes))[:most]
-    order: dict[str, int] = defaultdict(int, {letter: at for at, letter in enumerate("FIWR")})
-    for group in found:
+    for key, group in groups.items():
         group.share = group.total_us / everything_us
-        group.source = ", ".join(group._sources)
-        group.phases = "".join(sorted(group._phases, key=lambda p: order[p]))
-    return found
+        group.source = ", ".join(sources[key])
+        group.phases = "".join(sorted(phases[key], key="FIWR".index))
+    return sorted(groups.values(), key=lambda d: (-d.total_us, d.target, d.shapes))[:most]

@@ -6,6 +6,7 @@ Spans are rows under named columns, one a line. Times are microseconds, memory i
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,7 @@ from stretto.ir.timeline import Span, SpanKind, Timeline
 
 FORMAT = "stretto timeline"
 VERSION = 1
-COLUMNS = (
-    "rank",
-    "lane",
-    "kind",
-    "name",
-    "start_us",
-    "end_us",
-    "stage",
-    "phase",
-    "microbatch",
-    "nbytes",
-    "sender",
-    "sent_us",
-    "edge",
-)
+COLUMNS = tuple(field.name for field in fields(Span))
 
 
 def save_json(timeline: Timeline, path: Path) -> None:

@@ -49,10 +49,11 @@ _ADDING = threading.Lock()
 """Ranks that are threads make their Runners at the same time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Own:
     """A parameter in a module of the model. part: what the runner trains of it, and how it is cut; None where
-    that is the parameter itself. here: whether this rank trains any of it."""
+    that is the parameter itself. here: whether this rank trains any of it. sample: of what the part was cut
+    from. fresh: the version of the runner's values that the model has."""
 
     name: str
     module: weakref.ref[nn.Module]
@@ -60,10 +61,13 @@ class Own:
     tensor: weakref.ref[torch.Tensor]
     part: tuple[torch.Tensor, Cut] | None
     here: bool
+    sample: torch.Tensor | None
+    fresh: int = 0
 
     @property
-    def key(self) -> tuple[int, str]:
-        return id(self.module()), self.attribute
+    def is_apart(self) -> bool:
+        """Whether the model's tensor is another than what is trained, here or on other ranks."""
+        return not self.here or self.part is not None
 
 
 class OldModel:
@@ -75,51 +79,36 @@ class OldModel:
         """trained: name in the model -> what this rank trains of it, the model's own tensor or a part.
         elsewhere: names of what only other ranks train."""
         self.version = 0
-        self._fresh: dict[tuple[int, str], int] = {}
         self._by_module: dict[int, list[Own]] = {}
         self._warned = False
-        self._samples: dict[tuple[int, str], torch.Tensor] = {}
         self._parts: dict[int, Own] = {}
         for prefix, module in model.named_modules():
             for attribute, tensor in module.named_parameters(recurse=False):
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                own = self._own(name, module, attribute, tensor, trained.get(name), name in elsewhere)
-                if own is not None:
-                    self._by_module.setdefault(id(module), []).append(own)
+                part, here = trained.get(name), name in trained
+                if not here and name not in elsewhere:
+                    continue
+                if part is not None and part[0] is tensor:
+                    part, _TRAINED[id(tensor)] = None, tensor
+                sample = _sample(tensor) if part is not None else None
+                own = Own(name, weakref.ref(module), attribute, weakref.ref(tensor), part, here, sample)
+                self._by_module.setdefault(id(module), []).append(own)
+                if part is not None:
+                    self._parts.setdefault(id(tensor), own)
             if id(module) in self._by_module:
                 self._watch(module)
-        if any(self._is_apart(own) for own in self._all()):
+        if any(own.is_apart for own in self._all()):
             model.register_forward_pre_hook(_Hook("warn_of_use", weakref.ref(self), weakref.ref(model)))
         with _ADDING:
             _LIVE.add(self)
         if self._parts:
             _watch_optimizers()
 
-    def _own(
-        self,
-        name: str,
-        module: nn.Module,
-        attribute: str,
-        tensor: nn.Parameter,
-        trained: tuple[nn.Parameter, Cut] | None,
-        elsewhere: bool,
-    ) -> Own | None:
-        if trained is None and not elsewhere:
-            return None
-        part = trained if trained is not None and trained[0] is not tensor else None
-        own = Own(name, weakref.ref(module), attribute, weakref.ref(tensor), part, trained is not None)
-        if part is not None:
-            self._parts.setdefault(id(tensor), own)
-            self._samples[own.key] = _sample(tensor)
-        elif trained is not None:
-            _TRAINED[id(tensor)] = tensor
-        return own
-
     def _watch(self, module: nn.Module) -> None:
         me, its = weakref.ref(self), weakref.ref(module)
         module.register_load_state_dict_pre_hook(_Hook("take", me, its))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(_Hook("refuse_replaced", me, its))  # type: ignore[no-untyped-call]
-        if any(map(self._is_apart, self._by_module[id(module)])):
+        if any(own.is_apart for own in self._by_module[id(module)]):
             module.register_state_dict_pre_hook(_Hook("refuse_reading", me, its))  # type: ignore[no-untyped-call]
 
     # What the runner tells.
@@ -137,8 +126,7 @@ class OldModel:
             if module is None or tensor is None:
                 continue
             self.refuse_replaced(module)
-            old = self._samples.get(own.key)
-            if old is not None and not tensor.is_meta and not torch.equal(_sample(tensor), old):
+            if own.sample is not None and not tensor.is_meta and not torch.equal(_sample(tensor), own.sample):
                 raise UsageError(
                     f"{own.name!r} of the model was changed after the Runner was made, which trains its own "
                     "part of it, cut before: change the model first, or give the Runner the values "
@@ -186,17 +174,12 @@ class OldModel:
                 )
                 return
 
-    @staticmethod
-    def _is_apart(own: Own) -> bool:
-        """Whether the model's tensor is another than what is trained, here or on other ranks."""
-        return not own.here or own.part is not None
-
     def _is_stale(self, own: Own) -> bool:
         tensor = own.tensor()
         return (
-            self._is_apart(own)
+            own.is_apart
             and tensor is not None
-            and self._fresh.get(own.key, 0) != self.version
+            and own.fresh != self.version
             and _TRAINED.get(id(tensor)) is not tensor
         )
 
@@ -210,9 +193,8 @@ class OldModel:
                 part, cut = own.part
                 with torch.no_grad():
                     part.copy_(cut(value.to(part.device, part.dtype)))
-            self._fresh[own.key] = self.version
-            if own.part is not None:
-                self._samples[own.key] = _sample(value.to(tensor.dtype))
+                own.sample = _sample(value.to(tensor.dtype))
+            own.fresh = self.version
 
     def refuse_replaced(self, module: nn.Module, *_: Any) -> None:
         """Raises UsageError where the module has another parameter than the one that is trained."""
