@@ -20,6 +20,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.models.gpt import next_token_loss
 from stretto.planning.pair import whole
 from stretto.runtime.record import Marks, build_timeline, compute_spans, now
+from stretto.runtime.torch_transport import TorchTransport
 from stretto.schedule.families import make_schedule
 from tests.capture.zoo import Chain, mean_square, rows
 from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, lowered, plan_of, tokens
@@ -123,6 +124,19 @@ def test_clocks_of_other_machines_are_corrected() -> None:
     for one, other in zip(same.spans, shifted.spans, strict=True):
         assert one.start_us == pytest.approx(other.start_us, abs=1e-3)
         assert (one.kind, one.name) == (other.kind, other.name)
+
+
+def test_clocks_of_two_machines_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = object.__new__(TorchTransport)
+    ahead_ns = itertools.chain([5_000_000, 5_200_000, 9_000_000], itertools.repeat(5_100_000))
+
+    def all_gather(item: object) -> list[object]:
+        return [item + next(ahead_ns), item] if isinstance(item, int) else [f"rank 0's {item}", item]
+
+    monkeypatch.setattr(end, "all_gather", all_gather)
+    assert end.clock_offset_us() == pytest.approx(5_100.0)
+    monkeypatch.setattr(end, "all_gather", lambda item: [item, item])
+    assert end.clock_offset_us() == 0.0, "one machine, one clock"
 
 
 def test_a_wait_belongs_to_the_start_of_its_own_microbatch() -> None:

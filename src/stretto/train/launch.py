@@ -34,6 +34,7 @@ from stretto.train.layout import spread
 from stretto.train.lock import folders_of, refuse_if_held
 from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
+from stretto.train.text import silent
 from stretto.train.worker import work
 from stretto.train.world import LAUNCHER_PID, crowding, is_worker, threads
 
@@ -75,15 +76,11 @@ def _check(settings: TrainSettings) -> None:
     data = prepare_data(settings.data, say)
     with torch.device("meta"):
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
-    spread(model, settings, _say_nothing)  # the first rank will say it
+    spread(model, settings, silent)  # the first rank will say it
     ranks = settings.parallel.world
     crowd = crowding(ranks, threads(settings.training.threads_per_rank, ranks))
     if crowd is not None:
         say(f"note: {crowd}")
-
-
-def _say_nothing(line: str) -> None:
-    """For lines that a rank will say."""
 
 
 def _launch(settings: TrainSettings, command: Sequence[str]) -> int:

@@ -48,6 +48,7 @@ from stretto.train.progress import Progress
 from stretto.train.results import Results, finish
 from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
 from stretto.train.shared import check_shared, take_folders
+from stretto.train.text import silent
 from stretto.train.world import World, is_launched, leave
 
 
@@ -119,7 +120,7 @@ class Trainer:
         settings, say = self.settings, self.progress.say
         take_folders(self.world, settings, self._lock)
         # The launcher has prepared it, and said so.
-        data = prepare_data(settings.data, _say_nothing if is_launched() else say)
+        data = prepare_data(settings.data, silent if is_launched() else say)
         found = agreed_checkpoint(self.world, settings, data, self._find_checkpoint)
         if found is not None:
             for line in check(*found, settings, data.tokenizer.to_str()):
@@ -285,7 +286,3 @@ class Trainer:
 
 def _nothing(_: int) -> None:
     """For a rank of a test, which nobody ends."""
-
-
-def _say_nothing(line: str) -> None:
-    """For lines that the launcher has said."""
