@@ -21,14 +21,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from stretto.backend.dispatch import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.axes import TENSOR
-from stretto.ir.collectives import How
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
@@ -37,23 +36,6 @@ from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
 """Values of one (stage, microbatch) that live between windows: tensors, and communications under way."""
-
-
-class Hooks(Protocol):
-    """What a window calls beside ops. Microbatches are numbers, edges indexes of the job's edges."""
-
-    def wait(self, edge: int, microbatch: int) -> torch.Tensor: ...
-    def send(self, edge: int, microbatch: int, value: torch.Tensor) -> None: ...
-    def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None: ...
-    def add_product(self, parameter: int, left: torch.Tensor, right: torch.Tensor) -> None: ...
-    def add_loss(self, microbatch: int, value: torch.Tensor) -> None: ...
-    def update_buffer(self, buffer: int, value: torch.Tensor) -> None: ...
-    def reduce(self, bucket: str) -> None: ...
-    def draw(self, microbatch: int, op: int) -> None: ...
-    def drawn(self) -> None: ...
-    def enter(self, part: int) -> None: ...
-    def start(self, name: str, kind: str, how: How, lane: str, value: torch.Tensor, size: int) -> Started: ...
-    def finish(self, started: Started) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -84,7 +66,8 @@ class Externals:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`."""
+    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`. hooks: what a
+    window calls beside ops; `stretto.runtime.rank.RankState` has them."""
 
     run: Callable[..., None]
     source: str

@@ -271,7 +271,7 @@ class RankState:
     def _share(self) -> torch.Tensor:
         return self.divisor.share([self._losses[m] for m in sorted(self._losses)])
 
-    # What windows call (see generate.Hooks).
+    # What windows call beside ops. Microbatches are numbers, edges and parameters places in the job.
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:
         key = (edge, microbatch)
