@@ -174,7 +174,7 @@ class TorchTransport:
         for what its last message takes; the median of some counts."""
         if len(set(self.all_gather(_boot_id()))) == 1:
             return 0.0  # one machine, one clock
-        offsets_ns = []
+        offsets_ns: list[int] = []
         for _ in range(CLOCK_ROUNDS):
             self.all_gather(None)
             now_ns = time.perf_counter_ns()
