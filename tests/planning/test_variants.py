@@ -10,8 +10,7 @@ import stretto
 from stretto.errors import PlanError
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op
-from stretto.passes import STEP_PASSES
-from stretto.passes.listed import OfStep
+from stretto.passes import STEP_PASSES, OfStep
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning import variants
 from tests.price.comm_job import comm_job
@@ -43,8 +42,8 @@ def flops(plan: Plan) -> int:
 @pytest.mark.parametrize("overlap", ["off", "local", "window"])
 def test_what_is_tried_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
     plain = plan_with(monkeypatch, overlap=overlap)
-    less = plan_with(monkeypatch, OfStep(0, lambda step, _: times(step, 0.5), tried=True), overlap=overlap)
-    more = plan_with(monkeypatch, OfStep(0, lambda step, _: times(step, 2.0), tried=True), overlap=overlap)
+    less = plan_with(monkeypatch, OfStep(lambda step, _: times(step, 0.5), tried=True), overlap=overlap)
+    more = plan_with(monkeypatch, OfStep(lambda step, _: times(step, 2.0), tried=True), overlap=overlap)
     assert flops(less) == flops(plain) // 2
     assert less.prediction is not None
     assert plain.prediction is not None
@@ -57,9 +56,9 @@ def test_what_cannot_be_done_is_done_without(monkeypatch: pytest.MonkeyPatch, er
     def refuses(step: Step, context: Context) -> Step:
         raise error
 
-    assert plan_with(monkeypatch, OfStep(0, refuses, tried=True)) == plan_with(monkeypatch)
+    assert plan_with(monkeypatch, OfStep(refuses, tried=True)) == plan_with(monkeypatch)
     with pytest.raises(type(error)):
-        plan_with(monkeypatch, OfStep(0, refuses))
+        plan_with(monkeypatch, OfStep(refuses))
 
 
 def test_what_variants_share_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,5 +68,5 @@ def test_what_variants_share_is_run_once(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(step)
         return step
 
-    plan_with(monkeypatch, OfStep(0, counted), overlap="window")
+    plan_with(monkeypatch, OfStep(counted), overlap="window")
     assert len(seen) == 1

@@ -18,7 +18,6 @@ from typing import Any
 
 from stretto.ir.program import WAIT, Op, Ref
 from stretto.passes.graph import Graph
-from stretto.passes.listed import OfGraph
 from stretto.passes.rewrite import live, rebuilt, with_uses
 
 
@@ -59,6 +58,3 @@ def _place(module: str) -> str:
     """The module itself, or the one that it is a part of when both are in a layer (a numbered module)."""
     parent = module.rpartition(".")[0]
     return parent if any(part.isdigit() for part in parent.split(".")[:-1]) else module
-
-
-LISTED = OfGraph(60, equal_collectives)

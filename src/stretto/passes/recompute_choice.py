@@ -23,7 +23,6 @@ from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.program import Job, Stage
 from stretto.passes.gather_again import gathers
-from stretto.passes.listed import OfStep
 from stretto.passes.recompute import forget, repeat, storages
 from stretto.passes.recompute_blocks import Blocks, borders
 from stretto.passes.recompute_steps import StageChoice, merged
@@ -179,6 +178,3 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
             for s, e, much in zip(steps, enough, too_much, strict=True)
         ]
     return made(enough)
-
-
-LISTED = OfStep(130, recomputed)

@@ -13,8 +13,9 @@ from stretto.passes.graph import Graph
 
 
 def with_uses(op: Op, name: Callable[[str], str]) -> Op:
-    """The op with other values in the places of those that it uses; its own name stays."""
-    if all(name(used) == used for used in op.uses):
+    """The op with other values in the places of those that it uses, or is a view of; its own name stays."""
+    alias = None if op.alias is None else name(op.alias)
+    if alias == op.alias and all(name(used) == used for used in op.uses):
         return op
 
     def arg(value: Arg) -> Arg:
@@ -23,7 +24,7 @@ def with_uses(op: Op, name: Callable[[str], str]) -> Op:
         return tuple(arg(item) for item in value) if isinstance(value, tuple) else value
 
     args = tuple(arg(value) for value in op.args)
-    return replace(op, args=args, kwargs=tuple((key, arg(value)) for key, value in op.kwargs))
+    return replace(op, args=args, kwargs=tuple((key, arg(value)) for key, value in op.kwargs), alias=alias)
 
 
 def rooted(ops: Iterable[Op]) -> Iterator[Op]:

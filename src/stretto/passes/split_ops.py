@@ -29,7 +29,6 @@ from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices, Specs, specs_of
 from stretto.ir.program import VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
-from stretto.passes.listed import OfStep
 from stretto.passes.rewrite import spec_with, strides_of
 from stretto.passes.step import Context, LeftOutError, Step
 
@@ -260,6 +259,3 @@ def _join(chain: Chain) -> list[Op]:
     parts = tuple(Ref(wait.name) for wait in waits)
     join = replace(chain.wait, target="aten.cat.default", args=(parts, len(whole.shape) - 1), alias=None)
     return [*waits, join]
-
-
-LISTED = OfStep(110, split_products, tried=True)
