@@ -13,7 +13,8 @@ from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.parallelize import ops
-from stretto.passes import Graph, on_graph
+from stretto.passes import on_graph
+from stretto.passes.graph import Graph
 from stretto.passes.scatter import reduce_scatter_chunks
 from tests.parallelize.test_tensor_equality import step
 from tests.runtime.equality import plain

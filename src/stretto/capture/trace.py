@@ -41,7 +41,8 @@ from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
-from stretto.passes import Graph, check_names, on_graph
+from stretto.passes import check_names, on_graph
+from stretto.passes.graph import Graph
 
 _log = logging.getLogger(__name__)
 

@@ -51,12 +51,12 @@ def in_parts(job: Job, edges: Sequence[Edge], own: Mapping[str, str]) -> Job:
     touched = {stage for edge in edges for stage in (edge.source, edge.target)}
     programs = {at: dict(job.stages[at].ops) for at in touched}
     for edge in edges:
-        of, now = programs[edge.target], {edge.value: f"{edge.value}_at_{edge.target}"}
+        of, name = programs[edge.target], f"{edge.value}_at_{edge.target}"
         for phase in PHASES:
-            of[phase] = tuple(with_uses(op, lambda used, now=now: now.get(used, used)) for op in of[phase])
+            of[phase] = _renamed(of[phase], edge.value, name)
         ops = of[edge.user_phase]
-        first = next(at for at, op in enumerate(ops) if now[edge.value] in op.uses)
-        gathered = _gathered(edge, own[edge.value], now[edge.value], size, ops[first].module)
+        first = next(at for at, op in enumerate(ops) if name in op.uses)
+        gathered = _gathered(edge, own[edge.value], name, size, ops[first].module)
         of[edge.user_phase] = (*ops[:first], *gathered, *ops[first:])
     carried = tuple(
         replace(edge, value=own[edge.value], spec=part_of(edge.spec, size)) if edge in edges else edge
@@ -74,6 +74,10 @@ def cut_rows(value: str, name: str, spec: TensorSpec, rows: TensorSpec, size: in
         value = f"{name}_rows"
     part = part_of(rows, size)
     return [*found, Op(name, CHUNK, (Ref(value), 0, AXIS, size), (), (part,), value, module=module)]
+
+
+def _renamed(ops: Sequence[Op], old: str, new: str) -> tuple[Op, ...]:
+    return tuple(with_uses(op, lambda used: new if used == old else used) for op in ops)
 
 
 def _gathered(edge: Edge, part: str, name: str, size: int, module: str) -> list[Op]:

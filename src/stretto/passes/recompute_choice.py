@@ -47,6 +47,16 @@ def recomputed(step: Step, context: Context) -> Step:
 
     Raises PlanError for a limit that cannot be kept, UsageError for an unknown choice.
     """
+    try:
+        return _recomputed(step, context)
+    except PlanError:
+        if step.asked == "off":
+            raise
+        # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
+        return _recomputed(replace(step, asked="off"), context)
+
+
+def _recomputed(step: Step, context: Context) -> Step:
     job = step.job
 
     def peaks(made: Job) -> Sequence[int]:

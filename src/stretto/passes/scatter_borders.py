@@ -116,8 +116,9 @@ class _Border:
             return False
         if op.target == WAIT:
             start = self._ops.get(op.uses[0])
-            reduces = start is not None and start.target == ALL_REDUCE.target
-            return reduces and start.args[1:3] == ("sum", AXIS) and self._alone(start.name)
+            if start is None or start.target != ALL_REDUCE.target or start.args[1:3] != ("sum", AXIS):
+                return False
+            return self._alone(start.name)
         return any(self._sum(name, spec) for name in self._operands(op, spec))
 
     def _operands(self, op: Op, spec: TensorSpec) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError, TooLargeError
@@ -25,7 +26,7 @@ from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.schedules import moved_across
 from stretto.planning.sums_within import least_us
 from stretto.planning.variants import Variant, again, begins, overlaps, ways
-from stretto.planning.windows import lowered, whole_step
+from stretto.planning.windows import at_once, lowered, whole_step
 
 PROMISING = 3
 """Variants that are ordered again for the step as a whole (step 3), of those that are no slower than WITHIN
@@ -51,7 +52,8 @@ or two: without a limit on the network a GPT with tp=2 was promised 1.5 %, and i
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """step_us: of the step by which variants are compared; 0 for one that was not compared."""
+    """step_us: of the step by which variants are compared; 0 for one alone, infinite for what is there in case
+    that all others are refused."""
 
     variant: Variant
     overlap: OverlapMode
@@ -79,15 +81,26 @@ class Tries:
             raise found
         return found
 
-    def best_first(self, asked: OverlapMode, order: str) -> list[Tried]:
-        """All that `asked` allows.
+    def best_first(self, order: str) -> list[Tried]:
+        """All that the step may be; the last is what waits for everything at once, where there is nothing to
+        compare it with.
 
         Raises PlanError when the job cannot be made as it must be, or its schedule cannot be simulated.
         """
-        going_on = ways(self._first, asked, order)
-        found = self.compared([(*begin, *way) for begin in self._begins() for way in going_on])
-        if order == DEFAULT and len(going_on) > 1:
-            others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
+        asked = self._first.asked
+        variants: list[Variant] = []
+        for begin in self._begins():
+            step = self.step(begin)
+            if step.asked != asked:
+                self._miss(f"overlap holds more than recompute = {step.job.recompute:,} bytes a rank")
+            variants += [(*begin, *way) for way in ways(step, order)]
+        found = self.compared(variants)
+        if all(one.overlap != "off" for one in found):
+            if asked == "window":
+                self._miss("no collectives that another microbatch's ops could hide")
+            return [*found, Tried((*variants[0][:-1], at_once), "off", inf)]
+        others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
+        if order == DEFAULT and others:
             wholes = [one for one in found if whole_step in one.variant]
             least = min(others, key=lambda one: one.step_us)
             alike = [self._as_short(one, least) for one in wholes]

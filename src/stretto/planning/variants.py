@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from stretto.ir.action import Overlap
-from stretto.ir.program import Job, OverlapMode
+from stretto.ir.program import Job
 from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
 from stretto.passes.step import Pass, Step
@@ -55,15 +55,15 @@ def begins() -> list[Variant]:
     return found
 
 
-def ways(step: Step, asked: OverlapMode, order: str) -> list[Variant]:
-    """How variants go on, which overlap nothing, then more and more, as `asked` allows."""
+def ways(step: Step, order: str) -> list[Variant]:
+    """How variants go on, which overlap nothing, then more and more, as the step may."""
     job = step.job
-    if asked == "off":
+    if step.asked == "off":
         return [(at_once,)]
     if not communicates(job):
         return [(as_captured,)]
     found: list[Variant] = [(at_once,), (ordered,), (moved_across, ordered)]
-    if asked == "window" and job.trains and not overlaps(step):
+    if step.asked == "window" and job.trains and not overlaps(step):
         for pairs in _pairs(step):
             found += [(pairs, ordered), (pairs, moved_across, ordered)]
         if order == DEFAULT and not writes_buffers(job):
