@@ -17,8 +17,8 @@ from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.passes import GRAPH_PASSES, ORDER, STEP_PASSES
-from stretto.passes.graph import Graph
 from stretto.passes.dead_ops import dead_ops
+from stretto.passes.graph import Graph
 from tests.parallelize.test_tensor_equality import (
     MODELS,
     assert_plain,

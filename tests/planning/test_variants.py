@@ -13,6 +13,7 @@ from stretto.ir.program import Op
 from stretto.passes import STEP_PASSES, OfStep
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning import variants
+from stretto.planning.tries import Tried, lighter
 from tests.price.comm_job import comm_job
 
 CLUSTER = stretto.Cluster(flops_per_us=1.0, op_overhead_us=1.0)
@@ -59,6 +60,15 @@ def test_what_cannot_be_done_is_done_without(monkeypatch: pytest.MonkeyPatch, er
     assert plan_with(monkeypatch, OfStep(refuses, tried=True)) == plan_with(monkeypatch)
     with pytest.raises(type(error)):
         plan_with(monkeypatch, OfStep(refuses))
+
+
+def test_much_more_memory_is_held_only_for_a_gain_that_costs_can_tell() -> None:
+    heavy, close, light, slow = (Tried((), "window", us) for us in (100.0, 101.0, 101.5, 103.0))
+    held = {heavy: 300, close: 250, light: 200, slow: 100}
+    found = [heavy, close, light, slow]
+    assert lighter(found, held.__getitem__) == [light, heavy, close, slow]
+    assert lighter([heavy, close, slow], held.__getitem__) == [heavy, close, slow]
+    assert lighter([heavy, slow], {}.__getitem__) == [heavy, slow], "nothing is simulated without need"
 
 
 def test_what_variants_share_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
