@@ -114,7 +114,8 @@ class Tries:
             if not near and all(one.step_us > AHEAD_OF * least.step_us for one in alike):
                 found += self._again(others, asked)
         found.sort(key=self._weighed_us)
-        return found if self._first.max_bytes is not None else lighter(found, self._holds)
+        # Up to a limit that was asked for, memory is there to be used.
+        return found if isinstance(self._first.job.recompute, int) else lighter(found, self._holds)
 
     def _begins(self) -> list[Variant]:
         """Those that can be done. Without what is only tried it must be."""
@@ -206,10 +207,10 @@ class Tries:
 
 
 def lighter(found: list[Tried], holds: Callable[[Tried], int]) -> list[Tried]:
-    """What was found, the fastest first, with another in front where the first holds much more for a gain that
-    costs cannot tell. holds: bytes of a variant; asked only where others are about as fast."""
+    """What was found, the fastest first, with another that overlaps in front where the first holds much more
+    for a gain that costs cannot tell. holds: bytes of a variant; asked only where others are about as fast."""
     first = found[0]
-    alike = [one for one in found[1:] if one.step_us * WORTH <= first.step_us]
+    alike = [one for one in found[1:] if one.step_us * WORTH <= first.step_us and one.overlap != "off"]
     most = holds(first) if alike else 0
     less = next((one for one in alike if HEAVY * holds(one) <= most), first)
     return [less, *(one for one in found if one is not less)]
