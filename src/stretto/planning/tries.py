@@ -208,7 +208,7 @@ class Tries:
 
 def lighter(found: list[Tried], holds: Callable[[Tried], int]) -> list[Tried]:
     """What was found, the fastest first, with another that overlaps in front where the first holds much more
-    for a gain that costs cannot tell. holds: bytes of a variant; asked only where others are about as fast."""
+    for a gain that costs cannot tell. holds: bytes of a variant; asked only where others are as fast."""
     first = found[0]
     alike = [one for one in found[1:] if one.step_us * WORTH <= first.step_us and one.overlap != "off"]
     most = holds(first) if alike else 0
