@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.flow import PHASES, results_of
 from stretto.ir.placed_programs import differing_in
-from stretto.ir.program import CHUNK, VIEW, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import CHUNK, VIEW, WAIT, Edge, Job, Op, Ref, TensorSpec
 from stretto.parallelize.tensor import AXIS
-from stretto.passes.rewrite import rooted, with_uses
+from stretto.passes.rewrite import stage_of, with_uses
 
 
 def rows_of(spec: TensorSpec) -> TensorSpec:
@@ -62,7 +61,7 @@ def in_parts(job: Job, edges: Sequence[Edge], own: Mapping[str, str]) -> Job:
         replace(edge, value=own[edge.value], spec=part_of(edge.spec, size)) if edge in edges else edge
         for edge in job.edges
     )
-    stages = tuple(_stage(s.index, programs[s.index]) if s.index in touched else s for s in job.stages)
+    stages = tuple(stage_of(s.index, programs[s.index]) if s.index in touched else s for s in job.stages)
     return replace(job, stages=stages, edges=carried)
 
 
@@ -89,9 +88,3 @@ def _gathered(edge: Edge, part: str, name: str, size: int, module: str) -> list[
     if wait != name:
         found.append(Op(name, VIEW, (Ref(wait), edge.spec.shape), (), (edge.spec,), start, module=module))
     return found
-
-
-def _stage(index: int, programs: Mapping[Phase, Sequence[Op]]) -> Stage:
-    """The stage, whose views are told what they are views of now."""
-    owned = iter(list(rooted(op for phase in PHASES for op in programs[phase])))
-    return Stage(index, {phase: tuple(next(owned) for _ in programs[phase]) for phase in PHASES})

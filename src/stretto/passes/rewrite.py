@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
-from stretto.ir.program import Arg, Op, Ref, TensorSpec
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES
+from stretto.ir.program import Arg, Op, Ref, Stage, TensorSpec
 from stretto.passes.graph import Graph
 
 
@@ -37,6 +40,13 @@ def rooted(ops: Iterable[Op]) -> Iterator[Op]:
             owners[op.name] = owner
             op = op if op.alias == owner else replace(op, alias=owner)
         yield op
+
+
+def stage_of(index: int, programs: Mapping[Phase, Sequence[Op]]) -> Stage:
+    """A stage whose views are called after the storages that it has: a received value has one of its own,
+    whatever it was a view of where it was made."""
+    owned = rooted(op for phase in PHASES for op in programs[phase])
+    return Stage(index, {phase: tuple(islice(owned, len(programs[phase]))) for phase in PHASES})
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
