@@ -25,7 +25,8 @@ def to_ascii(schedule: Schedule, timing: ScheduleTiming, *, width: int | None = 
     """Draw the schedule as text, one row a rank; dots are idle time.
 
     Columns are proportional to time, and the first line is the time axis. Drawings wider than `width` columns
-    are cut into bands; None does not cut. A label is phase and microbatch, with the stage in front where a rank holds several.
+    are cut into bands; None does not cut. A label is phase and microbatch, with the stage in front where a
+    rank holds several.
     """
     names = ["time", *(_rank_name(schedule, rank) for rank in range(schedule.ranks))]
     rows = _rows(schedule, timing)
