@@ -79,9 +79,7 @@ def check_names(names: Collection[str]) -> None:
 
 
 def on_graph(graph: Graph, skip: Collection[str] = ()) -> Graph:
-    """The graph after all passes of a graph but those in `skip`. Raises UsageError for a name that no pass
-    has."""
-    check_names(skip)
+    """The graph after all passes of a graph but those in `skip`."""
     for name, apply in GRAPH_PASSES.items():
         if name not in skip:
             graph = apply(graph)
