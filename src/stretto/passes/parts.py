@@ -31,6 +31,8 @@ def part_of(spec: TensorSpec, size: int) -> TensorSpec:
 def divisible(job: Job, edges: Sequence[Edge]) -> list[str]:
     """Values of these edges that all ranks of the axis hold alike, in one piece, of rows that it divides, and
     that are no results of the step: those that may cross in parts."""
+    if not edges:
+        return []
     size = job.size(AXIS)
     results = {name for s in job.stages for phase in PHASES for name in results_of(job, s.index, phase)}
     stay = differing_in(job, AXIS) | results
