@@ -21,7 +21,7 @@ from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
 from stretto.ir.program import Buffer, Edge, Job, Op, Parameter, Ref, Stage
-from stretto.passes.rewrite import rooted
+from stretto.passes.rewrite import stage_of
 
 
 def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) -> Job:
@@ -45,10 +45,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
     made: list[Stage] = []
     for stage in range(stages):
         into, weight = _split_backward(backward[stage], leaving[stage], grads)
-        phases = (Phase.F, tuple(forward[stage])), (Phase.I, into), (Phase.W, weight)
-        # A received value has a storage of its own, whatever it was a view of where it was made.
-        owners: dict[str, str] = {}
-        made.append(Stage(stage, {phase: tuple(rooted(ops, owners)) for phase, ops in phases}))
+        made.append(stage_of(stage, {Phase.F: forward[stage], Phase.I: into, Phase.W: weight}))
 
     phase_of: dict[tuple[int, str], Phase] = {
         (stage.index, op.name): phase for stage in made for phase, ops in stage.ops.items() for op in ops
