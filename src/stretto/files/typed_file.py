@@ -1,5 +1,5 @@
-"""Kinds of files that hold one dataclass: a plan, a calibration, a timeline. Written whole, equal things to equal
-bytes; read strictly.
+"""Kinds of files that hold one dataclass: a plan, a calibration, a timeline. They are written whole, equal
+things to equal bytes, and read strictly.
 
 Every trouble is a UsageError that names the file and the place in it, such as
 `plan.json: orders[1][17]: expected text, found 3`. Touches the one file that it is given.
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from stretto.errors import StrettoError, UsageError
+from stretto.files.codec import Codec, Lines, Members
+from stretto.files.form import Misfit
 from stretto.files.parse import parse_json
-from stretto.files.typed import Codec, Lines, Members, Misfit
 from stretto.files.whole_file import write_file
 
 T = TypeVar("T")
@@ -116,8 +117,11 @@ class TypedFile(Generic[T]):
         return self.from_text(read_text(path, self.what), os.fspath(path))
 
     def save(self, thing: T, path: str | os.PathLike[str]) -> None:
-        """Write the file whole or not at all. Raises StrettoError if it cannot be written, for example because
-        the disk is full; UsageError if its folder does not exist."""
+        """Write the file whole or not at all.
+
+        Raises StrettoError if it cannot be written, for example because the disk is full; UsageError if its
+        folder does not exist.
+        """
         written = self.to_text(thing)
         folder = Path(os.path.realpath(path)).parent
         shown = f"{self.what} {os.fspath(path)}"

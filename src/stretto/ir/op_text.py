@@ -14,11 +14,12 @@ The text is plain data; nothing in it is ever evaluated. Touches `stretto.ir` on
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.files.form import SPECIAL_FLOATS, Form, Misfit, read_list, text, write_float
 from stretto.files.parse import LARGEST
-from stretto.files.typed import SPECIAL_FLOATS, Form, Misfit, each, text, write_float
 from stretto.ir.program import Arg, Const, Ref, TensorSpec
 
 MOST_NESTED = 8
@@ -48,7 +49,7 @@ def _read_arg(value: Any, depth: int = 0) -> Arg:
     if isinstance(value, list):
         if depth == MOST_NESTED:
             raise Misfit(f"an argument has lists within lists, more than {MOST_NESTED} of them")
-        return tuple(each(value, lambda item: _read_arg(item, depth + 1)))
+        return tuple(read_list(value, repeat(lambda item: _read_arg(item, depth + 1))))
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if not isinstance(value, str):

@@ -1,6 +1,6 @@
 """The plan file's section on processors that others share; absent on accelerators.
 
-What is measured of them is in `stretto.processor`, as is what a clock and a bound make of it. Touches nothing.
+What is measured of them is in `stretto.processor`, as is what a clock and a bound make of it.
 """
 
 from __future__ import annotations

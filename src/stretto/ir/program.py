@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from stretto.files.typed import Fits, Natural
+from stretto.files.form import Fits, Natural
 from stretto.ir.action import Phase
 from stretto.ir.axes import AXES, DP, PIPELINE, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind

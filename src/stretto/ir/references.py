@@ -13,7 +13,7 @@ from typing import Any
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, defined, is_external
-from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
+from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Count, Edge, Job, Op, Ref
 
 STAGE = "there is no stage {}; the job has {}"
@@ -233,9 +233,7 @@ def _window(found: _Found, plan: Plan, name: str, window: Window) -> None:
     found.unless(window.name == name, path, f"the window calls itself {window.name!r}")
     found.unless(bool(parts), f"{path}.parts", "a window has at least one part")
     stages = range(len(job.stages))
-    places = [
-        found.points(f"{path}.parts[{k}]", s, stages, STAGE) for k, (s, _) in enumerate(window.parts)
-    ]
+    places = [found.points(f"{path}.parts[{k}]", s, stages, STAGE) for k, (s, _) in enumerate(window.parts)]
     if not all(places):
         return
     if window.shares:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 
 from stretto.errors import UsageError
-from stretto.files.typed import Codec, Layout, text
+from stretto.files.codec import Codec
+from stretto.files.form import Layout, text
 from stretto.files.typed_file import TypedFile, read_text
 from stretto.ir.action import Slot, parse_slot
 from stretto.ir.op_text import FORMS

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from stretto.files.typed import UNWRITTEN, Amount, Fits, Natural
+from stretto.files.codec import UNWRITTEN
+from stretto.files.form import Amount, Fits, Natural
 from stretto.files.typed_file import TypedFile
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Link
@@ -83,7 +84,9 @@ class Calibration:
     ranks: RankTiming | None = None
 
 
-FILE = TypedFile(Calibration, "stretto-calibration", 10, "calibration", "Make one with `stretto calibrate`", CODEC)
+FILE = TypedFile(
+    Calibration, "stretto-calibration", 10, "calibration", "Make one with `stretto calibrate`", CODEC
+)
 
 save_calibration = FILE.save
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Annotated
 
 from stretto.errors import StrettoError, UsageError
-from stretto.files.typed import Amount, Codec, Fits, rounded
+from stretto.files.codec import Codec
+from stretto.files.form import Amount, Fits, rounded
 from stretto.files.typed_file import TypedFile
 
 CODEC = Codec({float: rounded(4)})
