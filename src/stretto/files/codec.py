@@ -90,11 +90,11 @@ class Codec:
         if origin in (Union, UnionType):
             return _either({kind: self.form(kind) for kind in args})
         if origin is tuple and args[1:] != (...,):
-            return _fixed([self.form(kind) for kind in args], f"a list of {len(args)}")
+            return self._fixed(args)
         if origin in (tuple, list):
             return _sequence(origin, self.form(args[0]))
         if origin in (dict, Mapping) and get_origin(args[0]) is tuple:
-            return _table(self.form(tuple[*get_args(args[0]), args[1]]))
+            return _table(self._fixed((*get_args(args[0]), args[1])))
         if origin in (dict, Mapping):
             return _mapping(self.form(args[0]), self.form(args[1]))
         if origin is Literal:
@@ -108,6 +108,9 @@ class Codec:
     def _fields(self, kind: Any) -> dict[str, Form]:
         hints = get_type_hints(kind, include_extras=True)
         return {f.name: self.form(hints[f.name]) for f in fields(kind) if f.init and f.metadata != UNWRITTEN}
+
+    def _fixed(self, kinds: tuple[Any, ...]) -> Form:
+        return _fixed([self.form(kind) for kind in kinds], f"a list of {len(kinds)}")
 
     def _object(self, kind: Any) -> Form:
         forms = self._fields(kind)

@@ -135,7 +135,7 @@ def _probe(asked: _Asked) -> None:
         # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
         link = measure_links([(0, 1)], cpu).get((0, 1))
         both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
-        if link is not None:
+        if link is not None and both_ways is not None:
             found = Between(replace(link.link, source="measured, loopback"), both_ways, link.spread, {})
     if asked.mesh.world < dist.get_world_size():
         assert not asked.wanted, "a mesh of one rank has no collectives"
