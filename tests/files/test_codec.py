@@ -71,9 +71,10 @@ def test_there_and_back_with_an_entry_a_line() -> None:
         '{\n  "format": "whole",\n  "version": 3,\n  "word": "it\'s",\n  "flag": true,\n  "colour": "blue",\n'
         '  "mode": "b",\n  "either": 3,\n  "perhaps": {"size": 2, "part": 0.5},\n  "pair": [1, "x"],\n'
         '  "many": [1, 2],\n  "points": [\n    {"x": "inf", "y": 0.0, "name": ""},\n'
-        '    {"x": 1.5, "y": 2.0, "name": "p"}\n  ],\n  "by_name": {\n    "a": 2.0,\n    "b": 1.0\n  },\n'
-        '  "by_pair": [\n    [1, "z", {"size": 3, "part": 1.0}],\n    [2, "a", {"size": 1, "part": 0.5}]\n  ],\n'
-        '  "anything": {\n    "deep": [1, null]\n  }\n}\n'
+        '    {"x": 1.5, "y": 2.0, "name": "p"}\n  ],\n  "by_name": {\n'
+        '    "a": 2.0,\n    "b": 1.0\n  },\n  "by_pair": [\n'
+        '    [1, "z", {"size": 3, "part": 1.0}],\n    [2, "a", {"size": 1, "part": 0.5}]\n  ],'
+        '\n  "anything": {\n    "deep": [1, null]\n  }\n}\n'
     )
 
 
