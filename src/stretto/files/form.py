@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from keyword import iskeyword
 from types import NoneType
 from typing import Annotated, Any
 
@@ -75,6 +76,11 @@ Amount = Annotated[float, Fits(lambda value: 0.0 <= value <= MOST, f"a number fr
 
 Share = Annotated[float, Fits(lambda value: 0.0 <= value <= 1.0, "a share from 0 to 1")]
 Natural = Annotated[int, Fits(lambda value: value >= 1, "a whole number from 1")]
+
+Keyword = Annotated[
+    str, Fits(lambda name: name.isidentifier() and not iskeyword(name), "a keyword argument's name")
+]
+"""What stands in the source of a function that is made of a file: nothing but a name may be one."""
 
 
 def checked(form: Form, fits: Fits) -> Form:

@@ -29,14 +29,13 @@ read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[1
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from stretto.files.form import Fits, Natural
+from stretto.files.form import Fits, Keyword, Natural
 from stretto.ir.action import Phase
-from stretto.ir.axes import AXES, DP, PIPELINE, Sums, sums_of
+from stretto.ir.axes import DP, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
@@ -76,15 +75,8 @@ VIEWS = (VIEW, "aten._unsafe_view.default")
 Arg = Any
 """Ref | Const | None | bool | int | float | str | tuple of Arg."""
 
-Keyword = Annotated[
-    str, Fits(lambda name: name.isidentifier() and not keyword.iskeyword(name), "a keyword argument's name")
-]
-"""It stands in the source of the functions that a plan's windows become, so nothing but a name may be one."""
-
-MOST_FLOPS = 10**30
-"""More than any op has: a year of a million devices of 10**16 flops a second is less."""
-
-Flops = Annotated[int, Fits(lambda n: 0 <= n <= MOST_FLOPS, f"a count from 0 to {MOST_FLOPS:.0e}")]
+Flops = Annotated[int, Fits(lambda count: 0 <= count <= 10**30, "a count from 0 to 1e+30")]
+"""No op has more: a year of a million devices of 10**16 flops a second is less."""
 
 
 def refs(arg: Arg) -> Iterator[str]:
@@ -294,9 +286,6 @@ class Count:
 
 OverlapMode = Literal["off", "local", "window"]
 """What may hide communication: nothing, the ops of its own action, or those of another microbatch as well."""
-
-OtherAxis = Annotated[str, Fits(lambda axis: axis in AXES[1:], f"an axis of {', '.join(AXES[1:])}")]
-"""An axis beside pp."""
 
 OVERLAP_MODES: tuple[OverlapMode, ...] = ("off", "local", "window")
 
