@@ -138,6 +138,10 @@ MALFORMED = [
     (changed("job", "stages", 0, "index", to=1), r"job\.stages\[0\]\.index: stages are numbered in order"),
     (changed(*OPS, 1, 0, to="h0"), r"job\.stages\[0\]\.ops\.F\[1\]: op 'h0' is there twice"),
     (changed(*OPS, 0, 2, 0, to="%param/none"), r"ops\.F\[0\]: stage 0 is not given 'param/none'"),
+    (
+        changed("job", "stages", 0, "ops", "W", 1, 4, to=[]),
+        r"parameters\[0\]\.grads\[0\]: stage 0 makes no value 'dw0' in its W program",
+    ),
     (changed(*OPS, 0, 4, to=[]), r"ops\.F\[1\]: reads 'h0', which is no tensor"),
     (changed(*OPS, 2, 5, "alias", to="odd"), r"ops\.F\[2\]: is a view of itself, by way of 'odd'"),
     (changed(*OPS, 2, 5, "alias", to="y1"), r"ops\.F\[2\]: is a view of 'y1', which stage 0 does not have"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.ir.action import Phase
-from stretto.ir.flow import PHASES, defined, is_external
+from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Count, Edge, Job, Op, Ref
 
@@ -103,7 +103,11 @@ def _op(found: _Found, path: str, op: Op, seen: set[str]) -> None:
 
 def _job(found: _Found, job: Job) -> None:
     stages = range(len(job.stages))
-    made = {(s.index, phase): defined(s.ops[phase]) for s in job.stages for phase in PHASES}
+    made = {
+        (s.index, phase): {op.name for op in s.ops[phase] if any(op.outputs) and len(op.outputs) == 1}
+        for s in job.stages
+        for phase in PHASES
+    }
 
     def makes(path: str, stage: int, phase: Phase, value: str) -> bool:
         what = f"stage {stage} makes no value {{!r}} in its {phase} program"
@@ -195,6 +199,7 @@ def _reads(found: _Found, job: Job) -> None:
         given |= {f"buffer/{b.name}" for b in job.buffers if at in b.stages}
         views = {op.name: op.alias for phase in PHASES for op in stage.ops[phase]}
         nothing = {o.name for phase in PHASES for o in stage.ops[phase] if not any(o.outputs)}
+        several = {o.name for phase in PHASES for o in stage.ops[phase] if len(o.outputs) > 1}
         here = views.keys() | {edge.value for edge in job.edges if edge.target == at}
         for path, op in (
             (f"job.stages[{at}].ops.{phase}[{number}]", op)
@@ -204,7 +209,7 @@ def _reads(found: _Found, job: Job) -> None:
             for name in op.uses:
                 if is_external(name) and name not in given:
                     found.unless(False, path, f"stage {at} is not given {name!r}")
-                elif name in nothing:
+                elif name in nothing or (name in several and op.target != GETITEM):
                     found.unless(False, path, f"reads {name!r}, which is no tensor")
             seen = {op.name}
             base = op.alias
