@@ -6,26 +6,23 @@ needed, has each run `python -m stretto.measure.local_processes`, and hands back
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from stretto.errors import StrettoError
-from stretto.ir.costs import CollectiveCost, Link
-from stretto.ir.curve import Curve
+from stretto.files.typed_file import from_text, to_line
+from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.measure.measure_collectives import Measured, measure_collectives
 from stretto.measure.messages import measure_both_ways, measure_links
-from stretto.price.calls import Calls
 from stretto.price.roofline import scaled
 from stretto.price.wanted import Wanted
 
@@ -37,6 +34,15 @@ TIMEOUT_S = 300.0
 
 BOTH_WAYS_BYTES = 1_048_576
 """Bytes of the messages that go both ways at once: an activation's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What processes measure between them."""
+
+    mesh: Mesh
+    wanted: tuple[Wanted, ...]
+    link: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +67,13 @@ def measure_between(
     Raises StrettoError when the processes cannot be started or fail.
     """
     small = fitting(mesh)
-    asked = {
-        "mesh": small.sizes,
-        "wanted": [[w.axis, w.kind, list(w.sizes), w.dtype] for w in wanted],
-        "link": link,
-    }
-    told = _run(max(small.world, 2 if link else 1), json.dumps(asked), timeout_s)
-    found: dict[tuple[str, str], Measured] = {}
-    for entry in told["collectives"]:
-        cost = CollectiveCost(
-            Curve.of(entry["curve"]),
-            entry["processor_us_per_mb"],
-            entry["slowdown"],
-            f"{entry['source']}, loopback",
-            entry["processor_us"],
-        )
-        axis, kind = entry["axis"], entry["kind"]
-        cost = scaled(cost, small.size(axis), mesh.size(axis))
-        found[axis, kind] = Measured(cost, Calls(*entry["calls"]), entry["spread"])
-    if not link:
-        return Between(None, 1.0, 0.0, found)
-    measured = Link(**told["link"])
-    return Between(measured, told["both_ways"], told["spread"], found)
+    asked = _Asked(small, tuple(wanted), link)
+    found = _run(max(small.world, 2 if link else 1), asked, timeout_s)
+    collectives = {}
+    for (axis, kind), one in found.collectives.items():
+        cost = replace(one.cost, source=f"{one.cost.source}, loopback")
+        collectives[axis, kind] = replace(one, cost=scaled(cost, small.size(axis), mesh.size(axis)))
+    return replace(found, collectives=collectives)
 
 
 def fitting(mesh: Mesh) -> Mesh:
@@ -94,7 +85,7 @@ def fitting(mesh: Mesh) -> Mesh:
     return Mesh(tuple(sizes.items()))
 
 
-def _run(world: int, asked: str, timeout_s: float) -> Any:
+def _run(world: int, asked: _Asked, timeout_s: float) -> Between:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -103,7 +94,7 @@ def _run(world: int, asked: str, timeout_s: float) -> Any:
     theirs, mine = os.pipe()  # nothing is written: that this process is there keeps it open
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "stretto.measure.local_processes", asked],
+            [sys.executable, "-m", "stretto.measure.local_processes", to_line(asked)],
             env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdin=theirs,
             stdout=subprocess.PIPE,
@@ -131,44 +122,26 @@ def _run(world: int, asked: str, timeout_s: float) -> Any:
         raise StrettoError(
             f"measuring communication between {world} local processes failed: {lines[0] if lines else ''}"
         )
-    return json.loads(outputs[0][0].strip().splitlines()[-1])
+    return from_text(Between, outputs[0][0].strip().splitlines()[-1], "what local processes measured")
 
 
-def _probe(asked: Any) -> None:
+def _probe(asked: _Asked) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
-    told: dict[str, Any] = {"collectives": []}
-    if asked["link"]:
+    found = Between(None, 1.0, 0.0, {})
+    if asked.link:
         # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
         link = measure_links([(0, 1)], cpu).get((0, 1))
         both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
-        if link is not None:
-            told["both_ways"] = both_ways
-            told["link"] = asdict(replace(link.link, source="measured, loopback"))
-            told["spread"] = link.spread
-    mesh = Mesh(tuple((axis, size) for axis, size in asked["mesh"]))
-    wanted = [Wanted(axis, kind, tuple(sizes), dtype) for axis, kind, sizes, dtype in asked["wanted"]]
-    if mesh.world < dist.get_world_size():
-        assert not wanted, "a mesh of one rank has no collectives"
-    for (axis, kind), one in measure_collectives(mesh, wanted, cpu).items():
-        cost = one.cost
-        told["collectives"].append(
-            {
-                "axis": axis,
-                "kind": kind,
-                "curve": cost.curve.to_list(),
-                "processor_us_per_mb": cost.processor_us_per_mb,
-                "processor_us": cost.processor_us,
-                "slowdown": cost.slowdown,
-                "source": cost.source,
-                "calls": astuple(one.calls),
-                "spread": one.spread,
-            }
-        )
+        if link is not None and both_ways is not None:
+            found = Between(replace(link.link, source="measured, loopback"), both_ways, link.spread, {})
+    if asked.mesh.world < dist.get_world_size():
+        assert not asked.wanted, "a mesh of one rank has no collectives"
+    found = replace(found, collectives=measure_collectives(asked.mesh, asked.wanted, cpu))
     if dist.get_rank() == 0:
-        print(json.dumps(told))
+        print(to_line(found))
     dist.destroy_process_group()
 
 
@@ -185,4 +158,4 @@ def _end_with_the_asker() -> None:
 
 if __name__ == "__main__":
     _end_with_the_asker()
-    _probe(json.loads(sys.argv[1]))
+    _probe(from_text(_Asked, sys.argv[1], "what to measure"))

@@ -7,23 +7,20 @@ version, threads. Files lie in the user's cache folder (`$XDG_CACHE_HOME`, else 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from stretto.errors import StrettoError, UsageError
-from stretto.files.whole_file import write_file
-from stretto.ir.reading import Cursor, read_json
+from stretto.files.codec import Codec
+from stretto.files.form import Amount, Fits, rounded
+from stretto.files.typed_file import TypedFile
 
-VERSION = 2
-
-KINDS = ("cpu", "cuda")
-"""Of devices that ops are captured for."""
-"""Of the cache's files."""
+CODEC = Codec({float: rounded(4)})
+"""Of what is measured: more digits are noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,8 @@ class Timing:
     """A measured op. spread: range of the faster half of the rounds over their mean; flops, nbytes: its
     arithmetic, and the bytes that it reads and writes."""
 
-    us: float
-    spread: float
+    us: Amount
+    spread: Amount
     flops: int
     nbytes: int
 
@@ -44,10 +41,21 @@ class Machine:
     device: str
     torch: str
     threads: int
-    kind: str = "cpu"
+    kind: Annotated[str, Fits(lambda kind: kind in ("cpu", "cuda"), "cpu or cuda")] = "cpu"
 
     def __str__(self) -> str:
         return f"{self.device}, PyTorch {self.torch}, {self.threads} thread{'s' if self.threads != 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a file of the cache holds."""
+
+    machine: Machine
+    ops: dict[str, Timing]
+
+
+FILE = TypedFile(Kept, "stretto-op-times", 3, "op times", "They are kept by `stretto plan`", CODEC)
 
 
 def cache_folder() -> Path:
@@ -78,72 +86,22 @@ class OpCache:
     def save(self) -> None:
         """Write the file; times that another process has kept meanwhile stay. Raises StrettoError."""
         self.ops = {**_read(self.path, self.machine), **self.ops}
-        document = {"version": VERSION, "machine": encode_machine(self.machine), "ops": encode_ops(self.ops)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StrettoError(f"cannot keep op times in {self.path.parent}: {error.strerror}") from None
-        write_whole(self.path, json.dumps(document, indent=1))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old one or the new one. Raises StrettoError."""
-    try:
-        write_file(path, text)
-    except OSError as error:
-        raise StrettoError(f"cannot write {path}: {error.strerror}") from None
+        FILE.save(Kept(self.machine, self.ops), self.path)
 
 
 def _read(path: Path, machine: Machine) -> dict[str, Timing]:
+    if not path.exists():
+        return {}
     try:
-        root = read_json(path.read_text(encoding="utf-8"), str(path))
-        fields = root.fields(("version", "machine", "ops"))
-        if fields["version"].integer() != VERSION or decode_machine(fields["machine"]) != machine:
-            raise root.error("of another version or machine")
-        return decode_ops(fields["ops"])
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, UsageError) as error:
-        warnings.warn(
-            f"the op times kept in {path} cannot be used ({error}); they will be measured again",
-            stacklevel=3,
-        )
-        return {}
-
-
-def encode_machine(machine: Machine) -> dict[str, str | int]:
-    return {
-        "kind": machine.kind,
-        "device": machine.device,
-        "torch": machine.torch,
-        "threads": machine.threads,
-    }
-
-
-def decode_machine(cursor: Cursor) -> Machine:
-    parts = cursor.fields(("kind", "device", "torch", "threads"))
-    kind = parts["kind"].text()
-    if kind not in KINDS:
-        raise parts["kind"].error(f"expected {' or '.join(KINDS)}, found {kind!r}")
-    return Machine(parts["device"].text(), parts["torch"].text(), parts["threads"].integer(), kind)
-
-
-def encode_ops(ops: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
-    return {
-        key: {
-            "us": round(ops[key].us, 3),
-            "spread": round(ops[key].spread, 3),
-            "flops": ops[key].flops,
-            "bytes": ops[key].nbytes,
-        }
-        for key in sorted(ops)
-    }
-
-
-def decode_ops(cursor: Cursor) -> dict[str, Timing]:
-    found: dict[str, Timing] = {}
-    for key, entry in cursor.members().items():
-        parts = entry.fields(("us", "spread", "flops", "bytes"))
-        us, spread = (parts[name].amount() for name in ("us", "spread"))
-        found[key] = Timing(us, spread, parts["flops"].integer(), parts["bytes"].integer())
-    return found
+        kept = FILE.load(path)
+        if kept.machine == machine:
+            return kept.ops
+        why = f"{path}: of another machine"
+    except UsageError as error:
+        why = str(error)
+    warnings.warn(f"kept op times cannot be used ({why}); they will be measured again", stacklevel=3)
+    return {}
