@@ -10,10 +10,7 @@
     5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
     6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
        while it is multiplied, which takes less than a product and a sum.
-    7. Where others share the core (`processor.core_share`), or a quota stops the rank, an op's share is its
-       thread's time. By the clock a short op takes its own time in most rounds and a stop on top in some,
-       which look like theft (`STOLEN`), and a long one always has its stops: of one rate of arithmetic a
-       quota of half a core made two, 60 and 32 GFLOP/s below and above three milliseconds.
+    7. Under a quota (`stretto.processor`) an op's share is its thread's time: the clock has stops in it.
 Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in the runtime.
 """
 
@@ -23,8 +20,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -35,7 +33,7 @@ from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 from stretto.measure.fake_collectives import function_of
-from stretto.processor.core_share import has_quota, part_of
+from stretto.processor.quota import quota_share
 
 ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
@@ -51,9 +49,6 @@ LEAST_ROUND_US = 20_000.0
 MOST_ROUNDS = 25
 
 
-_Key = TypeVar("_Key")
-
-
 @dataclass(frozen=True, slots=True)
 class Profile:
     """Times of one job on one device. op_us[(stage, op name)]; rounds: by stage, what they were made from."""
@@ -66,39 +61,11 @@ class Profile:
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """What the rounds of one stage took. shares: by op, with clocks; thread_shares: the same of the computing
-    thread, on a processor; totals: by phase, without clocks; straight_us: of the computing thread, all
-    phases."""
+    thread, under a quota; totals: by phase, without clocks."""
 
     shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     thread_shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
-    straight_us: list[float] = field(default_factory=list)
-
-    def copy(self) -> Rounds:
-        """The same rounds, to which others can be added."""
-        return Rounds(
-            _copied(self.shares),
-            _copied(self.thread_shares),
-            _copied(self.totals),
-            list(self.straight_us),
-        )
-
-    @property
-    def op_shares(self) -> Mapping[str, list[float]]:
-        """Step 7: by op, what it took in each round."""
-        clock_us = sum(map(sum, self.totals.values()))
-        held_back = part_of(sum(self.straight_us), clock_us) < 1.0 and self.thread_shares
-        return self.thread_shares if held_back else self.shares
-
-    @property
-    def met_shares(self) -> Mapping[str, list[float]]:
-        """By op, what it took in each round for who waits for this rank: a quota's stops are in it, at which
-        ranks come apart; turns of a shared core are not, which are others' compute."""
-        return self.shares if has_quota() else self.op_shares
-
-
-def _copied(lists: Mapping[_Key, Sequence[float]]) -> dict[_Key, list[float]]:
-    return defaultdict(list, {key: list(of) for key, of in lists.items()})
 
 
 def profile(
@@ -132,7 +99,7 @@ def profile(
         done[key] = (index, names)
         # Dropout draws; the user's generator must not notice.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            rounds[index] = before.rounds[index].copy() if before is not None else Rounds()
+            rounds[index] = deepcopy(before.rounds[index]) if before is not None else Rounds()
             measured = _measure(job, stage, device, rounds[index], least_rounds)
         op_us.update(((index, name), us) for name, us in measured.items())
     return Profile(op_us, f"measured on {device_name(device)}", rounds)
@@ -158,12 +125,10 @@ def _measure(
         count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
         for _ in range(count):
             _run(calls, made, grads, device, rounds)
-            begin_ns = time.thread_time_ns()
             for phase, us in _run(calls, made, grads, device, None).items():
                 rounds.totals[phase].append(us)
-            rounds.straight_us.append((time.thread_time_ns() - begin_ns) / 1000.0)
     result: dict[str, float] = {}
-    found = rounds.op_shares
+    found = rounds.thread_shares or rounds.shares
     for phase in PHASES:
         shares = {op.name: typical(found[op.name]) for op in stage.ops[phase]}
         total = sum(shares.values())
@@ -310,7 +275,7 @@ def _run(
     Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
     fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
     """
-    threads = rounds is not None and device.type == "cpu"  # on an accelerator the thread computes nothing
+    threads = rounds is not None and device.type == "cpu" and quota_share() < 1.0
     values: dict[str, Any] = dict(given)
     result: dict[Phase, float] = {}
     for phase in PHASES:

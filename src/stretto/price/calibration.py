@@ -1,13 +1,12 @@
 """The calibration file: what `stretto calibrate` measured of a machine or a cluster, readable and strict.
 
     {
-      "format": "stretto-calibration", "version": 9,
+      "format": "stretto-calibration", "version": 10,
       "machine": {"kind": "cpu" or "cuda", "device": "...", "torch": "...", "threads": 1},
       "ops": {"aten.mm.default(float32[64,128], float32[128,512])": {"us", "spread", "flops", "bytes"}, ...},
       "traced": {"aten::mm float32 [64,128] [128,512]": us, ...},
       "collectives": [{"kind", "members", "stride", "hosts", "curve", ...}, ...],
-      "links": [{"stride", "hosts", "latency_us", "bytes_per_us", "both_ways", "back", "spread", ...}, ...],
-      "ranks": {"skew", "processor"} or null
+      "links": [{"stride", "hosts", "latency_us", "bytes_per_us", "back", "spread", ...}, ...]
     }
 
 `stride` is the distance between the ranks of a group (1 for neighbours, as those of the innermost axis);
@@ -28,7 +27,6 @@ from stretto.ir.collectives import PRICED
 from stretto.ir.cost_text import decode_part
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
-from stretto.ir.processor import Processor, decode_processor, encode_processor
 from stretto.ir.reading import Cursor, read_json
 from stretto.price.calls import Calls
 from stretto.price.op_cache import (
@@ -42,7 +40,7 @@ from stretto.price.op_cache import (
 )
 
 FORMAT = "stretto-calibration"
-VERSION = 9
+VERSION = 10
 
 COST_KEYS = (
     "curve",
@@ -76,14 +74,13 @@ class GroupTiming:
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """Messages between ranks `stride` apart, from the lower to the higher. both_ways: time of a message while
-    one goes the other way, over its time alone. back: from the higher to the lower; None where the two were
-    not told apart. spread: the noise of the worse direction (`messages.FoundLink`)."""
+    """Messages between ranks `stride` apart, from the lower to the higher. back: from the higher to the
+    lower; None where the two were not told apart. spread: the noise of the worse direction
+    (`messages.FoundLink`)."""
 
     stride: int
     hosts: int
     link: Link
-    both_ways: float
     back: Link | None = None
     spread: float = 0.0
 
@@ -92,18 +89,9 @@ class LinkTiming:
         return self.link if sender < receiver or self.back is None else self.back
 
 
-@dataclass(frozen=True, slots=True)
-class RankTiming:
-    """How ranks compute, beside what ops take: what `stretto.ir.costs.Costs` has under the same names."""
-
-    skew: float = 0.0
-    processor: Processor | None = None
-
-
 @dataclass
 class Calibration:
-    """What was measured. `name` is the file's, for sources and messages. ranks: None where they were not
-    compared, and on accelerators."""
+    """What was measured. `name` is the file's, for sources and messages."""
 
     machine: Machine
     name: str = "calibration"
@@ -111,7 +99,6 @@ class Calibration:
     traced: dict[str, float] = field(default_factory=dict)
     collectives: list[GroupTiming] = field(default_factory=list)
     links: list[LinkTiming] = field(default_factory=list)
-    ranks: RankTiming | None = None
 
 
 def save_calibration(found: Calibration, path: Path) -> None:
@@ -126,7 +113,6 @@ def save_calibration(found: Calibration, path: Path) -> None:
         _lines("traced", {key: round(found.traced[key], 3) for key in sorted(found.traced)}),
         _lines("collectives", [_group_data(one) for one in found.collectives]),
         _lines("links", [_link_data(one) for one in found.links]),
-        f' "ranks": {json.dumps(None if found.ranks is None else _rank_data(found.ranks))}',
     ]
     write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -146,7 +132,7 @@ def load_calibration(path: Path) -> Calibration:
     version = head.get("version")
     if version is None or version.value != VERSION:
         raise root.error(f"this Stretto reads version {VERSION}; make it again with `stretto calibrate`")
-    fields = root.fields(("format", "version", "machine", "ops", "traced", "collectives", "links", "ranks"))
+    fields = root.fields(("format", "version", "machine", "ops", "traced", "collectives", "links"))
     return Calibration(
         decode_machine(fields["machine"]),
         path.name,
@@ -154,7 +140,6 @@ def load_calibration(path: Path) -> Calibration:
         {key: us.amount() for key, us in fields["traced"].members().items()},
         [_group_of(entry, path.name) for entry in fields["collectives"].elements()],
         [_link_of(entry, path.name) for entry in fields["links"].elements()],
-        _ranks_of(fields["ranks"]),
     )
 
 
@@ -224,7 +209,6 @@ def _link_data(one: LinkTiming) -> dict[str, Any]:
         "stride": one.stride,
         "hosts": one.hosts,
         **_way_data(one.link),
-        "both_ways": round(one.both_ways, 3),
         "back": None if one.back is None else _way_data(one.back),
         "spread": round(one.spread, 3),
     }
@@ -239,13 +223,12 @@ def _way_data(link: Link) -> dict[str, Any]:
 
 
 def _link_of(entry: Cursor, name: str) -> LinkTiming:
-    parts = entry.fields(("stride", "hosts", *WAY_KEYS, "both_ways", "back", "spread"))
+    parts = entry.fields(("stride", "hosts", *WAY_KEYS, "back", "spread"))
     back = parts["back"]
     return LinkTiming(
         _count(parts["stride"], 1),
         _count(parts["hosts"], 1),
         _way_of(parts, name),
-        parts["both_ways"].amount(),
         None if back.value is None else _way_of(back.fields(WAY_KEYS), name),
         parts["spread"].amount(),
     )
@@ -261,20 +244,6 @@ def _way_of(parts: Mapping[str, Cursor], name: str) -> Link:
         parts["processor_us_per_mb"].amount(),
         f"measured: {name}",
     )
-
-
-def _rank_data(ranks: RankTiming) -> dict[str, Any]:
-    return {
-        "skew": round(ranks.skew, 4),
-        "processor": None if ranks.processor is None else encode_processor(ranks.processor),
-    }
-
-
-def _ranks_of(entry: Cursor) -> RankTiming | None:
-    if entry.value is None:
-        return None
-    parts = entry.fields(("skew", "processor"))
-    return RankTiming(parts["skew"].amount(), decode_processor(parts["processor"]))
 
 
 def _count(cursor: Cursor, least: int) -> int:

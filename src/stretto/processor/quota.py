@@ -33,13 +33,19 @@ BURST = 0.6
 """Of what a rank may compute in a period, so that no burst meets the end of it. Assumed."""
 
 
+def quota_share() -> float:
+    """The share of a processor that a quota leaves to each thread that this process computes with; 1 without
+    one."""
+    return own_share(torch.get_num_threads())
+
+
 def agreed_quota(device: torch.device) -> Processor | None:
     """The quota under which all ranks compute, equal on all of them; every running rank calls it.
 
     None when one of them has none that holds back the threads that it computes with.
     """
     found = processor_quota() if device.type == "cpu" else None
-    share = own_share(torch.get_num_threads())
+    share = quota_share()
     mine = (found[0], share) if found is not None and share < 1.0 else None
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
