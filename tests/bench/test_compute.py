@@ -28,7 +28,7 @@ def test_a_cell_compares_and_times_both(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "MODELS", {"tiny": tiny})
-    found = bench.run_cell(bench.Cell("tiny", 1, microbatches=2, rounds=3, compile=False))
+    found = bench.run_worker(bench.Cell("tiny", 1, microbatches=2, rounds=3, compile=False))
     assert [row["system"] for row in found["rows"]] == [bench.EAGER, bench.OURS]
     eager, ours = found["rows"]
     assert eager["ratio_to_eager"] == 1.0

@@ -83,7 +83,7 @@ def test_a_zombie_is_dead() -> None:
 
 def printed(said: bytes, target: TextIO, name: str = "host 2", kept: list[str] | None = None) -> Printer:
     """A printer that has read all that a rank said."""
-    printer = Printer(io.BytesIO(said), target, name, kept)  # type: ignore[arg-type]
+    printer = Printer(io.BytesIO(said), target, name, kept)
     printer.join(10)
     return printer
 
@@ -154,7 +154,7 @@ def test_netem_hangs_below_the_bucket() -> None:
 )
 def test_wrong_settings_are_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Lab(**settings)  # type: ignore[arg-type]
+        Lab(**settings)
 
 
 def test_without_root_the_lab_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

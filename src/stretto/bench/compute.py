@@ -1,6 +1,6 @@
 """The compute alone: our window functions against eager PyTorch, on one rank with no communication.
 
-    1. A cell is a model and a number of threads; each has a process of its own, this module as a program.
+    1. A cell is a model and a number of threads; each has a process of its own, which runs `run_worker`.
     2. All systems compute the same step, gradient accumulation over microbatches, on the same parameters:
        eager PyTorch, our windows op by op, `torch.compile` of the model with its loss, our windows compiled.
        Losses and gradients are compared first, or the cell is void.
@@ -17,7 +17,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from stretto.bench.in_lab import worker_command
 from stretto.bench.race import compare, fresh, race, timed
 from stretto.errors import RunError, UsageError
 from stretto.models.build import huggingface_loss
@@ -56,6 +56,14 @@ class Cell:
     microbatches: int = 4
     rounds: int = 9
     compile: bool = True
+    world: int = 1
+
+    @property
+    def threads_per_rank(self) -> int:
+        return self.threads
+
+
+Setup = Cell
 
 
 def _gpt(hidden: int, layers: int) -> tuple[nn.Module, Loss]:
@@ -108,9 +116,8 @@ MODELS: Mapping[str, Callable[[], tuple[nn.Module, Loss]]] = {
 """Name -> a model and its loss: hidden sizes at which a step takes about a second on one core."""
 
 
-def run_cell(cell: Cell) -> dict[str, Any]:
+def run_worker(cell: Cell) -> dict[str, Any]:
     """Steps 2 and 3 in this process: {"cell": ..., "rows": [...]}. Raises RunError when systems disagree."""
-    torch.set_num_threads(cell.threads)
     torch.manual_seed(0)
     model, loss = MODELS[cell.model]()
     model.train()
@@ -212,7 +219,7 @@ def compute(
             cell = Cell(model, count, rounds=rounds, compile=compile)
             say(f"{model}, {count} {'thread' if count == 1 else 'threads'}")
             out = folder / f"{len(found)}.json"
-            command = [sys.executable, "-m", "stretto.bench.compute", json.dumps(asdict(cell)), str(out)]
+            command = worker_command("compute", asdict(cell), out)
             environment = {**os.environ, "OMP_NUM_THREADS": str(count)}
             status = subprocess.run(command, env=environment, check=False).returncode
             if status:
@@ -228,13 +235,3 @@ def compute(
         "rounds": rounds,
     }
     return {"setup": setup, "cells": found}
-
-
-def main() -> None:
-    """A cell's entry: `python -m stretto.bench.compute CELL_JSON OUT`."""
-    cell = Cell(**json.loads(sys.argv[1]))
-    Path(sys.argv[2]).write_text(json.dumps(run_cell(cell)))
-
-
-if __name__ == "__main__":
-    main()

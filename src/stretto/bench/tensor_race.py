@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.in_lab import CORES, lab_of, result_of
+from stretto.bench.tensor import PROBE
 from stretto.bench.tensor_result import Setup
 from stretto.bench.work import PlaceWork
 
@@ -57,10 +58,10 @@ def run_races(
         say(f"race {number} of {len(setups)}: {setup}")
         asked = setup.rate
         if asked == BALANCED:
-            setup = replace(setup, rate=balanced_rate(_in_lab(replace(setup, rate=UNLIMITED), "probe")))
+            setup = replace(setup, rate=balanced_rate(_in_lab(replace(setup, rate=UNLIMITED), PROBE)))
             say(f"the balanced rate is {setup.rate}")
-        words = () if folder is None else ("keep", str((folder / _folder_name(setup)).resolve()))
-        result = _in_lab(setup, *words)
+        kept = "" if folder is None else str((folder / _folder_name(setup)).resolve())
+        result = _in_lab(setup, kept)
         result["setup"]["asked_rate"] = asked
         found.append(result)
         keep({"cores": CORES, "races": found})
@@ -83,8 +84,7 @@ def balanced_rate(places: Sequence[dict[str, float]]) -> str:
     return f"{round(mbit_per_s, digits):g}mbit" if digits else f"{round(mbit_per_s / step) * step:.0f}mbit"
 
 
-def _in_lab(setup: Setup, *words: str) -> Any:
-    """Step 1: what rank 0 wrote."""
-    return result_of(
-        lab_of(setup.world, setup.rate), "stretto.bench.tensor", asdict(setup), *words, what=str(setup)
-    )
+def _in_lab(setup: Setup, kept: str) -> Any:
+    """Step 1: what rank 0 found."""
+    lab = lab_of(setup.world, setup.rate)
+    return result_of(lab, "tensor", asdict(setup), kept, what=str(setup))

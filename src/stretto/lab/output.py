@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import BinaryIO, TextIO
+from typing import IO, TextIO
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -14,7 +14,7 @@ class Printer(threading.Thread):
     error: why nothing more could be printed; None so far.
     """
 
-    def __init__(self, source: BinaryIO, target: TextIO, name: str, kept: list[str] | None = None) -> None:
+    def __init__(self, source: IO[bytes], target: TextIO, name: str, kept: list[str] | None = None) -> None:
         super().__init__(name=f"stretto lab: {name}", daemon=True)
         self._source, self._target, self._prefix = source, target, f"[{name}] "
         self.kept = kept
