@@ -154,7 +154,7 @@ def test_netem_hangs_below_the_bucket() -> None:
 )
 def test_wrong_settings_are_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Lab(**settings)
+        Lab(**settings)  # type: ignore[arg-type]
 
 
 def test_without_root_the_lab_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from stretto.lab.signals import StopSignals, blocked, ending_by_exit
 from stretto.lab.wait import Statuses, signal_group, wait_for
 
 MASTER_PORT = 29500  # torchrun's default; free in every lab, since each has its own network
+ALONE = "STRETTO_ALONE"  # as `stretto.backend.idle_class` reads it, which loads PyTorch
 _Target = int | IO[bytes] | None
 
 
@@ -191,6 +192,7 @@ class Lab:
                     "pin": self.pin,
                 }
             ),
+            **({ALONE: "1"} if self._groups and self.ranks_per_host == 1 else {}),
             **(env or {}),
         }
 

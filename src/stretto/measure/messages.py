@@ -15,11 +15,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stretto.backend.collectives import Exchange
 from stretto.backend.gloo_adapter import calm_loops
 from stretto.backend.idle_class import keeping_core
 from stretto.backend.synchronise import synchronise
@@ -179,9 +179,9 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
     alone_us = 0.0 if one_way is None else one_way[0] + STREAMED_BYTES / one_way[1]
     out, into = torch.zeros(STREAMED_BYTES // 4), torch.zeros(STREAMED_BYTES // 4)
 
-    def start() -> _Exchange:
+    def start() -> Exchange:
         with keeping_core():
-            return _Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
+            return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
     found = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), device)
     # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
@@ -189,21 +189,10 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
     return (loss + _swap(loss, peer)) / 2
 
 
-class _Exchange:
-    """A message each way."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 def _swap(mine: float, peer: int) -> float:
     """What a peer says, which is told this; also brings the two together in time."""
     theirs = torch.zeros(1)
-    _Exchange([dist.isend(torch.tensor([mine]), peer), dist.irecv(theirs, peer)]).wait()
+    Exchange([dist.isend(torch.tensor([mine]), peer), dist.irecv(theirs, peer)]).wait()
     return float(theirs)
 
 

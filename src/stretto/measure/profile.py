@@ -194,8 +194,8 @@ class OpCall:
     addends: tuple[Addend, ...]
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        arguments = [_value(a, values) for a in self.args]
-        return self.function(*arguments, **{key: _value(a, values) for key, a in self.kwargs})
+        arguments = [value_of(a, values) for a in self.args]
+        return self.function(*arguments, **{key: value_of(a, values) for key, a in self.kwargs})
 
     def run(self, values: dict[str, Any], grads: dict[str, torch.Tensor]) -> None:
         """Call it, keep what it makes, and drop what is dead then."""
@@ -207,7 +207,7 @@ class OpCall:
         """Step 6: the call of an op that makes a gradient, or several, which are added to `grads`."""
         held = grads.get(self.op.name)
         if held is not None and self.addends[0].product:
-            left, right = (_value(a, values) for a in self.args)
+            left, right = (value_of(a, values) for a in self.args)
             return torch.addmm(held, left, right, out=held)
         value = self(values)
         if held is not None:
@@ -217,11 +217,12 @@ class OpCall:
         return value
 
 
-def _value(arg: Arg, values: Mapping[str, Any]) -> Any:
+def value_of(arg: Arg, values: Mapping[str, Any]) -> Any:
+    """What an argument is, on a table of values."""
     if isinstance(arg, Ref):
         return values[arg.name]
     if isinstance(arg, tuple):
-        return [_value(item, values) for item in arg]
+        return [value_of(item, values) for item in arg]
     return arg
 
 
