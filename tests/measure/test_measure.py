@@ -270,7 +270,6 @@ def calibrate_into(path: Path, *arguments: str) -> tuple[int, str, BaseException
 
 @pytest.fixture
 def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(time_ops, "ROUND_US", 100.0)
     path = tmp_path / "plan.json"
     stretto.plan(comm_job(1, tp=1, rows=8, hidden=16), cluster=stretto.Cluster()).save(path)
@@ -376,7 +375,6 @@ def test_a_run_goes_on_from_the_file_of_one_that_was_killed(
     dropped = sorted(known.ops)[0]
     del known.ops[dropped]
     save_calibration(known, out)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))  # which a killed run has not written
     status, text, _ = calibrate_into(out, str(plan_file))
     assert status == 0
     assert f"(1 measured now, {len(known.ops)} known)" in text
@@ -394,7 +392,6 @@ def test_what_was_noisy_when_it_was_measured_is_told_again(
 
 
 def test_a_trace_alone_is_input_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trace, out = tmp_path / "trace.json", tmp_path / "c.json"
     with torch.profiler.profile(record_shapes=True) as recorded:
         torch.mm(torch.ones(8, 16), torch.ones(16, 4))

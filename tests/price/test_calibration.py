@@ -80,6 +80,7 @@ def test_a_file_comes_back_equal(tmp_path: Path) -> None:
         (lambda d: d["collectives"][0].update(curve=[[1, 2], [1, 3]]), r"collectives\[0\].curve: point 1"),
         (lambda d: d["links"][1].update(bytes_per_us=0), r"links\[1\].bytes_per_us: expected a rate above 0"),
         (lambda d: d["links"][1].pop("stride"), r"links\[1\]: the key 'stride' is missing"),
+        (lambda d: next(iter(d["ops"].values())).update(us=-1), "us: expected a number from 0"),
         (lambda d: d["traced"].update(x=-1), "traced.x: expected a number from 0"),
         (
             lambda d: d["links"][0]["back"].update(bytes_per_us=0),

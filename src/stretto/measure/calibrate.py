@@ -1,14 +1,13 @@
 """Measuring a machine, or a cluster under torchrun, for later planning: what `stretto calibrate` does.
 
-    1. Ops: each distinct op of the given jobs once, or a sweep; what the cache holds is not measured again.
-       Under torchrun all ranks measure the same ops at once, as they will compute, and the median counts.
+    1. Ops: each distinct op of the given jobs once, or a sweep. Under torchrun all ranks measure the same ops
+       at once, as they will compute, and the median counts.
     2. Collectives of every kind, for every group size that divides the world: of neighbours, as the
        innermost axis has them, and of ranks as far apart as the outermost has them.
     3. Messages between neighbours and across the world, each way.
 
 Everything found goes into one `Calibration` as it comes, so that a run that is cut short keeps it, and what a
-calibration already holds is not measured again. May touch
-the cache's folder.
+calibration already holds is not measured again. Touches no file.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from stretto.measure.sweep import sweep_ops
 from stretto.measure.time_collectives import tell
 from stretto.measure.time_ops import Specs, distinct_ops, time_op
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
-from stretto.price.op_cache import OpCache, Timing
+from stretto.price.op_cache import Timing
 from stretto.price.wanted import Wanted, wanted_collectives
 
 NOISY = 0.25
@@ -66,43 +65,35 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
 
 
-def calibrate_ops(
-    outcome: Outcome, jobs: Iterable[Job], cache: OpCache, device: torch.device, progress: Progress
-) -> None:
-    """Step 1. The cache is saved at the end, and when the run is cut short."""
-    found = distinct_ops(jobs)
-    wanted: Mapping[str, tuple[Op, Specs]] = found or {
+def calibrate_ops(outcome: Outcome, jobs: Iterable[Job], device: torch.device, progress: Progress) -> None:
+    """Step 1; all ranks have equal calibrations."""
+    ops = outcome.calibration.ops
+    wanted: Mapping[str, tuple[Op, Specs]] = distinct_ops(jobs) or {
         signature(op, specs): (op, specs) for op, specs in sweep_ops(device.type)
     }
-    known = _known_to_all(wanted, cache)
-    try:
-        for done, (key, (op, specs)) in enumerate(wanted.items()):
-            progress(op.target, done, len(wanted))
-            if key in known:
-                timing = outcome.calibration.ops[key] = cache.ops[key]
-                outcome.cached += 1
-                if timing.spread > NOISY:
-                    outcome.warnings.append(
-                        f"{key}: rounds differed by {100 * timing.spread:.0f} % when it was measured; "
-                        "--fresh measures it again"
-                    )
-                continue
-            if dist.is_initialized():
-                dist.barrier()
-            try:
-                mine: Timing | str = time_op(op, specs, device)
-            except StrettoError as error:
-                mine = str(error)
-            agreed = _median(mine)
-            if isinstance(agreed, str):
-                outcome.warnings.append(agreed)
-                continue
-            cache.ops[key] = outcome.calibration.ops[key] = agreed
-            outcome.measured += 1
-            _warn_of_noise(outcome, key, agreed.spread, NOISY)
-    finally:
-        if outcome.measured and (not dist.is_initialized() or dist.get_rank() == 0):
-            cache.save()
+    for done, (key, (op, specs)) in enumerate(wanted.items()):
+        progress(op.target, done, len(wanted))
+        if key in ops:
+            outcome.cached += 1
+            if ops[key].spread > NOISY:
+                outcome.warnings.append(
+                    f"{key}: rounds differed by {100 * ops[key].spread:.0f} % when it was measured; "
+                    "--fresh measures it again"
+                )
+            continue
+        if dist.is_initialized():
+            dist.barrier()
+        try:
+            mine: Timing | str = time_op(op, specs, device)
+        except StrettoError as error:
+            mine = str(error)
+        agreed = _median(mine)
+        if isinstance(agreed, str):
+            outcome.warnings.append(agreed)
+            continue
+        ops[key] = agreed
+        outcome.measured += 1
+        _warn_of_noise(outcome, key, agreed.spread, NOISY)
     progress("ops", len(wanted), len(wanted))
 
 
@@ -198,14 +189,6 @@ def _keep_link(outcome: Outcome, link: LinkTiming) -> None:
 def _warn_of_noise(outcome: Outcome, what: str, spread: float, noisy: float) -> None:
     if spread > noisy:
         outcome.warnings.append(f"{what}: rounds differ by {100 * spread:.0f} %; the machine does other work")
-
-
-def _known_to_all(wanted: Iterable[str], cache: OpCache) -> frozenset[str]:
-    """Signatures that no rank has to measure: all must measure the same ones at the same time."""
-    told = tell({key: cache.ops[key] for key in wanted if key in cache.ops})
-    common = set.intersection(*map(set, told))
-    cache.ops.update({key: told[0][key] for key in common})  # equal on all ranks
-    return frozenset(common)
 
 
 def _median(mine: Timing | str) -> Timing | str:

@@ -1,29 +1,20 @@
-"""Op times that were measured once and kept: on disk, by op and shapes, for each device and PyTorch.
+"""Op times that were measured, and the machine that they belong to, as a calibration file holds them.
 
-A key is an op's signature (`stretto.ir.prices`). What else decides a time is the file: device, PyTorch's
-version, threads. Files lie in the user's cache folder (`$XDG_CACHE_HOME`, else `~/.cache`) under
-`stretto/ops`; they are written whole or not at all, and a damaged one is told of and made anew.
+A key is an op's signature (`stretto.ir.prices`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import StrettoError
 from stretto.files.whole_file import write_file
-from stretto.ir.reading import Cursor, read_json
-
-VERSION = 2
+from stretto.ir.reading import Cursor
 
 KINDS = ("cpu", "cuda")
 """Of devices that ops are captured for."""
-"""Of the cache's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,65 +41,12 @@ class Machine:
         return f"{self.device}, PyTorch {self.torch}, {self.threads} thread{'s' if self.threads != 1 else ''}"
 
 
-def cache_folder() -> Path:
-    """Where op times are kept."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification of base directories says that a relative path is not to be used.
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "stretto" / "ops"
-
-
-@dataclass
-class OpCache:
-    """Op times of one machine. `put` keeps in memory; `save` writes."""
-
-    machine: Machine
-    path: Path
-    ops: dict[str, Timing] = field(default_factory=dict)
-
-    @staticmethod
-    def open(machine: Machine, folder: Path | None = None) -> OpCache:
-        """The machine's cache, empty if there is none. Warns when its file is damaged."""
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{machine.device} {machine.torch} {machine.threads}").strip(
-            "-"
-        )
-        path = (folder if folder is not None else cache_folder()) / f"{name}.json"
-        return OpCache(machine, path, _read(path, machine))
-
-    def save(self) -> None:
-        """Write the file; times that another process has kept meanwhile stay. Raises StrettoError."""
-        self.ops = {**_read(self.path, self.machine), **self.ops}
-        document = {"version": VERSION, "machine": encode_machine(self.machine), "ops": encode_ops(self.ops)}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StrettoError(f"cannot keep op times in {self.path.parent}: {error.strerror}") from None
-        write_whole(self.path, json.dumps(document, indent=1))
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old one or the new one. Raises StrettoError."""
     try:
         write_file(path, text)
     except OSError as error:
         raise StrettoError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _read(path: Path, machine: Machine) -> dict[str, Timing]:
-    try:
-        root = read_json(path.read_text(encoding="utf-8"), str(path))
-        fields = root.fields(("version", "machine", "ops"))
-        if fields["version"].integer() != VERSION or decode_machine(fields["machine"]) != machine:
-            raise root.error("of another version or machine")
-        return decode_ops(fields["ops"])
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, UsageError) as error:
-        warnings.warn(
-            f"the op times kept in {path} cannot be used ({error}); they will be measured again",
-            stacklevel=3,
-        )
-        return {}
 
 
 def encode_machine(machine: Machine) -> dict[str, str | int]:
