@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import stretto
 from stretto.bench.in_lab import worker_command
 from stretto.bench.race import compare, fresh, race, timed
+from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import RunError, UsageError
-from stretto.models.build import huggingface_loss
-from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.models.build import build_model, loss_function
 
 EAGER, OURS = "torch eager", "stretto"
 COMPILED, OURS_COMPILED = "torch.compile", "stretto inductor"
@@ -43,8 +43,6 @@ giving it anew, for three steps; later steps fault no pages."""
 
 ROWS, SEQUENCE, VOCABULARY = 1, 256, 4096
 """Of a microbatch, and of all models."""
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,68 +64,55 @@ class Cell:
 Setup = Cell
 
 
-def _gpt(hidden: int, layers: int) -> tuple[nn.Module, Loss]:
-    config = GPTConfig(
-        vocab_size=VOCABULARY, layers=layers, hidden=hidden, heads=hidden // 64, context=SEQUENCE
-    )
-    return GPT(config), next_token_loss
+def _gpt(hidden: int, layers: int) -> GPTSettings:
+    return GPTSettings(layers=layers, hidden=hidden, heads=hidden // 64, context=SEQUENCE)
 
 
-def _llama() -> tuple[nn.Module, Loss]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=SEQUENCE,
-    )
-    return LlamaForCausalLM(config), huggingface_loss
-
-
-def _gpt2() -> tuple[nn.Module, Loss]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=512,
-        n_layer=4,
-        n_head=8,
-        n_positions=SEQUENCE,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return GPT2LMHeadModel(config), huggingface_loss
-
-
-MODELS: Mapping[str, Callable[[], tuple[nn.Module, Loss]]] = {
-    "gpt 512": partial(_gpt, 512, 4),
-    "gpt 768": partial(_gpt, 768, 3),
-    "gpt 1024": partial(_gpt, 1024, 2),
-    "llama 512": _llama,
-    "gpt2 512": _gpt2,
+MODELS: Mapping[str, GPTSettings | HuggingFaceSettings] = {
+    "gpt 512": _gpt(512, 4),
+    "gpt 768": _gpt(768, 3),
+    "gpt 1024": _gpt(1024, 2),
+    "llama 512": HuggingFaceSettings(
+        kind="huggingface",
+        architecture="LlamaForCausalLM",
+        config={
+            "hidden_size": 512,
+            "intermediate_size": 1376,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": SEQUENCE,
+        },
+    ),
+    "gpt2 512": HuggingFaceSettings(
+        kind="huggingface",
+        architecture="GPT2LMHeadModel",
+        config={
+            "n_embd": 512,
+            "n_layer": 4,
+            "n_head": 8,
+            "n_positions": SEQUENCE,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
 }
-"""Name -> a model and its loss: hidden sizes at which a step takes about a second on one core."""
+"""Hidden sizes at which a step takes about a second on one core."""
 
 
 def run_worker(cell: Cell) -> dict[str, Any]:
     """Steps 2 and 3 in this process: {"cell": ..., "rows": [...]}. Raises RunError when systems disagree."""
     torch.manual_seed(0)
-    model, loss = MODELS[cell.model]()
-    model.train()
-    batch = _batch(cell, loss)
+    model = build_model(MODELS[cell.model], VOCABULARY, seed=0)
+    loss = loss_function(MODELS[cell.model])
+    batch = torch.randint(0, VOCABULARY, (ROWS * cell.microbatches, SEQUENCE + 1))
     job = stretto.capture(model, batch, loss=loss, parallel=stretto.Parallel(microbatches=cell.microbatches))
     plan = stretto.plan(job, "local")
     torch.set_num_threads(cell.threads)  # measuring has threads of its own
-    parts = [_part(batch, k) for k in range(cell.microbatches)]
+    parts = batch.split(ROWS)
 
-    def theirs(forward: Callable[[Any], Tensor]) -> Tensor:
+    def theirs(forward: Callable[[Tensor], Tensor]) -> Tensor:
         total = torch.zeros(())
         for part in parts:
             value = forward(part) / cell.microbatches
@@ -165,21 +150,6 @@ def run_worker(cell: Cell) -> dict[str, Any]:
         for name, found in times.items()
     ]
     return {"cell": asdict(cell), "rows": rows}
-
-
-def _batch(cell: Cell, loss: Loss) -> Any:
-    rows = ROWS * cell.microbatches
-    if loss is next_token_loss:
-        return torch.randint(0, VOCABULARY, (rows, SEQUENCE + 1))
-    ids = torch.randint(0, VOCABULARY, (rows, SEQUENCE))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _part(batch: Any, k: int) -> Any:
-    """Microbatch k."""
-    if isinstance(batch, Tensor):
-        return batch[k * ROWS : (k + 1) * ROWS]
-    return {name: leaf[k * ROWS : (k + 1) * ROWS] for name, leaf in batch.items()}
 
 
 def _compare(model: nn.Module, systems: Mapping[str, Callable[[], Tensor | None]]) -> dict[str, float]:

@@ -31,6 +31,7 @@ from stretto.backend.synchronise import synchronise
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
+from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 from stretto.measure.fake_collectives import function_of
 from stretto.processor.quota import quota_share
@@ -86,10 +87,11 @@ def profile(
         keep_freed_memory()  # as the step does
     op_us: dict[tuple[int, str], float] = {}
     rounds: dict[int, Rounds] = {}
-    done: dict[Any, tuple[int, list[str]]] = {}
+    done: dict[tuple[tuple[Phase, str], ...], tuple[int, list[str]]] = {}
+    specs = specs_of(job)
     for index in stages if stages is not None else range(len(job.stages)):
         stage = job.stages[index]
-        key = _shape_of(job, stage)
+        key = tuple((phase, signature(op, specs)) for phase in PHASES for op in stage.ops[phase])
         names = [op.name for phase in PHASES for op in stage.ops[phase]]
         if key in done:
             like, like_names = done[key]
@@ -146,10 +148,7 @@ def typical(times: Sequence[float]) -> float:
 
 def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
     """Step 1: every value that the stage reads and does not make."""
-    specs: dict[str, TensorSpec] = {f"param/{p.name}": p.spec for p in job.parameters}
-    specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-    specs |= {f"batch/{name}": spec for name, spec in job.batch}
-    specs |= {edge.value: edge.spec for edge in job.edges if edge.target == stage.index}
+    specs = specs_of(job)
     constants = {f"const/{c.name}": c for c in job.constants}
     made_here = {op.name for ops in stage.ops.values() for op in ops}
     made: dict[str, torch.Tensor] = {}
@@ -193,28 +192,22 @@ class OpCall:
     dead: tuple[str, ...]
     addends: tuple[Addend, ...]
 
-    def __call__(self, values: Mapping[str, Any]) -> Any:
-        arguments = [value_of(a, values) for a in self.args]
-        return self.function(*arguments, **{key: value_of(a, values) for key, a in self.kwargs})
-
     def run(self, values: dict[str, Any], grads: dict[str, torch.Tensor]) -> None:
-        """Call it, keep what it makes, and drop what is dead then."""
-        values[self.op.name] = self._add(values, grads) if self.addends else self(values)
-        for name in self.dead:
-            values.pop(name, None)
-
-    def _add(self, values: Mapping[str, Any], grads: dict[str, torch.Tensor]) -> Any:
-        """Step 6: the call of an op that makes a gradient, or several, which are added to `grads`."""
+        """Call it, keep what it makes, and drop what is dead then. Step 6: an op that makes a gradient, or
+        several, which are added to `grads`."""
+        arguments = [value_of(a, values) for a in self.args]
         held = grads.get(self.op.name)
         if held is not None and self.addends[0].product:
-            left, right = (value_of(a, values) for a in self.args)
-            return torch.addmm(held, left, right, out=held)
-        value = self(values)
-        if held is not None:
-            held.add_(value)
+            made = torch.addmm(held, *arguments, out=held)
         else:
-            grads[self.op.name] = value.clone() if self.addends[0].copied else value
-        return value
+            made = self.function(*arguments, **{key: value_of(a, values) for key, a in self.kwargs})
+            if held is not None:
+                held.add_(made)
+            elif self.addends:
+                grads[self.op.name] = made.clone() if self.addends[0].copied else made
+        values[self.op.name] = made
+        for name in self.dead:
+            values.pop(name, None)
 
 
 def value_of(arg: Arg, values: Mapping[str, Any]) -> Any:
@@ -293,26 +286,3 @@ def _run(
         synchronise(device)
         result[phase] = (time.perf_counter_ns() - begin) / 1000.0
     return result
-
-
-def _shape_of(job: Job, stage: Stage) -> Any:
-    """What makes two stages equal in cost: the ops' targets, arguments and shapes, names aside."""
-    number: dict[str, int] = {}
-    specs = {f"param/{p.name}": p.spec for p in job.parameters}
-    specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-
-    def plain(arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            known = number.setdefault(arg.name, len(number))
-            return ("ref", known, specs.get(arg.name, arg.name if arg.name.startswith("batch/") else None))
-        if isinstance(arg, tuple):
-            return tuple(plain(item) for item in arg)
-        return arg
-
-    found: list[Any] = []
-    for phase in PHASES:
-        for op in stage.ops[phase]:
-            number.setdefault(op.name, len(number))
-            kwargs = tuple((key, plain(a)) for key, a in op.kwargs)
-            found.append((phase, op.target, plain(op.args), kwargs, op.outputs))
-    return tuple(found)

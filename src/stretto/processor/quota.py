@@ -1,6 +1,6 @@
 """The quota under which running ranks compute, and how fast they are while it lasts.
 
-    1. What each rank's control group says (`stretto.backend.control_groups`); the tightest counts for all.
+    1. What each rank's control group says (`stretto.processor.control_groups`); the tightest counts for all.
     2. Its speed: ranks rest for a while and then compute for a part of what they may, again and again, each
        in its own time. A rank that has a core for itself then has a whole processor; one whose neighbours are
        allowed the rest of its core shares it with those that happen to compute.
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.backend.control_groups import own_share, processor_quota
 from stretto.backend.idle_class import lanes_first
 from stretto.ir.processor import Processor
+from stretto.processor.control_groups import own_share, processor_quota
 from stretto.processor.products import products_on
 
 BURSTS = 40
