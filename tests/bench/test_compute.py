@@ -25,7 +25,7 @@ def test_a_cell_compares_and_times_both(
     monkeypatch.setattr(
         bench, "MODELS", {"tiny": GPTSettings(layers=2, hidden=32, heads=2, context=bench.SEQUENCE)}
     )
-    found = bench.run_worker(bench.Cell("tiny", 1, microbatches=2, rounds=3, compile=False))
+    found = bench.run_worker(bench.Setup("tiny", 1, microbatches=2, rounds=3, compile=False))
     assert [row["system"] for row in found["rows"]] == [bench.EAGER, bench.OURS]
     eager, ours = found["rows"]
     assert eager["ratio_to_eager"] == 1.0

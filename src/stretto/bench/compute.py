@@ -46,7 +46,7 @@ ROWS, SEQUENCE, VOCABULARY = 1, 256, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Setup:
     """One place of the grid. model: a name of `MODELS`."""
 
     model: str
@@ -59,9 +59,6 @@ class Cell:
     @property
     def threads_per_rank(self) -> int:
         return self.threads
-
-
-Setup = Cell
 
 
 def _gpt(hidden: int, layers: int) -> GPTSettings:
@@ -101,7 +98,7 @@ MODELS: Mapping[str, GPTSettings | HuggingFaceSettings] = {
 """Hidden sizes at which a step takes about a second on one core."""
 
 
-def run_worker(cell: Cell) -> dict[str, Any]:
+def run_worker(cell: Setup) -> dict[str, Any]:
     """Steps 2 and 3 in this process: {"cell": ..., "rows": [...]}. Raises RunError when systems disagree."""
     torch.manual_seed(0)
     model = build_model(MODELS[cell.model], VOCABULARY, seed=0)
@@ -186,7 +183,7 @@ def compute(
     found: list[dict[str, Any]] = []
     for count in threads:
         for model in models:
-            cell = Cell(model, count, rounds=rounds, compile=compile)
+            cell = Setup(model, count, rounds=rounds, compile=compile)
             say(f"{model}, {count} {'thread' if count == 1 else 'threads'}")
             out = folder / f"{len(found)}.json"
             command = worker_command("compute", asdict(cell), out)

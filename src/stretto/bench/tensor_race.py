@@ -10,7 +10,6 @@ Needs root, as every lab does. Touches the lab and the worker's files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -78,10 +77,7 @@ def balanced_rate(places: Sequence[dict[str, float]]) -> str:
     if work.collective_us >= work.compute_us:
         return UNLIMITED
     mbit_per_s = 8.0 * (work.wire_bytes + work.message_bytes) / work.compute_us
-    # Two digits: more would be noise.
-    digits = max(0, 1 - math.floor(math.log10(mbit_per_s)))
-    step = 10.0 ** max(0, math.floor(math.log10(mbit_per_s)) - 1)
-    return f"{round(mbit_per_s, digits):g}mbit" if digits else f"{round(mbit_per_s / step) * step:.0f}mbit"
+    return f"{float(f'{mbit_per_s:.2g}'):g}mbit"  # more digits would be noise
 
 
 def _in_lab(setup: Setup, kept: str) -> Any:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -154,21 +155,14 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     """(latency_us, bytes_per_us) from (bytes, round trip us); the empty answer is half of the first."""
     half = points[0][1] / 2.0
     one_way = [(nbytes, max(us - half, 0.1)) for nbytes, us in points]
-    # Weighted least squares of us = a + b * bytes with weights 1 / us: the rate is that of large messages.
-    weights = [1.0 / us for _, us in one_way]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, one_way, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, one_way, strict=True)) / total
-    above = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, one_way, strict=True))
-    below = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, one_way, strict=True))
-    slope = above / below if below else 0.0
+    # Weights of squares are 1 / us: the rate is that of large messages.
+    slope, least_us = np.polyfit(*zip(*one_way, strict=True), 1, w=[us**-0.5 for _, us in one_way])
     if slope <= 0.0:
         # Noise beyond the link's own time: the largest message tells at least what it took.
         nbytes, us = one_way[-1]
-        slope = us / nbytes
-    slope = max(slope, 1.0 / fastest)
+        slope, least_us = us / nbytes, 0.0
     # An empty message cannot be much faster than half of its round trip, whatever the line says.
-    return max(mean_y - slope * mean_x, half / 2.0), 1.0 / slope
+    return max(float(least_us), half / 2.0), 1.0 / max(float(slope), 1.0 / fastest)
 
 
 def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> float:
