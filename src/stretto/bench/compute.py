@@ -107,7 +107,7 @@ def run_worker(cell: Setup) -> dict[str, Any]:
     job = stretto.capture(model, batch, loss=loss, parallel=stretto.Parallel(microbatches=cell.microbatches))
     plan = stretto.plan(job, "local")
     torch.set_num_threads(cell.threads)  # measuring has threads of its own
-    parts = batch.split(ROWS)
+    parts = batch.chunk(cell.microbatches)
 
     def theirs(forward: Callable[[Tensor], Tensor]) -> Tensor:
         total = torch.zeros(())

@@ -23,12 +23,13 @@ import torch
 
 import stretto
 from stretto.bench.in_lab import CORES, lab_of, result_of
-from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
+from stretto.bench.kept import keep_run, prediction_of, with_costs
 from stretto.bench.race import drop_gradients, is_first, say_on_first, timed
 from stretto.bench.work import GPTWork
 from stretto.ir.plan import Plan
 from stretto.ir.program import OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.measure.measured import measured_costs
 from stretto.measure.profile import typical
 
 WARM_UPS = 2
@@ -149,7 +150,7 @@ def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / prediction_of(plan).step_us)))
     times = [[step() for _ in range(steps)] for _ in range(rounds)]
     runner.close()
-    again = with_costs(plan, costs_now(plan))
+    again = with_costs(plan, measured_costs(plan.job, plan.schedule))
     prediction = prediction_of(again)
     exposed = [
         statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))

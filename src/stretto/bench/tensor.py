@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import stretto
-from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
+from stretto.bench.kept import keep_run, prediction_of, with_costs
 from stretto.bench.race import SAME, compare, drop_gradients, fresh, is_first, race, say_on_first
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
@@ -72,7 +72,8 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
             timelines[name].append(runners[name].timeline())
 
     times = race(systems, setup.rounds, after=after, say=say_on_first, warm_ups=WARM_UPS)
-    costs = costs_now(runners["off"].plan)
+    off = runners["off"].plan
+    costs = measured_costs(off.job, off.schedule)
     plans = {mode: runner.plan for mode, runner in runners.items()}
     known = {mode: with_costs(plan, costs) for mode, plan in plans.items()}
     result = make_result(setup, plans, known, times, timelines)

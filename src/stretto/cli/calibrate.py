@@ -104,7 +104,8 @@ def _calibrate(
     found = [read_trace(trace) for trace in traces]
     # A trace alone is an input as good as a plan. Nothing is measured then: it may be of another machine.
     alone = bool(found) and not jobs
-    kind = kind or (found[0].kind if alone else _kind_of(jobs))
+    captured_for = [one.kind for one in found if alone] + [job.device for job in jobs]
+    kind = kind or next(iter(captured_for), "cuda" if torch.cuda.is_available() else "cpu")
     for trace, name in zip(found, traces, strict=True):
         if trace.kind != kind:
             raise UsageError(
@@ -165,13 +166,6 @@ def _calibrate(
         )
     if started:
         dist.destroy_process_group()
-
-
-def _kind_of(jobs: list[Job]) -> str:
-    """What the jobs were captured for; without any, this machine's best device."""
-    import torch
-
-    return jobs[0].device if jobs else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _begun(path: Path, machine: Machine, fresh: bool, rank: int, alone: bool) -> Calibration:

@@ -156,7 +156,8 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     half = points[0][1] / 2.0
     one_way = [(nbytes, max(us - half, 0.1)) for nbytes, us in points]
     # Weights of squares are 1 / us: the rate is that of large messages.
-    slope, least_us = np.polyfit(*zip(*one_way, strict=True), 1, w=[us**-0.5 for _, us in one_way])
+    sizes, times = np.array(one_way).T
+    slope, least_us = np.polyfit(sizes, times, 1, w=times**-0.5)
     if slope <= 0.0:
         # Noise beyond the link's own time: the largest message tells at least what it took.
         nbytes, us = one_way[-1]
