@@ -40,8 +40,7 @@ import json, os, sys
 import torch, torch.distributed as dist
 from stretto.measure import contention
 from stretto.planning.costs import costs_of
-from stretto.ir.cost_text import encode_costs
-from stretto.ir.job_text import Line
+from stretto.files.typed_file import to_line
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
 
@@ -51,7 +50,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 job = comm_job(2, tp=2, rows=32, hidden=64)
 costs = costs_of(job, make_schedule("1f1b", 2, 2), "local")
-text = json.dumps(encode_costs(costs), default=lambda line: line.value)
+text = to_line(costs)
 told = [None] * 4
 dist.all_gather_object(told, text)
 if dist.get_rank() == 0:

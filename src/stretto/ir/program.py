@@ -29,12 +29,14 @@ read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[1
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from stretto.files.form import Fits, Natural
 from stretto.ir.action import Phase
-from stretto.ir.axes import DP, PIPELINE, Sums, sums_of
+from stretto.ir.axes import AXES, DP, PIPELINE, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
@@ -74,6 +76,16 @@ VIEWS = (VIEW, "aten._unsafe_view.default")
 Arg = Any
 """Ref | Const | None | bool | int | float | str | tuple of Arg."""
 
+Keyword = Annotated[
+    str, Fits(lambda name: name.isidentifier() and not keyword.iskeyword(name), "a keyword argument's name")
+]
+"""It stands in the source of the functions that a plan's windows become, so nothing but a name may be one."""
+
+MOST_FLOPS = 10**30
+"""More than any op has: a year of a million devices of 10**16 flops a second is less."""
+
+Flops = Annotated[int, Fits(lambda n: 0 <= n <= MOST_FLOPS, f"a count from 0 to {MOST_FLOPS:.0e}")]
+
 
 def refs(arg: Arg) -> Iterator[str]:
     """The names of the values that an argument uses, in order."""
@@ -100,11 +112,11 @@ class Op:
     name: str
     target: str
     args: tuple[Arg, ...]
-    kwargs: tuple[tuple[str, Arg], ...] = ()
+    kwargs: tuple[tuple[Keyword, Arg], ...] = ()
     outputs: tuple[TensorSpec | None, ...] = ()
     alias: str | None = None
     random: bool = False
-    flops: int = 0
+    flops: Flops = 0
     module: str = ""
     repeats: str = ""
     _uses: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
@@ -283,6 +295,9 @@ class Count:
 OverlapMode = Literal["off", "local", "window"]
 """What may hide communication: nothing, the ops of its own action, or those of another microbatch as well."""
 
+OtherAxis = Annotated[str, Fits(lambda axis: axis in AXES[1:], f"an axis of {', '.join(AXES[1:])}")]
+"""An axis beside pp."""
+
 OVERLAP_MODES: tuple[OverlapMode, ...] = ("off", "local", "window")
 
 
@@ -324,7 +339,7 @@ class Job:
     pp: int | None = None
     device: str = "cpu"
     fixed: tuple[tuple[str, str], ...] = ()
-    axes: tuple[tuple[str, int], ...] = ()
+    axes: tuple[tuple[OtherAxis, Natural], ...] = ()
     recompute: str | int = "none"
     overlap: OverlapMode = "window"
     split_ops: bool = False

@@ -18,13 +18,13 @@ from stretto.saving import face, tensors
 from stretto.saving.folder import unwritable
 from stretto.saving.parts import Part
 from stretto.train.checkpoint_files import (
+    FILE,
     STATE,
     TOKENIZER,
     State,
     latest_in,
     mark,
     name_of,
-    state_text,
     tidy,
 )
 
@@ -62,7 +62,7 @@ def save(
             raise word(error) from None
 
     on_first(runner.transport, begin)
-    files = {TOKENIZER: tokenizer.encode(), STATE: state_text(state).encode()}
+    files = {TOKENIZER: tokenizer.encode(), STATE: FILE.to_text(state).encode()}
     face.write(place, runner, optimizer, None, unwritable=word, setting="checkpoint.dir", files=files)
     on_first(runner.transport, end)
     return place
