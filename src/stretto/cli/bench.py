@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 
 from stretto.cli import bench_tables as tables
-from stretto.cli.outputs import check_output, saving
+from stretto.cli.outputs import check_output
 from stretto.errors import StrettoError, UsageError
-from stretto.files.whole_file import write_file
+from stretto.files.whole_file import saving, write_file
 from stretto.ir.program import OVERLAP_MODES
 
 bench = typer.Typer(

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.outputs import check_output, saving
+from stretto.cli.outputs import check_output
+from stretto.files.whole_file import saving
 from stretto.ir.serialize import load_plan
 from stretto.report.perfetto import ops_left_out, save_perfetto
 

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output, saving
+from stretto.cli.outputs import check_output
 from stretto.errors import UsageError
-from stretto.files.whole_file import write_file
+from stretto.files.whole_file import saving, write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.costliest import costliest_ops
 from stretto.report.findings import findings

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import UsageError
 from stretto.files.codec import Codec, Lines, Members
 from stretto.files.form import Misfit
 from stretto.files.parse import parse_json
-from stretto.files.whole_file import write_file
+from stretto.files.whole_file import saving, write_file
 
 T = TypeVar("T")
 Head = Callable[[Any], None]
@@ -127,9 +127,5 @@ class TypedFile(Generic[T]):
         shown = f"{self.what} {os.fspath(path)}"
         if not folder.is_dir():
             raise UsageError(f"cannot write {shown}: the folder {folder} does not exist; create it")
-        try:
+        with saving(shown):
             write_file(path, written)
-        except OSError as error:
-            raise StrettoError(
-                f"cannot write {shown}: {error.strerror}. Free space or choose another place"
-            ) from None
