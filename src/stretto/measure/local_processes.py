@@ -1,28 +1,30 @@
 """Processes of this machine started to measure between: Gloo over loopback, one thread each.
 
 A single process that plans for several ranks has nobody to talk to. `measure_between` starts as many as are
-needed, has each run `python -m stretto.measure.local_processes`, and hands back what rank 0 told.
+needed, has each run `python -m stretto.measure.local_processes`, and hands back what rank 0 found. Touches a
+folder for that time.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from stretto.errors import StrettoError
-from stretto.files.typed_file import from_text, to_line
-from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.measure.measure_collectives import Measured, measure_collectives
-from stretto.measure.messages import measure_both_ways, measure_links
+from stretto.measure.messages import FoundLink, measure_links
 from stretto.price.roofline import scaled
 from stretto.price.wanted import Wanted
 
@@ -32,28 +34,12 @@ MOST_PROCESSES = 8
 TIMEOUT_S = 300.0
 
 
-BOTH_WAYS_BYTES = 1_048_576
-"""Bytes of the messages that go both ways at once: an activation's size."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What processes measure between them."""
-
-    mesh: Mesh
-    wanted: tuple[Wanted, ...]
-    link: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What was found between processes. link: None when it was not asked for; both_ways as
-    `messages.measure_both_ways` tells it; spread as in `messages.FoundLink`; collectives by (axis, kind)."""
+    """What was found between processes. link: None when it was not asked for; collectives by (axis, kind)."""
 
-    link: Link | None
-    both_ways: float
-    spread: float
-    collectives: dict[tuple[str, str], Measured]
+    link: FoundLink | None = None
+    collectives: dict[tuple[str, str], Measured] = field(default_factory=dict)
 
 
 def measure_between(
@@ -67,13 +53,21 @@ def measure_between(
     Raises StrettoError when the processes cannot be started or fail.
     """
     small = fitting(mesh)
-    asked = _Asked(small, tuple(wanted), link)
-    found = _run(max(small.world, 2 if link else 1), asked, timeout_s)
+    world = max(small.world, 2 if link else 1)
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told = Path(folder, "asked"), Path(folder, "told")
+        asked.write_bytes(pickle.dumps((small, wanted, link)))
+        _run(world, [str(asked), str(told)], timeout_s)
+        found: Between = pickle.loads(told.read_bytes())
     collectives = {}
     for (axis, kind), one in found.collectives.items():
         cost = replace(one.cost, source=f"{one.cost.source}, loopback")
-        collectives[axis, kind] = replace(one, cost=scaled(cost, small.size(axis), mesh.size(axis)))
-    return replace(found, collectives=collectives)
+        cost = scaled(cost, small.size(axis), mesh.size(axis))
+        collectives[axis, kind] = replace(one, cost=cost)
+    if found.link is None:
+        return Between(None, collectives)
+    measured = replace(found.link.link, source="measured, loopback")
+    return Between(replace(found.link, link=measured), collectives)
 
 
 def fitting(mesh: Mesh) -> Mesh:
@@ -85,7 +79,8 @@ def fitting(mesh: Mesh) -> Mesh:
     return Mesh(tuple(sizes.items()))
 
 
-def _run(world: int, asked: _Asked, timeout_s: float) -> Between:
+def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
+    """Run this module once for each rank, and wait until all have ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -94,10 +89,10 @@ def _run(world: int, asked: _Asked, timeout_s: float) -> Between:
     theirs, mine = os.pipe()  # nothing is written: that this process is there keeps it open
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "stretto.measure.local_processes", to_line(asked)],
+            [sys.executable, "-m", "stretto.measure.local_processes", *arguments],
             env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdin=theirs,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -105,7 +100,7 @@ def _run(world: int, asked: _Asked, timeout_s: float) -> Between:
     ]
     os.close(theirs)
     try:
-        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+        complaints = [process.communicate(timeout=timeout_s)[1] for process in processes]
     except subprocess.TimeoutExpired:
         raise StrettoError(
             f"measuring communication between {world} local processes took over {timeout_s:.0f} s; give "
@@ -116,32 +111,23 @@ def _run(world: int, asked: _Asked, timeout_s: float) -> Between:
             process.kill()
             process.wait()
         os.close(mine)
-    failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    if failed:
-        lines = [line for rank in failed for line in outputs[rank][1].strip().splitlines()[-1:]]
-        raise StrettoError(
-            f"measuring communication between {world} local processes failed: {lines[0] if lines else ''}"
-        )
-    return from_text(Between, outputs[0][0].strip().splitlines()[-1], "what local processes measured")
+    for process, complaint in zip(processes, complaints, strict=True):
+        if process.returncode:
+            last = "".join(complaint.strip().splitlines()[-1:])
+            raise StrettoError(f"measuring communication between {world} local processes failed: {last}")
 
 
-def _probe(asked: _Asked) -> None:
+def _measure(asked: Path, told: Path) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
-    found = Between(None, 1.0, 0.0, {})
-    if asked.link:
-        # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
-        link = measure_links([(0, 1)], cpu).get((0, 1))
-        both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
-        if link is not None and both_ways is not None:
-            found = Between(replace(link.link, source="measured, loopback"), both_ways, link.spread, {})
-    if asked.mesh.world < dist.get_world_size():
-        assert not asked.wanted, "a mesh of one rank has no collectives"
-    found = replace(found, collectives=measure_collectives(asked.mesh, asked.wanted, cpu))
+    mesh, wanted, link = pickle.loads(asked.read_bytes())
+    # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
+    found = measure_links([(0, 1)], cpu).get((0, 1)) if link else None
+    between = Between(found, measure_collectives(mesh, wanted, cpu))
     if dist.get_rank() == 0:
-        print(to_line(found))
+        told.write_bytes(pickle.dumps(between))
     dist.destroy_process_group()
 
 
@@ -158,4 +144,6 @@ def _end_with_the_asker() -> None:
 
 if __name__ == "__main__":
     _end_with_the_asker()
-    _probe(from_text(_Asked, sys.argv[1], "what to measure"))
+    from stretto.measure import local_processes  # as its classes are named in what the asker reads
+
+    local_processes._measure(*map(Path, sys.argv[1:]))

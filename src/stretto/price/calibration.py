@@ -5,7 +5,6 @@
     traced       microseconds, by "aten::mm float32 [64,128] [128,512]"
     collectives  `GroupTiming`
     links        `LinkTiming`
-    ranks        `RankTiming`, or null
 
 `stride` is the distance between the ranks of a group (1 for neighbours, as those of the innermost axis);
 `hosts` how many hosts it spans. `back` is a link's other direction, from the higher rank to the lower. Reads
@@ -23,7 +22,6 @@ from stretto.files.form import Amount, Fits, Natural
 from stretto.files.typed_file import TypedFile
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Link
-from stretto.ir.processor import Processor
 from stretto.price.calls import Calls
 from stretto.price.op_cache import CODEC, Machine, Timing
 
@@ -46,14 +44,13 @@ class GroupTiming:
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """Messages between ranks `stride` apart, from the lower to the higher. both_ways: time of a message while
-    one goes the other way, over its time alone. back: from the higher to the lower; None where the two were
-    not told apart. spread: the noise of the worse direction (`messages.FoundLink`)."""
+    """Messages between ranks `stride` apart, from the lower to the higher. back: from the higher to the
+    lower; None where the two were not told apart. spread: the noise of the worse direction
+    (`messages.FoundLink`)."""
 
     stride: Natural
     hosts: Natural
     link: Link
-    both_ways: Amount
     back: Link | None = None
     spread: Amount = 0.0
 
@@ -62,18 +59,9 @@ class LinkTiming:
         return self.link if sender < receiver or self.back is None else self.back
 
 
-@dataclass(frozen=True, slots=True)
-class RankTiming:
-    """How ranks compute, beside what ops take: what `stretto.ir.costs.Costs` has under the same names."""
-
-    skew: Amount = 0.0
-    processor: Processor | None = None
-
-
 @dataclass
 class Calibration:
-    """What was measured. `name` is the file's, for sources and messages. ranks: None where they were not
-    compared, and on accelerators."""
+    """What was measured. `name` is the file's, for sources and messages."""
 
     machine: Machine
     name: str = field(default="calibration", metadata=UNWRITTEN)
@@ -81,11 +69,10 @@ class Calibration:
     traced: dict[str, Amount] = field(default_factory=dict)
     collectives: list[GroupTiming] = field(default_factory=list)
     links: list[LinkTiming] = field(default_factory=list)
-    ranks: RankTiming | None = None
 
 
 FILE = TypedFile(
-    Calibration, "stretto-calibration", 10, "calibration", "Make one with `stretto calibrate`", CODEC
+    Calibration, "stretto-calibration", 11, "calibration", "Make one with `stretto calibrate`", CODEC
 )
 
 save_calibration = FILE.save
