@@ -74,11 +74,13 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
     times = race(systems, setup.rounds, after=after, say=say_on_first, warm_ups=WARM_UPS)
     off = runners["off"].plan
     costs = measured_costs(off.job, off.schedule)
+    if not is_first():
+        return None
     plans = {mode: runner.plan for mode, runner in runners.items()}
     known = {mode: with_costs(plan, costs) for mode, plan in plans.items()}
     result = make_result(setup, plans, known, times, timelines)
     result["setup"]["worst_error_vs_plain"] = error
-    if kept and is_first():
+    if kept:
         for name, plan in plans.items():
             keep_run(Path(kept) / name, plan, known[name], timelines[name])
     return result
