@@ -24,7 +24,7 @@ from stretto.price.calibration import (
     save_calibration,
 )
 from stretto.price.calls import Calls
-from stretto.price.op_cache import Machine, Timing
+from stretto.price.op_times import Machine, Timing
 from stretto.price.priced import CalibratedPricer, find_group, find_link, priced_costs
 from stretto.price.sharing import sharing
 from stretto.schedule.families import make_schedule

@@ -32,7 +32,7 @@ from stretto.bench.in_lab import worker_command
 from stretto.bench.race import compare, fresh, race, timed
 from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import RunError, UsageError
-from stretto.models.build import build_model, loss_function
+from stretto.models.build import build_model, counted_loss_function
 
 EAGER, OURS = "torch eager", "stretto"
 COMPILED, OURS_COMPILED = "torch.compile", "stretto inductor"
@@ -102,7 +102,12 @@ def run_worker(cell: Setup) -> dict[str, Any]:
     """Steps 2 and 3 in this process: {"cell": ..., "rows": [...]}. Raises RunError when systems disagree."""
     torch.manual_seed(0)
     model = build_model(MODELS[cell.model], VOCABULARY, seed=0)
-    loss = loss_function(MODELS[cell.model])
+    counted = counted_loss_function(MODELS[cell.model])
+
+    def loss(module: nn.Module, tokens: Tensor) -> Tensor:
+        total, count = counted(module, tokens)
+        return total / count
+
     batch = torch.randint(0, VOCABULARY, (ROWS * cell.microbatches, SEQUENCE + 1))
     job = stretto.capture(model, batch, loss=loss, parallel=stretto.Parallel(microbatches=cell.microbatches))
     plan = stretto.plan(job, "local")

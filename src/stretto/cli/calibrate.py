@@ -21,7 +21,7 @@ from stretto.ir.program import Job
 if TYPE_CHECKING:
     from stretto.measure.calibrate import Outcome
     from stretto.price.calibration import Calibration
-    from stretto.price.op_cache import Machine
+    from stretto.price.op_times import Machine
 
 SHOWN = 12
 """Warnings that are printed; of the others the count."""
@@ -98,7 +98,7 @@ def _calibrate(
     from stretto.measure.calibrate import Outcome, calibrate_communication, calibrate_ops
     from stretto.measure.time_ops import machine_of
     from stretto.price.calibration import save_calibration
-    from stretto.price.op_cache import Machine
+    from stretto.price.op_times import Machine
     from stretto.price.profiler_trace import read_trace
 
     found = [read_trace(trace) for trace in traces]

@@ -32,7 +32,7 @@ from stretto.measure.sweep import sweep_ops
 from stretto.measure.time_collectives import tell
 from stretto.measure.time_ops import Specs, distinct_ops, time_op
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
-from stretto.price.op_cache import Timing
+from stretto.price.op_times import Timing
 from stretto.price.wanted import Wanted, wanted_collectives
 
 NOISY = 0.25

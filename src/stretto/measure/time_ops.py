@@ -22,7 +22,7 @@ from stretto.ir.prices import made_bytes, signature, specs_of
 from stretto.ir.program import Job, Op, TensorSpec
 from stretto.measure.fake_collectives import function_of
 from stretto.measure.profile import device_name, fixed_argument, random_tensor, value_of
-from stretto.price.op_cache import Machine, Timing
+from stretto.price.op_times import Machine, Timing
 from stretto.price.roofline import FREE
 
 ROUNDS = 7

@@ -23,7 +23,7 @@ from stretto.files.typed_file import TypedFile
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.price.calls import Calls
-from stretto.price.op_cache import CODEC, Machine, Timing
+from stretto.price.op_times import CODEC, Machine, Timing
 
 Kind = Annotated[str, Fits(lambda kind: kind in PRICED, f"one of {', '.join(PRICED)}")]
 

@@ -25,7 +25,7 @@ from stretto.ir.program import Job, Op
 from stretto.price.alike import AlikePricer
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
 from stretto.price.calls import Calls
-from stretto.price.op_cache import Timing
+from stretto.price.op_times import Timing
 from stretto.price.profiler_trace import trace_key
 from stretto.price.roofline import ACTION_US, FREE, scaled
 from stretto.price.sharing import sharing
