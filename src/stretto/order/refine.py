@@ -3,20 +3,20 @@
 A window by itself knows nothing of other ranks: when messages arrive, and how urgent those are that it sends.
 Both depend on all windows together, so they are searched for, with the simulated step as the measure:
 
-    1. Every window in its order with no arrivals and no tails; simulate.
+    1. Every window in its order with no arrivals and no tails; simulate. From there the search (`order.search`)
+       goes on, with these moves:
     2. What the simulation shows (`order.observed`): each window ordered again with that, all at once and
-       one by one. What makes the step shorter is kept.
+       one by one.
     3. Then each arrival and each tail by itself, as a part of the window's work (GRID). With shared network
        cards it may pay that messages go later than they could, and no window by itself shows this.
     4. 2 and 3 again until nothing is gained, or as many steps have been simulated as are allowed.
 
-Simulations are counted, not timed, so equal jobs get equal plans on every machine. May touch `stretto.ir`,
-`stretto.schedule` and `stretto.simulate`.
+May touch `stretto.ir`, `stretto.simulate` and this room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.errors import PlanError
@@ -24,6 +24,8 @@ from stretto.ir.plan import InstructionKind, Plan, Window
 from stretto.ir.timeline import Timeline
 from stretto.order import NOTHING, Arranger, Outside, Role
 from stretto.order.observed import observe
+from stretto.order.search import GAIN, Budget, Point, Scope, Search
+from stretto.order.walk import Chosen
 from stretto.simulate import simulate
 
 GRID = (0.0, 0.3, 0.6, 0.9, 1.3)
@@ -41,9 +43,6 @@ FEWEST = 20
 ROUNDS = 10
 """Rounds of local search for an order that is tried: more serve a window, and not the step. Assumed."""
 
-GAIN = 0.0005
-"""Share of a step that counts as a gain. Assumed."""
-
 Build = Callable[[Mapping[str, Window]], Plan]
 """The plan with these windows."""
 
@@ -54,16 +53,6 @@ class Refined:
 
     step_us: float
     windows: Mapping[str, Window]
-
-
-@dataclass(frozen=True, slots=True)
-class _Knob:
-    """A message of a window: its arrival, or its tail."""
-
-    window: str
-    sends: bool
-    key: tuple[int, int]
-    work_us: float
 
 
 def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Refined | None:
@@ -82,96 +71,98 @@ def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Ref
     allowed = min(MOST, WORK // max(1, sum(items)))
     if plan.ranks == 1 or allowed < FEWEST:
         return None
-    search = _Search(build, captured, quick, plan, allowed)
-    if not search.knobs or not search.begin():
+    scope = _Windows(build, captured, quick)
+    knobs = [knob for name, window in captured.items() for knob in _knobs(plan, quick, name, window)]
+    search = Search(scope, Budget(allowed))
+    if not knobs or not search.tried(search.point):
         return None
-    while search.seen() | search.each() and search.left():
-        pass
-    return Refined(search.best_us, search.windows)
+
+    def move(search: Search) -> Iterator[Point]:
+        yield from _seen(search, scope)
+        yield from _each(search, scope, knobs)
+
+    before_us = float("inf")
+    while search.measure_us < (1.0 - GAIN) * before_us:
+        before_us = search.measure_us
+        search.go(move, 1, allowed)
+    return Refined(search.measure_us, scope.windows(search.point.outside))
 
 
-class _Search:
-    def __init__(
-        self, build: Build, captured: Mapping[str, Window], quick: Arranger, plan: Plan, allowed: int
-    ) -> None:
+class _Windows(Scope):
+    """A step whose windows run many times, each with what its runs see of other ranks. made: the plan and its
+    timeline of the last walk."""
+
+    def __init__(self, build: Build, captured: Mapping[str, Window], quick: Arranger) -> None:
+        super().__init__((), 0.0, 0.0)
+        self.quick = quick
+        self.known: dict[tuple[object, ...], tuple[Plan, Timeline] | None] = {}
+        """By windows in their orders."""
         self._build = build
         self._captured = captured
-        self._quick = quick
-        self._outside: dict[str, Outside] = {}
-        self._known: dict[tuple[object, ...], float] = {}
-        self.windows = {name: quick.arrange(window) for name, window in captured.items()}
-        self._plan = plan
-        self._allowed = allowed
-        self._timeline: Timeline | None = None
-        self.best_us = float("inf")
-        self.knobs = [knob for name, window in captured.items() for knob in self._knobs(name, window)]
 
-    def _knobs(self, name: str, window: Window) -> list[_Knob]:
-        graph = self._quick.graph(window)
-        return [
-            _Knob(name, node.role is Role.SEND, (node.item.part, int(node.item.ref)), graph.work_us)
-            for node in graph.nodes
-            if node.role in (Role.SEND, Role.RECEIVE) and self._travels(int(node.item.ref))
-        ]
-
-    def _travels(self, edge: int) -> bool:
-        ends = self._plan.job.edges[edge]
-        return self._plan.rank_of(ends.source) != self._plan.rank_of(ends.target)
-
-    def left(self) -> bool:
-        """Whether more steps may be simulated."""
-        return len(self._known) < self._allowed
-
-    def begin(self) -> bool:
-        """Step 1; False for a plan whose ranks wait for each other."""
-        return self._try(self.windows, self._outside)
-
-    def seen(self) -> bool:
-        """Step 2. Whether anything was gained, as in the steps that follow."""
-        assert self._timeline is not None
-        found = observe(self._plan, self._timeline, self._quick)
-        gained = self._arranged({**self._outside, **found})
-        for name, outside in found.items():
-            gained |= self._arranged({**self._outside, name: outside})
-        return gained
-
-    def each(self) -> bool:
-        """Step 3."""
-        gained = False
-        for knob in self.knobs:
-            now = self._outside.get(knob.window, NOTHING)
-            for part in GRID:
-                changed = {**(now.tails if knob.sends else now.arrivals), knob.key: part * knob.work_us}
-                new = Outside(now.arrivals, changed) if knob.sends else Outside(changed, now.tails)
-                gained |= self._arranged({**self._outside, knob.window: new})
-        return gained
-
-    def _arranged(self, outside: Mapping[str, Outside]) -> bool:
-        """Try these heads and tails."""
-        if not self.left():
-            return False
-        windows = {
-            name: self.windows[name]
-            if outside.get(name, NOTHING) == self._outside.get(name, NOTHING)
-            else self._quick.arrange(window, outside.get(name, NOTHING))
+    def windows(self, outside: Mapping[str, Outside]) -> dict[str, Window]:
+        """Ordered with that."""
+        return {
+            name: self.quick.arrange(window, outside.get(name, NOTHING))
             for name, window in self._captured.items()
         }
-        return self._try(windows, outside)
 
-    def _try(self, windows: Mapping[str, Window], outside: Mapping[str, Outside]) -> bool:
-        """Simulate the step with these windows, and keep them when it gets shorter."""
-        key = tuple(window.items for window in windows.values())
-        if key in self._known:
-            return False
+    def new(self, outside: Mapping[str, Outside]) -> Iterator[Point]:
+        """The point, if it has not been walked."""
+        if _key(self.windows(outside)) not in self.known:
+            yield Point(outside=outside)
+
+    def walk(self, point: Point, most_us: float = float("inf")) -> Chosen | None:
+        windows = self.windows(point.outside)
         plan = self._build(windows)
+        self.known[_key(windows)] = None
         try:
             timeline = simulate(plan)
         except PlanError:
-            self._known[key] = float("inf")
-            return False
-        self._known[key] = timeline.step_us
-        if timeline.step_us >= self.best_us * (1.0 - GAIN):
-            return False
-        self.best_us, self._plan, self._timeline = timeline.step_us, plan, timeline
-        self.windows, self._outside = dict(windows), dict(outside)
-        return True
+            return None
+        self.known[_key(windows)] = plan, timeline
+        return Chosen(timeline.step_us, (), 0.0)
+
+
+def _key(windows: Mapping[str, Window]) -> tuple[object, ...]:
+    return tuple(window.items for window in windows.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    """A message of a window: its arrival, or its tail."""
+
+    window: str
+    sends: bool
+    key: tuple[int, int]
+    work_us: float
+
+
+def _knobs(plan: Plan, quick: Arranger, name: str, window: Window) -> Iterator[_Knob]:
+    graph = quick.graph(window)
+    for node in graph.nodes:
+        if node.role in (Role.SEND, Role.RECEIVE):
+            ends = plan.job.edges[int(node.item.ref)]
+            if plan.rank_of(ends.source) != plan.rank_of(ends.target):
+                key = node.item.part, int(node.item.ref)
+                yield _Knob(name, node.role is Role.SEND, key, graph.work_us)
+
+
+def _seen(search: Search, scope: _Windows) -> Iterator[Point]:
+    """Step 2."""
+    made = scope.known[_key(scope.windows(search.point.outside))]
+    assert made is not None
+    found = observe(*made, scope.quick)
+    yield from scope.new({**search.point.outside, **found})
+    for name, outside in found.items():
+        yield from scope.new({**search.point.outside, name: outside})
+
+
+def _each(search: Search, scope: _Windows, knobs: Sequence[_Knob]) -> Iterator[Point]:
+    """Step 3."""
+    for knob in knobs:
+        now = search.point.outside.get(knob.window, NOTHING)
+        for part in GRID:
+            changed = {**(now.tails if knob.sends else now.arrivals), knob.key: part * knob.work_us}
+            new = Outside(now.arrivals, changed) if knob.sends else Outside(changed, now.tails)
+            yield from scope.new({**search.point.outside, knob.window: new})
