@@ -154,10 +154,14 @@ class Search:
         return (found.measure_us, found.peak_bytes) <= (best.measure_us, best.peak_bytes)
 
     @property
+    def close(self) -> bool:
+        """Whether there is nothing to gain."""
+        return self.best is not None and self.best.step_us <= self.scope.enough_us
+
+    @property
     def ended(self) -> bool:
         """Whether there is nothing to gain, or no walk left."""
-        enough = self.best is not None and self.best.step_us <= self.scope.enough_us
-        return enough or not self.budget.left
+        return self.close or not self.budget.left
 
     def go(self, move: Move, most: int, stale: int) -> Search:
         """So many moves at most, and so many walks without a gain; itself."""

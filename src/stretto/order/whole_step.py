@@ -149,8 +149,8 @@ def _begun(plan: Plan, bound_us: float, budget: Budget) -> list[Search]:
         ]
         tried = [search for search in tried if search.best is not None]
         found += [search.go(relisted, MOST, STALE) for search in sorted(tried, key=_measure_us)[:PROMISING]]
-        if found and budget.left and min(found, key=_measure_us).ended:
-            break  # close to the bound
+        if any(search.close for search in found):
+            break
     return found
 
 

@@ -10,6 +10,7 @@ May touch this room.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stretto.order.depend import Role, WindowGraph
 from stretto.order.follow import replay
@@ -80,34 +81,33 @@ def improve_order(
     graph: WindowGraph, *, limit_bytes: int | None = None, walks: int | None = None
 ) -> tuple[int, ...]:
     """The best order found. limit_bytes: as in `list_order`; walks: instead of the constants above."""
-    captured = tuple(range(len(graph.nodes)))
-    known = replay(graph, captured)
-    enough_us = CLOSE * floor_us(graph)
-    if known.late_us <= enough_us:
-        return captured
+    fine = Scope((make_whole(graph),), CLOSE * floor_us(graph), 0.0)
+    captured = replace(fine, limit_bytes=0).walk(Point(orders=(range(len(graph.nodes)),)))
+    assert captured is not None, "a legal order of one window comes to its end"
+    fine = replace(fine, limit_bytes=captured.peak_bytes if limit_bytes is None else limit_bytes)
+    # All ops where they can run, also the small ones: by the longest path, and as the search then finds them.
+    tried = Search(fine, Budget(0))
+    tried.best = captured
+    tried.tried(Point((urgencies(graph),), (0.0,)))
+    if not tried.close:
+        found = _searched(graph, fine, walks)
+        tried.tried(Point(orders=(found,)))
+        places = {index: -float(at) for at, index in enumerate(found)}
+        tried.tried(Point(([places[index] for index in range(len(found))],), (0.0,)))
+    return tried.best.orders[0]
+
+
+def _searched(graph: WindowGraph, fine: Scope, walks: int | None) -> tuple[int, ...]:
+    """Step 2, with few ops placed for themselves."""
     whole = make_whole(graph, little=LITTLE)
-    limit = known.peak_bytes if limit_bytes is None else limit_bytes
     budget = Budget(walks or max(FEWEST, min(WALKS, WORK // max(1, sum(whole.named)))))
     starts_us = [node.time_us for node in graph.nodes if node.role is Role.START]
     typical_us = sum(starts_us) / max(1, len(starts_us)) + graph.work_us / max(1, len(whole.stretches))
-    scope = Scope((whole,), enough_us, CHANGE * typical_us, limit_bytes=limit)
-    search = Search(scope, budget)
+    search = Search(replace(fine, wholes=(whole,), change_us=CHANGE * typical_us), budget)
     for patience in (0.0, 0.5):
         search.tried(Point((urgencies(graph),), (patience,)))
     search.go(relisted, budget.left // 2, STALE[0]).go(Pushing((whole,)), budget.left // 4, STALE[1])
-    found = by_op(search, budget.left, STALE[2]).orders[0]
-    # The small ops where they can run, too: all of them listed by the longest path, and in the order that was found.
-    place = {index: float(-at) for at, index in enumerate(found)}
-    listed = [
-        list_order(graph, urgency=urgency, limit_bytes=limit)
-        for urgency in (None, [place[index] for index in captured])
-    ]
-
-    def measure(order: Sequence[int]) -> tuple[float, float, int]:
-        played = replay(graph, order)
-        return played.late_us, played.end_us, played.peak_bytes
-
-    return min((captured, found, *listed), key=measure)
+    return by_op(search, budget.left, STALE[2]).orders[0]
 
 
 def floor_us(graph: WindowGraph) -> float:
