@@ -10,7 +10,7 @@ from stretto.order.exact import exact_order
 from stretto.order.follow import Replay, replay
 from stretto.order.policies import POLICIES, Policy, legal_order, policy_of, register
 from stretto.order.storages import Storage
-from stretto.order.window import improve_order
+from stretto.order.window import improve_order, list_order
 
 __all__ = [
     "NOTHING",

@@ -10,11 +10,11 @@ May touch this room.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from stretto.order.depend import Role, WindowGraph
+from stretto.order.depend import WindowGraph
 from stretto.order.scope import Whole, make_whole
 from stretto.order.storages import Memory
 from stretto.order.walk import Rank, walk
@@ -27,14 +27,13 @@ class Replay:
     most that it held, above what it held at its begin.
 
     late_us: when the window, what must follow its messages (`Node.tail_us`) and the sums that it starts have
-    ended; never before `end_us`. reached_us: by RECEIVE, when the lane came to it.
+    ended; never before `end_us`.
     """
 
     end_us: float
     stands_us: float
     peak_bytes: int
     late_us: float
-    reached_us: Mapping[int, float] = field(repr=False)
 
 
 def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
@@ -44,12 +43,12 @@ def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
     made = walk(world, [rank])
     assert made is not None, "a legal order of one window comes to its end"
     end_us = rank.end_us
-    return Replay(end_us, end_us - rank.worked_us, memory.peak, made.step_us, rank.reached_us)
+    return Replay(end_us, end_us - rank.worked_us, memory.peak, made.step_us)
 
 
 class Following(Rank):
-    """One rank's compute lane, whose ops come in the order that is given: of all nodes, or of those that stand
-    for themselves. reached_us: by RECEIVE, when the lane came to it."""
+    """One rank's compute lane, whose ops come in the order that is given: of all nodes, or of those that
+    stand for themselves."""
 
     def __init__(
         self, world: World, rank: int, whole: Whole, given: Sequence[int], memory: Memory | None = None
@@ -58,7 +57,6 @@ class Following(Rank):
         self._given = given
         self._all = len(given) == len(whole.named)
         self._next = 0
-        self.reached_us: dict[int, float] = {}
 
     def _go_on(self) -> None:
         while self._next < len(self._given):
@@ -80,8 +78,6 @@ class Following(Rank):
     def _awaits(self, nodes: Sequence[int]) -> bool:
         """Step 2: whether something has not arrived; then the lane goes on when it has."""
         for index in nodes:
-            if self.graph.nodes[index].role is Role.RECEIVE:
-                self.reached_us.setdefault(index, self._clock.now_us)
             arrival = self._arrival(index)
             if arrival is not None:
                 self._waits_now()

@@ -1,15 +1,13 @@
-"""Orders of windows for the whole step: heads and tails of each window from simulations, the best kept.
+"""Orders of windows for the whole step: heads and tails of each window, searched with the simulated step.
 
 A window by itself knows nothing of other ranks: when messages arrive, and how urgent those are that it sends.
 Both depend on all windows together, so they are searched for, with the simulated step as the measure:
 
     1. Every window in its order with no arrivals and no tails; simulate. From there the search (`order.search`)
-       goes on, with these moves:
-    2. What the simulation shows (`order.observed`): each window ordered again with that, all at once and
-       one by one.
-    3. Then each arrival and each tail by itself, as a part of the window's work (GRID). With shared network
+       goes on:
+    2. Each arrival and each tail by itself, as a part of the window's work (GRID). With shared network
        cards it may pay that messages go later than they could, and no window by itself shows this.
-    4. 2 and 3 again until nothing is gained, or as many steps have been simulated as are allowed.
+    3. 2 again until nothing is gained, or as many steps have been simulated as are allowed.
 
 May touch `stretto.ir`, `stretto.simulate` and this room.
 """
@@ -18,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from stretto.errors import PlanError
 from stretto.ir.plan import InstructionKind, Plan, Window
-from stretto.ir.timeline import Timeline
 from stretto.order import NOTHING, Arranger, Outside, Role
-from stretto.order.observed import observe
 from stretto.order.search import GAIN, Budget, Point, Scope, Search
 from stretto.order.walk import Chosen
 from stretto.simulate import simulate
@@ -74,59 +71,47 @@ def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Ref
     scope = _Windows(build, captured, quick)
     knobs = [knob for name, window in captured.items() for knob in _knobs(plan, quick, name, window)]
     search = Search(scope, Budget(allowed))
-    if not knobs or not search.tried(search.point):
+    if not knobs or not scope.new({}) or not search.tried(search.point):
         return None
-
-    def move(search: Search) -> Iterator[Point]:
-        yield from _seen(search, scope)
-        yield from _each(search, scope, knobs)
 
     before_us = float("inf")
     while search.measure_us < (1.0 - GAIN) * before_us:
         before_us = search.measure_us
-        search.go(move, 1, allowed)
+        search.go(partial(_each, scope, knobs), 1, allowed)
     return Refined(search.measure_us, scope.windows(search.point.outside))
 
 
 class _Windows(Scope):
-    """A step whose windows run many times, each with what its runs see of other ranks. made: the plan and its
-    timeline of the last walk."""
+    """A step whose windows run many times, each with what its runs see of other ranks."""
 
     def __init__(self, build: Build, captured: Mapping[str, Window], quick: Arranger) -> None:
         super().__init__((), 0.0, 0.0)
-        self.quick = quick
-        self.known: dict[tuple[object, ...], tuple[Plan, Timeline] | None] = {}
-        """By windows in their orders."""
         self._build = build
         self._captured = captured
+        self._quick = quick
+        self._known: set[tuple[object, ...]] = set()
 
     def windows(self, outside: Mapping[str, Outside]) -> dict[str, Window]:
         """Ordered with that."""
         return {
-            name: self.quick.arrange(window, outside.get(name, NOTHING))
+            name: self._quick.arrange(window, outside.get(name, NOTHING))
             for name, window in self._captured.items()
         }
 
-    def new(self, outside: Mapping[str, Outside]) -> Iterator[Point]:
-        """The point, if it has not been walked."""
-        if _key(self.windows(outside)) not in self.known:
-            yield Point(outside=outside)
+    def new(self, outside: Mapping[str, Outside]) -> bool:
+        """Whether windows get orders that no walk had."""
+        key = tuple(window.items for window in self.windows(outside).values())
+        known = key in self._known
+        self._known.add(key)
+        return not known
 
     def walk(self, point: Point, most_us: float = float("inf")) -> Chosen | None:
-        windows = self.windows(point.outside)
-        plan = self._build(windows)
-        self.known[_key(windows)] = None
         try:
-            timeline = simulate(plan)
+            step_us = simulate(self._build(self.windows(point.outside))).step_us
         except PlanError:
             return None
-        self.known[_key(windows)] = plan, timeline
-        # What gains little is not worth that windows are ordered anew.
-        return Chosen(timeline.step_us, (), 0.0) if timeline.step_us < (1.0 - GAIN) * most_us else None
-
-
-def _key(windows: Mapping[str, Window]) -> tuple[object, ...]:
-    return tuple(window.items for window in windows.values())
+        # What gains nothing is not worth that windows are ordered anew.
+        return Chosen(step_us, (), 0.0) if step_us < most_us else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +134,13 @@ def _knobs(plan: Plan, quick: Arranger, name: str, window: Window) -> Iterator[_
                 yield _Knob(name, node.role is Role.SEND, key, graph.work_us)
 
 
-def _seen(search: Search, scope: _Windows) -> Iterator[Point]:
-    """Step 2."""
-    made = scope.known[_key(scope.windows(search.point.outside))]
-    assert made is not None
-    found = observe(*made, scope.quick)
-    yield from scope.new({**search.point.outside, **found})
-    for name, outside in found.items():
-        yield from scope.new({**search.point.outside, name: outside})
-
-
-def _each(search: Search, scope: _Windows, knobs: Sequence[_Knob]) -> Iterator[Point]:
-    """Step 3."""
+def _each(scope: _Windows, knobs: Sequence[_Knob], search: Search) -> Iterator[Point]:
+    """Step 2: what has not been tried."""
     for knob in knobs:
         now = search.point.outside.get(knob.window, NOTHING)
         for part in GRID:
             changed = {**(now.tails if knob.sends else now.arrivals), knob.key: part * knob.work_us}
             new = Outside(now.arrivals, changed) if knob.sends else Outside(changed, now.tails)
-            yield from scope.new({**search.point.outside, knob.window: new})
+            outside = {**search.point.outside, knob.window: new}
+            if scope.new(outside):
+                yield Point(outside=outside)

@@ -60,19 +60,20 @@ class TooLongError(Exception):
 
 
 def walk(world: World, ranks: Sequence[Rank], most_us: float = float("inf")) -> Chosen | None:
-    """Let the ranks of a world go to their end; None when they stand for ever, or once it is known that a lane
-    ends later than most_us."""
+    """Let the ranks of a world go to their end; None when they wait for ever, or take longer than most_us."""
+    most_us *= 1.0 + 1e-9  # sums of floats in another order
     try:
         for rank in ranks:
-            rank.last_us = most_us * (1.0 + 1e-9) - rank.whole.work_us  # sums of floats in another order
+            rank.last_us = most_us - rank.whole.work_us
             rank.begin()
         world.clock.run()
     except TooLongError:
         return None
-    if any(len(rank.order) < len(rank.graph.nodes) for rank in ranks):
+    step_us = max(max(rank.end_us, rank.late_us) for rank in ranks)
+    if step_us > most_us or any(len(rank.order) < len(rank.graph.nodes) for rank in ranks):
         return None
     return Chosen(
-        max(max(rank.end_us, rank.late_us) for rank in ranks),
+        step_us,
         tuple(tuple(rank.order) for rank in ranks),
         sum(rank.exposed_us for rank in ranks),
         tuple(rank.timing() for rank in ranks),

@@ -89,7 +89,7 @@ def improve_order(
     tried = Search(fine, Budget(0))
     tried.best = captured
     tried.tried(Point((urgencies(graph),), (0.0,)))
-    if not tried.close:
+    if not tried.close and walks != 0:
         found = _searched(graph, fine, walks)
         tried.tried(Point(orders=(found,)))
         places = {index: -float(at) for at, index in enumerate(found)}
