@@ -369,18 +369,21 @@ def test_pushed_steps_are_shorter_proved_and_equal_for_equal_jobs() -> None:
 def test_a_walk_is_given_up_once_it_is_known_to_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is known never says so of one that is not."""
     _, search, poor = poor_step()
-    scope, orders = search.scope, search.scope.given(poor)
-    for point in (search.point, orders):
+    scope, seen, run = search.scope, list[float](), Clock.step
+
+    def step(clock: Clock) -> bool:
+        seen.append(clock.now_us)
+        return run(clock)
+
+    monkeypatch.setattr(Clock, "step", step)
+    for point in (search.point, scope.given(poor)):
         found = scope.walk(point)
         assert found is not None
         assert scope.walk(point, found.step_us) == found
-        assert scope.walk(point, 0.9 * found.step_us) is None
-        events: list[float] = []
-        run = Clock.step
-        with monkeypatch.context() as patch:
-            patch.setattr(Clock, "step", lambda clock: (run(clock), events.append(clock.now_us))[0])
-            assert scope.walk(point, 0.5 * found.step_us) is None
-        assert max(events) < 0.9 * found.step_us, "not walked to its end"
+        assert scope.walk(point, 0.99 * found.step_us) is None
+        seen.clear()
+        assert scope.walk(point, 0.5 * found.step_us) is None
+        assert max(seen) < 0.9 * found.step_us, "not walked to its end"
 
 
 def test_a_pushed_step_keeps_what_ops_need() -> None:

@@ -1,16 +1,16 @@
 """Moves of the search for orders (`order.search`): neighbours of the point to which it has come.
 
     1. `relisted`: another urgency of one to three stretches of ops, or of all ops of some actions, or another
-       patience of a rank, or a message that is paired otherwise. Urgency is changed for a whole stretch, since
-       what counts is which communication is reached first.
-    2. `moved`: an op of one rank, or sometimes two, is put a few places earlier or later, not past what it needs or
-       what needs it. Urgencies order ops by what follows them, and a lane that is free takes what there is. What
-       they cannot say is left for here: that this op goes before that one, or that a lane waits although
-       something could go.
+       patience of a rank, or a message that is paired otherwise. Urgency is changed for a whole stretch,
+       since what counts is which communication is reached first.
+    2. `moved`: an op of one rank, or sometimes two, is put a few places earlier or later, not past what it
+       needs or what needs it. Urgencies order ops by what follows them, and a lane that is free takes what
+       there is. What they cannot say is left for here: that this op goes before that one, or that a lane
+       waits although something could go.
 
-The second is local search by insertion, as for job shops (Nowicki and Smutnicki, "A fast taboo search algorithm
-for the job shop problem", 1996), with any op instead of those on the critical path: on GPTs over pp=2 tp=2 moves
-of critical ops alone did no better, nor did annealing. May touch this room.
+The second is local search by insertion, as for job shops (Nowicki and Smutnicki, "A fast taboo search
+algorithm for the job shop problem", 1996), with any op instead of those on the critical path: on GPTs over
+pp=2 tp=2 moves of critical ops alone did no better, nor did annealing. May touch this room.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def moved(search: Search) -> Iterator[Point]:
 
 
 def by_op(search: Search, most: int, stale: int) -> Chosen:
-    """What a search has found, or better by so many moves of single ops at most, and so many without a gain."""
+    """What a search has found, or better by so many moves of single ops at most, and so many without a
+    gain."""
     found = search.best
     assert found is not None
     if most <= 0 or search.ended:

@@ -28,8 +28,8 @@ from stretto.order.search import Point, Search
 from stretto.order.walk import Chosen
 
 OFF = (0.05, 0.25, 0.75, 1.5)
-"""How far ends are off in step 3: standard deviations, as shares of what urgencies are changed by. Measured on
-GPTs over pp=2 tp=2: without the large ones steps are up to 5 % longer, with larger ones as well."""
+"""How far ends are off in step 3: standard deviations, as shares of what urgencies are changed by. Measured
+on GPTs over pp=2 tp=2: without the large ones steps are up to 5 % longer, with larger ones as well."""
 
 Place = tuple[int, int]
 """(rank, node)."""

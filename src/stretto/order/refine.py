@@ -3,8 +3,8 @@
 A window by itself knows nothing of other ranks: when messages arrive, and how urgent those are that it sends.
 Both depend on all windows together, so they are searched for, with the simulated step as the measure:
 
-    1. Every window in its order with no arrivals and no tails; simulate. From there the search (`order.search`)
-       goes on:
+    1. Every window in its order with no arrivals and no tails; simulate. From there the search
+       (`order.search`) goes on:
     2. Each arrival and each tail by itself, as a part of the window's work (GRID). With shared network
        cards it may pay that messages go later than they could, and no window by itself shows this.
     3. 2 again until nothing is gained, or as many steps have been simulated as are allowed.

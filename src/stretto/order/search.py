@@ -1,15 +1,15 @@
 """The one search for orders: a neighbourhood of points, of which each is walked, and the best kept.
 
     1. A point says how a scope is walked: by urgencies (`order.listing`), or in orders that are given
-       (`order.follow`). A scope is a window by itself or a step in which each rank has one window; there is no
-       other difference between the two.
+       (`order.follow`). A scope is a window by itself or a step in which each rank has one window; there is
+       no other difference between the two.
     2. From the best point so far, moves (`order.moves`, `order.push`) make others.
     3. A point is kept unless what is ordered takes longer. Of equal ones the one that holds less memory is.
-    4. The search ends where the order is close to what no order can beat, where nothing was gained for a while,
-       and where its budget of walks is spent.
+    4. The search ends where the order is close to what no order can beat, where nothing was gained for a
+       while, and where its budget of walks is spent.
 
-Walks are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every machine. A walk
-is given up as soon as it is known to be longer than the best. May touch `stretto.ir` and this room.
+Walks are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every machine. A
+walk is given up as soon as it is known to be longer than the best. May touch `stretto.ir` and this room.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ GAIN = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """By rank: how urgent nodes are, and step 3 of `order.listing`; or, instead of these, the order of the nodes
-    that stand for themselves. pairs: messages that leave together. outside: by window's name, what its runs see
-    of other ranks (`order.refine`)."""
+    """By rank: how urgent nodes are, and step 3 of `order.listing`; or, instead of these, the order of the
+    nodes that stand for themselves. pairs: messages that leave together. outside: by window's name, what its
+    runs see of other ranks (`order.refine`)."""
 
     urgency: tuple[Sequence[float], ...] = ()
     patience: tuple[float, ...] = ()
@@ -49,9 +49,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Scope:
-    """What is ordered: by rank, a window. enough_us: an order that takes no more need not be improved. change_us:
-    by how much urgencies are changed. plan: of the step; None for a window by itself. limit_bytes: what a rank
-    may hold above what it holds at its begin, if that is counted.
+    """What is ordered: by rank, a window. enough_us: an order that takes no more need not be improved.
+    change_us: by how much urgencies are changed. plan: of the step; None for a window by itself.
+    limit_bytes: what a rank may hold above what it holds at its begin, if that is counted.
     """
 
     wholes: tuple[Whole, ...]
@@ -113,8 +113,8 @@ class Budget:
 
 
 class Search:
-    """A search that has come to a point. best: its walk, None where no point was walked to its end; groups: as in
-    `Scope`; stale: walks since the last gain."""
+    """A search that has come to a point. best: its walk, None where no point was walked to its end; groups:
+    as in `Scope`; stale: walks since the last gain."""
 
     best: Chosen | None = None
     stale = 0

@@ -38,9 +38,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """How long the step took, or a window with what must follow its messages (`Node.tail_us`) and the sums that
-    it starts; and by rank the order of the window's nodes. exposed_us: of all ranks, how long lanes stood for
-    collectives; timings: by rank; peak_bytes: the most that a rank held, where that is counted."""
+    """How long the step took, or a window with what must follow its messages (`Node.tail_us`) and the sums
+    that it starts; and by rank the order of the window's nodes. exposed_us: of all ranks, how long lanes
+    stood for collectives; timings: by rank; peak_bytes: the most that a rank held, where that is counted."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]

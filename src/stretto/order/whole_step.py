@@ -1,4 +1,5 @@
-"""Orders for a step in which each rank has one window: where the search (`order.search`) begins, and how far it goes.
+"""Orders for a step in which each rank has one window: where the search (`order.search`) begins, and how far
+it goes.
 
     1. How urgent an op is: the longest path to the end of its microbatch (`order.graphs`), less part of
        the step for every microbatch before its own. Without that part all forwards come first; with much of
@@ -7,8 +8,8 @@
        ranks, then rank by rank, the best kept. This for each way to let messages leave in pairs
        (`order.pairs`), and without pairs, and with more and with fewer of the small ops placed for themselves
        (LITTLE): with fewer, a move changes more.
-    3. The most promising go on by other urgencies, the best of these by pushes and single ops, and last the best
-       of all, as long as there are walks.
+    3. The most promising go on by other urgencies, the best of these by pushes and single ops, and last the
+       best of all, as long as there are walks.
 
 The search takes the time that the step is worth (EFFORT) and says how far it came. May touch `stretto.ir`
 and this room.
@@ -45,8 +46,8 @@ MOST, STALE = 300, 150
 """Other urgencies from one beginning, at most, and walks without a gain that end them. Assumed."""
 
 PUSHES, PUSHES_STALE = 300, 200
-"""The same of pushes, which take two walks each. Measured on GPTs over pp=2 tp=2: 60 gain 1 to 7 % of what the
-search before has found, in a second or two, and 300 up to another 2 %."""
+"""The same of pushes, which take two walks each. Measured on GPTs over pp=2 tp=2: 60 gain 1 to 7 % of what
+the search before has found, in a second or two, and 300 up to another 2 %."""
 
 MOVES, MOVES_STALE = 4_000, 1_000
 """The same of single ops."""
@@ -90,8 +91,8 @@ CLOSE = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The windows with the shortest step that was found. walks: how many steps were walked for it; allowed: how
-    many could have been."""
+    """The windows with the shortest step that was found. walks: how many steps were walked for it; allowed:
+    how many could have been."""
 
     windows: Mapping[str, Window]
     walks: int
@@ -144,9 +145,7 @@ def _begun(plan: Plan, bound_us: float, budget: Budget) -> list[Search]:
     found: list[Search] = []
     for little in budget.shared(LITTLE):
         scope = Scope(graphs.wholes(little), CLOSE * bound_us, CHANGE * each_us, plan)
-        tried = [
-            sloped(scope, graphs, each_us, budget, pairs) for pairs in ways if budget.left or not found
-        ]
+        tried = [sloped(scope, graphs, each_us, budget, pairs) for pairs in ways if budget.left or not found]
         tried = [search for search in tried if search.best is not None]
         found += [search.go(relisted, MOST, STALE) for search in sorted(tried, key=_measure_us)[:PROMISING]]
         if any(search.close for search in found):

@@ -1,7 +1,7 @@
 """One window by itself: how urgent its nodes are, its list order, and where the search begins.
 
-    1. The captured order, and list orders (`order.listing`) with the longest path as urgency. The memory limit is
-       kept wherever something else than what would exceed it can run.
+    1. The captured order, and list orders (`order.listing`) with the longest path as urgency. The memory
+       limit is kept wherever something else than what would exceed it can run.
     2. From the best of these the search (`order.search`) goes on by other urgencies, then by single ops.
 
 May touch this room.
@@ -20,8 +20,8 @@ from stretto.order.scope import make_whole
 from stretto.order.search import Budget, Point, Scope, Search
 
 LITTLE = 0.0005
-"""Of the window's work, what ops take at most that the search places directly before their first user. On GPTs
-that is two ops of three, and 2 % of the time."""
+"""Of the window's work, what ops take at most that the search places directly before their first user. On
+GPTs that is two ops of three, and 2 % of the time."""
 
 WALKS = 600
 """The most walks for a window."""
@@ -36,7 +36,8 @@ STALE = 100, 60, 150
 """So many walks without a gain end other urgencies, pushes, and single ops. Assumed."""
 
 CHANGE = 2.0
-"""By how much urgencies are changed, in parts of a typical collective and a typical stretch of ops. Assumed."""
+"""By how much urgencies are changed, in parts of a typical collective and a typical stretch of ops.
+Assumed."""
 
 CLOSE = 1.001
 """An order this close to what no order can beat needs no improvement."""
