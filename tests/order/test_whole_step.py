@@ -15,7 +15,7 @@ from stretto.ir.action import Action, Overlap, Phase, Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.processor import Processor
-from stretto.ir.program import WAIT, Buffer, Job
+from stretto.ir.program import WAIT, Buffer, Job, OverlapMode
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, list_order, make_graph, moves, whole_step
 from stretto.order import push as pushing
@@ -28,7 +28,7 @@ from stretto.order.search import Budget, Point, Scope, Search
 from stretto.order.storages import Memory
 from stretto.order.walk import Chosen
 from stretto.order.whole_step import order_together, point_of
-from stretto.planning import windows
+from stretto.planning import tries, windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
@@ -513,6 +513,55 @@ def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> 
     summed = next(op for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
     written = Buffer("seen", ACTIVATION, (0,), ((0, Phase.F, summed.name),))
     assert not tried(replace(job, buffers=(written,)), costs), "forwards would read what is not written yet"
+
+
+def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of(microbatches=4, blocks=1)
+    walks: list[int | None] = []
+
+    def counted(plan: Plan, bound_us: float, given: int | None) -> whole_step.Found | None:
+        walks.append(given)
+        return order_together(plan, bound_us, given or 30)
+
+    monkeypatch.setattr(windows, "order_together", counted)
+
+    def planned(max_bytes: int | None, overlap: OverlapMode = "window") -> Plan:
+        walks.clear()
+        return make_plan(job, costs, schedule="1f1b", overlap=overlap, max_bytes=max_bytes)
+
+    def peak_bytes(plan: Plan) -> int:
+        return max(simulate(plan).peak_bytes)
+
+    wide = planned(None)
+    assert walks == [None]
+    assert all(window.shares for window in wide.windows.values())
+    planned(10 * peak_bytes(wide))
+    assert walks == [windows.BRIEF, None]
+    limit = peak_bytes(planned(None, "local"))
+    assert limit < peak_bytes(wide)
+    tight = planned(limit)
+    assert walks == [windows.BRIEF], "what holds too much is not searched for long"
+    assert peak_bytes(tight) <= limit
+    assert not any(window.shares for window in tight.windows.values())
+    # A brief search that comes close to the bound is enough.
+    monkeypatch.setattr(whole_step, "CLOSE", 100.0)
+    planned(10 * peak_bytes(wide))
+    assert walks == [windows.BRIEF]
+
+
+def test_where_a_whole_step_is_near_its_bound_nothing_else_is_ordered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, costs = job_of(microbatches=4, blocks=1)
+    asked: list[object] = []
+    monkeypatch.setattr(windows, "order_together", lambda plan, us, walks: order_together(plan, us, 10))
+    monkeypatch.setattr(windows, "refine", lambda build, captured, quick: asked.append(captured))
+    monkeypatch.setattr(tries, "AHEAD_OF", 0.0)  # it is not far ahead
+    for near, again in ((0.0, True), (100.0, False)):
+        asked.clear()
+        monkeypatch.setattr(tries, "NEAR", near)
+        make_plan(job, costs, schedule="1f1b", overlap="window")
+        assert bool(asked) is again
 
 
 def virtual_stages(microbatches: int) -> Schedule:
