@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,21 +28,30 @@ from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.accepts import check_batch, check_model
 from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.count import count_of, mean_over
+from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
-from stretto.capture.explain import explain
+from stretto.capture.explain import explained
 from stretto.capture.mesh_program import OnMeshes
-from stretto.capture.proof import prove
+from stretto.capture.proof import Proof
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.capture.state import State
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
-from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
+from stretto.parallelize.alone import (
+    Beside,
+    Found,
+    Key,
+    leaves_of,
+    with_gathered_logits,
+)
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.lower_right_adapter import as_on_cuda
+from stretto.parallelize.split_logits import WrittenError
 from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
-from stretto.passes import Graph, check_names, run_passes
+from stretto.passes import check_names, on_graph
+from stretto.passes.graph import Graph
 
 _log = logging.getLogger(__name__)
 
@@ -106,17 +116,25 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    attempt = partial(
-        _trace, model, batch, loss, microbatches, param_dtype, device, layout, skip_passes, meshes
-    )
-    # Layers that are repeated would number the borders of meshes anew.
-    if equal_layers and meshes is None and layout.chunks is None:
-        try:
-            return attempt(repeats=True)
-        except (NotRepeatedError, CaptureError) as reason:
-            # Whether a model can be captured is for the trace of all of it to say.
-            _log.debug("all layers are traced: %s", reason)
-    return attempt(repeats=False)
+
+    def attempt(how: Layout) -> Traced:
+        traced = partial(
+            _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
+        )
+        # Layers that are repeated would number the borders of meshes anew.
+        if equal_layers and meshes is None and layout.chunks is None:
+            try:
+                return traced(repeats=True)
+            except (NotRepeatedError, CaptureError) as reason:
+                # Whether a model can be captured is for the trace of all of it to say.
+                _log.debug("all layers are traced: %s", reason)
+        return traced(repeats=False)
+
+    try:
+        return attempt(layout)
+    except WrittenError:
+        assert layout.tensor is not None, "without, no logits are split"
+        return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
 
 
 def _trace(
@@ -158,10 +176,8 @@ def _trace(
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     beside = None
     if tensor is not None and meshes is None:
-        found, like = _alone(
-            model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats
-        )
-        beside = Beside(model, leaves_of(tensor), tensor.size, found, like, torch_adapter.mark_call)
+        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats)
+        beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, layout.part_shapes(model)),
         CudaChoices() if absent else nullcontext(),
@@ -175,14 +191,10 @@ def _trace(
         layers = layers_of(model) if repeats else None
         if repeats and layers is None:
             raise NotRepeatedError("no layers are equal")
-        try:
+        with explained(model, tensor, (NotRepeatedError, WrittenError)):
             joint = torch_adapter.export_joint(
                 model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
             )
-        except NotRepeatedError:
-            raise
-        except Exception as error:
-            raise explain(model, error, tensor) from error
 
     names: dict[torch.fx.Node, str] = {}
     parameters: dict[str, tuple[TensorSpec, str, str | None]] = {}
@@ -217,7 +229,7 @@ def _trace(
     shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     if tensor is not None:
-        proved = prove(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None)
+        proved = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None).proved()
         ops, parts = list(proved.ops), dict(proved.partial)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
@@ -254,16 +266,6 @@ def _trace(
     )
 
 
-class _Unnumbered:
-    """Segments of a run of which nothing is kept."""
-
-    def __init__(self) -> None:
-        self.names = [""]
-
-    def follow(self, names: list[str]) -> None:
-        self.names.extend(names)
-
-
 def _alone(
     model: nn.Module,
     loss: Loss,
@@ -274,15 +276,14 @@ def _alone(
     param_dtype: torch.dtype | None,
     tensor: TensorParallel,
     repeats: bool,
-) -> tuple[Mapping[Key, Found], Mapping[str, str]]:
-    """The calls of the model alone; of equal layers, the first stand for the others, which are named."""
+) -> Mapping[Key, Found]:
+    """The calls of the model alone; those of equal layers are those of the first."""
     calls = Beside(model, leaves_of(tensor), tensor.size)
     layers = layers_of(model) if repeats else None
     if layers is not None:
-        layers.begin(_Unnumbered())
+        layers.begin(SimpleNamespace(names=[""], follow=lambda names: None))
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype),
-        with_logits_of_one(model, tensor),
         alone(),
         mode,
         tracing_state(),
@@ -293,19 +294,18 @@ def _alone(
     ):
         before = State(("", model), ("the loss", loss))
         try:
-            loss(model, rebuild(fakes))
-        except NotRepeatedError:
-            raise
-        except Exception as error:
-            raise explain(model, error) from error
+            with explained(model, passed=(NotRepeatedError,)):
+                loss(model, rebuild(fakes))
         finally:
             before.restore()
-    if layers is None:
-        return calls.found, {}
+    found = dict(calls.found)
     first: dict[int, str] = {}
-    for call in layers.calls:
-        first.setdefault(call.kind, call.layer)
-    return calls.found, {call.layer: first[call.kind] for call in layers.calls if not call.template}
+    for call in () if layers is None else layers.calls:
+        like = first.setdefault(call.kind, call.layer)
+        if not call.template:
+            inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
+            found.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
+    return found
 
 
 def _passed(
@@ -316,7 +316,7 @@ def _passed(
     known = {traced.op.name: traced for traced in ops}
     backward = frozenset(name for name, traced in known.items() if traced.backward)
     graph = Graph(tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given)
-    graph = run_passes(graph, skip)
+    graph = on_graph(graph, skip)
     made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
     return made, graph.renamed
 

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +19,11 @@ from stretto.models.gpt import (
     count_targets,
     cross_entropy,
     inputs_and_targets,
-    next_token_loss,
     next_token_sum,
 )
-from stretto.models.moe import MoEConfig, MoEGPT, moe_token_loss, moe_token_sum
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 
 ModelSettings = GPTSettings | MoESettings | HuggingFaceSettings
-Mean = Callable[[nn.Module, Any], Tensor]
 
 END_OF_TEXT_ID = 0
 """The token between documents, as `stretto.train.tokenizer` numbers it; architectures' own numbers for the
@@ -47,23 +43,16 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
         raise UsageError(
             f"model.vocab_size = {rows} is too small: the tokenizer has {vocab_size} tokens; leave it out"
         )
-    names = {field.name for field in fields(MoEConfig if isinstance(settings, MoESettings) else GPTConfig)}
-    sizes = {name: value for name, value in settings if name in names} | {"vocab_size": rows}
+    sizes = settings.model_dump(exclude={"kind", "vocab_size"})
     if isinstance(settings, GPTSettings):
-        return GPT(GPTConfig(**sizes), seed)
-    return MoEGPT(MoEConfig(**sizes | {"capacity_factor": settings.capacity_factor or None}), seed)
-
-
-def loss_function(settings: ModelSettings) -> Mean:
-    """`loss(model, batch)`: the mean next-token loss in nats; for `batch` see `gpt.inputs_and_targets`."""
-    kinds = {"huggingface": huggingface_loss, "moe": moe_token_loss, "gpt": next_token_loss}
-    return kinds[settings.kind]
+        return GPT(GPTConfig(rows, **sizes), seed)
+    return MoEGPT(MoEConfig(rows, **sizes | {"capacity_factor": settings.capacity_factor or None}), seed)
 
 
 def counted_loss_function(settings: ModelSettings) -> Loss:
-    """`loss(model, batch)`: (sum, count) of the same, as a training takes it: every token weighs alike."""
-    kinds = {"huggingface": huggingface_sum, "moe": moe_token_sum, "gpt": next_token_sum}
-    return kinds[settings.kind]
+    """`loss(model, batch)`: (sum, count) of the next-token loss in nats, as a training takes it: every token
+    weighs alike. For `batch` see `gpt.inputs_and_targets`."""
+    return {"huggingface": huggingface_sum, "moe": moe_token_sum, "gpt": next_token_sum}[settings.kind]
 
 
 def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:

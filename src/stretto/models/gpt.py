@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +149,7 @@ class GPT(nn.Module):
     `torch.device("meta")` has shapes only; after `to_empty`, `init_weights(seed)` gives it its values.
     """
 
-    tp_plan = TP_PLAN
+    tp_plan: ClassVar[Mapping[str, str]] = TP_PLAN
 
     def __init__(self, config: GPTConfig, seed: int = 0, blocks: Sequence[nn.Module] | None = None) -> None:
         """blocks: others than `Block`."""

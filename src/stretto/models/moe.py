@@ -193,7 +193,7 @@ class Output(NamedTuple):
 class MoEGPT(GPT):
     """Token ids (B, S) to `Output`. As `GPT`: the same seed gives the same weights everywhere."""
 
-    tp_plan: ClassVar = {
+    tp_plan: ClassVar[Mapping[str, str]] = {
         **{pattern: style for pattern, style in TP_PLAN.items() if ".mlp." not in pattern},
         "blocks.*.mlp.shared.up": "colwise",
         "blocks.*.mlp.shared.down": "rowwise",

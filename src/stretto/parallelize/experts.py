@@ -193,7 +193,7 @@ def _rows_by(own: Callable[..., Tensor], x_RD: Tensor, counts_E: Tensor) -> Tens
     return own(x_RD, expert_R1, x_RD.new_ones(x_RD.shape[0], 1))
 
 
-def _of_slots(x_ECD: Tensor, own: Callable[[Tensor, slice], Tensor], how: ExpertParallel) -> Tensor:
+def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], how: ExpertParallel) -> Tensor:
     E, C, D = x_ECD.shape
     size, here = how.size, E // how.size
     x_PHCD = x_ECD.view(size, here, C, D)

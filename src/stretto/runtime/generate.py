@@ -21,14 +21,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from stretto.backend.dispatch import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.axes import TENSOR
-from stretto.ir.collectives import How
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
@@ -37,23 +36,6 @@ from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
 """Values of one (stage, microbatch) that live between windows: tensors, and communications under way."""
-
-
-class Hooks(Protocol):
-    """What a window calls beside ops. Microbatches are numbers, edges indexes of the job's edges."""
-
-    def wait(self, edge: int, microbatch: int) -> torch.Tensor: ...
-    def send(self, edge: int, microbatch: int, value: torch.Tensor) -> None: ...
-    def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None: ...
-    def add_product(self, parameter: int, left: torch.Tensor, right: torch.Tensor) -> None: ...
-    def add_loss(self, microbatch: int, value: torch.Tensor) -> None: ...
-    def update_buffer(self, buffer: int, value: torch.Tensor) -> None: ...
-    def reduce(self, bucket: str) -> None: ...
-    def draw(self, microbatch: int, op: int) -> None: ...
-    def drawn(self) -> None: ...
-    def tick(self, stage: int, op: str) -> None: ...
-    def start(self, name: str, kind: str, how: How, lane: str, value: torch.Tensor, size: int) -> Started: ...
-    def finish(self, started: Started) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -84,30 +66,28 @@ class Externals:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`."""
+    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`. hooks: what a
+    window calls beside ops; `stretto.runtime.rank.RankState` has them."""
 
     run: Callable[..., None]
     source: str
     stages: tuple[int, ...]
 
 
-def generate(job: Job, window: Window, externals: Externals, *, timed: bool = False) -> Generated:
-    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read.
-
-    timed: the function tells `hooks.tick` after every item, so that the time of each op can be known.
-    """
-    return Writer(job, window, externals, timed).write()
+def generate(job: Job, window: Window, externals: Externals) -> Generated:
+    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
+    return Writer(job, window, externals).write()
 
 
 class Writer:
     """Writes a window's function, item by item (`compiled_window` writes stretches of them)."""
 
-    def __init__(self, job: Job, window: Window, externals: Externals, timed: bool) -> None:
+    def __init__(self, job: Job, window: Window, externals: Externals) -> None:
         self.job = job
-        self.timed = timed
         self.window = window
         self.externals = externals
         self.lines: list[str] = []
+        self.entered = -1
         self.bound: dict[str, Any] = {"DEVICE": externals.device, "INF": float("inf"), "NAN": float("nan")}
         self.names: dict[tuple[int, str], str] = {}
         stages = {stage for stage, _ in window.parts}
@@ -149,6 +129,7 @@ class Writer:
     def item(self, at: int) -> None:
         """One item: its op, wait or send."""
         item = self.window.items[at]
+        self.enter(item.part)
         stage, phase = self.window.parts[item.part]
         if item.kind is ItemKind.OP:
             op = self.ops[stage, str(item.ref)]
@@ -168,9 +149,12 @@ class Writer:
             edge = self.job.edges[int(item.ref)]
             value = self.name(item.part, edge.value)
             self.line(f"hooks.send({edge.index}, m{item.part}, {value})")
-        if self.timed:
-            made = str(item.ref) if item.kind is ItemKind.OP else ""
-            self.line(f"hooks.tick({stage}, {made!r})")
+
+    def enter(self, part: int) -> None:
+        """Where several actions share the window, it is marked whose ops run from here on."""
+        if len(self.window.parts) > 1 and part != self.entered:
+            self.line(f"hooks.enter({part})")
+        self.entered = part
 
     def delete(self, values: Iterable[tuple[int, str]]) -> None:
         """Values that are not used any more."""

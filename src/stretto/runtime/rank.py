@@ -89,7 +89,6 @@ class RankState:
         )
         order = plan.orders[self.place]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
-        self._externals = externals
         self.windows: dict[str, Generated] = {
             name: generate(job, plan.windows[name], externals)
             if compiler is None
@@ -97,8 +96,6 @@ class RankState:
             for name in sorted(used)
         }
         self._grad_dtype = grad_dtypes
-        self._times: dict[tuple[int, str], list[int]] = {}
-        self._ticked = 0
         self._members: dict[str, list[int]] = defaultdict(list)
         for k in parameters:
             self._members[job.parameters[k].tied_to].append(k)
@@ -173,24 +170,6 @@ class RankState:
         self._clear_after()
         return loss
 
-    def step_timed(self, batch: Mapping[str, torch.Tensor]) -> dict[tuple[int, str], float]:
-        """A step like any other in which the time of every op is taken: (stage, op) -> mean us."""
-        plain = self.windows
-        job, windows = self.plan.job, self.plan.windows
-        self.windows = {name: generate(job, windows[name], self._externals, timed=True) for name in plain}
-        self._times = defaultdict(list)
-        try:
-            self.step(batch)
-        finally:
-            self.windows = plain
-        return {key: sum(times) / len(times) / 1000.0 for key, times in self._times.items()}
-
-    def tick(self, stage: int, op: str) -> None:
-        time = now()
-        if op:
-            self._times[stage, op].append(time - self._ticked)
-        self._ticked = now()
-
     def _clear_after(self) -> None:
         leftover = [key for key, store in self._stores.items() if store]
         assert not leftover, f"values left after the step in {leftover}"
@@ -217,7 +196,7 @@ class RankState:
         for stage, microbatch in zip(window.stages, instruction.microbatches, strict=True):
             store = self._stores.setdefault((stage, microbatch), {})
             arguments += [self._batch[microbatch], store, microbatch]
-        start = self._ticked = now()
+        start = now()
         window.run(self, *arguments)
         self.marks.runs.append((name, instruction.microbatches, start, now()))
 
@@ -292,7 +271,7 @@ class RankState:
     def _share(self) -> torch.Tensor:
         return self.divisor.share([self._losses[m] for m in sorted(self._losses)])
 
-    # What windows call (see generate.Hooks).
+    # What windows call beside ops. Microbatches are numbers, edges and parameters places in the job.
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:
         key = (edge, microbatch)
@@ -362,6 +341,9 @@ class RankState:
 
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None:
         self._buffers[buffer].copy_(value)
+
+    def enter(self, part: int) -> None:
+        self.marks.parts.append((now(), part))
 
     def draw(self, microbatch: int, op: int) -> None:
         _DRAWING.acquire()

@@ -28,10 +28,11 @@ READ_BYTES = 1 << 20
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto` (XDG Base Directory Specification)."""
+    """`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification says that a relative path there is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stretto"
+    # The specification of base directories says that a relative path is not to be used.
+    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "stretto"
 
 
 def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: Say) -> Path:

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
+from stretto.verify.fault import Fault
 
 Message = tuple[int, int]
 """(edge index, microbatch)."""
@@ -33,14 +34,21 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """at: index of the instruction in the rank's order; message: for recv, send, wait, sent; bucket: for
-    reduce and reduced."""
+    """at: index of the instruction in the rank's order; message: for recv, send, wait, sent, with the ranks
+    between which it goes, equal if the value stays on its rank; bucket: for reduce and reduced."""
 
     kind: EventKind
+    rank: int
     at: int
     instruction: Instruction
     message: Message = (-1, -1)
+    source: int = -1
+    target: int = -1
     bucket: str = ""
+
+    def fault(self, what: str, fix: str) -> Fault:
+        """A fault of the instruction."""
+        return Fault(self.rank, str(self.instruction), what, fix)
 
 
 def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
@@ -48,20 +56,19 @@ def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
     inside = {
         name: [i for i in window.items if i.kind is not ItemKind.OP] for name, window in plan.windows.items()
     }
+    ends = [ends_of(plan, edge.index) for edge in plan.job.edges]
     for at, instruction in enumerate(plan.orders[rank]):
-        kind = instruction.kind
+        kind, ref, microbatches = instruction.kind, instruction.ref, instruction.microbatches
         if kind is InstructionKind.RUN:
-            for item in inside[str(instruction.ref)]:
-                if item.kind is ItemKind.REDUCE:
-                    yield Event(EventKind.REDUCE, at, instruction, bucket=str(item.ref))
-                    continue
-                message = (int(item.ref), instruction.microbatches[item.part])
-                yield Event(EventKind(item.kind.value), at, instruction, message)
-        elif kind in (InstructionKind.RECV, InstructionKind.SENT):
-            message = (int(instruction.ref), instruction.microbatches[0])
-            yield Event(EventKind(kind.value), at, instruction, message)
+            inner = [(i.kind.value, i.ref, microbatches[i.part]) for i in inside[str(ref)]]
         else:
-            yield Event(EventKind(kind.value), at, instruction, bucket=str(instruction.ref))
+            inner = [(kind.value, ref, microbatches[0] if microbatches else -1)]
+        for word, what, microbatch in inner:
+            if isinstance(what, int):
+                message, ends_at = (what, microbatch), ends[what]
+                yield Event(EventKind(word), rank, at, instruction, message, *ends_at)
+            else:
+                yield Event(EventKind(word), rank, at, instruction, bucket=what)
 
 
 def last_runs(plan: Plan, rank: int) -> dict[tuple[int, Phase], int]:
