@@ -13,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import stretto
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
+from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
 from stretto.models.moe import moe_token_sum
 from stretto.parallelize.ampipe import Chunks, ampipe, blocks_of
 from stretto.parallelize.chunked import Chunked, joined, lengths_of
+from stretto.price.cluster import Cluster
 from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of
 
 DEGREES = (2, 3, 4, 6)
@@ -220,3 +223,24 @@ def test_attention_that_cannot_be_cut_is_refused() -> None:
 
     with pytest.raises(UsageError, match="which no block of Mixer calls"):
         capture(Mixer(), torch.zeros(4, 6, 8), lambda m, x: m(x).sum(), Parallel(ampipe_degree=2))
+
+
+def test_auto_takes_what_is_predicted_to_be_the_fastest() -> None:
+    def planned(link: float) -> Plan:
+        job = capture(model_of(FEW), batch(), moe_token_sum, Parallel(ep=2, dp=2, ampipe_degree="auto"))
+        assert [one.chunks for one in (job, *job.in_chunks)] == [1, 2, 4]
+        cluster = Cluster(latency_us=1.0, link_bytes_per_us=link, op_overhead_us=1.0)
+        return stretto.plan(job, cluster)
+
+    cheap, dear = planned(1e6), planned(1.0)
+    assert cheap.job.chunks == 1
+    assert "chunks of the sequence are predicted to take" in cheap.overlap_why
+    assert dear.job.chunks > 1
+    assert not dear.job.in_chunks
+
+
+def test_auto_says_that_it_cuts_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="cuts nothing"):
+        job = capture(model, torch.zeros(4, 4), lambda m, x: m(x).sum(), Parallel(ampipe_degree="auto"))
+    assert job.in_chunks == ()

@@ -34,6 +34,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from stretto.files.codec import UNWRITTEN
 from stretto.files.form import Fits, Keyword, Natural
 from stretto.ir.action import Phase
 from stretto.ir.axes import PIPELINE, OtherAxis, Sums, sums_of
@@ -309,6 +310,9 @@ class Job:
         (`stretto.passes.messages_in_parts`).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
+    chunks: in how many the sequence is cut within blocks. in_chunks: the same step in other numbers of them,
+    of
+        which planning may take one.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -337,6 +341,8 @@ class Job:
     whole: tuple[str, ...] = ()
     count: Count | None = None
     mean_over: Count | None = None
+    chunks: Natural = 1
+    in_chunks: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
 
     def size(self, axis: str) -> int:
         """The size of an axis beside pp."""

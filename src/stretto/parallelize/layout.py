@@ -63,9 +63,13 @@ class Layout:
 
 
 def layout_of(
-    model: nn.Module, parallel: ParallelSettings, tp_plan: Mapping[str, Any] | None = None
+    model: nn.Module,
+    parallel: ParallelSettings,
+    tp_plan: Mapping[str, Any] | None = None,
+    degree: int | None = None,
 ) -> Layout:
-    """What the settings ask for. Raises UsageError for a model, a plan or sizes that do not fit."""
+    """What the settings ask for. degree: chunks, where that is to be chosen ("auto"), else 1 then. Raises
+    UsageError for a model, a plan or sizes that do not fit."""
     tensor = experts = chunks = None
     if parallel.tp > 1:
         plan = tp_plan if tp_plan is not None else parallel.tp_plan
@@ -78,6 +82,8 @@ def layout_of(
             slices=parallel.pipe_experts_multi_data,
             each_expert=parallel.pipe_experts,
         )
-    if parallel.ampipe_degree > 1:
-        chunks = Chunks(parallel.ampipe_degree, experts_in(model), parallel.ampipe_capacity == "whole")
+    if degree is None:
+        degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
+    if degree > 1:
+        chunks = Chunks(degree, experts_in(model), parallel.ampipe_capacity == "whole")
     return Layout(tensor, experts, chunks)

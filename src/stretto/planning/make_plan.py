@@ -219,5 +219,15 @@ def plan(
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
-    prices = prices_of(job, chosen, found)
-    return _made(job, prices, chosen, overlap, order, memory_limit(found, job))
+    made = [
+        _made(one, prices_of(one, chosen, found), chosen, overlap, order, memory_limit(found, one))
+        for one in (replace(job, in_chunks=()), *job.in_chunks)
+    ]
+    best = min(made, key=_predicted_us)
+    others = [one for one in made if one is not best]
+    if best.job.chunks > 1 or not others:
+        return best
+    other = min(others, key=_predicted_us)
+    times = _predicted_us(other) / max(_predicted_us(best), 1e-9)
+    why = f"{other.job.chunks} chunks of the sequence are predicted to take {times:.3f} times as long"
+    return replace(best, overlap_why="; ".join(text for text in (best.overlap_why, why) if text))
