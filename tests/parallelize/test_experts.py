@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
+from stretto.runtime.shards import pieces_of
 
 VOCAB, CONTEXT, ROWS = 32, 12, 8
 DROPLESS, FEW, ALL = None, 0.5, 100.0
@@ -64,27 +66,25 @@ def plan_of(model: nn.Module, parallel: Parallel) -> Plan:
     return make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
 
 
-def ran(plan: Plan, model: nn.Module) -> tuple[Tensor, Grads]:
-    """The loss, and gradients with those of experts put together."""
+def together(plan: Plan, model: nn.Module, given: Any) -> tuple[Tensor, Grads]:
+    """The loss, and gradients with those of what is spread put together."""
 
     def work(runner: Runner) -> tuple[Tensor, Grads]:
-        loss = runner.step(batch())
+        loss = runner.step(given)
         return loss, {name: p.grad for name, p in runner.named_parameters() if p.grad is not None}
 
     found = run_threads(plan, lambda _: copy.deepcopy(model), work)
-    size = plan.job.size("ep")
     grads: Grads = {}
-    for name in dict.fromkeys(name for _, of_rank in found for name in of_rank):
-        here = [
-            (plan.mesh.coordinates(r).get("ep", 0), g[name]) for r, (_, g) in enumerate(found) if name in g
-        ]
-        by_rank: dict[int, Tensor] = {}
-        for at, grad in here:
-            if ".experts." not in name:
-                at = 0
-            assert at not in by_rank or torch.equal(by_rank[at], grad), f"copies of {name} differ"
-            by_rank[at] = grad
-        grads[name] = torch.cat([by_rank[at] for at in range(size if ".experts." in name else 1)])
+    seen: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    parameters = {p.name: p for p in plan.job.parameters}
+    for rank, (_, of_rank) in enumerate(found):
+        for name, grad in of_rank.items():
+            whole = grads.setdefault(name, torch.full_like(model.get_parameter(name), torch.nan))
+            at = plan.mesh.coordinates(rank)
+            for offsets, box in pieces_of(grad, parameters[name], plan.job, at):
+                first = seen.setdefault((name, offsets), box)
+                assert torch.equal(first, box), f"copies of {name} differ"
+                whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))] = box
     assert all(torch.equal(loss, found[0][0]) for loss, _ in found)
     return found[0][0], grads
 
@@ -92,7 +92,7 @@ def ran(plan: Plan, model: nn.Module) -> tuple[Tensor, Grads]:
 def assert_equals(
     model: nn.Module, parallel: Parallel, tolerance: float = 1e-10, expected: nn.Module | None = None
 ) -> None:
-    loss, grads = ran(plan_of(model, parallel), model)
+    loss, grads = together(plan_of(model, parallel), model, batch())
     want_loss, want = plain(expected or model, parallel.microbatches * parallel.dp)
     assert abs(loss - want_loss) <= tolerance * abs(want_loss)
     assert grads.keys() == want.keys()
