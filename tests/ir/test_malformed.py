@@ -15,6 +15,7 @@ from tests.ir.odd import DOCUMENT, TEXT, changed
 
 SUM = ["s", "aten.sum.default", ["%batch/x"], {}, "float32[]"]
 OPS = ("job", "stages", 0, "ops", "F")
+SUMS = ("job", "stages", 0, "ops", "REDUCE_GRAD")
 MALFORMED = [
     # (text, message)
     ('{"format": }', r"p\.json, line 1, column 12: not JSON"),
@@ -25,7 +26,7 @@ MALFORMED = [
     ('{"a": 1, "a": 2}', "has the key 'a' twice"),
     ("[]", r"p\.json: expected an object, found \[\]"),
     ("{}", 'not a plan file: expected "format": "stretto-plan"'),
-    (changed("version", to=1), "version 1 cannot be read: this Stretto reads version 15"),
+    (changed("version", to=1), "version 1 cannot be read: this Stretto reads version 16"),
     (changed("version", to=...), "version None cannot be read"),
     (changed("orders", to=...), r"p\.json: the key 'orders' is missing"),
     (changed("extra", to=1), r"p\.json: unknown key 'extra'; known are: format, version, job"),
@@ -173,7 +174,7 @@ MALFORMED = [
     (changed("orders", 0, 2, to="run 0F:0,1"), r"orders\[0\]\[2\]: window 0F takes 1 microbatches, found 2"),
     (changed("orders", 0, 0, to="recv e8:0"), r"orders\[0\]\[0\]: there is no edge e8"),
     (changed("orders", 0, 0, to="recv e1:0,1"), r"orders\[0\]\[0\]: recv takes one microbatch, found 2"),
-    (changed("orders", 0, 0, to="reduce w7"), r"orders\[0\]\[0\]: there is no bucket 'w7'"),
+    (changed("orders", 0, 0, to="reduce w7"), r"orders\[0\]\[0\]: .*reduce"),
     (changed("communicators", 0, "ranks", to=[0, 5]), r"communicators\[0\]\.ranks\[1\]: there is no rank 5"),
     (
         changed("job", "axes", 0, 0, to="pp"),
@@ -186,12 +187,11 @@ MALFORMED = [
     (changed("communicators", 3, "axes", to=["ep"]), r"communicators\[3\]\.axes: there is no axis ep"),
     (changed("communicators", 3, "axes", to=[]), r"communicators\[3\]\.axes: name an axis"),
     (changed("communicators", 3, "ranks", 1, to=2), r"ranks\[1\]: there is no rank 2 on tp, which has 2"),
-    (changed("buckets", 1, "name", to="tp 1.0"), r"buckets\[1\]: bucket 'tp 1.0' is there twice"),
-    (
-        changed("buckets", 0, "communicator", to="q"),
-        r"buckets\[0\]\.communicator: there is no communicator 'q'",
-    ),
-    (changed("buckets", 0, "parameters", 0, to="q"), r"parameters\[0\]: there is no tied group 'q'"),
+    (changed(*SUMS, 2, 0, to="tp.0.0"), r"REDUCE_GRAD\[2\]: op 'tp\.0\.0' is there twice"),
+    (changed(*SUMS, 0, 2, 2, to="'q"), r"REDUCE_GRAD\[0\]: tp\.0\.0: there is no communicator 'q'"),
+    (changed(*SUMS, 0, 2, 0, 0, to="%grad/q"), r"REDUCE_GRAD\[0\]: tp\.0\.0: there is no tied group 'q'"),
+    (changed(*SUMS, 0, 2, 0, 0, to="%h0"), r"REDUCE_GRAD\[0\]: tp\.0\.0: is no sum of gradients or of the"),
+    (changed(*SUMS, 1, 2, 0, to="%h0"), r"REDUCE_GRAD\[1\]: tp\.0\.0\.sum: waits for no sum that starts"),
     (
         changed("costs", "collectives", 0, "kind", to="all_reduce"),
         "all_reduce on tp is there twice; keep one",

@@ -76,8 +76,7 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
         )
         for one, order in zip(wholes, found.orders, strict=True)
     }
-    done, orders, _ = lower(plan.job, plan.schedule, overlap="window", windows=windows)
-    return replace(plan, windows=done, orders=orders)
+    return lower(plan.job, plan.schedule, plan.costs, overlap="window", windows=windows)
 
 
 def poor_step() -> tuple[Plan, list[Whole], Chosen]:
@@ -527,8 +526,7 @@ def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is
         assert found is not None
         assert found.walks <= walks + 1, "a push takes two walks"
         assert found.ended or found.walks >= walks
-        done, orders, _ = lower(plan.job, plan.schedule, overlap="window", windows=found.windows)
-        made = replace(plan, windows=done, orders=orders)
+        made = lower(plan.job, plan.schedule, plan.costs, overlap="window", windows=found.windows)
         verify(made)
         steps.append(simulate(made).step_us)
     off = make_plan(job, costs, schedule=schedule, overlap="off")

@@ -63,7 +63,7 @@ def encode_job(job: Job) -> dict[str, Any]:
                 "index": stage.index,
                 "ops": {
                     phase.value: [Line(encode_op(op)) for op in stage.ops[phase]]
-                    for phase in PHASES
+                    for phase in (*PHASES, Phase.REDUCE_GRAD)
                     if phase in stage.ops
                 },
             }
@@ -200,8 +200,9 @@ def _exactly(cursor: Cursor, count: int, form: str) -> list[Cursor]:
 
 def _decode_stage(cursor: Cursor) -> Stage:
     fields = cursor.fields(("index", "ops"))
-    programs = fields["ops"].fields(("F", "I", "W"))
-    return Stage(fields["index"].integer(), {phase: programs[phase].sequence(decode_op) for phase in PHASES})
+    programs = fields["ops"].fields(("F", "I", "W"), ("REDUCE_GRAD",))
+    ops = {Phase(name): program.sequence(decode_op) for name, program in programs.items()}
+    return Stage(fields["index"].integer(), ops)
 
 
 def _encode_count(count: Count | None) -> dict[str, Any] | None:

@@ -4,6 +4,8 @@ Values are in single assignment: a name is defined once in the whole step, so th
 value in every stage. Names of things that no op defines carry a prefix:
 
     param/<name>     a parameter of the model
+    grad/<name>      the gradient of a tied group (`Parameter.tied_to`), as this rank has it so far
+    step/loss        this rank's share of the step's loss; zero where it makes none
     buffer/<name>    a buffer of the model, as it stands when the microbatch begins
     batch/<leaf>     a leaf of the microbatch
     const/<name>     a small constant tensor found in the model's code
@@ -22,6 +24,10 @@ rank's place on an axis of the mesh (`axis` and its `size` are the last argument
     axis.index(axis, size)                               this rank's coordinate, a 0-d int64 tensor
     axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view
 
+The program REDUCE_GRAD sums gradients, once a step: `comm.all_reduce((grad/a, grad/b), "sum", lane, size)`
+sums several at once, side by side in one flat tensor (one alone where it is), and its wait writes them. The
+lane is an axis, or the communicator that joins the places of a tied gradient. The loss is summed so too.
+
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are
 read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[16,32]"]`.
@@ -34,7 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.ir.action import Phase
-from stretto.ir.axes import DP, PIPELINE, Sums, sums_of
+from stretto.ir.axes import BY_NAME, DP, PIPELINE, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
@@ -65,6 +71,9 @@ GETITEM = "getitem"
 
 INDEX = "axis.index"
 CHUNK = "axis.chunk"
+
+GRAD = "grad/"
+STEP_LOSS = "step/loss"
 
 VIEW = "aten.view.default"
 VIEWS = (VIEW, "aten._unsafe_view.default")
@@ -145,6 +154,20 @@ class Op:
         return str(self.args[-2]) if self.target in STARTS else "compute"
 
     @property
+    def sums(self) -> tuple[str, ...]:
+        """The tied groups whose gradients the op starts to sum, or `STEP_LOSS`."""
+        return tuple(name.removeprefix(GRAD) for name in self.uses if name.startswith((GRAD, STEP_LOSS)))
+
+    @property
+    def label(self) -> str:
+        """What timelines call the communication that the op starts; begins with the axis."""
+        if self.sums:
+            first, _, rest = self.name.partition(".")
+            return f"{first} {rest}" if first in BY_NAME else f"{PIPELINE} {first} {rest}"
+        assert self.collective is not None
+        return f"{self.lane} {self.collective.kind} {self.name}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the result owns: 0 for a view, and for a tuple, whose `getitem` parts own theirs."""
         if self.alias is not None or len(self.outputs) != 1 or self.outputs[0] is None:
@@ -154,7 +177,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order.
+    """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order. In a plan, the
+    first stage of each place has REDUCE_GRAD as well, the sums of all that the place holds.
 
     Which values are received, sent and saved follows from the names alone; `stretto.ir.flow` says.
     """
@@ -239,8 +263,13 @@ class Parameter:
 
     @property
     def grad_nbytes(self) -> int:
-        """Bytes of the accumulated gradient, which has the parameter's own dtype."""
-        return TensorSpec(self.spec.shape, self.own_dtype or self.spec.dtype).nbytes
+        """Bytes of the accumulated gradient."""
+        return TensorSpec(self.spec.shape, self.grad_dtype).nbytes
+
+    @property
+    def grad_dtype(self) -> str:
+        """That of the accumulated gradient: the parameter's own."""
+        return self.own_dtype or self.spec.dtype
 
     def slots(self, axis: str, size: int) -> int:
         """Gradients that lie side by side while this one is summed over an axis of `size` ranks: 1, or where

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto.ir.action import Phase
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.flow import PHASES, defined, is_external
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import CHUNK, INDEX, WAIT, Edge, Job
+from stretto.ir.program import CHUNK, INDEX, STEP_LOSS, WAIT, Edge, Job, Op, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,12 @@ def broken_references(plan: Plan) -> list[BrokenReference]:
         return found  # what follows looks ops up by stage and phase
     found += _in_job(plan.job)
     found += _in_schedule(plan)
-    buckets = {bucket.name for bucket in plan.buckets}
     for name, window in plan.windows.items():
-        found += _in_window(plan.job, name, window, buckets)
-    found += _in_buckets(plan)
+        found += _in_window(plan.job, name, window)
+    found += _in_sums(plan)
     for rank, order in enumerate(plan.orders):
         for at, instruction in enumerate(order):
-            what = _in_instruction(plan, instruction, buckets)
+            what = _in_instruction(plan, instruction)
             if what:
                 found.append(BrokenReference(f"orders[{rank}][{at}]", what, rank))
     found += _in_communicators_and_costs(plan)
@@ -58,7 +58,7 @@ def _in_stages(job: Job) -> Iterator[BrokenReference]:
             if phase not in stage.ops:
                 yield BrokenReference(f"{path}.ops", f"the program {phase} is missing")
         # I and W may run as one action, so their ops share one name space.
-        for phases in ((Phase.F,), (Phase.I, Phase.W)):
+        for phases in ((Phase.F,), (Phase.I, Phase.W), (Phase.REDUCE_GRAD,)):
             seen: set[str] = set()
             for phase in phases:
                 for number, op in enumerate(stage.ops.get(phase, ())):
@@ -228,7 +228,7 @@ def _in_schedule(plan: Plan) -> Iterator[BrokenReference]:
         )
 
 
-def _in_window(job: Job, name: str, window: Window, buckets: set[str]) -> Iterator[BrokenReference]:
+def _in_window(job: Job, name: str, window: Window) -> Iterator[BrokenReference]:
     path = f"windows.{name}" if name.isidentifier() else f'windows["{name}"]'
     if window.name != name:
         yield BrokenReference(path, f"the window calls itself {window.name!r}")
@@ -244,20 +244,18 @@ def _in_window(job: Job, name: str, window: Window, buckets: set[str]) -> Iterat
         yield BrokenReference(
             f"{path}.shares", "names, for each part, the first part of its stage and microbatch"
         )
-    made = [{op.name for sub in phase.parts for op in job.stages[s].ops[sub]} for s, phase in window.parts]
+    made = [
+        {op.name for sub in phase.parts for op in job.stages[s].ops.get(sub, ())} for s, phase in window.parts
+    ]
     for at, item in enumerate(window.items):
         what = None
-        if item.kind is ItemKind.REDUCE and item.ref not in buckets:
-            what = f"there is no bucket {item.ref!r}"
-        elif not 0 <= item.part < len(window.parts):
+        if not 0 <= item.part < len(window.parts):
             what = f"there is no part {item.part}; the window has {len(window.parts)}"
         elif item.kind is ItemKind.OP:
             if item.ref not in made[item.part]:
                 stage, phase = window.parts[item.part]
                 what = f"stage {stage} has no op {item.ref!r} in its {phase} program"
-        elif item.kind is not ItemKind.REDUCE and (
-            not isinstance(item.ref, int) or not 0 <= item.ref < len(job.edges)
-        ):
+        elif not isinstance(item.ref, int) or not 0 <= item.ref < len(job.edges):
             what = f"there is no edge e{item.ref}; the job has {len(job.edges)}"
         if what:
             yield BrokenReference(f"{path}.items[{at}]", what)
@@ -272,7 +270,7 @@ def _sound_shares(window: Window) -> bool:
     )
 
 
-def _in_instruction(plan: Plan, instruction: Instruction, buckets: set[str]) -> str | None:
+def _in_instruction(plan: Plan, instruction: Instruction) -> str | None:
     kind, ref = instruction.kind, instruction.ref
     if kind is InstructionKind.RUN:
         window = plan.windows.get(str(ref))
@@ -287,25 +285,42 @@ def _in_instruction(plan: Plan, instruction: Instruction, buckets: set[str]) -> 
             return f"there is no edge e{ref}; the job has {len(plan.job.edges)}"
         if len(instruction.microbatches) != 1:
             return f"{kind} takes one microbatch, found {len(instruction.microbatches)}"
-    elif kind in (InstructionKind.REDUCE, InstructionKind.REDUCED) and ref not in buckets:
-        return f"there is no bucket {ref!r}"
     return None
 
 
-def _in_buckets(plan: Plan) -> Iterator[BrokenReference]:
-    groups = {parameter.tied_to for parameter in plan.job.parameters}
+def _in_sums(plan: Plan) -> Iterator[BrokenReference]:
+    """Programs of sums: starts over a communicator of the plan, and waits for them."""
+    known = {parameter.tied_to for parameter in plan.job.parameters} | {STEP_LOSS}
     lanes = {communicator.name for communicator in plan.communicators}
-    seen: set[str] = set()
-    for at, bucket in enumerate(plan.buckets):
-        path = f"buckets[{at}]"
-        if bucket.name in seen:
-            yield BrokenReference(path, f"bucket {bucket.name!r} is there twice")
-        seen.add(bucket.name)
-        if bucket.communicator not in lanes:
-            yield BrokenReference(f"{path}.communicator", f"there is no communicator {bucket.communicator!r}")
-        for k, name in enumerate(bucket.parameters):
-            if name not in groups:
-                yield BrokenReference(f"{path}.parameters[{k}]", f"there is no tied group {name!r}")
+    for at, stage in enumerate(plan.job.stages):
+        started: set[str] = set()
+        for k, op in enumerate(stage.ops.get(Phase.REDUCE_GRAD, ())):
+            what = ""
+            if op.target == WAIT:
+                if op.args not in [(Ref(name),) for name in started]:
+                    what = "waits for no sum that starts before it"
+            elif not _is_sum(op):
+                what = f"is no sum of gradients or of the loss, and no wait for one: {op.target}"
+            elif op.lane not in lanes:
+                what = f"there is no communicator {op.lane!r}"
+            else:
+                what = "".join(f"there is no tied group {name!r}" for name in op.sums if name not in known)
+                started.add(op.name)
+            if what:
+                path = f"job.stages[{at}].ops.{Phase.REDUCE_GRAD}[{k}]"
+                yield BrokenReference(path, f"{op.name}: {what}")
+
+
+def _is_sum(op: Op) -> bool:
+    if op.target != ALL_REDUCE.target or len(op.args) != 4 or op.kwargs or None in (op.outputs or (None,)):
+        return False
+    read, how, lane, size = op.args
+    return (
+        (type(read), how, type(lane), type(size), len(op.outputs)) == (tuple, "sum", str, int, 1)
+        and bool(op.sums)
+        and len(op.sums) == len(op.uses)
+        and all(isinstance(one, Ref) for one in read)
+    )
 
 
 def _in_communicators_and_costs(plan: Plan) -> Iterator[BrokenReference]:

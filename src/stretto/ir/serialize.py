@@ -18,7 +18,7 @@ from stretto.ir.action import Phase, Schedule, parse_slot
 from stretto.ir.cost_text import decode_costs, decode_prediction, encode_costs, encode_prediction
 from stretto.ir.job_text import Line, decode_job, decode_overlap, encode_job
 from stretto.ir.op_text import one_line
-from stretto.ir.plan import VERSION, Bucket, Communicator, Instruction, Item, Plan, Window, written_by
+from stretto.ir.plan import VERSION, Communicator, Instruction, Item, Plan, Window, written_by
 from stretto.ir.reading import Cursor, read_json
 from stretto.ir.references import broken_references
 
@@ -38,10 +38,6 @@ def plan_to_text(plan: Plan) -> str:
         "orders": [[_written(i, Instruction.parse) for i in order] for order in plan.orders],
         "communicators": [
             Line({"name": c.name, "ranks": list(c.ranks), "axes": list(c.axes)}) for c in plan.communicators
-        ],
-        "buckets": [
-            Line({"name": b.name, "communicator": b.communicator, "parameters": list(b.parameters)})
-            for b in plan.buckets
         ],
         "costs": encode_costs(plan.costs),
         "prediction": None if plan.prediction is None else encode_prediction(plan.prediction),
@@ -76,7 +72,6 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
             "windows",
             "orders",
             "communicators",
-            "buckets",
             "costs",
             "prediction",
         )
@@ -90,7 +85,6 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
         communicators=fields["communicators"].sequence(_decode_communicator),
         costs=decode_costs(fields["costs"]),
         prediction=None if prediction.value is None else decode_prediction(prediction),
-        buckets=fields["buckets"].sequence(_decode_bucket),
         overlap=decode_overlap(fields["overlap"]),
         overlap_why=fields["overlap_why"].text(),
     )
@@ -183,9 +177,11 @@ def _decode_window(name: str, cursor: Cursor) -> Window:
 
 def _decode_part(cursor: Cursor) -> tuple[int, Phase]:
     def parse(text: str) -> tuple[int, Phase]:
-        if not (text[:-1].isascii() and text[:-1].isdigit()) or text[-1] not in "FIWB":
-            raise ValueError("expected <stage><F|I|W|B>, for example 1B")
-        return int(text[:-1]), Phase(text[-1])
+        phase = Phase.REDUCE_GRAD if text.endswith(Phase.REDUCE_GRAD) else text[-1:]
+        stage = text.removesuffix(phase)
+        if not (stage.isascii() and stage.isdigit()) or phase not in list(Phase):
+            raise ValueError("expected <stage><F|I|W|B|REDUCE_GRAD>, for example 1B")
+        return int(stage), Phase(phase)
 
     return cursor.parsed(parse)
 
@@ -198,13 +194,6 @@ def _decode_communicator(cursor: Cursor) -> Communicator:
     fields = cursor.fields(("name", "ranks", "axes"))
     return Communicator(
         fields["name"].text(), fields["ranks"].sequence(Cursor.integer), fields["axes"].sequence(Cursor.text)
-    )
-
-
-def _decode_bucket(cursor: Cursor) -> Bucket:
-    fields = cursor.fields(("name", "communicator", "parameters"))
-    return Bucket(
-        fields["name"].text(), fields["communicator"].text(), fields["parameters"].sequence(Cursor.text)
     )
 
 

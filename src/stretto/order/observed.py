@@ -17,12 +17,12 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
+from stretto.ir.plan import Plan, Window
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.order import Arranger, Outside, Role, replay
-from stretto.schedule.windows import window_name
+from stretto.schedule.windows import window_name, without_sums
 
 PARTS = 100
 """Times are rounded to this part of a window's work. Assumed: finer ones do not change orders for good."""
@@ -97,12 +97,9 @@ def _windows(plan: Plan) -> dict[str, Window]:
     """The windows of runs, by the names of their slots. A window whose last run is one of its own is taken as
     other runs have it; sums that start there are nothing to other ranks."""
     found: dict[str, Window] = {}
-    for order, slots in zip(plan.orders, plan.schedule.orders, strict=True):
-        runs = (instruction for instruction in order if instruction.kind is InstructionKind.RUN)
-        for run, slot in zip(runs, slots, strict=True):
-            window = plan.windows[str(run.ref)]
-            items = tuple(item for item in window.items if item.kind is not ItemKind.REDUCE)
-            found.setdefault(window_name(slot), replace(window, items=items))
+    for rank, slots in enumerate(plan.schedule.orders):
+        for (_, _, window), slot in zip(plan.runs(rank), slots, strict=True):
+            found.setdefault(window_name(slot), without_sums(window))
     return found
 
 

@@ -30,7 +30,7 @@ from stretto.ir.transfers import processor_us
 from stretto.runtime.lone import LoneEnd
 from stretto.simulate.clock import Moment
 from stretto.simulate.collectives import Collective
-from stretto.simulate.live import Live, messages_of, ready_windows, works_of
+from stretto.simulate.live import Live, calls_of, messages_of, ready_windows
 from stretto.verify.trace import EventKind, ends_of
 
 SPIN_US = 150.0
@@ -67,7 +67,7 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         self._plan = plan
         self._place = plan.mesh.place(rank)
         self._windows = ready_windows(plan)
-        self._works = works_of(plan, self._place, self._windows)
+        self._works = calls_of(plan, self._place, self._windows)
         self._sends = messages_of(plan, self._place, EventKind.SEND)
         self._posts = messages_of(plan, self._place, EventKind.RECV)
         self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}

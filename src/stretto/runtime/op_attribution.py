@@ -44,8 +44,6 @@ def turns_of(plan: Plan, window_name: str) -> tuple[Turn, ...]:
             op, _ = ops[item.part][str(item.ref)]
             us = time_of(plan.costs, stage, op)
             found.append(Turn(item.part, us, op.target == WAIT or op.target in STARTS))
-        elif item.kind is ItemKind.REDUCE:
-            found.append(Turn(item.part, 0.0, True))
         else:
             edge = plan.job.edges[int(item.ref)]
             found.append(Turn(item.part, 0.0, plan.rank_of(edge.source) != plan.rank_of(edge.target)))

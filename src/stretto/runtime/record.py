@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from stretto.ir.action import Action, Phase
+from stretto.ir.action import ONCE, Action, Phase
 from stretto.ir.axes import PIPELINE
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
@@ -167,7 +167,7 @@ def _communications(plan: Plan, window: str) -> Iterator[tuple[bool, int, str, i
         if waits:
             op, sub = known[op.uses[0]]
         if op.collective is not None:
-            yield waits, item.part, op.collective.label(op.name), stage, sub
+            yield waits, item.part, op.label, stage, sub
 
 
 Mark = TypeVar("Mark", tuple[str, int, int], tuple[str, str, int, int])
@@ -229,7 +229,7 @@ def _collective(
     cost = plan.costs.collectives.get((words[0], kind))
     if waited[1] - waited[0] < THERE_US and cost is not None:
         done = min(done, begun + cost.curve.us(nbytes))
-    stage, phase, microbatch = asked or (None, None, None)
+    stage, phase, microbatch = asked if asked is not None and asked[2] != ONCE else (None, None, None)
     end = max(done, begun)
     return Span(place, lane, SpanKind.MESSAGE, name, begun, end, stage, phase, microbatch, nbytes)
 

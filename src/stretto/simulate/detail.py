@@ -6,10 +6,9 @@ there, lanes as free, processors as unshared; so a run takes longer than this wh
 
 from __future__ import annotations
 
-from stretto.ir.plan import ItemKind, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE
-from stretto.ir.transfers import bucket_bytes, bucket_time
 from stretto.simulate.windows import make_ready
 
 
@@ -30,18 +29,12 @@ def op_times(plan: Plan, window: str) -> list[tuple[str, float, float, str]]:
     free_us: dict[str, float] = {}
     done_us: dict[object, float] = {}
     for item, op, op_us, call in zip(ready.window.items, ready.ops, ready.op_us, ready.calls, strict=True):
-        if item.kind is ItemKind.REDUCE:
-            bucket = plan.bucket(str(item.ref))
-            nbytes = bucket_bytes(plan.job, [bucket])[bucket.name]
-            us = bucket_time(plan.costs, plan.communicator(bucket.communicator), nbytes).us
-            begin_us = max(now_us, free_us.get(bucket.communicator, 0.0))
-            found.append((str(item), begin_us, us, bucket.communicator))
-            free_us[bucket.communicator] = begin_us + us
         if op is None:
             continue
         if call is not None and op.target == WAIT:
             now_us = max(now_us, done_us.get((item.part, call.key), now_us))
-        found.append((str(item), now_us, op_us, COMPUTE_LANE))
+        if call is None or not call.op.sums:
+            found.append((str(item), now_us, op_us, COMPUTE_LANE))
         if call is not None and op.target != WAIT:
             begin_us = max(now_us, free_us.get(call.axis, 0.0))
             found.append((str(item), begin_us, call.time.us, call.axis))

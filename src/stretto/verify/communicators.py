@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.ir.axes import PIPELINE
-from stretto.ir.plan import Communicator, Plan
+from stretto.ir.plan import LOSS, Communicator, Plan
 from stretto.verify.fault import Fault
 from stretto.verify.trace import ends_of
 
-LOSS = "loss"
 TIED = "tied "
 """What the names of tied gradients' communicators begin with."""
 

@@ -2,7 +2,7 @@
 
 1. A message passes when its send has started, its receive is posted, and the messages before it on the same
    communicator have passed.
-2. `wait` blocks until its message has passed; `heard` and `reduced` until every member has started.
+2. `wait` blocks until its message has passed; that for a sum until every member has started it.
    Collectives over other axes join ranks of one place, which walk the same order: none waits for another.
 3. `sent` blocks, on a transport with buffers, not at all; on one without (rendezvous), until its message has
    passed. A plan must reach its end on both, because a transport may do either.
@@ -14,7 +14,6 @@ Nothing here depends on the order in which the walk visits ranks: whatever can p
 from __future__ import annotations
 
 from stretto.ir.plan import Plan
-from stretto.verify.communicators import TIED, tied_ranks
 from stretto.verify.fault import Fault
 from stretto.verify.trace import Event, EventKind, Message, ends_of, shown, trace_of
 
@@ -46,13 +45,9 @@ class _Walk:
         self.sent: dict[str, list[Message]] = {}
         self.place: dict[Message, int] = {}
         self.posted: dict[str, int] = {}
-        self.told: set[int] = set()
         self.reducing: set[tuple[str, int]] = set()
-        # Groups along an axis lie within a rank of the pipeline; only ties wait for other ranks.
-        tied = tied_ranks(plan)
-        self.groups = {
-            bucket.name: tied.get(bucket.communicator.removeprefix(TIED), ()) for bucket in plan.buckets
-        }
+        # Groups along an axis lie within a rank of the pipeline; only these wait for other ranks.
+        self.joined = {found.name: found.ranks for found in plan.communicators if found.joins_places}
 
     def run(self) -> list[Fault]:
         """Walk until no rank can move; a fault for each rank that has not reached its end."""
@@ -76,10 +71,9 @@ class _Walk:
                 queue.append(event.message)
             else:
                 self.posted[lane] = self.posted.get(lane, 0) + 1
-        elif event.kind is EventKind.LOSS:
-            self.told.add(rank)
         elif event.kind is EventKind.REDUCE:
-            self.reducing.add((event.bucket, rank))
+            assert event.op is not None
+            self.reducing.add((event.op.lane, rank))
 
     def blocked(self, rank: int, event: Event) -> str | None:
         """What the event waits for, in words; None if it can pass."""
@@ -93,14 +87,12 @@ class _Walk:
                 return f"{shown(self.plan, event.message)}, which rank {source} has not sent"
             if self.place[event.message] >= self.posted.get(self.plan.lane_of(event.message[0]), 0):
                 return f"{shown(self.plan, event.message)}, whose receive rank {target} has not posted"
-        elif event.kind is EventKind.HEARD:
-            absent = [r for r in range(self.plan.ranks) if r not in self.told]
-            if absent:
-                return f"the loss, which ranks {absent} have not started"
         elif event.kind is EventKind.REDUCED:
-            absent = [r for r in self.groups[event.bucket] if (event.bucket, r) not in self.reducing]
+            assert event.op is not None
+            lane = event.op.lane
+            absent = [r for r in self.joined.get(lane, ()) if (lane, r) not in self.reducing]
             if absent:
-                return f"the sum of {event.bucket}, which ranks {absent} have not started"
+                return f"the sum of {', '.join(event.op.sums)}, which ranks {absent} have not started"
         return None
 
     def stuck(self, rank: int) -> Fault:

@@ -56,7 +56,7 @@ def _kept(
         bound = [(stage, m) for (stage, _), m in zip(parts, instruction.microbatches, strict=True)]
         for (stage, phase), key in zip(parts, bound, strict=True):
             for sub in phase.parts:
-                for value, made, last in reads[stage, sub]:
+                for value, made, last in reads.get((stage, sub), ()):
                     if made not in done[key]:
                         yield Fault(
                             rank,

@@ -9,8 +9,8 @@ instruction that starts them to the one that says that they are done. Counted, i
 3. a received value from the post of its receive; a sent value at least to its `sent`;
 4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
    added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins;
-5. what gradients that are summed together, or among some ranks of an axis only, are put into, from `reduce`
-   (an instruction, or an item of a window) to `reduced`.
+5. what gradients that are summed together, or among some ranks of an axis only, are put into, from the start
+   to the wait.
 
 Not counted: batch, constants, optimizer state, workspaces and the allocator's waste. `stretto.simulate`
 counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
@@ -25,7 +25,7 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import WAIT, Op
+from stretto.ir.program import STEP_LOSS, WAIT, Op
 from stretto.ir.storage import in_flight, makes, owner, reads
 from stretto.verify.fault import Fault
 
@@ -74,18 +74,14 @@ class _RankWalk:
         self.addends: dict[Storage, tuple[Addend, ...]] = {
             (stage, value): of for stage in self.stages for value, of in addends(plan.job, stage).items()
         }
-        self.buckets = {bucket.name: bucket for bucket in plan.buckets}
+        self.sums = {op.name: op for op in plan.sums(rank)}
         # By group of tied parameters: the names that the rank holds, bytes of one gradient.
         self.tied: dict[str, list[str]] = defaultdict(list)
         self.tied_bytes: dict[str, int] = {}
-        self.slots: dict[tuple[str, str], int] = {}
         for parameter in plan.job.parameters:
             if self.stages.intersection(parameter.stages):
                 self.tied[parameter.tied_to].append(parameter.name)
                 self.tied_bytes[parameter.tied_to] = parameter.grad_nbytes
-                for axis, size in plan.job.axes:
-                    self.slots[parameter.tied_to, axis] = parameter.slots(axis, size)
-        self.flat: dict[str, int] = {}
         self.made: dict[Storage, int] = {
             (stage, name): nbytes
             for (stage, _), op in self.ops.items()
@@ -158,12 +154,6 @@ class _RankWalk:
                 self.done_with(self.storage(edge.source, edge.value), instruction.microbatches[0])
             elif instruction.kind is InstructionKind.RUN:
                 self.run(instruction)
-            elif instruction.kind is InstructionKind.REDUCE:
-                peak, change = self.reduce(str(instruction.ref))
-                self.highest = max(self.highest, (self.level + peak, str(instruction)), key=_bytes)
-                self.level += change
-            elif instruction.kind is InstructionKind.REDUCED:
-                self.level -= self.flat.pop(str(instruction.ref), 0)
             self.note(instruction)
         return self.highest
 
@@ -183,7 +173,7 @@ class _RankWalk:
         ends = tuple(self.ends(last.storage, microbatches[last.part], last.uses) for last in shape.lasting)
         begins = tuple(addend.parameter not in self.begun for _, addend in shape.grads)
         self.begun.update(addend.parameter for _, addend in shape.grads)
-        sums = tuple(self.reduce(name) for _, name in shape.sums)
+        sums = tuple(self.reduce(self.sums[name]) for _, name in shape.sums)
         key = (window.name, pattern, ends, begins, sums)
         if key not in self.effects:
             self.effects[key] = shape.effect(self, ends, begins, sums)
@@ -192,24 +182,20 @@ class _RankWalk:
             self.highest = (self.level + peak, str(instruction))
         self.level += change
 
-    def reduce(self, name: str) -> tuple[int, int]:
-        """A bucket's sum starts. Gradients of tied parameters become one before; where none is, zeros.
-        Returns (the most bytes above those before, bytes more after it)."""
-        bucket = self.buckets[name]
+    def reduce(self, op: Op) -> tuple[int, int]:
+        """A sum starts, or is waited for. Gradients of tied parameters become one before; where none is,
+        zeros. Returns (the most bytes above those before, bytes more after it)."""
+        if op.target == WAIT:
+            return 0, -self.sums[op.uses[0]].nbytes
         level = peak = 0
-        for name in bucket.parameters:
+        for name in op.sums if op.alias != STEP_LOSS else ():
             begun = self.begun.intersection(self.tied[name])
             if len(begun) != 1:
                 peak = max(peak, level + self.tied_bytes[name])
                 level += (1 - len(begun)) * self.tied_bytes[name]
                 self.begun -= begun
                 self.begun.add(self.tied[name][0])
-        slots = [self.slots.get((name, bucket.communicator), 1) for name in bucket.parameters]
-        if len(slots) > 1 or slots != [1]:
-            self.flat[bucket.name] = sum(
-                self.tied_bytes[name] * count for name, count in zip(bucket.parameters, slots, strict=True)
-            )
-            level += self.flat[bucket.name]
+        level += op.nbytes
         return max(peak, level), level
 
     def shape(self, window: Window, pattern: tuple[int, ...]) -> _Shape:
@@ -221,7 +207,7 @@ class _RankWalk:
                 self.ops[window.parts[item.part][0], str(item.ref)],
             )
             for item in window.items
-            if item.kind is ItemKind.OP
+            if item.kind is ItemKind.OP and item.part in window.actions
         ]
         last: dict[tuple[Storage, int], int] = {}
         grads: dict[str, tuple[int, Addend]] = {}
@@ -239,9 +225,10 @@ class _RankWalk:
         before = 0
         sums: list[tuple[int, str]] = []
         for item in window.items:
-            before += item.kind is ItemKind.OP
-            if item.kind is ItemKind.REDUCE:
+            if item.part not in window.actions:
                 sums.append((before, str(item.ref)))
+            else:
+                before += item.kind is ItemKind.OP
         lasting: list[_Last] = []
         for (storage, part), at in last.items():
             uses = sum((stage, phase, part) in running for stage, phase in self.users[storage])
@@ -282,7 +269,7 @@ class _Last:
 class _Shape:
     """What runs of a window do to memory. changes: for each op, the bytes that it makes and those that go
     after it in any run; grads: (op, addend) of gradients that begin there if they have not; sums: (how many
-    ops run before it, bucket) of each sum that starts."""
+    ops run before it, op) of each sum that starts or ends."""
 
     changes: tuple[tuple[int, int], ...]
     lasting: tuple[_Last, ...]
@@ -318,7 +305,3 @@ class _Shape:
                 peak = max(peak, level + made[at], level + made[at] + after[at])
                 level += made[at] + after[at]
         return peak, level
-
-
-def _bytes(held: tuple[int, str]) -> int:
-    return held[0]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stretto.ir.action import Schedule
-from stretto.ir.plan import InstructionKind, ItemKind, Plan
+from stretto.ir.plan import LOSS, InstructionKind, ItemKind, Plan
 from stretto.ir.program import STARTS
-from stretto.verify.trace import EventKind, trace_of
+from stretto.verify.trace import trace_of
 
 
 def schedule_summary(schedule: Schedule) -> str:
@@ -54,6 +54,7 @@ def _collectives(plan: Plan) -> int:
         starts = {
             (part, op.name)
             for part, (stage, phase) in enumerate(window.parts)
+            if part in window.actions
             for sub in phase.parts
             for op in plan.job.stages[stage].ops[sub]
             if op.target in STARTS
@@ -66,7 +67,7 @@ def _collectives(plan: Plan) -> int:
 def _sums(plan: Plan) -> int:
     """Sums of gradients in a step, over all places."""
     events = (event for rank in range(plan.ranks) for event in trace_of(plan, rank))
-    return sum(event.kind is EventKind.REDUCE for event in events)
+    return sum(event.op is not None and event.op.lane != LOSS for event in events) // 2
 
 
 def _count(number: int, one: str, many: str = "") -> str:

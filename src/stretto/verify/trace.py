@@ -13,55 +13,67 @@ from enum import StrEnum
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
+from stretto.ir.program import WAIT, Op
 
 Message = tuple[int, int]
 """(edge index, microbatch)."""
 
 
 class EventKind(StrEnum):
-    """An instruction's kinds, and those that stand inside a window only."""
+    """What instructions and items do; of ops, the starts of sums and the waits for them."""
 
     RECV = "recv"
     SEND = "send"
     WAIT = "wait"
     SENT = "sent"
-    LOSS = "loss"
-    HEARD = "heard"
     REDUCE = "reduce"
     REDUCED = "reduced"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """at: index of the instruction in the rank's order; message: for recv, send, wait, sent; bucket: for
-    reduce and reduced."""
+    """at: index of the instruction in the rank's order; item: in its window; message: for recv, send, wait,
+    sent; op: for reduce and reduced, that starts the sum."""
 
     kind: EventKind
     at: int
     instruction: Instruction
     message: Message = (-1, -1)
-    bucket: str = ""
+    op: Op | None = None
+    item: int = 0
 
 
 def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
     """The rank's events in order."""
     inside = {
-        name: [i for i in window.items if i.kind is not ItemKind.OP] for name, window in plan.windows.items()
+        name: [
+            (k, i)
+            for k, i in enumerate(window.items)
+            if i.kind is not ItemKind.OP or window.parts[i.part][1] is Phase.REDUCE_GRAD
+        ]
+        for name, window in plan.windows.items()
     }
     for at, instruction in enumerate(plan.orders[rank]):
         kind = instruction.kind
         if kind is InstructionKind.RUN:
-            for item in inside[str(instruction.ref)]:
-                if item.kind is ItemKind.REDUCE:
-                    yield Event(EventKind.REDUCE, at, instruction, bucket=str(item.ref))
+            window = plan.windows[str(instruction.ref)]
+            for k, item in inside[window.name]:
+                if item.kind is ItemKind.OP:
+                    ops = {
+                        op.name: op
+                        for op in plan.job.stages[window.parts[item.part][0]].ops[Phase.REDUCE_GRAD]
+                    }
+                    op = ops[str(item.ref)]
+                    starts = op.target != WAIT
+                    op = op if starts else ops[op.uses[0]]
+                    does = EventKind.REDUCE if starts else EventKind.REDUCED
+                    yield Event(does, at, instruction, op=op, item=k)
                     continue
                 message = (int(item.ref), instruction.microbatches[item.part])
                 yield Event(EventKind(item.kind.value), at, instruction, message)
-        elif kind in (InstructionKind.RECV, InstructionKind.SENT):
+        else:
             message = (int(instruction.ref), instruction.microbatches[0])
             yield Event(EventKind(kind.value), at, instruction, message)
-        else:
-            yield Event(EventKind(kind.value), at, instruction, bucket=str(instruction.ref))
 
 
 def last_runs(plan: Plan, rank: int) -> dict[tuple[int, Phase], int]:
