@@ -162,7 +162,11 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     Collectives of one axis start in another order as well; messages keep theirs, as peers post for it.
     """
     draw = random.Random(seed)
-    windows = {name: _shuffled(plan, window, draw) for name, window in plan.windows.items()}
+    # Sums of one gradient are in one round after the other.
+    windows = {
+        name: _shuffled(plan, window, draw) if window.actions else window
+        for name, window in plan.windows.items()
+    }
     return replace(plan, windows=windows)
 
 

@@ -174,7 +174,7 @@ MALFORMED = [
     (changed("orders", 0, 2, to="run 0F:0,1"), r"orders\[0\]\[2\]: window 0F takes 1 microbatches, found 2"),
     (changed("orders", 0, 0, to="recv e8:0"), r"orders\[0\]\[0\]: there is no edge e8"),
     (changed("orders", 0, 0, to="recv e1:0,1"), r"orders\[0\]\[0\]: recv takes one microbatch, found 2"),
-    (changed("orders", 0, 0, to="reduce w7"), r"orders\[0\]\[0\]: .*reduce"),
+    (changed("orders", 0, 0, to="reduce w7"), r"orders\[0\]\[0\]: .*'reduce' is not a valid"),
     (changed("communicators", 0, "ranks", to=[0, 5]), r"communicators\[0\]\.ranks\[1\]: there is no rank 5"),
     (
         changed("job", "axes", 0, 0, to="pp"),

@@ -83,5 +83,6 @@ def test_parts_along_two_axes_are_summed_one_after_the_other() -> None:
     plan = plan_with(job, make_schedule("1f1b", 2, 3), make_comm_costs(job))
     assert plan_faults(plan) == []
     for place in (0, 1):
-        texts = [str(i) for i in plan.orders[place]]
-        assert texts.index(f"reduced ep {place}.0") < texts.index(f"reduce tp {place}.0")
+        events = [(e.kind, e.op.name) for e in trace_of(plan, place) if e.op is not None]
+        ended, next_one = (EventKind.REDUCED, f"ep.{place}.0"), (EventKind.REDUCE, f"tp.{place}.0")
+        assert events.index(ended) < events.index(next_one)

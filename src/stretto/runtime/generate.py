@@ -21,64 +21,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from stretto.backend.dispatch import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.axes import TENSOR
-from stretto.ir.collectives import How
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, STEP_LOSS, WAIT, Arg, Const, Job, Op, Ref
-from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
 """Values of one (stage, microbatch) that live between windows: tensors, and communications under way."""
-
-
-class Hooks(Protocol):
-    """What a window calls beside ops. Microbatches are numbers, edges indexes of the job's edges."""
-
-    def wait(self, edge: int, microbatch: int) -> torch.Tensor: ...
-    def send(self, edge: int, microbatch: int, value: torch.Tensor) -> None: ...
-    def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None: ...
-    def add_product(self, parameter: int, left: torch.Tensor, right: torch.Tensor) -> None: ...
-    def add_loss(self, microbatch: int, value: torch.Tensor) -> None: ...
-    def update_buffer(self, buffer: int, value: torch.Tensor) -> None: ...
-    def gather_grads(self, groups: Sequence[str], lane: str) -> torch.Tensor: ...
-    def set_grads(self, groups: Sequence[str], lane: str, total: torch.Tensor) -> None: ...
-    def share_of_loss(self) -> torch.Tensor: ...
-    def set_loss(self, total: torch.Tensor) -> None: ...
-    def draw(self, microbatch: int, op: int) -> None: ...
-    def drawn(self) -> None: ...
-    def tick(self, stage: int, op: str) -> None: ...
-    def start(
-        self,
-        name: str,
-        kind: str,
-        how: How,
-        lane: str,
-        value: torch.Tensor,
-        size: int,
-        *,
-        owned: bool = False,
-    ) -> Started: ...
-    def finish(self, started: Started) -> torch.Tensor: ...
-
-
-@dataclass(slots=True)
-class Started:
-    """A communication under way. name, lane: for the record; result: complete once `handle` is done; source:
-    kept alive until then."""
-
-    name: str
-    lane: str
-    handle: Handle
-    result: torch.Tensor
-    source: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

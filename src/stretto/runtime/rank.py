@@ -19,7 +19,8 @@ from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
-from stretto.runtime.generate import Externals, Generated, Started, Store, generate
+from stretto.runtime.generate import Externals, Generated, Store, generate
+from stretto.runtime.hooks import Started
 from stretto.runtime.record import Marks, now
 from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
@@ -242,7 +243,7 @@ class RankState:
         self.grads[adding[0]] = total = total.contiguous()
         return total
 
-    # What windows call (see generate.Hooks).
+    # What windows call (see `hooks.Hooks`).
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:
         key = (edge, microbatch)
