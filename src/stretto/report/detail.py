@@ -61,7 +61,7 @@ def span_category(span: Span) -> str:
 
 
 def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
-    """Every window's ops in order with their predicted times, without its waits and sends.
+    """The ops of every window's actions in order with their predicted times, without its waits and sends.
 
     An item that names no op is passed over: whether a plan is sound is for `stretto.verify`.
     """
@@ -69,9 +69,10 @@ def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
     for name, window in plan.windows.items():
         programs = {
             (part, op.name): (op, sub)
-            for part, (stage, phase) in enumerate(window.parts)
+            for part in window.actions
+            for stage, phase in (window.parts[part],)
             for sub in phase.parts
-            for op in plan.job.stages[stage].ops.get(sub, ())
+            for op in plan.job.stages[stage].ops[sub]
         }
         rows = []
         for item in window.items:
