@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from stretto.ir.axes import PIPELINE
 from stretto.ir.plan import LOSS, Communicator, Plan
+from stretto.ir.transfers import tied_ranks
 from stretto.verify.fault import Fault
 from stretto.verify.trace import ends_of
 
@@ -23,16 +24,6 @@ TIED = "tied "
 def communicator_faults(plan: Plan) -> list[Fault]:
     """Every fault of communicators. References must be sound."""
     return list(_communicators(plan))
-
-
-def tied_ranks(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Tied names whose copies live on more than one rank, with those ranks, ascending."""
-    found = {}
-    for name, stages in plan.job.tied_groups().items():
-        ranks = tuple(sorted({plan.rank_of(stage) for stage in stages}))
-        if len(ranks) > 1:
-            found[name] = ranks
-    return found
 
 
 def tells_loss(plan: Plan) -> bool:
@@ -49,7 +40,7 @@ def _needed(plan: Plan) -> dict[str, Communicator]:
             found[name] = Communicator(name, ends)
     if tells_loss(plan):
         found[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), (PIPELINE, *plan.job.data_axes))
-    for name, ranks in tied_ranks(plan).items():
+    for name, ranks in tied_ranks(plan.job, plan.schedule.stage_ranks).items():
         found[TIED + name] = Communicator(TIED + name, ranks)
     for axis, size in plan.job.axes:
         if size > 1:

@@ -27,8 +27,8 @@ from stretto.ir.action import ONCE, Phase
 from stretto.ir.axes import PIPELINE, Sums, sums_of
 from stretto.ir.plan import LOSS, ItemKind, Plan
 from stretto.ir.program import DTYPE_BYTES, GRAD, STEP_LOSS, WAIT, Op, TensorSpec
-from stretto.ir.transfers import summed_bytes
-from stretto.verify.communicators import TIED, tells_loss, tied_ranks
+from stretto.ir.transfers import summed_bytes, tied_ranks
+from stretto.verify.communicators import TIED, tells_loss
 from stretto.verify.fault import Fault
 from stretto.verify.trace import Event, EventKind, last_runs, trace_of
 
@@ -41,7 +41,7 @@ Position = tuple[int, int]
 
 def sum_faults(plan: Plan) -> list[Fault]:
     """Every fault of sums of gradients. References must be sound."""
-    tied = tied_ranks(plan)
+    tied = tied_ranks(plan.job, plan.schedule.stage_ranks)
     found = list(_programs(plan, tied))
     for rank in range(plan.ranks):
         found += _in_place(plan, rank)
@@ -64,18 +64,15 @@ def _programs(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
     for stage in job.stages:
         rank, ops = plan.rank_of(stage.index), stage.ops.get(Phase.REDUCE_GRAD, ())
         if ops and plan.sums(rank) != ops:
-            what = f"stage {stage.index} is not the first of its rank"
-            yield Fault(
-                rank, f"sums of stage {stage.index}", what, "Put all of a rank's into its first stage"
-            )
+            where, what = f"sums of stage {stage.index}", f"stage {stage.index} is not the first of its rank"
+            yield Fault(rank, where, what, "Put all of a rank's into its first stage")
         starts = {op.name: op for op in ops if op.target != WAIT}
         waited = {op.uses[0] for op in ops if op.target == WAIT}
         for op in ops:
             if op.target == WAIT:
                 if op.alias != op.uses[0] or op.outputs != starts[op.uses[0]].outputs:
-                    yield Fault(
-                        rank, op.name, "is something else than the sum that it waits for", "Give it that"
-                    )
+                    what = "is something else than the sum that it waits for"
+                    yield Fault(rank, op.name, what, "Give it that")
                 continue
             axis, names = axis_of(plan, op), ", ".join(op.sums)
             if len(op.args[0]) > len(op.sums):
@@ -88,12 +85,10 @@ def _programs(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
                 yield Fault(rank, op.name, what, f"Give it {which}")
                 continue
             if axis == TIES and op.sums != (op.lane.removeprefix(TIED),):
+                what = f"sums {names} on communicator {op.lane}, which joins the ranks that hold "
+                what += op.lane.removeprefix(TIED)
                 yield Fault(
-                    rank,
-                    op.name,
-                    f"sums {names} on communicator {op.lane}, which joins the ranks that hold "
-                    f"{op.lane.removeprefix(TIED)}",
-                    "Give each tied gradient a sum and a communicator of its own",
+                    rank, op.name, what, "Give each tied gradient a sum and a communicator of its own"
                 )
             if (axis == LOSS) != (op.sums == (STEP_LOSS,)) or (STEP_LOSS in op.sums and axis != LOSS):
                 what = f"sums {names} on communicator {op.lane}"
