@@ -20,7 +20,6 @@ from stretto.ir.transfers import summed_bytes
 from stretto.models.build import huggingface_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
-from stretto.saving.held import held_model, owned_model
 from stretto.saving.parts import Part
 from stretto.train.clip import GradientClip
 from tests.parallelize.test_key_heads import hf
@@ -105,7 +104,7 @@ def test_each_head_is_written_once() -> None:
     model, job = small_job(tp=4, pp=2)
 
     def work(runner: Runner) -> dict[str, Part]:
-        return owned_model(runner, held_model(runner))
+        return runner.held.owned_parts()
 
     written: dict[str, Tensor] = {}
     for owned in stretto.run_threads(lowered(job, "1f1b"), lambda _: copy.deepcopy(model), work):

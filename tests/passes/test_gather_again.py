@@ -10,8 +10,8 @@ import torch
 from stretto.ir.action import Phase
 from stretto.ir.flow import inputs_of
 from stretto.ir.program import Job, Op
-from stretto.passes.gather_again import gathers
 from stretto.passes.recompute import repeat
+from stretto.passes.recompute_choice import gathers
 from stretto.planning.make_plan import make_plan
 from stretto.verify import verify
 from tests.parallelize.test_tensor_equality import MODELS, batch_of, step

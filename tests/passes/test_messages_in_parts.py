@@ -14,12 +14,10 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import Edge, Job
-from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
 from stretto.verify import verify
-from tests.capture.test_borders import SKIPS_BATCH, Skips, job_of, kinds, skips_job, skips_loss
 from tests.parallelize.test_tensor_equality import (
     MODELS,
     SMALL,
@@ -31,6 +29,7 @@ from tests.parallelize.test_tensor_equality import (
     step,
 )
 from tests.passes.steps import after
+from tests.passes.test_scatter_borders import SKIPS_BATCH, Skips, job_of, kinds, skips_job, skips_loss
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -47,7 +46,7 @@ def costs_of(
 
 def whole(model: nn.Module, name: str = "gpt", **layout: object) -> Job:
     """A job in which capturing has cut nothing."""
-    return job_of(model, name, (SCATTER_BORDERS,), **layout)
+    return job_of(model, name, ("scatter_borders",), **layout)
 
 
 def quick(job: Job) -> Costs:
@@ -145,7 +144,7 @@ def test_what_need_not_or_cannot_be_cut_stays() -> None:
     model = gpt().double()
     spread = job_of(model, sequence_parallel=True)
     assert cut_of(spread, quick(spread)) is spread
-    skipped = job_of(model, skip=(MESSAGES_IN_PARTS, SCATTER_BORDERS))
+    skipped = job_of(model, skip=("messages_in_parts", "scatter_borders"))
     assert cut_of(skipped, quick(skipped)) is skipped
     job = whole(model)
     without = quick(job)
@@ -154,7 +153,7 @@ def test_what_need_not_or_cannot_be_cut_stays() -> None:
     )
     assert cut_of(job, without) is job
     odd = {name: leaf[:, :5] for name, leaf in batch_of(2).items()}
-    layout = Parallel(pp=2, tp=2, microbatches=2, skip_passes=(SCATTER_BORDERS,))
+    layout = Parallel(pp=2, tp=2, microbatches=2, skip_passes=("scatter_borders",))
     five = stretto.capture(model, odd, loss_of("gpt"), layout)
     assert cut_of(five, quick(five)) is five
 
@@ -162,7 +161,7 @@ def test_what_need_not_or_cannot_be_cut_stays() -> None:
 def test_what_skips_stages_is_cut_for_each() -> None:
     """A sum that two stages read, and its gradient's parts, with nothing scattered when captured."""
     model = Skips().double()
-    job = skips_job(model, (SCATTER_BORDERS,))
+    job = skips_job(model, ("scatter_borders",))
     cut = cut_of(job, quick(job))
     assert all(
         after.spec.nbytes * 2 == before.spec.nbytes

@@ -138,8 +138,31 @@ def test_a_slower_plan_is_taken_where_waiting_at_once_is_refused(monkeypatch: py
 
     real = planning._finished
     monkeypatch.setattr(planning, "_finished", finished)
-    monkeypatch.setattr(planning, "_slower", lambda made, off: True)
+    monkeypatch.setattr(planning, "CLEAR", 0.0)
     assert make_plan(job, costs, overlap="local", order="list") == want
+
+
+def test_waiting_at_once_is_taken_where_it_turns_out_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step decides, where the step by which variants are compared does not say it clearly."""
+    job = comm_job(1, 4, (("tp", 2),), blocks=2)
+    costs = make_comm_costs(job, collective_us=100.0)
+    off, local = (make_plan(job, costs, overlap=mode, order="list") for mode in ("off", "local"))
+    assert (off.overlap, local.overlap) == ("off", "local")
+
+    def finished(step: Step, context: Context) -> Plan:
+        made = real(step, context)
+        assert made.prediction is not None
+        if step.overlap == "off":
+            return made
+        return replace(made, prediction=replace(made.prediction, step_us=2.0 * step_us))
+
+    assert off.prediction is not None
+    real, step_us = planning._finished, off.prediction.step_us
+    monkeypatch.setattr(planning, "_finished", finished)
+    assert make_plan(job, costs, overlap="local", order="list").overlap == "local", "it is clear"
+    monkeypatch.setattr(planning, "CLEAR", 0.0)
+    made = make_plan(job, costs, overlap="local", order="list")
+    assert made == replace(off, overlap_why=made.overlap_why)
 
 
 def test_a_plan_carries_its_prediction_and_its_bound() -> None:

@@ -10,10 +10,10 @@ import stretto
 from stretto.errors import PlanError
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op
-from stretto.passes import STEP_PASSES
-from stretto.passes.listed import OfStep
+from stretto.passes import STEP_PASSES, OfStep
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning import variants
+from stretto.planning.tries import Tried, lighter
 from tests.price.comm_job import comm_job
 
 CLUSTER = stretto.Cluster(flops_per_us=1.0, op_overhead_us=1.0)
@@ -43,8 +43,8 @@ def flops(plan: Plan) -> int:
 @pytest.mark.parametrize("overlap", ["off", "local", "window"])
 def test_what_is_tried_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
     plain = plan_with(monkeypatch, overlap=overlap)
-    less = plan_with(monkeypatch, OfStep(0, lambda step, _: times(step, 0.5), tried=True), overlap=overlap)
-    more = plan_with(monkeypatch, OfStep(0, lambda step, _: times(step, 2.0), tried=True), overlap=overlap)
+    less = plan_with(monkeypatch, OfStep(lambda step, _: times(step, 0.5), tried=True), overlap=overlap)
+    more = plan_with(monkeypatch, OfStep(lambda step, _: times(step, 2.0), tried=True), overlap=overlap)
     assert flops(less) == flops(plain) // 2
     assert less.prediction is not None
     assert plain.prediction is not None
@@ -57,9 +57,18 @@ def test_what_cannot_be_done_is_done_without(monkeypatch: pytest.MonkeyPatch, er
     def refuses(step: Step, context: Context) -> Step:
         raise error
 
-    assert plan_with(monkeypatch, OfStep(0, refuses, tried=True)) == plan_with(monkeypatch)
+    assert plan_with(monkeypatch, OfStep(refuses, tried=True)) == plan_with(monkeypatch)
     with pytest.raises(type(error)):
-        plan_with(monkeypatch, OfStep(0, refuses))
+        plan_with(monkeypatch, OfStep(refuses))
+
+
+def test_much_more_memory_is_held_only_for_a_gain_that_costs_can_tell() -> None:
+    heavy, close, light, slow = (Tried((), "window", us) for us in (100.0, 101.0, 101.5, 103.0))
+    held = {heavy: 300, close: 250, light: 200, slow: 100}
+    found = [heavy, close, light, slow]
+    assert lighter(found, held.__getitem__) == [light, heavy, close, slow]
+    assert lighter([heavy, close, slow], held.__getitem__) == [heavy, close, slow]
+    assert lighter([heavy, slow], {}.__getitem__) == [heavy, slow], "nothing is simulated without need"
 
 
 def test_what_variants_share_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,5 +78,5 @@ def test_what_variants_share_is_run_once(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(step)
         return step
 
-    plan_with(monkeypatch, OfStep(0, counted), overlap="window")
+    plan_with(monkeypatch, OfStep(counted), overlap="window")
     assert len(seen) == 1

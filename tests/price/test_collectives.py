@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stretto.errors import UsageError
 from stretto.ir import collectives
 from stretto.ir.curve import Curve
-from stretto.price.collectives import CollectiveModel, collective_curve, collective_us
+from stretto.price.collectives import CollectiveModel, collective_curve
 from stretto.price.devices import device, devices
 from stretto.price.fabric import Fabric, Group, Topology, axis_group
 
@@ -22,6 +22,10 @@ REGULAR = [key for key, found in devices().items() if found.topology is not Topo
 FABRICS = st.sampled_from(REGULAR).map(lambda key: device(key).fabric())
 NBYTES = st.floats(0, 1e11)
 GROUPS = st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 64)).filter(lambda g: g[0] * g[1] > 1)
+
+
+def collective_us(kind: str, nbytes: float, group: Group, fabric: Fabric) -> float:
+    return collective_curve(kind, group, fabric).us(nbytes)
 
 
 @given(KINDS, FABRICS, GROUPS, NBYTES, NBYTES)

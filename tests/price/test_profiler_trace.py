@@ -17,7 +17,7 @@ from stretto.ir.prices import price_list
 from stretto.price.calibration import Calibration
 from stretto.price.op_cache import Machine
 from stretto.price.priced import CalibratedPricer
-from stretto.price.profiler_trace import read_profiler_trace, read_trace
+from stretto.price.profiler_trace import read_trace
 from tests.capture.zoo import mean_square
 from tests.runtime.equality import evenly
 
@@ -42,7 +42,7 @@ def test_a_captured_plan_is_priced_from_an_ordinary_run(tmp_path: Path) -> None:
             model(rows).square().mean().backward()
     path = tmp_path / "trace.json.gz"
     recorded.export_chrome_trace(str(path))
-    traced = read_profiler_trace(path)
+    traced = read_trace(path).ops
     products = {op.key: op for op in traced if op.name in ("aten::addmm", "aten::mm")}
     assert products["aten::addmm float32 [64] [16,32] [32,64]"].count == 3
     assert all(op.us > 0 for op in products.values())
@@ -130,6 +130,6 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: st
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     with pytest.raises(stretto.UsageError, match=rf"trace.json.*{message}|{message}.*trace.json"):
-        read_profiler_trace(path)
+        read_trace(path)
     with pytest.raises(stretto.UsageError, match=r"cannot read .*: No such file"):
-        read_profiler_trace(tmp_path / "none.json")
+        read_trace(tmp_path / "none.json")

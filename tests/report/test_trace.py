@@ -134,8 +134,8 @@ def test_a_collective_flows_from_its_start_to_what_runs_after_its_wait(
         assert starts == sorted(set(starts)) or len(chain) < 3
 
 
-def test_without_ops_a_collective_flows_between_actions(plan: Plan, timeline: Timeline) -> None:
-    decoded = Decoded(to_perfetto(timeline, plan, ops=False))
+def test_without_ops_a_collective_flows_between_actions(timeline: Timeline) -> None:
+    decoded = Decoded(to_perfetto(timeline))
     assert not any(s["category"] == "op" for lane in decoded.slices.values() for s in lane)
     chains = [[s["name"] for s in sorted(c, key=lambda s: s["start"])] for c in decoded.flows.values()]
     assert ["0F0", "tp all_reduce fr0.0", "0F0"] in chains

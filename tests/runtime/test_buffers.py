@@ -18,7 +18,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.gpt import next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.runtime.hooks import Started
+from stretto.runtime.generate import Started
 from stretto.runtime.rank import RankState
 from stretto.runtime.runner import Runner
 from stretto.runtime.transport import ThreadTransport

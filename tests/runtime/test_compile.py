@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import cpp_builder
 
 from stretto.capture import capture
 from stretto.config import Parallel
@@ -20,9 +19,8 @@ from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner, run_threads
-from stretto.runtime.compile import block_of, cut, find_stretch
+from stretto.runtime.compile import block_of, cut, find_stretch, require_compiler
 from stretto.runtime.generate import Externals, generate
-from stretto.runtime.inductor_adapter import require_compiler
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import TOLERANCE
 
@@ -214,12 +212,17 @@ def test_compiled_results_do_not_depend_on_the_step() -> None:
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
-        raise RuntimeError("No working C++ compiler found")
-
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
-    with pytest.raises(UsageError, match=r"needs a C\+\+ compiler .* install g\+\+"):
+    told = r"needs a C\+\+ compiler .* install g\+\+"
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(UsageError, match=told):
         require_compiler(torch.device("cpu"))
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UsageError, match=told):
+        require_compiler(torch.device("cpu"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs Triton for cuda"):
+        require_compiler(torch.device("cuda"))
 
 
 def test_another_compiler_is_refused() -> None:

@@ -16,14 +16,16 @@ from stretto.capture.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
-from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.models.gpt import next_token_loss
 from stretto.planning.pair import whole
-from stretto.runtime.record import Marks, build_timeline, now
+from stretto.runtime.record import Marks, build_timeline, compute_spans, now
+from stretto.runtime.torch_transport import TorchTransport
 from stretto.schedule.families import make_schedule
 from tests.capture.zoo import Chain, mean_square, rows
-from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, plan_of, tokens
+from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, lowered, plan_of, tokens
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
+from tests.verify.plans import hand_schedule
 
 
 def measured(plan: Plan, model: torch.nn.Module, batch: torch.Tensor) -> Timeline:
@@ -124,6 +126,19 @@ def test_clocks_of_other_machines_are_corrected() -> None:
         assert (one.kind, one.name) == (other.kind, other.name)
 
 
+def test_clocks_of_two_machines_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = object.__new__(TorchTransport)
+    ahead_ns = itertools.chain([5_000_000, 5_200_000, 9_000_000], itertools.repeat(5_100_000))
+
+    def all_gather(item: object) -> list[object]:
+        return [item + next(ahead_ns), item] if isinstance(item, int) else [f"rank 0's {item}", item]
+
+    monkeypatch.setattr(end, "all_gather", all_gather)
+    assert end.clock_offset_us() == pytest.approx(5_100.0)
+    monkeypatch.setattr(end, "all_gather", lambda item: [item, item])
+    assert end.clock_offset_us() == 0.0, "one machine, one clock"
+
+
 def test_a_wait_belongs_to_the_start_of_its_own_microbatch() -> None:
     """In a window of several microbatches, an op's waits may stand in another order than its starts."""
     schedule = whole(make_schedule("1f1b", 1, 2))
@@ -142,6 +157,7 @@ def test_a_wait_belongs_to_the_start_of_its_own_microbatch() -> None:
     plan = replace(plan, windows={**plan.windows, window.name: replace(window, items=moved)})
     ((_, instruction, _),) = plan.runs(0)
     marks = Marks(0, 1_000_000, [(window.name, instruction.microbatches, 0, 1_000_000)])
+    marks.parts += [(0, parts[0]), (150_000, parts[1]), (820_000, parts[0])]
     name = f"tp all_reduce {start}"
     marks.starts += [(name, 8, 100_000), (name, 8, 200_000)]
     marks.finishes += [(name, "tp", 500_000, 800_000), (name, "tp", 850_000, 900_000)]
@@ -151,6 +167,37 @@ def test_a_wait_belongs_to_the_start_of_its_own_microbatch() -> None:
     mine = [instruction.microbatches[part] for part in parts]
     assert (one.start_us, one.stage, one.phase, one.microbatch) == (200.0, 0, Phase.F, mine[1])
     assert (two.start_us, two.stage, two.phase, two.microbatch) == (100.0, 0, Phase.F, mine[0])
+
+
+def test_a_run_that_actions_share_is_told_apart_by_its_marks() -> None:
+    model, batch = Chain(), rows(8)
+    job = job_of(trace(model, batch, mean_square, microbatches=2), 1, 2)
+    plan = lowered(job, hand_schedule((0,), 2, "0F0 (0F1;0B0)OVERLAP_F_B 0B1"))
+    (name,) = (name for name, window in plan.windows.items() if len(window.parts) > 1)
+    marks = Marks(0, 100_000, [("0F", (0,), 0, 5_000), (name, (1, 0), 10_000, 90_000)])
+    marks.parts += [(10_500, 0), (30_000, 1), (50_000, 0)]
+    waits = ((20.0, 22.0), (28.0, 35.0), (60.0, 90.0))
+    idle = [Span(0, COMPUTE_LANE, SpanKind.EXPOSED, "tp", *times) for times in waits]
+    spans = compute_spans(plan, 0, marks, lambda ns: ns / 1000, idle)
+    assert [(s.name, s.start_us, s.end_us) for s in spans] == [
+        ("0F0", 0.0, 5.0),
+        ("0F1", 10.0, 20.0),
+        ("0F1", 22.0, 28.0),
+        ("0B0", 35.0, 50.0),
+        ("0F1", 50.0, 60.0),
+    ]
+
+
+def test_a_measured_timeline_tells_actions_of_one_window_apart() -> None:
+    model, batch = Chain(), rows(8)
+    job = job_of(trace(model, batch, mean_square, microbatches=2), 1, 2)
+    plan = lowered(job, hand_schedule((0,), 2, "0F0 (0F1;0B0)OVERLAP_F_B 0B1"))
+    timeline = measured(plan, model, batch)
+    spans = [span for span in timeline.spans if span.kind is SpanKind.COMPUTE]
+    assert {span.name for span in spans} == {"0F0", "0F1", "0B0", "0B1"}
+    assert all(span.name == f"{span.stage}{span.phase}{span.microbatch}" for span in spans)
+    for before, after in itertools.pairwise(spans):
+        assert before.end_us <= after.start_us
 
 
 @pytest.mark.quiet

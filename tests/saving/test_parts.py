@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.parallelize.parts import local_shape
-from stretto.runtime.shards import join, part_of, pieces_of, whole_spec
-from stretto.saving.parts import Part, PartsReader, PartsWriter
+from stretto.runtime.shards import Part, join, part_of, pieces_of, whole_spec
+from stretto.saving.parts import PartsReader, PartsWriter
 from stretto.train.checkpoint import read_tensors
 from tests.synthetic import make_job
 

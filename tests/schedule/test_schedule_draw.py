@@ -41,13 +41,14 @@ def test_a_unit_drawing_is_the_familiar_picture():
     )
 
 
-def test_without_times_each_slot_is_a_cell():
-    assert to_ascii(read_csv("0F0,(0F10;0B0)OVERLAP_F_B\n1B0\n")) == ("rank 0  F0     F10+B0\nrank 1  B0\n")
-
-
 def test_ranks_with_several_stages_say_which():
-    drawn = to_ascii(read_csv(V_SHAPE))
-    assert drawn == "rank 0 (stage 0,3)  0F0 3F0 3B0 0B0\nrank 1 (stage 1,2)  1F0 2F0 2B0 1B0\n"
+    schedule = read_csv(V_SHAPE)
+    drawn = to_ascii(schedule, time_schedule(schedule))
+    assert drawn == (
+        "time                0                   5                   10\n"
+        "rank 0 (stage 0,3)  0F0 ........3F0 3B0---- ................0B0----\n"
+        "rank 1 (stage 1,2)  ....1F0 2F0 ............2B0---- 1B0---- ........\n"
+    )
 
 
 @given(st.sampled_from(list(FAMILIES)), st.integers(1, 4), st.integers(1, 12), st.floats(0.3, 3))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.verify.comm_plans import comm_job
 
 from stretto.ir.action import Phase
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
 from stretto.schedule.families import make_schedule
 from stretto.schedule.sums import with_sums
-from tests.verify.comm_plans import comm_job
 
 AXES = (("dp", 2), ("tp", 2))
 

@@ -12,8 +12,8 @@ from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Item, ItemKind, Plan
 from stretto.ir.processor import Processor
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
-from stretto.simulate import op_times, simulate
+from stretto.ir.timeline import Span, SpanKind
+from stretto.simulate import simulate
 from tests.simulate.test_engine import lane, message, schedule
 from tests.synthetic_comm import (
     ACTIVATION,
@@ -23,7 +23,6 @@ from tests.synthetic_comm import (
     make_comm_job,
     make_comm_plan,
     plan_with,
-    shuffled,
 )
 
 ONE = schedule("0F0 0B0")
@@ -333,31 +332,3 @@ def test_a_sum_that_the_plan_does_not_have_is_refused() -> None:
 
 
 # --- the inside of a window ---------------------------------------------------------------------------
-
-
-def test_the_inside_of_a_window() -> None:
-    plan = make_comm_plan(ONE, op_us=100, start_us=3, collective_us=150)
-    plan = replace(plan, costs=replace(plan.costs, action_us=7.0))
-    assert op_times(plan, "0F") == [
-        ("fm0.0", 7, 100, "compute"),
-        ("fr0.0", 107, 3, "compute"),
-        ("fr0.0", 107, 150, "tp"),
-        ("fr0.0_w", 257, 0, "compute"),
-        ("fy0.0", 257, 100, "compute"),
-        ("y0", 357, 100, "compute"),
-        ("loss", 457, 100, "compute"),
-    ]
-    with pytest.raises(PlanError, match="window '9F' is run but not defined"):
-        op_times(plan, "9F")
-
-
-def test_the_inside_of_a_window_is_what_a_run_alone_takes() -> None:
-    plan = make_comm_plan(ONE, blocks=3, sequence=True, op_us=100, start_us=3, collective_us=150)
-    for seed in range(5):
-        mixed = shuffled(plan, seed)
-        ends = [
-            max(start + us for _, start, us, lane_ in op_times(mixed, window) if lane_ == COMPUTE_LANE)
-            for window in ("0F", "0B last")
-        ]
-        last = max(s.end_us for s in simulate(mixed).spans if s.name in ("0F0", "0B0"))
-        assert last == pytest.approx(sum(ends))

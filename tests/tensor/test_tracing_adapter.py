@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -89,11 +88,3 @@ def test_rows_of_a_table() -> None:
         None,
         None,
     ]
-
-
-def test_values_amid_tracing() -> None:
-    known = torch.arange(3)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert isinstance(known + 1, FakeTensor)
-        with adapter.outside_tracing():
-            assert (known + 1).tolist() == [1, 2, 3]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from stretto.cli.main import app
 from stretto.errors import UsageError
-from stretto.train.progress import Progress, StepReport, duration
+from stretto.train.progress import Progress, duration
 
 
 def test_options_change_settings(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_a_wrong_setting_names_its_origin(tmp_path: Path) -> None:
     assert str(error).startswith("--set training.steps=0: training.steps = 0")
 
 
-def report(step: int) -> StepReport:
-    return StepReport(step, 1.25, 1e-3, 0.5, 12345.0, 0.02, 0.034)
+def line_of(step: int) -> dict[str, float]:
+    return {"step": step, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 12345.0, "step_s": 0.02}
 
 
 def shown(terminal: bool) -> str:
@@ -51,7 +51,7 @@ def shown(terminal: bool) -> str:
     console = Console(file=out, force_terminal=terminal, width=200, soft_wrap=True)
     progress = Progress(20, 5, True, console)
     for step in range(1, 21):
-        progress.show(report(step))
+        progress.show(line_of(step), 0.034)
         if step == 10:
             progress.say("a line that stays")
     progress.stop()

@@ -21,6 +21,7 @@ from stretto.errors import RunError, StrettoError, UsageError
 from stretto.models.build import build_model, loss_function
 from stretto.report.rundir import load_run
 from stretto.train import checkpoint, launch
+from stretto.train.checkpoint_files import latest_in
 from stretto.train.data import prepare_data
 from stretto.train.metrics import Metrics
 from stretto.train.trainer import Trainer
@@ -79,7 +80,7 @@ def test_the_held_out_loss_is_that_of_the_plain_model(folder: Path) -> None:
     data = prepare_data(settings.data, print)
     model = build_model(settings.model, data.vocab_size, settings.training.seed)
     state = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    newest = trainer.last_checkpoint()
+    newest = latest_in(trainer.settings.checkpoint_dir)
     assert newest is not None
     checkpoint.read_tensors(newest, state)
     model.eval()
@@ -171,7 +172,7 @@ def test_a_failed_write_is_told_and_the_last_checkpoint_stays(
 def test_a_damaged_checkpoint_is_refused_by_name(folder: Path) -> None:
     path = write_settings(folder, steps=2, run="damaged")
     _, trainer = train(path)
-    newest = trainer.last_checkpoint()
+    newest = latest_in(trainer.settings.checkpoint_dir)
     assert newest is not None
     (newest / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(StrettoError, match=r"step-000002 cannot be read .*--no-resume"):
@@ -181,7 +182,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """A checkpoint; tests damage copies of it."""
-    newest = train(write_settings(folder, steps=2, run="undamaged"))[1].last_checkpoint()
+    newest = latest_in(train(write_settings(folder, steps=2, run="undamaged"))[1].settings.checkpoint_dir)
     assert newest is not None
     return newest
 

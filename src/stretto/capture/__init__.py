@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from stretto.batch.loss import Loss
-from stretto.capture.borders import scatter_borders
 from stretto.capture.explain import explain
 from stretto.capture.meshes import on_meshes, place_on_meshes
 from stretto.capture.split import split
@@ -20,7 +19,7 @@ from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
-from stretto.passes import MESSAGES_IN_PARTS, SCATTER_BORDERS
+from stretto.passes import on_job
 
 DEVICES = ("cpu", "cuda")
 """Kinds of devices that a step can be captured for."""
@@ -113,10 +112,8 @@ def _capture(
             f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
         )
     placement = split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
-    if SCATTER_BORDERS not in parallel.skip_passes:
-        traced, placement = scatter_borders(traced, placement, parallel.tp)
     job = cut(traced, placement, count, parallel.microbatches)
-    return replace(
+    job = replace(
         job,
         schedule=parallel.schedule,
         max_live=parallel.max_live,
@@ -125,8 +122,8 @@ def _capture(
         overlap=parallel.overlap,
         recompute=parallel.recompute,
         split_ops=parallel.split_ops,
-        message_parts=MESSAGES_IN_PARTS not in parallel.skip_passes,
     )
+    return on_job(job, parallel.skip_passes)
 
 
 def _check_arguments(model: object, loss: object, parallel: object, device: object, stages: object) -> None:

@@ -30,11 +30,11 @@ from stretto.ir.program import Shard
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.tensor.captured import capturing
 from stretto.tensor.clip import layout_on
-from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, spec_of
+from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, outside_modes, spec_of
 from stretto.tensor.errors import tensor_name
 from stretto.tensor.global_tensor import GlobalTensor, global_tensor
 from stretto.tensor.reshard.arguments import checked_placements
-from stretto.tensor.tracing_adapter import outside_tracing, redistributing, standing_first
+from stretto.tensor.tracing_adapter import redistributing, standing_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class OnMeshes:
 
     def place(self, mesh: DeviceMesh) -> int:
         """The stage of a mesh to which the program reshards. Raises UsageError for a mesh of no parameter."""
-        with outside_tracing():
+        with outside_modes():
             ranks = ranks_of(mesh)
         for stage, own in enumerate(self.meshes):
             if ranks_of(own) == ranks:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from stretto.capture.split import Placement
 from stretto.capture.trace import Traced
@@ -22,6 +21,7 @@ from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
 from stretto.ir.program import Buffer, Edge, Job, Op, Parameter, Ref, Stage
+from stretto.passes.rewrite import stage_of
 
 
 def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) -> Job:
@@ -45,9 +45,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
     made: list[Stage] = []
     for stage in range(stages):
         into, weight = _split_backward(backward[stage], leaving[stage], grads)
-        phases = (Phase.F, tuple(forward[stage])), (Phase.I, into), (Phase.W, weight)
-        roots: dict[str, str] = {}
-        made.append(Stage(stage, {phase: _own_aliases(ops, roots) for phase, ops in phases}))
+        made.append(stage_of(stage, {Phase.F: forward[stage], Phase.I: into, Phase.W: weight}))
 
     phase_of: dict[tuple[int, str], Phase] = {
         (stage.index, op.name): phase for stage in made for phase, ops in stage.ops.items() for op in ops
@@ -101,19 +99,6 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         count=traced.count,
         mean_over=traced.mean_over,
     )
-
-
-def _own_aliases(ops: Sequence[Op], roots: dict[str, str]) -> tuple[Op, ...]:
-    """Views named after the storage that the stage has: a received value has one of its own, whatever it
-    was a view of where it was made. roots: view -> its storage's value, of the stage so far; grows."""
-    found: list[Op] = []
-    for op in ops:
-        if op.alias is not None:
-            source = next(a.name for a in op.args if isinstance(a, Ref))
-            roots[op.name] = roots.get(source, source)
-            op = op if op.alias == roots[op.name] else replace(op, alias=roots[op.name])
-        found.append(op)
-    return tuple(found)
 
 
 def _gradient_parts(

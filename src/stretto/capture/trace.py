@@ -41,7 +41,8 @@ from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
-from stretto.passes import Graph, check_names, run_passes
+from stretto.passes import check_names, on_graph
+from stretto.passes.graph import Graph
 
 _log = logging.getLogger(__name__)
 
@@ -323,7 +324,7 @@ def _passed(
     known = {traced.op.name: traced for traced in ops}
     backward = frozenset(name for name, traced in known.items() if traced.backward)
     graph = Graph(tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given)
-    graph = run_passes(graph, skip)
+    graph = on_graph(graph, skip)
     made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
     return made, graph.renamed
 

@@ -43,7 +43,7 @@ def run(
     ran = planned if measured is None else load_run(measured)
     if measured is not None and ran.plan is not None and ran.plan.job != planned.plan.job:
         raise UsageError(f"--run {measured}: its plan is of another job than {plan}; give a run of this plan")
-    ops = [_op_row(op) for op in costliest_ops(planned.plan, ran.measured, top)]
+    ops = [_op_row(op) for op in costliest_ops(planned.plan, top)]
     assert planned.simulated is not None
     communications = communications_of(planned.plan, planned.simulated, ran.measured)[:top]
     costs = planned.plan.costs
@@ -115,14 +115,13 @@ def _op_row(op: OpGroup) -> Row:
         "each_us": op.total_us / op.calls,
         "total_us": op.total_us,
         "share": op.share,
-        "measured_us": op.measured_us,
         "source": op.source,
     }
 
 
 def _print(console: Console, title: str, columns: Columns, rows: Sequence[Row], words: Sequence[str]) -> None:
     """A table, with what was measured if anything was."""
-    measured = any(row["measured_us"] is not None for row in rows)
+    measured = any(row.get("measured_us") is not None for row in rows)
     shown = {head: of for head, of in columns.items() if head != "measured" or measured}
     grid_of(title, shown, rows, words=words, absent="-").print(console)
 
@@ -134,7 +133,6 @@ OPS: Columns = {
     "each": ("each_us", format_us),
     "total": ("total_us", format_us),
     "share": ("share", format_share),
-    "measured": ("measured_us", format_us),
     "known": ("source", "{}"),
     "reads → makes": (lambda row: f"{row['reads']} → {row['makes']}", "{}"),
 }

@@ -32,9 +32,6 @@ def run(
         str | None,
         typer.Option(metavar="cpu|cuda", help="What to run on; it must be what the plan was captured for."),
     ] = None,
-    load: Annotated[
-        bool, typer.Option("--load", help="Take the processor time of communication as well.")
-    ] = False,
 ) -> None:
     """Run one rank of a plan alone: real compute, communication that takes the predicted time."""
     check_output("--trace", trace)
@@ -49,7 +46,7 @@ def run(
 
     from stretto.runtime.rehearse import rehearse as walk  # loads PyTorch: not for a wrong plan
 
-    found = walk(loaded, rank, steps=steps, load=load)
+    found = walk(loaded, rank, steps=steps)
     try:
         typer.echo(str(found))
     finally:  # a table that nobody can read is no reason to lose the trace

@@ -76,7 +76,7 @@ def _print(found: Run) -> None:
         console.print(ranks_grid(timeline).rich())
         console.print(traffic_grid([timeline]).rich())
     if found.plan is not None:
-        costliest = costliest_ops(found.plan, found.measured, most=COSTLIEST, by_inputs=False)
+        costliest = costliest_ops(found.plan, most=COSTLIEST, by_inputs=False)
         if costliest:
             console.print(costliest_grid(costliest).rich())
     for timeline in timelines:

@@ -84,6 +84,7 @@ def run(
         assert timing is not None
         text = draw_schedule(chosen, timing)
     else:
+        assert timing is not None
         to_terminal = output is None and sys.stdout.isatty()
         text = to_ascii(chosen, timing, width=shutil.get_terminal_size().columns if to_terminal else None)
         text += f"\n{summary}" if summary else ""

@@ -29,6 +29,26 @@ class Dims:
     added: frozenset[int] = frozenset()
 
 
+SUMMED = "summed"
+"""In place of a result's dim: each rank has an addend of it."""
+
+
+def results_along(rule: Dims, label: int) -> tuple[int | str | None, ...] | None:
+    """Which dim of each result is cut where operands are cut along a label, or `SUMMED`; None: none, of what
+    a kernel notes for its backward. Without an answer, results from parts are no parts of the result."""
+    found: list[int | str | None] = []
+    for out in rule.outputs:
+        if label in out:
+            found.append(out.index(label))
+        elif label in rule.summed:
+            found.append(SUMMED)
+        elif len(rule.outputs) > 1 and all(of is None for of in out):
+            found.append(None)
+        else:
+            return None
+    return tuple(found)
+
+
 def operands(op: Op) -> tuple[str, ...]:
     """Names of the values that an op reads, in order, as often as it reads them."""
     return (*refs(op.args), *refs(tuple(value for _, value in op.kwargs)))

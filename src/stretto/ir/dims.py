@@ -26,6 +26,7 @@ from stretto.ir.op_names import (
     ATTENTION,
     ATTENTION_BACKWARD,
     COPIES,
+    DIM_THIRD,
     FIRST_LINEAR,
     LINEAR_ALONG_ONE,
     LINEAR_REDUCTIONS,
@@ -36,6 +37,7 @@ from stretto.ir.op_names import (
     REDUCTIONS,
     SCALED,
     SUMS,
+    names,
 )
 from stretto.ir.program import Op, TensorSpec
 
@@ -85,15 +87,9 @@ def _pointwise(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
 
 def _reduced(op: Op, count: int) -> frozenset[int]:
     """The dims that a reduction reduces."""
-    at = 2 if op.target in ("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim") else 1
-    if op.target in ("aten.median.dim", "aten.mode.default", "aten.kthvalue.default"):
-        at = 2 if op.target == "aten.kthvalue.default" else 1
-    if op.target == "aten.norm.Scalar":
-        return frozenset(range(count))
+    at = 2 if op.target in DIM_THIRD else 1
     given = op.args[at] if len(op.args) > at else dict(op.kwargs).get("dim")
-    if given is None or given == () or (op.target.endswith(".default") and op.target.split(".")[1] in (
-        "sum", "mean", "max", "min", "prod", "any", "all", "nansum"
-    ) and not isinstance(given, (int, tuple))):  # fmt: skip
+    if given is None or given == () or op.target == "aten.norm.Scalar":
         return frozenset(range(count))
     dims = given if isinstance(given, tuple) else (given,)
     return frozenset(dim_of(d, count) for d in dims)
@@ -119,18 +115,27 @@ def _reduction(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
 
 
 def _along_one(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
-    count = len(specs[0].shape)
-    at = ALONG_ONE[op.target]
-    given = op.args[at] if len(op.args) > at else dict(op.kwargs).get("dim", -1)
+    """Operands and results have all dims, or all but the one along which the op works."""
+    at, default = ALONG_ONE[op.target]
+    count = max(len(spec.shape) for spec in (*specs, *op.outputs) if spec is not None)
+    dim = dim_of(op.args[at] if len(op.args) > at else dict(op.kwargs).get("dim", default), count)
     labels = labels_of(count)
-    position = LINEAR_ALONG_ONE.get(op.target)
+    beside = labels[:dim] + labels[dim + 1 :]
+    full = [spec.shape for spec in specs if len(spec.shape) == count]
+    if any(spec is not None and len(spec.shape) < count - 1 for spec in (*specs, *op.outputs)):
+        return None
+    # A scatter reads as much of each dim as its index has.
+    unlike = {d for d in beside if len({shape[d] for shape in full}) > 1}
+    linear = tuple(range(len(specs))) if op.target == STACK else LINEAR_ALONG_ONE.get(op.target)
     return Dims(
-        tuple(labels[: len(spec.shape)] for spec in specs),
-        tuple(labels for _ in op.outputs),
-        whole=frozenset((dim_of(given, count),)) if count else frozenset(),
-        linear=() if position is None else each(position),
+        tuple(labels if len(spec.shape) == count else beside for spec in specs),
+        tuple(beside if spec is not None and len(spec.shape) < count else labels for spec in op.outputs),
+        whole=frozenset({dim, *unlike}) if count else frozenset(),
+        linear=() if linear is None else (frozenset(linear),),
     )
 
+
+STACK = "aten.stack.default"
 
 CONTRACTIONS = {
     "mm": ("ik", "kj", "ij"),
@@ -157,61 +162,38 @@ def _product(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     return Dims((bias, left, right), (made,), summed=summed, linear=linear, added=frozenset((0,)))
 
 
+POOLS = " ".join(
+    f"{pool}{way}"
+    for n in (2, 3)
+    for pool in (f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d")
+    for way in ("", "_backward")
+)
+"""Names of ops that pool images."""
+
 RULES: dict[str, Rule] = {
-    **{f"aten.{name}.default": _product for name in (*CONTRACTIONS, *ADDED_TO)},
-    **dict.fromkeys(("aten.permute.default", "aten.transpose.int", "aten.t.default"), dims_moved.permute),
-    **dict.fromkeys(
+    name: rule
+    for text, rule in (
+        (" ".join((*CONTRACTIONS, *ADDED_TO)), _product),
+        ("permute transpose.int t", dims_moved.permute),
+        ("slice.Tensor slice_backward flip roll tril triu constant_pad_nd", dims_moved.changed),
+        ("expand", dims_moved.expand),
+        ("repeat", dims_moved.repeat),
+        ("embedding", dims_moved.embedding),
+        ("embedding_dense_backward", dims_moved.embedding_backward),
+        ("index_select", dims_moved.index_select),
+        ("index.Tensor", dims_moved.index),
+        ("index_put _index_put_impl", dims_moved.index_put),
         (
-            *("aten.slice.Tensor", "aten.slice_backward.default", "aten.flip.default", "aten.roll.default"),
-            *("aten.tril.default", "aten.triu.default", "aten.constant_pad_nd.default"),
+            "index_fill.int_Scalar index_fill.int_Tensor index_add index_copy index_reduce",
+            dims_moved.into_rows,
         ),
-        dims_moved.changed,
-    ),
-    "aten.select.int": dims_moved.select,
-    "aten.select_backward.default": dims_moved.select_backward,
-    "aten.expand.default": dims_moved.expand,
-    "aten.repeat.default": dims_moved.repeat,
-    "aten.stack.default": dims_moved.stack,
-    "aten.unbind.int": dims_moved.unbind,
-    **dict.fromkeys(("aten.slice_scatter.default", "aten.select_scatter.default"), dims_moved.scattered),
-    "aten.embedding.default": dims_moved.embedding,
-    "aten.embedding_dense_backward.default": dims_moved.embedding_backward,
-    **dict.fromkeys(
-        (
-            *("aten.gather.default", "aten.scatter_add.default", "aten.scatter.src", "aten.scatter.value"),
-            "aten.scatter_reduce.two",
-        ),
-        dims_moved.gather,
-    ),
-    "aten.index_select.default": dims_moved.index_select,
-    "aten.index.Tensor": dims_moved.index,
-    **dict.fromkeys(("aten.index_put.default", "aten._index_put_impl.default"), dims_moved.index_put),
-    **dict.fromkeys(
-        (
-            *("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", "aten.index_add.default"),
-            *("aten.index_copy.default", "aten.index_reduce.default"),
-        ),
-        dims_moved.into_rows,
-    ),
-    **dict.fromkeys(
-        (
-            f"aten.{pool}{way}.default"
-            for n in (2, 3)
-            for pool in (f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d")
-            for way in ("", "_backward")
-        ),
-        dims_moved.image,
-    ),
-    **dict.fromkeys(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"), dims_attention.norm),
-    **dict.fromkeys(
-        ("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default"),
-        dims_attention.norm_backward,
-    ),
-    "aten.topk.default": dims_moved.topk,
-    **dict.fromkeys(("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"), dims_attention.nll),
-    **dict.fromkeys(
-        ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default"), dims_attention.nll_backward
-    ),
+        (POOLS, dims_moved.image),
+        ("native_layer_norm _fused_rms_norm", dims_attention.norm),
+        ("native_layer_norm_backward _fused_rms_norm_backward", dims_attention.norm_backward),
+        ("nll_loss_forward nll_loss2d_forward", dims_attention.nll),
+        ("nll_loss_backward nll_loss2d_backward", dims_attention.nll_backward),
+    )
+    for name in names(text)
 }
 
 

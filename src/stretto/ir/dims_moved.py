@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.ir.dim_labels import Dims, Labels, broadcast, dim_of, each, labels_of, together
+from stretto.ir.dim_labels import Dims, Labels, broadcast, dim_of, each, labels_of
 from stretto.ir.program import Op, Ref, TensorSpec
 
 
@@ -29,16 +29,7 @@ def changed(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     labels = labels_of(len(made.shape))
     whole = {d for d, (a, b) in enumerate(zip(specs[0].shape, made.shape, strict=True)) if a != b}
     zero = True
-    if op.target == "aten.slice.Tensor":
-        dim = dim_of(op.args[1] if len(op.args) > 1 else 0, len(labels))
-        step = op.args[4] if len(op.args) > 4 else 1
-        if specs[0].shape[dim] != made.shape[dim] or step != 1:
-            whole.add(dim)
-    elif op.target == "aten.slice_backward.default":
-        whole.add(dim_of(op.args[2], len(labels)))
-        if specs[0].shape == made.shape:
-            whole.clear()
-    elif op.target in ("aten.flip.default", "aten.roll.default"):
+    if op.target in ("aten.flip.default", "aten.roll.default"):
         at = 1 if op.target == "aten.flip.default" else 2
         dims = op.args[at] if len(op.args) > at else ()
         whole |= {dim_of(d, len(labels)) for d in dims} if dims else set(labels)
@@ -49,20 +40,6 @@ def changed(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         whole |= {len(labels) - 1 - k // 2 for k, pad in enumerate(pads) if pad}
         zero = len(op.args) < 3 or op.args[2] == 0
     return Dims((labels,), (labels,), whole=frozenset(whole), linear=each(0) if zero else ())
-
-
-def select(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    count = len(specs[0].shape)
-    dim = dim_of(op.args[1], count)
-    labels = labels_of(count)
-    return Dims((labels,), (labels[:dim] + labels[dim + 1 :],), whole=frozenset((dim,)), linear=each(0))
-
-
-def select_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    count = len(specs[0].shape) + 1
-    dim = dim_of(op.args[2], count)
-    labels = labels_of(count)
-    return Dims((labels[:dim] + labels[dim + 1 :],), (labels,), whole=frozenset((dim,)), linear=each(0))
 
 
 def expand(op: Op, specs: Sequence[TensorSpec]) -> Dims:
@@ -79,31 +56,6 @@ def repeat(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     skipped = len(made.shape) - len(specs[0].shape)
     whole = frozenset(d for d, times in enumerate(op.args[1]) if times != 1)
     return Dims((labels[skipped:],), (labels,), whole=whole, linear=each(0))
-
-
-def stack(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    count = len(specs[0].shape)
-    dim = dim_of(op.args[1] if len(op.args) > 1 else 0, count + 1)
-    labels = labels_of(count)
-    out = (*labels[:dim], None, *labels[dim:])
-    return Dims(tuple(labels for _ in specs), (out,), linear=together(len(specs)))
-
-
-def unbind(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    count = len(specs[0].shape)
-    dim = dim_of(op.args[1] if len(op.args) > 1 else 0, count)
-    labels = labels_of(count)
-    out = labels[:dim] + labels[dim + 1 :]
-    return Dims((labels,), tuple(out for _ in op.outputs), whole=frozenset((dim,)), linear=each(0))
-
-
-def scattered(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
-    """slice_scatter, select_scatter: the second operand is put into a dim of the first."""
-    count = len(specs[0].shape)
-    dim = dim_of(op.args[2] if len(op.args) > 2 else 0, count)
-    labels = labels_of(count)
-    second = labels[:dim] + labels[dim + 1 :] if op.target == "aten.select_scatter.default" else labels
-    return Dims((labels, second), (labels,), whole=frozenset((dim,)), linear=together(2))
 
 
 # --- rows that are looked up ------------------------------------------------------------------------------
@@ -127,23 +79,6 @@ def embedding_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
         summed=frozenset(index),
         linear=each(0),
     )
-
-
-def gather(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
-    """gather, and the scatters into `self`: each other dim at its own place, if it is as long everywhere."""
-    count = len(specs[0].shape)
-    if any(len(spec.shape) != count for spec in specs) or not count:
-        return None
-    dim = dim_of(op.args[1], count)
-    labels = labels_of(count)
-    shapes = [spec.shape for spec in specs]
-    whole = {dim} | {d for d in labels if len({shape[d] for shape in shapes}) > 1}
-    linear: tuple[frozenset[int], ...] = ()
-    if op.target == "aten.gather.default":
-        linear = each(0)
-    elif op.target in ("aten.scatter_add.default", "aten.scatter.src"):
-        linear = (frozenset((0, 2)),)
-    return Dims(tuple(labels for _ in specs), (labels,), whole=frozenset(whole), linear=linear)
 
 
 def index_select(op: Op, specs: Sequence[TensorSpec]) -> Dims:
@@ -204,10 +139,3 @@ def image(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         return None
     labels = labels_of(count)
     return Dims((labels,) * len(specs), (labels,) * len(op.outputs), whole=frozenset(labels[2:]))
-
-
-def topk(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    count = len(specs[0].shape)
-    at = op.args[2] if len(op.args) > 2 else -1
-    labels = labels_of(count)
-    return Dims((labels,), tuple(labels for _ in op.outputs), whole=frozenset((dim_of(at, count),)))

@@ -6,10 +6,9 @@ Touches `stretto.ir` only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from stretto.ir.dims import Dims
+from stretto.ir.dim_labels import SUMMED, Dims, results_along
 from stretto.ir.placement import (
     EQUAL,
     LOCAL,
@@ -21,7 +20,7 @@ from stretto.ir.placement import (
     part,
     places_of,
 )
-from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.ir.program import Op, TensorSpec
 
 EXPAND = "aten.expand.default"
 """Repeats dims of one element: where a rank has as many as it needs, the model alone may have more."""
@@ -74,18 +73,10 @@ def with_parts(
         if label in rule.summed and any(not given[at].zero for at in rule.added):
             reasons.append(f"{names[0]} would be added once by every rank")
             continue
-        made = []
-        for out in rule.outputs:
-            if label in out:
-                made.append(part(out.index(label), blocks))
-            elif label in rule.summed:
-                made.append(SUM)
-            elif len(rule.outputs) > 1 and all(of is None for of in out):
-                made.append(EQUAL)  # what a kernel notes for its backward
-            else:
-                break
-        if len(made) == len(rule.outputs):
-            found.append(tuple(made))
+        made = results_along(rule, label)
+        if made is not None:
+            held = {SUMMED: SUM, None: EQUAL}
+            found.append(tuple(part(at, blocks) if isinstance(at, int) else held[at] for at in made))
     if needed and not found:
         raise NeedsEqualError(needed)
     if not found:
@@ -166,25 +157,3 @@ def whole(
         zero = bool(rule.linear) and any(all(given[k].zero for k in group) for group in rule.linear)
         made.append(Placement("equal", uniform=frozenset(uniform), zero=zero) if uniform or zero else EQUAL)
     return tuple(made)
-
-
-def call_key(
-    op: Op,
-    names: Sequence[str],
-    given: tuple[Placement, ...],
-    specs: Mapping[str, TensorSpec],
-    own: bool,
-    scaled: bool,
-) -> Any:
-    """What decides an op's result beside the names of values."""
-
-    def plain(arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            return "%"
-        if isinstance(arg, tuple):
-            return tuple(plain(item) for item in arg)
-        return type(arg), arg
-
-    shapes = tuple(specs[name].shape for name in names)
-    outs = tuple(None if s is None else (s.shape, s.dtype) for s in op.outputs)
-    return op.target, plain(op.args), plain(op.kwargs), outs, shapes, given, own, scaled, op.random

@@ -87,10 +87,22 @@ def place_all(
 def programs_of(job: Job) -> list[tuple[int, Program]]:
     """All programs of a job, each with its stage. What is computed again in a backward is a forward op."""
     return [
-        (stage.index, [(op, phase is not PHASES[0] and not op.repeats) for op in stage.ops[phase]])
+        (stage.index, [(op, phase is not PHASES[0] and not op.repeats) for op in _in_order(stage.ops[phase])])
         for phase in PHASES
         for stage in job.stages
     ]
+
+
+def _in_order(ops: Sequence[Op]) -> Iterator[Op]:
+    """Each op after those that it reads: windows say in which order ops run, a stage only which there are."""
+    waiting = {op.name: op for op in ops}
+    while waiting:
+        before = len(waiting)
+        for op in list(waiting.values()):
+            if waiting.keys().isdisjoint(op.uses):
+                yield waiting.pop(op.name)
+        if len(waiting) == before:
+            return  # a circle, which `stretto.verify.windows` refuses
 
 
 def differing(

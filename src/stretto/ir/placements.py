@@ -32,7 +32,7 @@ from typing import Any
 from stretto.ir.collectives import Kind
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.gathered import KEEP_ORDER, VIEW_OPS, ordered, stacked
-from stretto.ir.placed_by_rule import EXPAND, call_key, whole, with_local, with_parts
+from stretto.ir.placed_by_rule import EXPAND, whole, with_local, with_parts
 from stretto.ir.placement import (
     EQUAL,
     LOCAL,
@@ -49,6 +49,7 @@ from stretto.ir.placement import (
     uniform_view,
     where_cut,
 )
+from stretto.ir.prices import signature
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec
 
 KNOWN_OPS = ("aten.",)
@@ -68,6 +69,7 @@ FILLS = frozenset(
 )
 """One number everywhere."""
 
+CAT = "aten.cat.default"
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 
 
@@ -169,7 +171,7 @@ class Placer:
             return (EQUAL,) * max(len(op.outputs), 1)
         if UNKNOWN in given:
             return (_of_whom(given),) * max(len(op.outputs), 1)
-        key = (call_key(op, names, given, specs, own, scaled), self._backward)
+        key = signature(op, specs), op.outputs, op.random, given, own, scaled, self._backward
         found = self._known.get(key)
         if found is None:
             found = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
@@ -285,9 +287,10 @@ class Placer:
             )
         if op.target in SPLITS and given[0].kind == "part":
             return self._split(op, given[0], specs[0])
-        if op.target == "aten.cat.default":
-            return (self._cat(op, names, given, specs),)
-        rule = dims_of(op, specs)
+        if op.target == CAT:  # what is empty has no dims
+            used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
+            names, given, specs = ([values[k] for k in used] for values in (names, given, specs))  # type: ignore[assignment]
+        rule = _joined(op, specs) if op.target == CAT else dims_of(op, specs)
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
         if rule is None:
@@ -302,14 +305,20 @@ class Placer:
                 f"{op.target} has no rule for a value that is {given[at]} ({names[at]})", (names[at],)
             )
         if any(p.kind == "local" for p in given):
-            return with_local(rule, given, op)
+            return (LOCAL,) if op.target == CAT else with_local(rule, given, op)
         if any(p.kind == "part" for p in given):
+            along = _behind_one_another(rule, given, specs) if op.target == CAT else ()
             try:
-                return with_parts(op, rule, names, given, specs, self._backward)
+                made = with_parts(op, rule, names, given, specs, self._backward)
             except RefusedError:
-                if own or (not self._exact and op.target in OWN_REDUCTIONS):
+                if along:
+                    return (Placement("part", along),)
+                if op.target != CAT and (own or (not self._exact and op.target in OWN_REDUCTIONS)):
                     return (LOCAL,) * len(op.outputs)
                 raise
+            if along:
+                return (replace(made[0], at=tuple(dict.fromkeys((*made[0].at, *along)))),)
+            return made
         addends = {at for at, p in enumerate(given) if p.kind == "sum"}
         if addends:
             for together in rule.linear:
@@ -357,36 +366,19 @@ class Placer:
             )
         return tuple(Placement("part", at) for at in found)
 
-    def _cat(
-        self, op: Op, names: Sequence[str], given: Sequence[Placement], specs: Sequence[TensorSpec]
-    ) -> Placement:
-        used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
-        given, specs = [given[k] for k in used], [specs[k] for k in used]
-        names = [names[k] for k in used]
-        count = len(specs[0].shape)
-        dim = (op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % count
-        if any(p.kind == "local" for p in given):
-            return LOCAL
-        labels = tuple(range(count))
-        rule = Dims(
-            (labels,) * len(given),
-            (labels,),
-            whole=frozenset((dim,)),
-            linear=(frozenset(range(len(given))),),
-        )
-        if any(p.kind == "part" for p in given):
-            blocks = blocks_along(dim, given, specs)
-            along = () if blocks is None else ((dim, blocks),)
-            try:
-                made = with_parts(op, rule, names, given, specs, self._backward)[0]
-            except RefusedError:
-                if not along:
-                    raise
-                return Placement("part", along)
-            return replace(made, at=(*made.at, *(at for at in along if at not in made.at)))
-        addends = {k for k, p in enumerate(given) if p.kind == "sum"}
-        if addends:
-            if all(given[k].zero for k in range(len(given)) if k not in addends):
-                return SUM
-            raise NeedsEqualError([names[k] for k in sorted(addends)])
-        return whole(op, rule, given, specs, self._exact)[0]
+
+def _joined(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    """The rule for a cat, of operands that have dims."""
+    labels = tuple(range(len(specs[0].shape)))
+    dim = (op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % len(labels)
+    together_all = (frozenset(range(len(specs))),)
+    return Dims((labels,) * len(specs), (labels,), whole=frozenset((dim,)), linear=together_all)
+
+
+def _behind_one_another(
+    rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec]
+) -> tuple[tuple[int, int], ...]:
+    """What a cat makes of slices along its own dim: blocks."""
+    (dim,) = rule.whole
+    blocks = blocks_along(dim, given, specs)
+    return () if blocks is None else ((dim, blocks),)

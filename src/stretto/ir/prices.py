@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from stretto.ir.collectives import Collective
 from stretto.ir.costs import Costs
+from stretto.ir.flow import given_specs
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, TensorSpec
 
 Specs = Mapping[str, TensorSpec]
@@ -128,12 +129,7 @@ def price_list(
 
 def specs_of(job: Job) -> dict[str, TensorSpec]:
     """Value name -> spec, for every value of the step that is one tensor."""
-    found = {f"param/{p.name}": p.spec for p in job.parameters}
-    found |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-    found |= {f"batch/{name}": spec for name, spec in job.batch}
-    found |= {f"const/{c.name}": c.spec for c in job.constants}
-    if job.trains:
-        found["tangent"] = job.loss_spec
+    found = given_specs(job)
     for stage in job.stages:
         for op in (op for ops in stage.ops.values() for op in ops):
             if len(op.outputs) == 1 and op.outputs[0] is not None:

@@ -7,7 +7,7 @@ number by number. Times are microseconds from the step's common start; memory is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -75,7 +75,6 @@ class Timeline:
     """Spans by rank and lane, with the step's accounts. source: `simulated` or `measured`.
 
     memory[rank]: (time, bytes held) steps, ascending in time; empty where it was not recorded.
-    op_us[(stage, op name)]: measured mean times of ops; empty where they were not measured.
     members: how many ranks of the run each rank here stands for, those of one place, which do equal work.
     """
 
@@ -85,7 +84,6 @@ class Timeline:
     spans: tuple[Span, ...] = field(repr=False)
     peak_bytes: tuple[int, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = field(default=(), repr=False)
-    op_us: Mapping[tuple[int, str], float] = field(default_factory=dict, repr=False)
     members: int = 1
 
     def who(self, rank: int) -> str:
@@ -96,10 +94,15 @@ class Timeline:
 
     def total_us(self, kind: SpanKind, rank: int) -> float:
         """Time of one kind on one rank's compute lane (for `message`: on all of its lanes)."""
-        return sum(span.duration_us for span in self.spans if span.rank == rank and span.kind is kind)
+        return self.by_rank(kind)[rank]
 
     def by_rank(self, kind: SpanKind) -> tuple[float, ...]:
-        return tuple(self.total_us(kind, rank) for rank in range(self.ranks))
+        """`total_us` of every rank."""
+        totals = [0.0] * self.ranks
+        for span in self.spans:
+            if span.kind is kind:
+                totals[span.rank] += span.duration_us
+        return tuple(totals)
 
     def exposed_axis_us(self) -> dict[str, tuple[float, ...]]:
         """Axis -> by rank, exposed communication."""

@@ -1,48 +1,75 @@
-"""Passes, one file each, in one ordered list.
+"""All passes, in the one order in which they run, from a captured graph to the step that planning orders.
 
-Those of a captured graph (`GRAPH_PASSES`) are `Graph -> Graph`, keep the numbers, and run before the graph is
-cut into stages. Those of a step (`STEP_PASSES`) are `Step, Context -> Step`; planning runs them where ranks
-and costs are known (`stretto.planning.variants`). A pass has its function's name.
+    OfGraph   Graph -> Graph            the ops of a whole step, before there are stages
+    OfJob     Job -> Job                stages and what crosses between them, before anything has a price
+    OfStep    Step, Context -> Step     ranks and costs are known: `stretto.planning` makes variants of these
+
+Each gives what it was given where there is nothing to do. After those of a step, a variant has passes that
+know windows (`stretto.planning.variants`). A new pass is a file of this room and a line of `ORDER`.
 """
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Collection
-from importlib import import_module
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from stretto.errors import UsageError
+from stretto.ir.program import Job
+from stretto.passes.dead_ops import dead_ops
+from stretto.passes.equal_collectives import equal_collectives
 from stretto.passes.graph import Graph
-from stretto.passes.listed import GraphPass, OfGraph, OfStep
+from stretto.passes.messages_in_parts import messages_in_parts
+from stretto.passes.no_ops import no_ops
+from stretto.passes.plain_matmul import plain_matmuls
+from stretto.passes.recompute_choice import recomputed
+from stretto.passes.scatter import reduce_scatter_chunks
+from stretto.passes.scatter_borders import scatter_borders
+from stretto.passes.sequence_first import sequence_first
+from stretto.passes.split_ops import split_products
+from stretto.passes.step import Pass
 
 
-def _listed() -> list[OfGraph | OfStep]:
-    """What the files of this room list, in order."""
-    modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
-    found = [getattr(module, "LISTED", None) for module in modules]
-    return sorted((one for one in found if isinstance(one, OfGraph | OfStep)), key=lambda one: one.place)
+@dataclass(frozen=True, slots=True)
+class OfGraph:
+    apply: Callable[[Graph], Graph]
 
 
-_ALL = _listed()
+@dataclass(frozen=True, slots=True)
+class OfJob:
+    apply: Callable[[Job], Job]
 
-GRAPH_PASSES: dict[str, GraphPass] = {
-    one.apply.__name__: one.apply for one in _ALL if isinstance(one, OfGraph)
-}
-"""Name -> pass, in the order in which they run."""
 
-STEP_PASSES = tuple(one for one in _ALL if isinstance(one, OfStep))
-"""In the order in which they run."""
+@dataclass(frozen=True, slots=True)
+class OfStep:
+    """tried: planning also tries steps without it, and takes the faster."""
 
-SCATTER_BORDERS = "scatter_borders"
-"""The name of what is done to a step that has its stages (`capture.borders`); it can be left out, too."""
+    apply: Pass
+    tried: bool = False
 
-MESSAGES_IN_PARTS = "messages_in_parts"
-"""The name of what planning does to messages (`passes.messages_in_parts`), likewise."""
+
+ORDER = (
+    OfGraph(dead_ops),  # what nothing needs is dropped
+    OfGraph(plain_matmuls),  # batched products that are one plain product become one
+    OfGraph(reduce_scatter_chunks),  # an all-reduce of which each rank keeps a part becomes a reduce-scatter
+    OfGraph(sequence_first),  # MLPs take tokens in the order in which they are gathered
+    OfGraph(no_ops),  # what changes nothing is dropped; chains of reshapes are joined
+    OfGraph(equal_collectives),  # one collective instead of two of the same value
+    OfJob(scatter_borders),  # sums that leave a stage are scattered before the border, gathered behind it
+    OfStep(split_products, tried=True),  # products and the collectives of their results in parts
+    OfStep(messages_in_parts),  # what all tensor-parallel ranks hold alike crosses in parts
+    OfStep(recomputed),  # what the backward computes again instead of keeping it
+)
+"""A pass has its function's name."""
+
+GRAPH_PASSES = {one.apply.__name__: one.apply for one in ORDER if isinstance(one, OfGraph)}
+JOB_PASSES = {one.apply.__name__: one.apply for one in ORDER if isinstance(one, OfJob)}
+STEP_PASSES = tuple(one for one in ORDER if isinstance(one, OfStep))
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raises UsageError for a name that no pass has that can be left out."""
-    known = (*GRAPH_PASSES, SCATTER_BORDERS, MESSAGES_IN_PARTS)
+    """Raises UsageError for a name that no pass has that can be left out. (`split_products` and `recomputed`
+    are asked for, by settings of their own.)"""
+    known = (*GRAPH_PASSES, *JOB_PASSES, messages_in_parts.__name__)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(
@@ -51,21 +78,18 @@ def check_names(names: Collection[str]) -> None:
         )
 
 
-def run_passes(graph: Graph, skip: Collection[str] = ()) -> Graph:
-    """The graph after all passes but those in `skip`. Raises UsageError for a name that no pass has."""
-    check_names(skip)
+def on_graph(graph: Graph, skip: Collection[str] = ()) -> Graph:
+    """The graph after all passes of a graph but those in `skip`."""
     for name, apply in GRAPH_PASSES.items():
         if name not in skip:
             graph = apply(graph)
     return graph
 
 
-__all__ = [
-    "GRAPH_PASSES",
-    "MESSAGES_IN_PARTS",
-    "SCATTER_BORDERS",
-    "STEP_PASSES",
-    "Graph",
-    "check_names",
-    "run_passes",
-]
+def on_job(job: Job, skip: Collection[str] = ()) -> Job:
+    """The job after all passes of a job but those in `skip`; planning has the passes of a step left out that
+    are in it."""
+    for name, apply in JOB_PASSES.items():
+        if name not in skip:
+            job = apply(job)
+    return replace(job, message_parts=messages_in_parts.__name__ not in skip)

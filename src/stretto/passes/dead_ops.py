@@ -8,7 +8,6 @@ A random op may go as well: draws depend on the names of ops alone, so those tha
 from __future__ import annotations
 
 from stretto.passes.graph import Graph
-from stretto.passes.listed import OfGraph
 from stretto.passes.rewrite import live, rebuilt
 
 
@@ -16,6 +15,3 @@ def dead_ops(graph: Graph) -> Graph:
     """See the module."""
     kept = live(graph.ops, graph.roots)
     return graph if len(kept) == len(graph.ops) else rebuilt(graph, kept)
-
-
-LISTED = OfGraph(10, dead_ops)

@@ -2,7 +2,7 @@
 
 A plan of one's own may gather the slices of a sequence for each matrix of a layer; gathered once they serve
 all. Both must stand in the forward, or both in the backward, so that nothing is kept between the two for it
-(`stretto.passes.gather_again` is that choice), and in one module, or side by side in one layer, so that
+(`recompute = "gathers"` is that choice), and in one module, or side by side in one layer, so that
 no stage has to send what is gathered to the next. An all-reduce of the backward may be one of the forward:
 its result is as large as the value that would be kept to reduce it again. DTensor reduces so, for an op keeps
 what it was given before it is summed.
@@ -18,7 +18,6 @@ from typing import Any
 
 from stretto.ir.program import WAIT, Op, Ref
 from stretto.passes.graph import Graph
-from stretto.passes.listed import OfGraph
 from stretto.passes.rewrite import live, rebuilt, with_uses
 
 
@@ -59,6 +58,3 @@ def _place(module: str) -> str:
     """The module itself, or the one that it is a part of when both are in a layer (a numbered module)."""
     parent = module.rpartition(".")[0]
     return parent if any(part.isdigit() for part in parent.split(".")[:-1]) else module
-
-
-LISTED = OfGraph(60, equal_collectives)

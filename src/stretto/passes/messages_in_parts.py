@@ -4,8 +4,8 @@ Each rank of a stage would send all of a value to its like in the next, although
 parts each sends its rows alone, and the next stage gathers them: a part of the message, and a collective
 more. Between nodes that is what links are short of (Megatron-LM's scatter and gather: Narayanan et al. 2021,
 arXiv 2104.04473, section 4.1). Where collectives cross the same network it moves load from the sender's card
-to the receiver's. `capture.borders` cuts sums before they are whole; this is for what is left: gradients that
-come out of a norm of many ops, and what skips stages.
+to the receiver's. `passes.scatter_borders` cuts sums before they are whole; this is for what is left:
+gradients that come out of a norm of many ops, and what skips stages.
 
     1. Take the values that go to a stage of another rank, are equal along the axis, in one piece, of rows
        that the axis divides, and whose gather has a cost.
@@ -22,19 +22,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.costs import Costs
-from stretto.ir.flow import PHASES, results_of
-from stretto.ir.placed_programs import differing_in
-from stretto.ir.program import CHUNK, VIEW, Edge, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.flow import PHASES
+from stretto.ir.program import Edge, Job, Op, Stage
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.parallelize.tensor import AXIS
-from stretto.passes.listed import OfStep
-from stretto.passes.rewrite import with_uses
-from stretto.passes.rows import divides, gather, part_of, rows_of
+from stretto.passes.parts import cut_rows, divisible, in_parts, rows_of
 from stretto.passes.step import Context, Step
 
 SOONER = 0.9
@@ -52,24 +50,18 @@ def messages_in_parts(step: Step, context: Context) -> Step:
     collectives without a cost.
     """
     job, stage_ranks = step.job, step.schedule.stage_ranks
-    if not job.message_parts or job.size(AXIS) == 1:
-        return step
     costs = context.costs_of(job)
+    if not job.message_parts or job.size(AXIS) == 1 or (AXIS, ALL_GATHER.name) not in costs.collectives:
+        return step
     crossing = [edge for edge in job.edges if stage_ranks[edge.source] != stage_ranks[edge.target]]
-    values = _values(job, costs, crossing)
+    values = divisible(job, crossing)
     chosen = _chosen(job, costs, stage_ranks, crossing, values)
     cut = [edge for edge in crossing if edge.value in chosen]
-    return replace(step, job=_in_parts(job, cut)) if cut else step
-
-
-def _values(job: Job, costs: Costs, crossing: Sequence[Edge]) -> list[str]:
-    """Step 1."""
-    if (AXIS, ALL_GATHER.name) not in costs.collectives or not crossing:
-        return []
-    differ = differing_in(job, AXIS)
-    results = {name for s in job.stages for phase in PHASES for name in results_of(job, s.index, phase)}
-    size, stay = job.size(AXIS), differ | results
-    return list(dict.fromkeys(e.value for e in crossing if divides(e.spec, size) and e.value not in stay))
+    if not cut:
+        return step
+    own = {edge.value: f"{edge.value}_own" for edge in cut}
+    stages = tuple(_own_parts(stage, own, cut, job.size(AXIS)) for stage in job.stages)
+    return replace(step, job=in_parts(replace(job, stages=stages), cut, own))
 
 
 def _chosen(
@@ -122,63 +114,16 @@ def _busiest_us(
     return max(load_us.values())
 
 
-def _in_parts(job: Job, cut: Sequence[Edge]) -> Job:
-    """Step 3."""
-    size = job.size(AXIS)
-    programs = {stage.index: {phase: list(stage.ops[phase]) for phase in PHASES} for stage in job.stages}
-    parts: dict[str, TensorSpec] = {}
-    for edge in cut:
-        if edge.value not in parts:
-            parts[edge.value] = part_of(edge.spec, size)
-            made = programs[edge.source][edge.phase]
-            at = next(k for k, op in enumerate(made) if op.name == edge.value)
-            made[at + 1 : at + 1] = _cut(made[at], edge.spec, size)
-        of = programs[edge.target]
-        start = f"{edge.value}_gather_{edge.target}"
-        for phase in PHASES:
-            of[phase] = list(_renamed(of[phase], edge, start))
-        of[edge.user_phase] = list(_gathered(of[edge.user_phase], edge, start, size))
-    edges = tuple(
-        replace(edge, value=_own(edge.value), spec=parts[edge.value]) if edge in cut else edge
-        for edge in job.edges
-    )
-    stages = tuple(
-        Stage(index, {phase: tuple(ops) for phase, ops in of.items()}) for index, of in programs.items()
-    )
-    return replace(job, stages=stages, edges=edges)
-
-
-def _own(value: str) -> str:
-    """The name of a rank's own part."""
-    return f"{value}_own"
-
-
-def _cut(op: Op, spec: TensorSpec, size: int) -> Iterator[Op]:
-    """This rank's rows of what an op makes."""
-    owner, name, rows = op.alias or op.name, op.name, rows_of(spec)
-    if rows != spec:
-        name = f"{op.name}_rows"
-        yield Op(name, VIEW, (Ref(op.name), rows.shape), (), (rows,), owner, module=op.module)
-    part = part_of(spec, size)
-    yield Op(_own(op.name), CHUNK, (Ref(name), 0, AXIS, size), (), (part,), owner, module=op.module)
-
-
-def _renamed(ops: Sequence[Op], edge: Edge, start: str) -> Iterator[Op]:
-    """The receiver's ops, with what they read by its name there."""
-    for op in ops:
-        renamed = with_uses(op, lambda used: f"{used}_at_{edge.target}" if used == edge.value else used)
-        yield replace(renamed, alias=start) if op.alias == edge.value else renamed
-
-
-def _gathered(ops: Sequence[Op], edge: Edge, start: str, size: int) -> Iterator[Op]:
-    """The receiver's ops, with the gather before the first that reads."""
-    name = f"{edge.value}_at_{edge.target}"
-    first = next(op for op in ops if name in op.uses)
-    for op in ops:
-        if op is first:
-            for new in gather(start, _own(edge.value), name, edge.spec, AXIS, size):
-                yield replace(new, module=op.module)
-        yield op
-
-
-LISTED = OfStep(120, messages_in_parts)
+def _own_parts(stage: Stage, own: Mapping[str, str], edges: Sequence[Edge], size: int) -> Stage:
+    """Step 3 for a sender: after each op that makes such a value, this rank's rows of it."""
+    specs = {edge.value: edge.spec for edge in edges if edge.source == stage.index}
+    made: dict[Phase, tuple[Op, ...]] = {}
+    for phase, ops in stage.ops.items():
+        new: list[Op] = []
+        for op in ops:
+            new.append(op)
+            if op.name in specs:
+                spec = specs[op.name]
+                new += cut_rows(op.name, own[op.name], spec, rows_of(spec), size, op.module)
+        made[phase] = tuple(new)
+    return replace(stage, ops=made)

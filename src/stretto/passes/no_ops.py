@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from stretto.ir.flow import is_external
 from stretto.ir.program import VIEW, VIEWS, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
-from stretto.passes.listed import OfGraph
 from stretto.passes.rewrite import live, rebuilt, with_uses
 
 SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
@@ -238,6 +237,3 @@ IDENTITIES: dict[str, Callable[[_Work, Op], str | None]] = {
     "aten.cat.default": _cat,
 }
 """Targets whose result may be their input."""
-
-
-LISTED = OfGraph(50, no_ops)

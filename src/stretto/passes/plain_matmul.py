@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 
 from stretto.ir.program import VIEW, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
-from stretto.passes.listed import OfGraph
 from stretto.passes.rewrite import live, rebuilt, spec_with, strides_of
 
 BMM = "aten.bmm.default"
@@ -128,6 +127,3 @@ class _Maker:
             view = Op(op.name, TARGETS["view"], (Ref(name), op.outputs[0].shape), (), op.outputs, name)
             self.ops.append(replace(view, module=op.module))
         return self.ops
-
-
-LISTED = OfGraph(20, plain_matmuls)

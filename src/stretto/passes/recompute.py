@@ -24,7 +24,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stretto.ir.action import Phase
-from stretto.ir.program import GETITEM, WAIT, Arg, Job, Op, Ref, Stage
+from stretto.ir.program import GETITEM, WAIT, Job, Op, Stage
+from stretto.passes.rewrite import with_uses
 
 AGAIN = "_again"
 """Ends the name of a repeated op."""
@@ -184,13 +185,17 @@ class _Repeat:
                         found.add(name)
                 late = [name for name in late if name not in found]
             yield from self._clones(found, done)
-            yield renamed(op, self.new_name)
+            yield self._now(op)
         yield from self._clones(late, done)
+
+    def _now(self, op: Op) -> Op:
+        """The op with the repeated ones in the places of what it reads."""
+        return with_uses(op, lambda used: self.new_name.get(used, used))
 
     def _clones(self, names: Collection[str], done: set[str]) -> Iterator[Op]:
         for name in sorted(names, key=self.position.__getitem__):
             done.add(name)
-            yield replace(renamed(self.made[name], self.new_name), name=self.new_name[name], repeats=name)
+            yield replace(self._now(self.made[name]), name=self.new_name[name], repeats=name)
 
 
 def _forget(stage: Stage) -> Stage:
@@ -200,27 +205,9 @@ def _forget(stage: Stage) -> Stage:
     return Stage(
         stage.index,
         {
-            phase: tuple(renamed(op, first) for op in ops if op.name not in first)
+            phase: tuple(
+                with_uses(op, lambda used: first.get(used, used)) for op in ops if op.name not in first
+            )
             for phase, ops in stage.ops.items()
         },
     )
-
-
-def renamed(op: Op, names: Mapping[str, str]) -> Op:
-    """The op with other names for what it reads."""
-    if not any(name in names for name in op.uses) and op.alias not in names:
-        return op
-    return replace(
-        op,
-        args=tuple(_renamed(arg, names) for arg in op.args),
-        kwargs=tuple((key, _renamed(value, names)) for key, value in op.kwargs),
-        alias=None if op.alias is None else names.get(op.alias, op.alias),
-    )
-
-
-def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
-    if isinstance(arg, Ref):
-        return Ref(names.get(arg.name, arg.name))
-    if isinstance(arg, tuple):
-        return tuple(_renamed(item, names) for item in arg)
-    return arg

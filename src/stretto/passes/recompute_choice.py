@@ -5,7 +5,9 @@
     selective   Steps (`stretto.passes.recompute_steps`) until the time that they add to a stage reaches
                 `SELECTIVE_SHARE` of it. Products with weights and collectives are not repeated: what remains
                 are elementwise ops and the attention's core (Korthikanti et al. 2022, arXiv 2205.05198).
-    gathers     All-gathers (`stretto.passes.gather_again`), so that a rank keeps its slice of a sequence.
+    gathers     All-gathers of the forward with what only moves their results, so that a rank keeps its slice
+                of a sequence (Korthikanti et al., section 4.2.2). The second collective is one more that an
+                order of ops can hide, under the products of the backward.
     a limit     Steps, nothing left out; of each rank as few as bring its peak under the limit, by bisection.
 
 Touches `stretto.ir`, and takes the peaks of a plan from its caller. `stretto.passes.recompute` repeats what
@@ -19,11 +21,10 @@ from dataclasses import replace
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.program import Job, Stage
-from stretto.passes.gather_again import gathers
-from stretto.passes.listed import OfStep
 from stretto.passes.recompute import forget, repeat, storages
 from stretto.passes.recompute_blocks import Blocks, borders
 from stretto.passes.recompute_steps import StageChoice, merged
@@ -37,6 +38,9 @@ PROBES = 64
 """The bisection for a limit ends when it is this share of a rank's steps from the fewest. Assumed: a plan is
 made for each probe, and a 64th of the added time is not worth another."""
 
+MOVES = ("aten.clone.default",)
+"""Copies, which allocate but compute nothing."""
+
 WORDS = ("none", "selective", "full", "gathers")
 
 Peaks = Callable[[Job], Sequence[int]]
@@ -48,6 +52,16 @@ def recomputed(step: Step, context: Context) -> Step:
 
     Raises PlanError for a limit that cannot be kept, UsageError for an unknown choice.
     """
+    try:
+        return _recomputed(step, context)
+    except PlanError:
+        if step.asked == "off":
+            raise
+        # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
+        return _recomputed(replace(step, asked="off"), context)
+
+
+def _recomputed(step: Step, context: Context) -> Step:
     job = step.job
 
     def peaks(made: Job) -> Sequence[int]:
@@ -88,6 +102,18 @@ def recompute(
         words = ", ".join(map(repr, WORDS))
         raise UsageError(f"recompute = {choice!r}: give {words} or a number of bytes that a rank may hold")
     return _within(job, choice, blocks, costs, schedule, peak_bytes)
+
+
+def gathers(stage: Stage) -> list[str]:
+    """The ops of a stage's forward that gather, and that move what is gathered: views, and copies into
+    another order."""
+    found: dict[str, None] = {}
+    for op in stage.ops[Phase.F]:
+        # A wait is a view of its start.
+        moves = len(op.uses) == 1 and op.uses[0] in found and (op.alias is not None or op.target in MOVES)
+        if op.target == ALL_GATHER.target or moves:
+            found[op.name] = None
+    return list(found)
 
 
 def _full(stage: Stage, blocks: Blocks) -> list[str]:
@@ -179,6 +205,3 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
             for s, e, much in zip(steps, enough, too_much, strict=True)
         ]
     return made(enough)
-
-
-LISTED = OfStep(130, recomputed)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
-from stretto.ir.program import Arg, Op, Ref, TensorSpec
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES
+from stretto.ir.program import Arg, Op, Ref, Stage, TensorSpec
 from stretto.passes.graph import Graph
 
 
 def with_uses(op: Op, name: Callable[[str], str]) -> Op:
-    """The op with other values in the places of those that it uses; its own name stays."""
-    if all(name(used) == used for used in op.uses):
+    """The op with other values in the places of those that it uses, or is a view of; its own name stays."""
+    alias = None if op.alias is None else name(op.alias)
+    if alias == op.alias and all(name(used) == used for used in op.uses):
         return op
 
     def arg(value: Arg) -> Arg:
@@ -23,7 +27,7 @@ def with_uses(op: Op, name: Callable[[str], str]) -> Op:
         return tuple(arg(item) for item in value) if isinstance(value, tuple) else value
 
     args = tuple(arg(value) for value in op.args)
-    return replace(op, args=args, kwargs=tuple((key, arg(value)) for key, value in op.kwargs))
+    return replace(op, args=args, kwargs=tuple((key, arg(value)) for key, value in op.kwargs), alias=alias)
 
 
 def rooted(ops: Iterable[Op]) -> Iterator[Op]:
@@ -36,6 +40,13 @@ def rooted(ops: Iterable[Op]) -> Iterator[Op]:
             owners[op.name] = owner
             op = op if op.alias == owner else replace(op, alias=owner)
         yield op
+
+
+def stage_of(index: int, programs: Mapping[Phase, Sequence[Op]]) -> Stage:
+    """A stage whose views are called after the storages that it has: a received value has one of its own,
+    whatever it was a view of where it was made."""
+    owned = rooted(op for phase in PHASES for op in programs[phase])
+    return Stage(index, {phase: tuple(islice(owned, len(programs[phase]))) for phase in PHASES})
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:

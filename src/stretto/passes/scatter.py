@@ -19,7 +19,6 @@ from dataclasses import replace
 from stretto.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.program import CHUNK, VIEW, WAIT, Const, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
-from stretto.passes.listed import OfGraph
 from stretto.passes.rewrite import dense_strides, rebuilt
 
 COPIES = ("aten.clone.default",)
@@ -126,6 +125,3 @@ def _view(name: str, source: str, spec: TensorSpec | None, alias: str | None) ->
     assert spec is not None
     plain = TensorSpec(spec.shape, spec.dtype)
     return Op(name, VIEW, (Ref(source), plain.shape), (), (plain,), alias)
-
-
-LISTED = OfGraph(30, reduce_scatter_chunks)

@@ -25,7 +25,6 @@ from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, TensorSpec
 from stretto.passes.graph import Graph
-from stretto.passes.listed import OfGraph
 from stretto.passes.rewrite import live, rebuilt
 
 Rows = tuple[int, int]
@@ -209,6 +208,3 @@ def _place(has: Sequence[int | None], labels: Sequence[int | None]) -> Rows | No
     """Which of some dims have these labels, one after the other."""
     count = len(labels)
     return next(((k, k + count) for k in range(len(has) - count + 1) if has[k : k + count] == labels), None)
-
-
-LISTED = OfGraph(40, sequence_first)

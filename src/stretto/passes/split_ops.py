@@ -29,8 +29,7 @@ from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices, Specs, specs_of
 from stretto.ir.program import VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
-from stretto.passes.listed import OfStep
-from stretto.passes.rewrite import spec_with, strides_of
+from stretto.passes.rewrite import spec_with, stage_of, strides_of
 from stretto.passes.step import Context, LeftOutError, Step
 
 PARTS = (2, 3, 4, 6, 8)
@@ -173,7 +172,7 @@ class _Choice:
 
     def _parts_us(self, chain: Chain, asked: Collective) -> float:
         """What a chain in parts takes."""
-        part, join = _part(chain, 0, self.specs, {}), _join(chain)
+        part, join = _part(chain, 0, self.specs), _join(chain)
         made = (*part, *join)
         specs = self.specs | {op.name: spec for op in made for spec in op.outputs[:1] if spec is not None}
         p = sum(self._prices.us(op, specs) for op in part)
@@ -183,7 +182,6 @@ class _Choice:
 
 def _cut(stage: Stage, cuts: Sequence[Chain], specs: Specs) -> Stage:
     """Step 3 for one stage."""
-    owners = {op.name: op.alias for ops in stage.ops.values() for op in ops if op.alias is not None}
     # The chain stands where its start stood; what waited for it waits for the copy of its parts.
     place = {chain.start.name: chain for chain in cuts}
     joined = {chain.wait.name: chain for chain in cuts}
@@ -195,17 +193,16 @@ def _cut(stage: Stage, cuts: Sequence[Chain], specs: Specs) -> Stage:
             if op.name in place:
                 chain = place[op.name]
                 for part in range(chain.parts):
-                    new += _part(chain, part, specs, owners)
+                    new += _part(chain, part, specs)
             elif op.name in joined:
                 new += _join(joined[op.name])
             elif op.name not in gone:
-                owner = next((c.wait.name for c in cuts if op.alias == c.start.name), op.alias)
-                new.append(op if owner == op.alias else replace(op, alias=owner))
+                new.append(op)
         made[phase] = tuple(new)
-    return replace(stage, ops=made)
+    return stage_of(stage.index, made)
 
 
-def _part(chain: Chain, part: int, known: Specs, owners: Mapping[str, str]) -> list[Op]:
+def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
     """The columns of the matrix, their product, what moves it, and the start."""
     width = chain.columns // chain.parts
     product, matrix = chain.product, chain.product.args[1]
@@ -216,12 +213,11 @@ def _part(chain: Chain, part: int, known: Specs, owners: Mapping[str, str]) -> l
         (matrix, 1, part * width, (part + 1) * width),
         (),
         (spec_with((spec.shape[0], width), spec.dtype, strides_of(spec)),),
-        owners.get(matrix.name, matrix.name),
+        matrix.name,
         module=product.module,
     )
     made = [columns]
     before: TensorSpec | None = None
-    storage = ""
     for op in (product, *chain.between, chain.start):
         whole = op.outputs[0]
         assert whole is not None
@@ -236,13 +232,9 @@ def _part(chain: Chain, part: int, known: Specs, owners: Mapping[str, str]) -> l
             assert before is not None
             strides = strides_of(before)
             result = spec_with(shape, whole.dtype, [strides[int(d) % len(shape)] for d in op.args[1]])
-        name = f"{op.name}_part{part}"
-        alias = None if op.alias is None else storage
-        new = replace(
-            op, name=name, args=args, outputs=(result,), alias=alias, flops=op.flops * width // chain.columns
-        )
-        storage = storage if alias is not None else name
-        made.append(new)
+        name, alias = f"{op.name}_part{part}", None if op.alias is None else made[-1].name
+        flops = op.flops * width // chain.columns
+        made.append(replace(op, name=name, args=args, outputs=(result,), alias=alias, flops=flops))
         before = result
     return made
 
@@ -260,6 +252,3 @@ def _join(chain: Chain) -> list[Op]:
     parts = tuple(Ref(wait.name) for wait in waits)
     join = replace(chain.wait, target="aten.cat.default", args=(parts, len(whole.shape) - 1), alias=None)
     return [*waits, join]
-
-
-LISTED = OfStep(110, split_products, tried=True)

@@ -25,8 +25,8 @@ T = TypeVar("T")
 class Step:
     """short: the schedule of fewer microbatches by which steps are compared; `schedule` where they are few.
 
-    overlap: what the windows of `schedule` let overlap. max_bytes: the most that a rank may hold; within: the
-    overlap with which `job.recompute` must be kept.
+    overlap: what the windows of `schedule` let overlap; asked: the most that they may. max_bytes: the most
+    that a rank may hold.
     windows: by name, in the order of their items. sent_before: message (edge, microbatch) -> the sender's run
     before which its send is waited for; others are waited for at the end.
     """
@@ -36,7 +36,7 @@ class Step:
     short: Schedule
     overlap: OverlapMode
     max_bytes: int | None = None
-    within: OverlapMode = "off"
+    asked: OverlapMode = "off"
     windows: Mapping[str, Window] = field(default_factory=dict)
     sent_before: Mapping[tuple[int, int], int] = field(default_factory=dict)
 

@@ -131,67 +131,42 @@ def _made(
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=asked)
     context = Context(prices, order, partial(_peaks, prices=prices))
-    tries, less = Tries(step, context), ""
-    try:
-        found = tries.best_first(asked, order)
-    except PlanError:
-        if asked == "off" or not isinstance(job.recompute, int):
-            raise
-        # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
-        tries, less = Tries(replace(step, within="off"), context), _less(job)
-        found = tries.best_first(asked, order)
-    if asked != "off" and not communicates(job):
-        tries.missing.append("no collectives that another microbatch's ops could hide")
+    tries = Tries(step, context)
+    found = tries.best_first(order)
+    refused: dict[OverlapMode, PlanError] = {}
 
-    def in_turn() -> Iterator[Tried]:
-        yield from found
-        if all(tried.overlap != "off" for tried in found):  # and all of them are refused
-            yield from tries.best_first("off", order)
-
-    refused: PlanError | None = None
-    slow: Plan | None = None
-    for tried in in_turn():
+    def finished(tried: Tried) -> Iterator[Plan]:
         try:
             made = _finished(tries.step(tried.variant), context)
         except PlanError as error:
-            refused = error if refused is None or tried.overlap == "off" else refused
+            refused.setdefault(tried.overlap, error)
             tries.missing.append(f"{tried.overlap} is refused: {error.faults[0]}")
-            continue
-        if tried.overlap == "off" and less:
-            why = less
         else:
-            why = why_less(asked, tried, found, tries.missing) if tried in found else tries.missing[-1]
-        made = replace(made, overlap_why=why)
-        off = next((other for other in found if other.overlap == "off" and other is not tried), None)
-        if off is None or tried.step_us < CLEAR * off.step_us:
-            return made
-        if not _slower(made, lowered(tries.step(off.variant), context)):
-            return made
-        slow = made if slow is None else slow
-    if slow is not None:
-        return slow  # waiting at once is faster, but refused
-    assert refused is not None
-    raise refused
+            yield replace(made, overlap_why=why_less(asked, tried, found, tries.missing))
+
+    for at, tried in enumerate(found):
+        made = [*finished(tried)]
+        if not made:
+            continue
+        off = next((one for one in found[at:] if one.overlap == "off"), tried)
+        if off is not tried and tried.step_us >= CLEAR * off.step_us:
+            made += finished(off)
+        return min(made, key=_predicted_us)
+    raise refused.get("off") or next(iter(refused.values()))
 
 
-def _slower(made: Plan, off: Plan) -> bool:
-    """Whether the finished plan is slower than waiting at once."""
-    assert made.prediction is not None
-    return simulate(off).step_us < made.prediction.step_us
-
-
-def _less(job: Job) -> str:
-    """Why a plan overlaps less whose limit only waiting at once keeps."""
-    return f"overlap holds more than recompute = {job.recompute:,} bytes a rank"
+def _predicted_us(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_us
 
 
 def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
     """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
     pairs that hold more are refused."""
     context = Context(prices, "captured", partial(_peaks, prices=prices))
+    step = replace(step, asked="off" if step.asked == "off" else "local")
     tries = Tries(step, context)
-    asked: OverlapMode = "off" if step.within == "off" else "local"
-    found = [way for way in ways(step, asked, "captured") if asked == "off" or at_once not in way]
+    found = [way for way in ways(step, "captured") if step.asked == "off" or at_once not in way]
     fastest = min(tries.compared(found), key=lambda one: one.step_us)
     done = sends_waited(tries.step(fastest.variant), context)
     # Of a step at even speed: one by chance holds the same, and a promise would take twelve of them.

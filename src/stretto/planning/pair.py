@@ -10,8 +10,6 @@ slot, (F;B)OVERLAP_F_B, and their ops are ordered together.
        time. With one more forward for every stage behind it, they need not wait.
     2. Every forward joins the backward actions directly before it; I and W of one microbatch become B.
     3. With `ends`, what is left alone at the begin and at the end is joined, up to TOGETHER in a window.
-    4. With a `width`, so many pairs share a window: at its borders lanes run dry. Forwards move ahead by as
-       many more, since a window holds no forward and backward of one microbatch.
 
 A few microbatches more are live on a stage that pairs: `stretto.schedule.timing.peak_live` says how many.
 Backwards keep their order, so gradients are summed as they were. That no pair waits for itself by way of
@@ -33,11 +31,11 @@ TOGETHER = 4
 """The most actions of one phase in a window (step 3): kinds of windows do not grow with the pipeline."""
 
 
-def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False, width: int = 1) -> Schedule | None:
+def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False) -> Schedule | None:
     """The schedule in pairs; None when there is nothing to join, or when its slots are overlapped already.
 
-    ahead: forwards that each rank runs earlier for every rank behind it, beside the one that joins. ends,
-    width: see steps 3 and 4.
+    ahead: forwards that each rank runs earlier for every rank behind it, beside the one that joins. ends: see
+    step 3.
     """
     if any(isinstance(slot, Overlap) for order in schedule.orders for slot in order):
         return None
@@ -46,10 +44,10 @@ def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False, width: int =
     for rank, order in enumerate(schedule.orders):
         actions = [action for slot in order for action in slot.actions]
         # With one rank the warm-up is one forward, and one more keeps it company.
-        more = max(width - 1, int(ends and schedule.ranks == 1))
+        more = int(ends and schedule.ranks == 1)
         slots = _join(_ahead(actions, ahead * (schedule.ranks - 1 - rank) + more))
         joined = joined or any(isinstance(slot, Overlap) for slot in slots)
-        orders.append(_grouped(slots, ends, width))
+        orders.append(_ends_joined(slots) if ends else tuple(slots))
     return replace(schedule, orders=tuple(orders)) if joined else None
 
 
@@ -95,19 +93,14 @@ def _join(actions: Sequence[Action]) -> list[Slot]:
     return [*slots, *group]
 
 
-def _grouped(slots: Sequence[Slot], ends: bool, width: int) -> tuple[Slot, ...]:
-    """Steps 3 and 4."""
+def _ends_joined(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Step 3."""
     pairs = [at for at, slot in enumerate(slots) if isinstance(slot, Overlap)]
     if not pairs:
         return tuple(slots)
     begin, end = pairs[0], pairs[-1] + 1
-    front, middle, back = slots[:begin], list(slots[begin:end]), slots[end:]
-    if len(middle) == len(pairs):
-        middle = [_one(middle[at : at + width]) for at in range(0, len(middle), width)]
-    if not ends:
-        return (*front, *middle, *back)
     # Where I and W are apart, one window for all would change the order in which gradients are summed.
-    return (*_alone(front, Phase.F), *middle, *_alone(back, Phase.B))
+    return (*_alone(slots[:begin], Phase.F), *slots[begin:end], *_alone(slots[end:], Phase.B))
 
 
 def _alone(slots: Sequence[Slot], phase: Phase) -> Sequence[Slot]:

@@ -19,9 +19,9 @@ ENOUGH = 4
 steady state. Assumed."""
 
 
-def paired(step: Step, context: Context, *, ahead: int, ends: bool = False, width: int = 1) -> Step:
+def paired(step: Step, context: Context, *, ahead: int, ends: bool = False) -> Step:
     """The schedule in pairs (`stretto.planning.pair`)."""
-    found = pair(step.schedule, ahead=ahead, ends=ends, width=width)
+    found = pair(step.schedule, ahead=ahead, ends=ends)
     if found is None:
         raise LeftOutError(f"no backward of {step.schedule.family!r} has a forward behind it to pair with")
     live = max(peak_live(found))
@@ -30,7 +30,7 @@ def paired(step: Step, context: Context, *, ahead: int, ends: bool = False, widt
     # Warm-up and cool-down of the shorter step are the same.
     short = found
     if step.short is not step.schedule:
-        short = pair(step.short, ahead=ahead, ends=ends, width=width) or shorter(found)
+        short = pair(step.short, ahead=ahead, ends=ends) or shorter(found)
     return replace(step, schedule=found, short=short, overlap="window")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from stretto.ir.action import Action
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.passes.step import Context, Step
@@ -32,17 +33,19 @@ def sends_waited(step: Step, context: Context) -> Step:
 
 def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
     """Message -> the sender's run before which its send is waited for."""
-    # A run is one or more spans: it may wait inside, and its parts have names of their own.
+    # A run is one or more spans: it may wait inside, and its parts have actions of their own.
     runs = {
-        (rank, str(action)): at
-        for rank, order in enumerate(plan.schedule.orders)
+        action: at
+        for order in plan.schedule.orders
         for at, slot in enumerate(order)
         for action in slot.actions
     }
     starts = [[float("inf")] * len(order) for order in plan.schedule.orders]
     for span in timeline.spans:
-        if span.kind is SpanKind.COMPUTE:
-            at = runs[span.rank, span.name]
+        if span.kind is SpanKind.COMPUTE and span.phase is not None:
+            assert span.stage is not None
+            assert span.microbatch is not None
+            at = runs[Action(span.stage, span.phase, span.microbatch)]
             starts[span.rank][at] = min(starts[span.rank][at], span.start_us)
     for times in starts:
         # A run without ops takes no time and has no span: it begins when the one after it does.
@@ -57,15 +60,15 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
     }
     found: dict[Message, int] = {}
     for span in timeline.spans:
-        if span.kind is SpanKind.MESSAGE and span.sender is not None and span.sent_us is not None:
-            edge, _, microbatch = span.name.removeprefix(f"{span.lane} e").partition(":")
-            if not edge.isdigit():
-                continue
+        if span.edge is not None:
+            assert span.microbatch is not None
+            assert span.sender is not None
+            assert span.sent_us is not None
             safe = span.sent_us + SENT_MARGIN * (span.end_us - span.sent_us)
-            sends = plan.job.edges[int(edge)]
-            first = makes[sends.source, sends.phase, int(microbatch)] + 1
+            sends = plan.job.edges[span.edge]
+            first = makes[sends.source, sends.phase, span.microbatch] + 1
             later = (k for k in range(first, len(starts[span.sender])) if starts[span.sender][k] > safe)
             at_run = next(later, None)
             if at_run is not None:
-                found[int(edge), int(microbatch)] = at_run
+                found[span.edge, span.microbatch] = at_run
     return found

@@ -5,8 +5,8 @@
     2. The windows of the step's short schedule get their order, and the step is simulated.
     3. Where one window a rank is neither far ahead nor near its bound, the most promising of the others are
        ordered again for the step as a whole.
-    4. The fastest comes first, and of equal ones the one that moves least. What shares windows comes first
-       only where it gains what costs can tell (`WORTH`).
+    4. The fastest comes first, and of equal ones the one that moves least. What shares windows, or without a
+       limit of memory holds much more, comes first only where it gains what costs can tell (`WORTH`).
 
 A variant that deadlocks, or keeps more microbatches live than the job allows, is left out, and it is said
 why. May touch `stretto.ir`, `stretto.bounds`, `stretto.simulate`, `stretto.passes.step` and this package.
@@ -14,8 +14,9 @@ why. May touch `stretto.ir`, `stretto.bounds`, `stretto.simulate`, `stretto.pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError, TooLargeError
@@ -25,7 +26,8 @@ from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.schedules import moved_across
 from stretto.planning.sums_within import least_us
 from stretto.planning.variants import Variant, again, begins, overlaps, ways
-from stretto.planning.windows import lowered, whole_step
+from stretto.planning.windows import at_once, lowered, whole_step
+from stretto.simulate import simulate
 
 PROMISING = 3
 """Variants that are ordered again for the step as a whole (step 3), of those that are no slower than WITHIN
@@ -48,10 +50,15 @@ WORTH = 0.98
 comes first. Such windows hold more microbatches live and meet colder caches, and costs are off by a percent
 or two: without a limit on the network a GPT with tp=2 was promised 1.5 %, and its ops took 5 % longer."""
 
+HEAVY = 1.5
+"""Times the memory of another variant, from where one must gain over it what costs can tell (`WORTH`), too.
+Assumed: whoever needs the memory for a larger model or batch gains more by it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """step_us: of the step by which variants are compared; 0 for one that was not compared."""
+    """step_us: of the step by which variants are compared; 0 for one alone, infinite for what is there in
+    case that all others are refused."""
 
     variant: Variant
     overlap: OverlapMode
@@ -79,15 +86,26 @@ class Tries:
             raise found
         return found
 
-    def best_first(self, asked: OverlapMode, order: str) -> list[Tried]:
-        """All that `asked` allows.
+    def best_first(self, order: str) -> list[Tried]:
+        """All that the step may be; the last is what waits for everything at once, where there is nothing to
+        compare it with.
 
         Raises PlanError when the job cannot be made as it must be, or its schedule cannot be simulated.
         """
-        going_on = ways(self._first, asked, order)
-        found = self.compared([(*begin, *way) for begin in self._begins() for way in going_on])
-        if order == DEFAULT and len(going_on) > 1:
-            others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
+        asked = self._first.asked
+        variants: list[Variant] = []
+        for begin in self._begins():
+            step = self.step(begin)
+            if step.asked != asked:
+                self._miss(f"overlap holds more than recompute = {step.job.recompute:,} bytes a rank")
+            variants += [(*begin, *way) for way in ways(step, order)]
+        found = self.compared(variants)
+        if all(one.overlap != "off" for one in found):
+            if asked == "window":
+                self._miss("no collectives that another microbatch's ops could hide")
+            return [*found, Tried((*variants[0][:-1], at_once), "off", inf)]
+        others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
+        if order == DEFAULT and others:
             wholes = [one for one in found if whole_step in one.variant]
             least = min(others, key=lambda one: one.step_us)
             alike = [self._as_short(one, least) for one in wholes]
@@ -95,7 +113,9 @@ class Tries:
             near = any(one.step_us <= NEAR * self._bound_us(one) for one in wholes)
             if not near and all(one.step_us > AHEAD_OF * least.step_us for one in alike):
                 found += self._again(others, asked)
-        return sorted(found, key=self._weighed_us)
+        found.sort(key=self._weighed_us)
+        # Up to a limit that was asked for, memory is there to be used.
+        return found if isinstance(self._first.job.recompute, int) else lighter(found, self._holds)
 
     def _begins(self) -> list[Variant]:
         """Those that can be done. Without what is only tried it must be."""
@@ -175,11 +195,25 @@ class Tries:
                 found.append(one)
         return found
 
+    def _holds(self, tried: Tried) -> int:
+        """The most bytes of any rank."""
+        return max(simulate(lowered(self.step(tried.variant), self._context)).peak_bytes)
+
     def _weighed_us(self, tried: Tried) -> float:
         """By what variants are ordered. Where the schedule itself has windows that microbatches share, there
         is no choice."""
         shares = tried.overlap == "window" and not overlaps(self._first)
         return tried.step_us / WORTH if shares else tried.step_us
+
+
+def lighter(found: list[Tried], holds: Callable[[Tried], int]) -> list[Tried]:
+    """What was found, the fastest first, with another that overlaps in front where the first holds much more
+    for a gain that costs cannot tell. holds: bytes of a variant; asked only where others are as fast."""
+    first = found[0]
+    alike = [one for one in found[1:] if one.step_us * WORTH <= first.step_us and one.overlap != "off"]
+    most = holds(first) if alike else 0
+    less = next((one for one in alike if HEAVY * holds(one) <= most), first)
+    return [less, *(one for one in found if one is not less)]
 
 
 def why_less(asked: OverlapMode, chosen: Tried, found: Sequence[Tried], missing: Sequence[str]) -> str:

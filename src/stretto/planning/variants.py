@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from stretto.ir.action import Overlap
-from stretto.ir.program import Job, OverlapMode
+from stretto.ir.program import Job
 from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
 from stretto.passes.step import Pass, Step
@@ -34,13 +34,9 @@ AHEAD_ENDS = (1, 2)
 """The same with ends in windows of their own: forwards that share a window take less time, and one more fills
 the time until the first backward's message."""
 
-WIDE = 2
-"""Pairs of a wide window: with one rank, nothing outside a window can fill its begin and end. Measured on
-GPTs with tp=2: two gain 3 to 5 %, a third pair between -0.5 and 2 %."""
-
 ENDS = 8
-"""Ends in windows of their own, and wide windows, are tried with at most this many microbatches a rank: they
-can win at most a few windows of a step, and cost as much planning as all others. Assumed."""
+"""Ends in windows of their own are tried with at most this many microbatches a rank: they can win at most a
+few windows of a step, and cost as much planning as all others. Assumed."""
 
 Variant = tuple[Pass, ...]
 """Passes, in order. Of those that begin alike the beginning is run once."""
@@ -55,15 +51,15 @@ def begins() -> list[Variant]:
     return found
 
 
-def ways(step: Step, asked: OverlapMode, order: str) -> list[Variant]:
-    """How variants go on, which overlap nothing, then more and more, as `asked` allows."""
+def ways(step: Step, order: str) -> list[Variant]:
+    """How variants go on, which overlap nothing, then more and more, as the step may."""
     job = step.job
-    if asked == "off":
+    if step.asked == "off":
         return [(at_once,)]
     if not communicates(job):
         return [(as_captured,)]
     found: list[Variant] = [(at_once,), (ordered,), (moved_across, ordered)]
-    if asked == "window" and job.trains and not overlaps(step):
+    if step.asked == "window" and job.trains and not overlaps(step):
         for pairs in _pairs(step):
             found += [(pairs, ordered), (pairs, moved_across, ordered)]
         if order == DEFAULT and not writes_buffers(job):
@@ -76,10 +72,7 @@ def _pairs(step: Step) -> list[Pass]:
     found: list[Pass] = [partial(paired, ahead=ahead) for ahead in AHEAD]
     # Forwards in one window all read buffers as they were before it.
     if job.microbatches <= ENDS * schedule.ranks and not writes_buffers(job):
-        widths = (1, WIDE) if schedule.ranks == 1 else (1,)
-        found += [
-            partial(paired, ahead=ahead, ends=True, width=width) for ahead in AHEAD_ENDS for width in widths
-        ]
+        found += [partial(paired, ahead=ahead, ends=True) for ahead in AHEAD_ENDS]
     return found
 
 

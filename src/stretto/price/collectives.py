@@ -65,18 +65,13 @@ class _Route:
     bytes_per_us: float
 
 
-def collective_us(kind: str, nbytes: float, group: Group, fabric: Fabric) -> float:
-    """Microseconds of one collective that has its links for itself.
-
-    A group of one takes no time; otherwise the time is finite and positive, grows with `nbytes`, and is the
-    latency alone for 0 bytes. Raises ValueError for negative bytes.
-    """
-    return collective_curve(kind, group, fabric).us(nbytes)
-
-
 @functools.lru_cache(maxsize=4096)
 def collective_curve(kind: str, group: Group, fabric: Fabric) -> Curve:
-    """The time over bytes; see `collective_us`. This is what a plan carries."""
+    """Microseconds over bytes of a collective that has its links for itself. This is what a plan carries.
+
+    A group of one takes no time; otherwise the time is finite and positive, grows with the bytes, and is the
+    latency alone for 0 bytes.
+    """
     if group.size == 1:
         return Curve(((0.0, 0.0),))
     return Curve.lowest(
@@ -166,5 +161,5 @@ class CollectiveModel:
         return collective_curve(kind, group, self.fabric)
 
     def us(self, kind: str, nbytes: float, group: Group) -> float:
-        """Microseconds; see `collective_us`."""
+        """Microseconds; see `collective_curve`."""
         return self.curve(kind, group).us(nbytes)

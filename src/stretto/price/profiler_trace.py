@@ -63,24 +63,19 @@ class TracedOp:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """ops: as `read_profiler_trace` gives them. kind: of the device that they ran on, "cpu" or "cuda";
-    device: its name, empty for a processor's, which traces do not tell."""
+    """ops: by (name, dtype, shapes of the tensors that they read), most time first. kind: of the device that
+    they ran on, "cpu" or "cuda"; device: its name, empty for a processor's, which traces do not tell."""
 
     ops: list[TracedOp]
     kind: str
     device: str
 
 
-def read_profiler_trace(path: str | Path) -> list[TracedOp]:
-    """Ops of a trace by (name, dtype, shapes of the tensors that they read), most time first.
+def read_trace(path: str | Path) -> Trace:
+    """A trace's ops, and what they ran on.
 
     Raises UsageError when the file is no trace, or was recorded without shapes.
     """
-    return read_trace(path).ops
-
-
-def read_trace(path: str | Path) -> Trace:
-    """A trace's ops, and what they ran on. Raises UsageError as `read_profiler_trace` does."""
     path = Path(path)
     events, device = _events(path)
     calls = [e for e in events if e.get("cat") == "cpu_op" and e.get("ph") == "X"]

@@ -6,7 +6,7 @@ May touch `stretto.ir` and this room's tables of communication.
 from __future__ import annotations
 
 from stretto.ir.costs import Prediction
-from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report.traffic import axes_of, communication_of
 from stretto.report.words import KINDS, format_change, format_share, format_us
 
@@ -86,10 +86,7 @@ def _worst(timeline: Timeline, axis: str) -> tuple[int, str, float]:
 
 
 def _idle(timeline: Timeline) -> list[str]:
-    bubble = [0.0] * timeline.ranks
-    for span in timeline.spans:
-        if span.lane == COMPUTE_LANE and span.kind is SpanKind.BUBBLE:
-            bubble[span.rank] += span.duration_us
+    bubble = timeline.by_rank(SpanKind.BUBBLE)
     total_us = sum(bubble)
     if not total_us or not timeline.step_us:
         return []

@@ -42,28 +42,21 @@ def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
 
 
 def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
-    """The ops of every run, laid over its compute spans; by measured times where there are any."""
+    """The ops of every run, laid over its compute spans."""
     found: dict[int, list[OpSlice]] = {}
     windows = window_ops(plan)
-    shares = {name: _shares(rows, timeline) for name, rows in windows.items()}
+    times_us = {name: [row.us for row in rows] for name, rows in windows.items()}
     for runs in runs_of(plan, timeline):
         for run in runs:
             spans = iter(run.spans)
             span = next(spans)
             inside = found.setdefault(id(span), [])
-            for at, start_us, end_us in laid_over(shares[run.window], run.spans):
+            for at, start_us, end_us in laid_over(times_us[run.window], run.spans):
                 while start_us >= span.end_us:
                     span = next(spans)
                     inside = found.setdefault(id(span), [])
                 inside.append(OpSlice(windows[run.window][at], at, start_us, end_us))
     return found
-
-
-def _shares(rows: Sequence[OpRow], timeline: Timeline) -> list[float]:
-    known = [timeline.op_us.get((row.stage, row.op.name)) for row in rows]
-    if timeline.op_us and all(us is not None or not row.us for us, row in zip(known, rows, strict=True)):
-        return [us or 0.0 for us in known]
-    return [row.us for row in rows]
 
 
 def flows_of(timeline: Timeline, first_flow: int, plan: Plan | None, nested: Nested) -> dict[int, list[int]]:
@@ -127,8 +120,8 @@ class _Ops:
         self._runs: dict[tuple[int, int | None, int | None], list[tuple[str, list[OpSlice]]]] = defaultdict(
             list
         )
-        self._started: dict[str, dict[tuple[int, str], int]] = {}
-        self._waited: dict[str, dict[tuple[int, str | None], int]] = {}
+        self._at: dict[str, dict[tuple[int, str], tuple[int, int]]] = {}
+        """By window, (stage, name of a collective) -> the places of its start and its wait."""
         if plan is None or not nested:
             return
         for rank, runs in enumerate(runs_of(plan, timeline)):
@@ -137,22 +130,27 @@ class _Ops:
                 parts = plan.windows[run.window].parts
                 for (stage, _), microbatch in zip(parts, run.microbatches, strict=True):
                     self._runs[rank, stage, microbatch].append((run.window, slices))
-        for name, ops in window_ops(plan).items():
-            rows = list(enumerate(ops))
-            self._started[name] = {(row.stage, row.op.name): at for at, row in rows}
-            self._waited[name] = {(r.stage, r.op.alias): at for at, r in rows if r.op.target == WAIT}
+        for window, ops in window_ops(plan).items():
+            starts = {
+                (row.stage, row.op.name): (at, row.op.label)
+                for at, row in enumerate(ops)
+                if row.op.collective is not None
+            }
+            found = self._at[window] = {}
+            for waited, row in enumerate(ops):
+                if row.op.target == WAIT and (row.stage, str(row.op.alias)) in starts:
+                    at, label = starts[row.stage, str(row.op.alias)]
+                    found[row.stage, label] = at, waited
 
     def ends(self, message: Span) -> list[OpSlice]:
         """The last op before the start and the first after the wait; empty when they are not known."""
         if message.stage is None:
             return []
-        key = (message.stage, message.name.rsplit(" ", 1)[-1])
         for window, slices in self._runs.get((message.rank, message.stage, message.microbatch), ()):
-            started, waited = self._started[window].get(key), self._waited[window].get(key)
-            if started is None or waited is None:
-                continue
-            # Slices are in the order of their ops.
-            before = bisect_right(slices, started, key=lambda s: s.at)
-            after = bisect_right(slices, waited, key=lambda s: s.at)
-            return [*slices[before - 1 : before], *slices[after : after + 1]]
+            if (message.stage, message.name) in self._at[window]:
+                started, waited = self._at[window][message.stage, message.name]
+                # Slices are in the order of their ops.
+                before = bisect_right(slices, started, key=lambda s: s.at)
+                after = bisect_right(slices, waited, key=lambda s: s.at)
+                return [*slices[before - 1 : before], *slices[after : after + 1]]
         return []

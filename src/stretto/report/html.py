@@ -19,8 +19,7 @@ from stretto.report.grid import Grid
 from stretto.report.pack import packed
 from stretto.report.rundir import Run
 from stretto.report.tables import comparison_grid, costliest_grid, ranks_grid, summary_grid, traffic_grid
-from stretto.report.traffic import axes_of
-from stretto.report.words import KINDS, format_bytes, format_share, format_us
+from stretto.report.words import KINDS, format_us
 
 SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 """In the order in which they need each other."""
@@ -34,8 +33,9 @@ HINTS = (
 def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
     name = run.plan.job.name if run.plan else run.path.name
-    body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(_subtitle(run))}</p>', _figures(run)]
-    said = "".join(f"<li>{escape(words)}</li>" for words in _findings(run))
+    body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(_subtitle(run))}</p>']
+    told = findings(run.prediction, run.simulated, run.measured)
+    said = "".join(f"<li>{escape(words)}</li>" for words in told)
     body.append(f'<ul class="findings">{said}</ul>')
     timelines = [t for t in (run.simulated, run.measured) if t is not None]
     script = ""
@@ -69,10 +69,6 @@ def render(run: Run) -> str:
 
 def _page_file(name: str) -> str:
     return files("stretto.report").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def _findings(run: Run) -> tuple[str, ...]:
-    return findings(run.prediction, run.simulated, run.measured)
 
 
 def _subtitle(run: Run) -> str:
@@ -147,48 +143,10 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     if timelines:
         body.append(_section(traffic_grid(timelines)))
     if run.plan is not None:
-        costliest = costliest_ops(run.plan, run.measured)
+        costliest = costliest_ops(run.plan)
         if costliest:
             body.append(_section(costliest_grid(costliest, reads=True)))
     return body
-
-
-def _figures(run: Run) -> str:
-    found: list[tuple[str, str, str]] = []
-    shown = run.measured or run.simulated
-    if shown is not None:
-        word = KINDS.get(shown.source, shown.source)
-        exposed_us = sum(shown.exposed_us.values())
-        found.append((format_us(shown.step_us), f"step, {word}", ""))
-        share = exposed_us / shown.step_us if shown.step_us else 0.0
-        found.append((format_share(share), f"of the step is exposed communication, {word}", _bad(share)))
-        for axis in axes_of(shown):
-            if axis.hidden is not None:
-                found.append((format_share(axis.hidden), f"of {axis.axis} communication is hidden", ""))
-    if run.prediction is not None:
-        if run.measured is not None:
-            found.append((format_us(run.prediction.step_us), "step, predicted", ""))
-        found.append((format_us(run.prediction.bound_us), "lower bound of the step", ""))
-        found.append((format_share(run.prediction.gap), "predicted gap to the bound", ""))
-    if shown is not None and any(shown.peak_bytes):
-        found.append((format_bytes(max(shown.peak_bytes)), "peak memory, highest rank", ""))
-    losses = [line["loss"] for line in run.metrics if isinstance(line.get("loss"), int | float)]
-    if losses:
-        found.append((f"{losses[-1]:.4g}", f"loss, from {losses[0]:.4g}", ""))
-    speeds = [
-        line["tokens_per_s"] for line in run.metrics if isinstance(line.get("tokens_per_s"), int | float)
-    ]
-    if speeds:
-        found.append((f"{sorted(speeds)[len(speeds) // 2]:,.0f}", "tokens per second, median", ""))
-    cells = "".join(
-        f'<div class="figure {style}"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for value, name, style in found
-    )
-    return f'<div class="figures">{cells}</div>'
-
-
-def _bad(share: float) -> str:
-    return "bad" if share >= 0.01 else ""
 
 
 def _section(grid: Grid) -> str:

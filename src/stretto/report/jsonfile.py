@@ -6,6 +6,7 @@ Spans are rows under named columns, one a line. Times are microseconds, memory i
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,7 @@ from stretto.ir.timeline import Span, SpanKind, Timeline
 
 FORMAT = "stretto timeline"
 VERSION = 1
-COLUMNS = (
-    "rank",
-    "lane",
-    "kind",
-    "name",
-    "start_us",
-    "end_us",
-    "stage",
-    "phase",
-    "microbatch",
-    "nbytes",
-    "sender",
-    "sent_us",
-    "edge",
-)
+COLUMNS = tuple(field.name for field in fields(Span))
 
 
 def save_json(timeline: Timeline, path: Path) -> None:
@@ -50,7 +37,6 @@ def to_json(timeline: Timeline) -> str:
         "peak_bytes": list(timeline.peak_bytes),
         "memory": [[list(step) for step in steps] for steps in timeline.memory],
         "members": timeline.members,
-        "op_us": [[stage, name, us] for (stage, name), us in sorted(timeline.op_us.items())],
         "columns": list(COLUMNS),
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -96,7 +82,5 @@ def _from_data(data: dict[str, Any]) -> Timeline:
         tuple(spans),
         tuple(int(n) for n in data["peak_bytes"]),
         tuple(tuple((float(at), int(held)) for at, held in steps) for steps in data["memory"]),
-        # Timelines that were written before these were known do not have the keys.
-        {(int(stage), str(name)): float(us) for stage, name, us in data.get("op_us", ())},
         int(data.get("members", 1)),
     )

@@ -14,7 +14,7 @@ import base64
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stretto.ir.plan import Plan
@@ -55,11 +55,10 @@ def packed(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | No
 def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | None) -> dict[str, Any]:
     """The data itself, before it is compressed."""
     texts = _Texts()
-    measured = next((t.op_us for t in timelines if t.op_us), {})
     data: dict[str, Any] = {
         "tick_us": TICK_US,
         "categories": CATEGORIES,
-        "ops": {} if plan is None else _ops(plan, texts, measured),
+        "ops": {} if plan is None else _ops(plan, texts),
         "edges": [] if plan is None else [texts(f"{e.value} {e.spec}") for e in plan.job.edges],
         "stages": [] if plan is None else list(plan.schedule.stage_ranks),
         "source": "" if plan is None else plan.costs.source,
@@ -74,7 +73,7 @@ def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Pla
 # --- step 2: ops, once a window ----------------------------------------------------------------------
 
 
-def _ops(plan: Plan, texts: _Texts, measured: Mapping[tuple[int, str], float]) -> dict[str, Any]:
+def _ops(plan: Plan, texts: _Texts) -> dict[str, Any]:
     """Columns of all ops, and for every window its first op's number and how many there are."""
     specs = specs_of(plan.job)
     rows: list[tuple[int, ...]] = []
@@ -83,7 +82,6 @@ def _ops(plan: Plan, texts: _Texts, measured: Mapping[tuple[int, str], float]) -
         windows[name] = [len(rows), len(ops)]
         for row in ops:
             op = row.op
-            took_us = measured.get((row.stage, op.name))
             rows.append(
                 (
                     texts(op.name),
@@ -96,10 +94,9 @@ def _ops(plan: Plan, texts: _Texts, measured: Mapping[tuple[int, str], float]) -
                     CATEGORIES.index(row.category),
                     row.part,
                     _ticks(row.us),
-                    -1 if took_us is None else _ticks(took_us),
                 )
             )
-    names = ("name", "target", "module", "in", "out", "bytes", "flops", "category", "part", "us", "took")
+    names = ("name", "target", "module", "in", "out", "bytes", "flops", "category", "part", "us")
     columns = zip(*rows, strict=True) if rows else [()] * len(names)
     return {"windows": windows, **{n: list(c) for n, c in zip(names, columns, strict=True)}}
 

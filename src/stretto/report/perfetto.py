@@ -51,32 +51,24 @@ def ops_left_out(timeline: Timeline | Sequence[Timeline], plan: Plan | None) -> 
     return f" (without its {count:,} ops: more than {MOST_OPS:,} make a file that viewers open slowly)"
 
 
-def to_perfetto(
-    timeline: Timeline | Sequence[Timeline], plan: Plan | None = None, *, ops: bool | None = None
-) -> bytes:
+def to_perfetto(timeline: Timeline | Sequence[Timeline], plan: Plan | None = None) -> bytes:
     """Timelines as the bytes of a Perfetto trace (protobuf `Trace`); times become nanoseconds.
 
-    plan: what the timelines are of; without it there are no ops. ops: whether ops are written; None writes
-    them when they are at most `MOST_OPS`.
+    plan: what the timelines are of. Without it, and where they are more than `MOST_OPS`, there are no ops.
     """
     timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
-    if plan is None:
-        ops = False
-    elif ops is None:
-        ops = not ops_left_out(timelines, plan)
-    return _Writer(timelines, plan, ops).write()
+    return _Writer(timelines, None if ops_left_out(timelines, plan) else plan).write()
 
 
 class _Writer:
-    def __init__(self, timelines: Sequence[Timeline], plan: Plan | None, ops: bool) -> None:
+    def __init__(self, timelines: Sequence[Timeline], plan: Plan | None) -> None:
+        """plan: what the ops are of that are written."""
         self.timelines = timelines
         self.plan = plan
-        self.ops = ops
         self.builder = TraceProtoBuilder()
         self.next_uuid = 1
         self.next_flow = 1
-        self.specs: Mapping[str, TensorSpec] = specs_of(plan.job) if plan is not None and ops else {}
-        self.measured = next((one.op_us for one in timelines if one.op_us), {})
+        self.specs: Mapping[str, TensorSpec] = specs_of(plan.job) if plan is not None else {}
 
     def write(self) -> bytes:
         for at, timeline in enumerate(self.timelines):
@@ -85,7 +77,7 @@ class _Writer:
         return data
 
     def _timeline(self, timeline: Timeline, at: int) -> None:
-        self.nested = nested_ops(self.plan, timeline) if self.plan is not None and self.ops else {}
+        self.nested = nested_ops(self.plan, timeline) if self.plan is not None else {}
         self.flows = flows_of(timeline, self.next_flow, self.plan, self.nested)
         self.next_flow += len(timeline.spans)
         for rank, lanes in enumerate(rows_of(timeline)):
@@ -199,9 +191,6 @@ class _Writer:
         if op.flops:
             yield "flops", op.flops
         yield "predicted_us", row.us
-        took_us = self.measured.get((row.stage, op.name))
-        if took_us is not None:
-            yield "measured_us", took_us
 
 
 def _details(span: Span) -> Iterator[tuple[str, int | float | str]]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
@@ -52,42 +53,7 @@ VISIBLE_PX = 1.0
 TICK_PX = 100
 """Between two times on the axis, at least."""
 
-STYLE = """
-text { font: 11px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-.ground { fill: #ffffff; stroke: #d8dde4; }
-.row { fill: #f4f6f8; }
-.grid { stroke: #b9c2cd; stroke-dasharray: 2 4; }
-.end { stroke: #1b2330; stroke-width: 1.2; }
-.title { font-size: 14px; font-weight: 650; fill: #1b2330; }
-.name { font-weight: 600; fill: #1b2330; }
-.quiet { fill: #5d6878; }
-.strong { font-weight: 650; fill: #c1121f; }
-.small { font-size: 9px; fill: #5d6878; }
-.box { text-anchor: middle; font-weight: 600; pointer-events: none; }
-.tag { text-anchor: middle; font-size: 9px; font-weight: 600; pointer-events: none; }
-.F0 { fill: #1f5fae; } .F1 { fill: #3878c7; } .F2 { fill: #17498a; }
-.I0 { fill: #f0a030; } .I1 { fill: #f7bb5e; } .I2 { fill: #e08d22; }
-.W0 { fill: #43a37d; } .W1 { fill: #68bb98; } .W2 { fill: #35906c; }
-.B0 { fill: #a8457a; } .B1 { fill: #bb568b; } .B2 { fill: #8a3263; }
-.tF, .tB { fill: #ffffff; } .tI { fill: #2b1800; } .tW { fill: #04180f; }
-.bubble { fill: #e3e7ec; }
-.hatch0 { fill: #ffdcd9; } .hatch1 { stroke: #d00000; stroke-width: 3.2; }
-.exposed { fill: url(#hatch); stroke: #d00000; stroke-width: 1; }
-.mF { fill: #a9c8ee; } .mI, .mB { fill: #fbd596; } .mW { fill: #b4dfcc; } .mx { fill: #c9c3ea; }
-.tm { fill: #1b2330; }
-@media (prefers-color-scheme: dark) {
-  .ground { fill: #14181f; stroke: #2c3440; }
-  .row { fill: #1b2029; }
-  .grid { stroke: #465161; }
-  .end { stroke: #eef2f7; }
-  .title, .name { fill: #eef2f7; }
-  .quiet, .small { fill: #9aa6b5; }
-  .strong { fill: #ff7b72; }
-  .bubble { fill: #2a313c; }
-  .hatch0 { fill: #4a1414; } .hatch1 { stroke: #ff5a52; }
-  .exposed { stroke: #ff5a52; }
-}
-"""
+STYLE = "\n" + files("stretto.report").joinpath("page", "picture.css").read_text(encoding="utf-8")
 
 
 def save_svg(timeline: Timeline, path: Path) -> None:

@@ -6,20 +6,11 @@ import re
 from collections.abc import Sequence
 
 from stretto.ir.costs import Prediction
-from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report.costliest import OpGroup
 from stretto.report.grid import Grid
 from stretto.report.traffic import axes_of, traffic_of
 from stretto.report.words import KINDS, format_bytes, format_change, format_flops, format_share, format_us
-
-
-def accounts(timeline: Timeline) -> dict[SpanKind, list[float]]:
-    """Microseconds of each kind on every rank's compute lane."""
-    totals = {kind: [0.0] * timeline.ranks for kind in SpanKind}
-    for span in timeline.spans:
-        if span.lane == COMPUTE_LANE:
-            totals[span.kind][span.rank] += span.duration_us
-    return totals
 
 
 def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
@@ -42,14 +33,11 @@ def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
 
 def ranks_grid(timeline: Timeline) -> Grid:
     """The accounts of every rank."""
-    totals = accounts(timeline)
+    totals = [timeline.by_rank(kind) for kind in (SpanKind.COMPUTE, SpanKind.EXPOSED, SpanKind.BUBBLE)]
     rows = tuple(
         (
             timeline.who(rank),
-            *(
-                f"{format_us(totals[kind][rank])} ({_share(totals[kind][rank], timeline.step_us)})"
-                for kind in (SpanKind.COMPUTE, SpanKind.EXPOSED, SpanKind.BUBBLE)
-            ),
+            *(f"{format_us(us[rank])} ({_share(us[rank], timeline.step_us)})" for us in totals),
             format_bytes(timeline.peak_bytes[rank]) if rank < len(timeline.peak_bytes) else "-",
         )
         for rank in range(timeline.ranks)
@@ -63,14 +51,13 @@ def ranks_grid(timeline: Timeline) -> Grid:
 
 def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
     """Predicted against measured: the step, its accounts as means over ranks, and peak memory by rank."""
-    totals = accounts(measured)
     rows = [_times("step", prediction.step_us, measured.step_us)]
     for name, predicted, kind in (
         ("compute", prediction.compute_us, SpanKind.COMPUTE),
         ("exposed communication", prediction.exposed_us, SpanKind.EXPOSED),
         ("bubble", prediction.bubble_us, SpanKind.BUBBLE),
     ):
-        rows.append(_times(f"{name} (mean of the ranks)", _mean(predicted), _mean(tuple(totals[kind]))))
+        rows.append(_times(f"{name} (mean of the ranks)", _mean(predicted), _mean(measured.by_rank(kind))))
         axes = prediction.exposed_axis_us if kind is SpanKind.EXPOSED else {}
         for axis in axes if len(axes) > 1 else ():
             # By axis only where there are several: for one it is the row above again.
@@ -127,18 +114,14 @@ def costliest_grid(found: Sequence[OpGroup], *, reads: bool = False) -> Grid:
     """The costliest ops: what they cost over all stages and microbatches, and how fast they work.
 
     reads: say what they read as well, which takes room."""
-    measured = any(group.measured_us is not None for group in found)
     rows = []
     for group in found:
         rate = format_flops(group.flops / group.total_us * 1e6) + "/s" if group.flops else "-"
         row = [group.target.removeprefix("aten.").removesuffix(".default"), group.phases, f"{group.calls:,}"]
         row += [format_us(group.total_us / group.calls), format_us(group.total_us), format_share(group.share)]
-        if measured:
-            row.append("-" if group.measured_us is None else format_us(group.measured_us))
         rows.append((*row, rate, _plain(f"{group.shapes} → {group.made}") if reads else _short(group.made)))
-    head = ["", "phase", "calls", "each", "total", "share", *(["measured"] if measured else [])]
-    head += ["rate", "reads → makes" if reads else "makes"]
-    return Grid("Costliest ops (all stages and microbatches)", tuple(head), tuple(rows), (0, len(head) - 1))
+    head = ("", "phase", "calls", "each", "total", "share", "rate", "reads → makes" if reads else "makes")
+    return Grid("Costliest ops (all stages and microbatches)", head, tuple(rows), (0, len(head) - 1))
 
 
 def _plain(shapes: str) -> str:

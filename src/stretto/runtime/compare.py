@@ -1,11 +1,38 @@
-"""Predicted against measured, as plain text: what `print(runner.report())` shows on every rank."""
+"""Predicted against measured, as plain text: what `print(runner.report())` shows on every rank, and a
+rehearsal of the place that ran."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
+
+MS, MIB = (1000.0, "ms"), (2.0**20, "MiB")
+
+
+def line(name: str, predicted: float | None, measured: float, unit: tuple[float, str] = MS) -> str:
+    """One row of the table: both values, in microseconds or bytes, and how far the prediction is off."""
+    size, word = unit
+    guess = "-" if predicted is None else f"{predicted / size:.1f} {word}"
+    off = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured > 0 else ""
+    return f"  {name:20}{guess:>14}{f'{measured / size:.1f} {word}':>14}{off:>10}".rstrip()
+
+
+def place_lines(found: Prediction | None, measured: Timeline, place: int, prefix: str = "") -> Iterator[str]:
+    """A place's accounts of its compute lane, and its peak of memory."""
+    exposed = measured.exposed_axis_us()
+    compute_us, bubble_us = (measured.total_us(kind, place) for kind in (SpanKind.COMPUTE, SpanKind.BUBBLE))
+    yield line(f"{prefix}compute", found.compute_us[place] if found else None, compute_us)
+    for axis in sorted({*exposed, *(found.exposed_axis_us if found else ())}):
+        guess = found.exposed_axis_us[axis][place] if found and axis in found.exposed_axis_us else 0.0
+        took = exposed[axis][place] if axis in exposed else 0.0
+        yield line(f"{prefix}exposed {axis}", guess if found else None, took)
+    yield line(f"{prefix}bubble", found.bubble_us[place] if found else None, bubble_us)
+    peak = found.peak_bytes[place] if found else None
+    yield line(f"{prefix}peak memory", peak, measured.peak_bytes[place], MIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,43 +43,20 @@ class Report:
     measured: Timeline
 
     def __str__(self) -> str:
-        found = self.plan.prediction
-        measured = self.measured
+        found, measured = self.plan.prediction, self.measured
         family, ranks = self.plan.schedule.family, self.plan.ranks
         head = f"{self.plan.job.name}, {family} on {ranks} ranks: predicted, measured"
+        lines = [head, line("step", found.step_us if found else None, measured.step_us)]
+        for place in range(ranks):
+            lines += place_lines(found, measured, place, f"rank {place} ")
         if found is None:
-            return f"{head}\n  step {measured.step_us / 1000:.1f} ms; the plan carries no prediction"
-        rows = [("step", found.step_us, measured.step_us)]
-        exposed = measured.exposed_axis_us()
-        for rank in range(self.plan.ranks):
-            rows.append(
-                (
-                    f"rank {rank} compute",
-                    found.compute_us[rank],
-                    measured.total_us(SpanKind.COMPUTE, rank),
-                )
-            )
-            for axis in sorted({*found.exposed_axis_us, *exposed}):
-                guess = found.exposed_axis_us[axis][rank] if axis in found.exposed_axis_us else 0.0
-                took = exposed[axis][rank] if axis in exposed else 0.0
-                rows.append((f"rank {rank} exposed {axis}", guess, took))
-            rows.append(
-                (f"rank {rank} bubble", found.bubble_us[rank], measured.total_us(SpanKind.BUBBLE, rank))
-            )
-        lines = [head]
-        for name, predicted_us, measured_us in rows:
-            error = f"{100 * (predicted_us / measured_us - 1):+6.1f} %" if measured_us > 0 else ""
-            lines.append(f"  {name:20}{predicted_us / 1000:10.1f} ms{measured_us / 1000:10.1f} ms  {error}")
-        for rank, (guess, peak) in enumerate(zip(found.peak_bytes, measured.peak_bytes, strict=True)):
-            error = f"{100 * (guess / peak - 1):+6.1f} %" if peak else ""
-            name = f"rank {rank} peak memory"
-            lines.append(f"  {name:20}{guess / 2**20:9.1f} MiB{peak / 2**20:9.1f} MiB {error}")
+            return "\n".join(lines)
         hidden = measured.hidden
         for axis in sorted(found.comm_axis_us):
             guess_share, share = found.hidden(axis), hidden.get(axis)
             if guess_share is not None and share is not None:
                 lines.append(
-                    f"  {f'{axis} communication':20}{100 * guess_share:8.0f} % {100 * share:10.0f} %   hidden"
+                    f"  {f'{axis} communication':20}{100 * guess_share:12.0f} %{100 * share:12.0f} %   hidden"
                 )
         above = 100 * (measured.step_us / found.bound_us - 1) if found.bound_us else 0.0
         lines.append(f"  measured step is {above:.1f} % above the lower bound: {found.binds}")

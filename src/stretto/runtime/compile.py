@@ -17,8 +17,11 @@ What a stretch reads lives until it ends, so the peak of memory is not that of t
 
 from __future__ import annotations
 
+import importlib.util
 import operator
+import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -221,9 +224,10 @@ class Compiler:
         """The function of a stretch. specs: of its inputs, in order."""
         self.calls += 1
         specs = tuple(specs)
-        text = _text(stretch, specs)
+        graph = _graph(stretch, self._device)
+        # Equal for stretches that are equal but for names.
+        text = "\n".join([*map(str, specs), graph.code])
         if text not in self._known:
-            graph = _graph(stretch, self._device)
             with _CALLING, torch.no_grad():
                 function = torch.compile(
                     graph, fullgraph=not self._threads, dynamic=False, backend="inductor"
@@ -231,26 +235,6 @@ class Compiler:
                 function(*(_zeros(spec, self._device) for spec in specs))
             self._known[text] = Compiled(len(self._known), function)
         return self._known[text]
-
-
-def _text(stretch: Stretch, specs: Sequence[TensorSpec]) -> str:
-    """Equal for stretches that are equal but for names."""
-    number = {key: f"%{k}" for k, key in enumerate(stretch.inputs)}
-    for part, op in stretch.graph:
-        number[part, op.name] = f"%{len(number)}"
-
-    def told(part: int, arg: Arg) -> str:
-        if isinstance(arg, Ref):
-            return number[part, arg.name]
-        if isinstance(arg, tuple):
-            return f"({', '.join(told(part, item) for item in arg)})"
-        return repr(arg)
-
-    lines = [str(spec) for spec in specs]
-    for part, op in stretch.graph:
-        lines.append(f"{op.target} {told(part, op.args)} {told(part, op.kwargs)}")
-    lines += [number[_whole(key)] + _index(key) for key in stretch.outputs]
-    return "\n".join(lines)
 
 
 def _whole(key: Key) -> Key:
@@ -305,7 +289,24 @@ def make_compiler(how: str | None, device: torch.device, threads: bool) -> Compi
         return None
     if how != "inductor":
         raise UsageError(f'compile={how!r}: give compile="inductor", or leave it out to call op by op')
-    from stretto.runtime.inductor_adapter import require_compiler  # here, because Inductor loads slowly
-
     require_compiler(device)
     return Compiler(device, threads=threads)
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raise UsageError, which says what to install, unless Inductor can compile for the device.
+
+    On processors it writes C++ and calls a compiler (the one that $CXX names, else g++ or clang++); on
+    accelerators it writes Triton.
+    """
+    named = os.environ.get("CXX", "").split()
+    if device.type == "cpu" and not any(map(shutil.which, named[:1] or ("g++", "clang++"))):
+        raise UsageError(
+            'compile="inductor" needs a C++ compiler on this machine, and none was found: install g++ '
+            "(Debian and Ubuntu: apt-get install g++) or clang, name it in $CXX, or leave compile out"
+        )
+    if device.type != "cpu" and importlib.util.find_spec("triton") is None:
+        raise UsageError(
+            f'compile="inductor" needs Triton for {device.type}, and it is not installed: install the triton '
+            "that belongs to this PyTorch, or leave compile out"
+        )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stretto.ir.flow import is_external
 from stretto.ir.plan import Window
+from stretto.ir.prices import specs_of
 from stretto.ir.program import Job, Op, TensorSpec
 from stretto.runtime.compile import Compiler, Key, Stretch, cut, find_stretch
 from stretto.runtime.generate import Externals, Generated, Writer
@@ -24,8 +24,9 @@ class CompiledWriter(Writer):
     """Writes stretches as calls, and all other items as they are."""
 
     def __init__(self, job: Job, window: Window, externals: Externals, compiler: Compiler) -> None:
-        super().__init__(job, window, externals, timed=False)
+        super().__init__(job, window, externals)
         self.compiler = compiler
+        self.specs = specs_of(job)
 
     def items(self, last_item: Mapping[int, list[Key]]) -> None:
         last = {key: at for at, keys in last_item.items() for key in keys}
@@ -62,6 +63,7 @@ class CompiledWriter(Writer):
         return found if found.pays else None
 
     def _call_compiled(self, stretch: Stretch, ops: Sequence[tuple[int, Op]]) -> None:
+        self.enter(ops[0][0])
         for part, op in stretch.before:
             self.call(part, op)
             self.keep_results(part, op, *self.window.parts[part])
@@ -88,17 +90,8 @@ class CompiledWriter(Writer):
 
     def _spec(self, part: int, name: str) -> TensorSpec:
         """Shape, dtype and strides of a value that a stretch reads."""
-        stage, _ = self.window.parts[part]
-        found: TensorSpec | None
-        if name.startswith("batch/"):
-            found = dict(self.job.batch)[name.removeprefix("batch/")]
-        elif is_external(name):
+        if name in self.externals.fixed:
             held = self.externals.fixed[name]
             stride = None if held.is_contiguous() else tuple(held.stride())
             return TensorSpec(tuple(held.shape), str(held.dtype).removeprefix("torch."), stride)
-        elif (stage, name) in self.ops:
-            found = self.ops[stage, name].outputs[0]
-        else:
-            found = next(e.spec for e in self.job.edges if e.value == name and e.target == stage)
-        assert found is not None, f"{name} is no tensor"
-        return found
+        return self.specs[name]

@@ -18,7 +18,6 @@ Public API only. May touch `stretto.simulate`. The contract:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,8 +31,7 @@ from stretto.ir.transfers import message_us
 from stretto.runtime.lone import LoneEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
 from stretto.simulate import simulate
-from stretto.simulate.live import calls_of, messages_of, ready_windows
-from stretto.verify.trace import EventKind, ends_of
+from stretto.verify.trace import ends_of
 
 LONG_ROWS = 2**18
 """Rows of the longest single kernel. Assumed: tens of milliseconds, from 4 MiB."""
@@ -59,13 +57,8 @@ class CudaTransport(LoneEnd["Queued"]):
     """The end of rank `rank` of a plan on `device`. `begin` comes before each step, `timeline` after it."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
-        super().__init__(rank, plan.world)
-        self._plan = plan
-        self._place = plan.mesh.place(rank)
+        super().__init__(plan, rank)
         self._device = device
-        self._works = calls_of(plan, self._place, ready_windows(plan))
-        self._sends = messages_of(plan, self._place, EventKind.SEND)
-        self._posts = messages_of(plan, self._place, EventKind.RECV)
         self._begins_us, self._ends_us = self._predicted()
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._sums: dict[str, torch.Tensor] = {}
@@ -83,13 +76,11 @@ class CudaTransport(LoneEnd["Queued"]):
         return {s.name: s.start_us for s in spans}, {s.name: s.end_us for s in spans}
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
-        for communicator in communicators:
-            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
-            if group is not None:
-                self._members[communicator.name] = group
-                stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-                self._streams[communicator.name] = stream
-                self._sums[communicator.name] = torch.empty(LONG_ROWS, 2, device=device)
+        super().open(communicators, device, mesh)
+        for lane in self._members:
+            stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+            self._streams[lane] = stream
+            self._sums[lane] = torch.empty(LONG_ROWS, 2, device=device)
         self._ones = torch.ones(LONG_ROWS, 2, device=device)
         self._measure()
 
@@ -107,18 +98,16 @@ class CudaTransport(LoneEnd["Queued"]):
         self._least_us = max(0.0, took[SHORT_ROWS] - SHORT_ROWS / self._rows_per_us)
 
     def close(self) -> None:
+        super().close()
         self._streams.clear()
         self._sums.clear()
-        self._members.clear()
 
     # The step.
 
     def begin(self) -> None:
         """A step begins here."""
         torch.cuda.synchronize(self._device)
-        self._next_send = {lane: deque(messages) for lane, messages in self._sends.items()}
-        self._next_post = {lane: deque(messages) for lane, messages in self._posts.items()}
-        self._next_work = {lane: deque(works) for lane, works in self._works.items()}
+        super().begin()
         self._until_us: dict[str, float] = {}
         self._taken: list[Taken] = []
         self._waits: list[tuple[Taken, torch.cuda.Event, torch.cuda.Event]] = []

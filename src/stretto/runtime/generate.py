@@ -32,9 +32,22 @@ from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, STEP_LOSS, WAIT, Arg, Const, Job, Op, Ref
+from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
 """Values of one (stage, microbatch) that live between windows: tensors, and communications under way."""
+
+
+@dataclass(slots=True)
+class Started:
+    """A communication under way. name, lane: for the record; result: complete once `handle` is done; source:
+    kept alive until then."""
+
+    name: str
+    lane: str
+    handle: Handle
+    result: torch.Tensor
+    source: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +66,28 @@ class Externals:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`."""
+    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`. hooks: what a
+    window calls beside ops; `stretto.runtime.rank.RankState` has them."""
 
     run: Callable[..., None]
     source: str
     stages: tuple[int, ...]
 
 
-def generate(job: Job, window: Window, externals: Externals, *, timed: bool = False) -> Generated:
-    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read.
-
-    timed: the function tells `hooks.tick` after every item, so that the time of each op can be known.
-    """
-    return Writer(job, window, externals, timed).write()
+def generate(job: Job, window: Window, externals: Externals) -> Generated:
+    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
+    return Writer(job, window, externals).write()
 
 
 class Writer:
     """Writes a window's function, item by item (`compiled_window` writes stretches of them)."""
 
-    def __init__(self, job: Job, window: Window, externals: Externals, timed: bool) -> None:
+    def __init__(self, job: Job, window: Window, externals: Externals) -> None:
         self.job = job
-        self.timed = timed
         self.window = window
         self.externals = externals
         self.lines: list[str] = []
+        self.entered = -1
         self.bound: dict[str, Any] = {"DEVICE": externals.device, "INF": float("inf"), "NAN": float("nan")}
         self.names: dict[tuple[int, str], str] = {}
         stages = {stage for stage, _ in window.parts}
@@ -118,6 +129,7 @@ class Writer:
     def item(self, at: int) -> None:
         """One item: its op, wait or send."""
         item = self.window.items[at]
+        self.enter(item.part)
         stage, phase = self.window.parts[item.part]
         if phase is Phase.REDUCE_GRAD:
             self.line(self._sum(item.part, self.ops[stage, str(item.ref)]))
@@ -137,9 +149,12 @@ class Writer:
             edge = self.job.edges[int(item.ref)]
             value = self.name(item.part, edge.value)
             self.line(f"hooks.send({edge.index}, m{item.part}, {value})")
-        if self.timed:
-            made = str(item.ref) if item.kind is ItemKind.OP else ""
-            self.line(f"hooks.tick({stage}, {made!r})")
+
+    def enter(self, part: int) -> None:
+        """Where several actions share the window, it is marked whose ops run from here on."""
+        if len(self.window.actions) > 1 and part in self.window.actions and part != self.entered:
+            self.line(f"hooks.enter({part})")
+            self.entered = part
 
     def delete(self, values: Iterable[tuple[int, str]]) -> None:
         """Values that are not used any more."""

@@ -20,7 +20,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Parameter
 from stretto.runtime.fit import check_tensor, check_ties
 from stretto.runtime.frozen import Frozen
-from stretto.runtime.shards import part_here, part_of, whole_spec
+from stretto.runtime.shards import Part, part_here, part_of, pieces_of, whole_spec
 
 
 class Held:
@@ -115,23 +115,24 @@ class Held:
             result[k] = made[id(parameter)]
         return result
 
+    def known_parameters(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
+        """This rank's parameters with what the plan knows of them: each once, by the first of its names, in
+        the model's order."""
+        known = self.plan.job.parameters
+        held = {known[k].tied_to: parameter for k, parameter in self.parameters.items()}
+        for parameter in known:
+            if parameter.name in held:
+                yield parameter, held[parameter.name]
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """`Runner.named_parameters`."""
-        known = self.plan.job.parameters
-        place = {parameter.name: k for k, parameter in enumerate(known)}
-        named = {known[k].tied_to: parameter for k, parameter in self.parameters.items()}
-        yield from sorted(named.items(), key=lambda item: place[item[0]])
+        for known, parameter in self.known_parameters():
+            yield known.name, parameter
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers with their names in the model."""
         for k, buffer in sorted(self.buffers.items()):
             yield self.plan.job.buffers[k].name, buffer
-
-    def indexed_parameters(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """This rank's parameters with their places in the job, each once."""
-        places = {parameter.name: k for k, parameter in enumerate(self.plan.job.parameters)}
-        for name, parameter in self.named_parameters():
-            yield places[name], parameter
 
     def refresh(self) -> None:
         """Ops' copies in another dtype get the parameters' values."""
@@ -148,15 +149,38 @@ class Held:
                     "make a new Runner"
                 )
 
-    def owned_buffers(self) -> set[str]:
-        """The buffers that this rank is the one to save: of those that write one, or read it, the first."""
-        copy = any(self.in_place.values())
-        found: set[str] = set()
-        for buffer in () if copy else self.plan.job.buffers:
+    def parts(self) -> dict[str, Part]:
+        """Views of all that this rank holds: `model.<name>`, a parameter under the first name of its tie;
+        `buffer.<name>`. Raises UsageError for a model on meshes."""
+        self.refuse_on_mesh()
+        found = {
+            f"model.{known.name}": self.part(known, held.detach()) for known, held in self.known_parameters()
+        }
+        return found | {f"buffer.{name}": Part.all_of(buffer) for name, buffer in self.named_buffers()}
+
+    def refuse_on_mesh(self) -> None:
+        """Raises UsageError for a model on meshes: where its parts lie in the whole is not known here."""
+        if self.on_mesh:
+            raise UsageError(
+                "the Runner's model lies on meshes (stretto.shard), whose tensors the Runner shares: take, "
+                "save and load the model's own, with torch.distributed.checkpoint, which knows DTensors"
+            )
+
+    def part(self, parameter: Parameter, held: torch.Tensor) -> Part:
+        """Where what has the shape of this rank's part of the parameter lies in the whole."""
+        job = self.plan.job
+        boxes = pieces_of(held, parameter, job, self.coordinates)
+        return Part(whole_spec(job, parameter).shape, tuple(boxes))
+
+    def owned_parts(self) -> dict[str, Part]:
+        """Of `parts`, what this rank is the one to save, or one of those that hold the same."""
+        kept = {f"model.{name}" for name, _ in self.named_parameters() if self.owns(name)}
+        # Of those that write a buffer, or read it, the first.
+        for buffer in () if any(self.in_place.values()) else self.plan.job.buffers:
             writers = {stage for stage, _, _ in buffer.updates} or set(buffer.stages)
             if writers and min(map(self.plan.rank_of, writers)) == self.coordinates[PIPELINE]:
-                found.add(buffer.name)
-        return found
+                kept.add(f"buffer.{buffer.name}")
+        return {key: part for key, part in self.parts().items() if key in kept}
 
     def owns(self, name: str) -> bool:
         """`Runner.owns`."""

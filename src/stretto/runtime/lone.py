@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -17,19 +17,47 @@ import torch
 from stretto.backend.collectives import arrived, put_together
 from stretto.errors import RunError
 from stretto.ir.collectives import KINDS, How
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import Communicator, Plan
 from stretto.runtime.transport import not_open
+from stretto.simulate.live import calls_of, messages_of, ready_windows
+from stretto.verify.trace import EventKind
 
 Under = TypeVar("Under")
 """The handle of a transfer under way."""
 
 
 class LoneEnd(ABC, Generic[Under]):
-    """The transport of rank `rank` of `size`, of which no other runs."""
+    """The transport of rank `rank` of a plan, of which no other runs. `begin` comes before each step.
 
-    def __init__(self, rank: int, size: int) -> None:
+    Raises PlanError for a plan that cannot be simulated.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
         self.rank = rank
-        self.size = size
+        self.size = plan.world
+        self._plan = plan
+        self._place = plan.mesh.place(rank)
+        self._windows = ready_windows(plan)
+        self._works = calls_of(plan, self._place, self._windows)
+        self._sends = messages_of(plan, self._place, EventKind.SEND)
+        self._posts = messages_of(plan, self._place, EventKind.RECV)
         self._members: dict[str, tuple[int, ...]] = {}
+
+    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
+        for communicator in communicators:
+            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
+            if group is not None:
+                self._members[communicator.name] = group
+
+    def close(self) -> None:
+        self._members.clear()
+
+    def begin(self) -> None:
+        """A step begins: nothing that the plan's order has on a lane has started."""
+        self._next_send = {lane: deque(messages) for lane, messages in self._sends.items()}
+        self._next_post = {lane: deque(messages) for lane, messages in self._posts.items()}
+        self._next_work = {lane: deque(works) for lane, works in self._works.items()}
 
     @abstractmethod
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Under:

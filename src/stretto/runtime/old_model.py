@@ -16,6 +16,7 @@ have none. Keeps no tensor of the model alive.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -48,10 +49,11 @@ _ADDING = threading.Lock()
 """Ranks that are threads make their Runners at the same time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Own:
     """A parameter in a module of the model. part: what the runner trains of it, and how it is cut; None where
-    that is the parameter itself. here: whether this rank trains any of it."""
+    that is the parameter itself. here: whether this rank trains any of it. sample: of what the part was cut
+    from. fresh: the version of the runner's values that the model has."""
 
     name: str
     module: weakref.ref[nn.Module]
@@ -59,10 +61,13 @@ class Own:
     tensor: weakref.ref[torch.Tensor]
     part: tuple[torch.Tensor, Cut] | None
     here: bool
+    sample: torch.Tensor | None
+    fresh: int = 0
 
     @property
-    def key(self) -> tuple[int, str]:
-        return id(self.module()), self.attribute
+    def is_apart(self) -> bool:
+        """Whether the model's tensor is another than what is trained, here or on other ranks."""
+        return not self.here or self.part is not None
 
 
 class OldModel:
@@ -74,52 +79,37 @@ class OldModel:
         """trained: name in the model -> what this rank trains of it, the model's own tensor or a part.
         elsewhere: names of what only other ranks train."""
         self.version = 0
-        self._fresh: dict[tuple[int, str], int] = {}
         self._by_module: dict[int, list[Own]] = {}
         self._warned = False
-        self._samples: dict[tuple[int, str], torch.Tensor] = {}
         self._parts: dict[int, Own] = {}
         for prefix, module in model.named_modules():
             for attribute, tensor in module.named_parameters(recurse=False):
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                own = self._own(name, module, attribute, tensor, trained.get(name), name in elsewhere)
-                if own is not None:
-                    self._by_module.setdefault(id(module), []).append(own)
+                part, here = trained.get(name), name in trained
+                if not here and name not in elsewhere:
+                    continue
+                if part is not None and part[0] is tensor:
+                    part, _TRAINED[id(tensor)] = None, tensor
+                sample = _sample(tensor) if part is not None else None
+                own = Own(name, weakref.ref(module), attribute, weakref.ref(tensor), part, here, sample)
+                self._by_module.setdefault(id(module), []).append(own)
+                if part is not None:
+                    self._parts.setdefault(id(tensor), own)
             if id(module) in self._by_module:
                 self._watch(module)
-        if any(self._is_apart(own) for own in self._all()):
-            model.register_forward_pre_hook(_Computing(weakref.ref(self), weakref.ref(model)))
+        if any(own.is_apart for own in self._all()):
+            model.register_forward_pre_hook(_Hook("warn_of_use", weakref.ref(self), weakref.ref(model)))
         with _ADDING:
             _LIVE.add(self)
         if self._parts:
             _watch_optimizers()
 
-    def _own(
-        self,
-        name: str,
-        module: nn.Module,
-        attribute: str,
-        tensor: nn.Parameter,
-        trained: tuple[nn.Parameter, Cut] | None,
-        elsewhere: bool,
-    ) -> Own | None:
-        if trained is None and not elsewhere:
-            return None
-        part = trained if trained is not None and trained[0] is not tensor else None
-        own = Own(name, weakref.ref(module), attribute, weakref.ref(tensor), part, trained is not None)
-        if part is not None:
-            self._parts.setdefault(id(tensor), own)
-            self._samples[own.key] = _sample(tensor)
-        elif trained is not None:
-            _TRAINED[id(tensor)] = tensor
-        return own
-
     def _watch(self, module: nn.Module) -> None:
         me, its = weakref.ref(self), weakref.ref(module)
-        module.register_load_state_dict_pre_hook(_Loading(me, its))  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(_Loaded(me, its))  # type: ignore[no-untyped-call]
-        if any(map(self._is_apart, self._by_module[id(module)])):
-            module.register_state_dict_pre_hook(_Reading(me, its))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_Hook("take", me, its))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_Hook("refuse_replaced", me, its))  # type: ignore[no-untyped-call]
+        if any(own.is_apart for own in self._by_module[id(module)]):
+            module.register_state_dict_pre_hook(_Hook("refuse_reading", me, its))  # type: ignore[no-untyped-call]
 
     # What the runner tells.
 
@@ -135,11 +125,8 @@ class OldModel:
             module, tensor = own.module(), own.tensor()
             if module is None or tensor is None:
                 continue
-            now = getattr(module, own.attribute, None)
-            if own.here and now is not tensor and isinstance(now, nn.Parameter):
-                raise UsageError(_replaced(own.name))
-            old = self._samples.get(own.key)
-            if old is not None and not tensor.is_meta and not torch.equal(_sample(tensor), old):
+            self.refuse_replaced(module)
+            if own.sample is not None and not tensor.is_meta and not torch.equal(_sample(tensor), own.sample):
                 raise UsageError(
                     f"{own.name!r} of the model was changed after the Runner was made, which trains its own "
                     "part of it, cut before: change the model first, or give the Runner the values "
@@ -150,12 +137,18 @@ class OldModel:
         """Raises UsageError for a tensor of the model of which the runner trains a part."""
         own = self._parts.get(id(tensor))
         if own is not None and own.tensor() is tensor:
-            raise UsageError(_not_trained(own.name))
+            raise UsageError(
+                f"the optimizer has the model's own {own.name!r}, which gets no gradient: this rank's Runner "
+                "trains a part of it as a tensor of its own. Make the optimizer over runner.parameters() "
+                "(or runner.named_parameters(), for groups)"
+            )
 
     # What hooks tell.
 
-    def refuse_reading(self, module: nn.Module) -> None:
+    def refuse_reading(self, module: nn.Module, prefix: str = "", keep_vars: bool = False) -> None:
         """Raises UsageError for values of the module that are not what is trained."""
+        if keep_vars:
+            return
         own = next(filter(self._is_stale, self._by_module.get(id(module), ())), None)
         if own is not None:
             what = "a part of it as its own tensor" if own.part is not None else "nothing of it"
@@ -164,9 +157,9 @@ class OldModel:
                 f"the model has the value from before. {_TAKE}"
             )
 
-    def warn_of_use(self, what: str) -> None:
+    def warn_of_use(self, *_: Any, what: str = "this is a forward of a Runner's old model") -> None:
         """Warn, once, where values of the model that a computation reads are not what is trained."""
-        if self._warned or not self.is_old:
+        if self._warned or not self.version:
             return
         for own in filter(self._is_stale, self._all()):
             module = own.module()
@@ -181,21 +174,16 @@ class OldModel:
                 )
                 return
 
-    @staticmethod
-    def _is_apart(own: Own) -> bool:
-        """Whether the model's tensor is another than what is trained, here or on other ranks."""
-        return not own.here or own.part is not None
-
     def _is_stale(self, own: Own) -> bool:
         tensor = own.tensor()
         return (
-            self._is_apart(own)
+            own.is_apart
             and tensor is not None
-            and self._fresh.get(own.key, 0) != self.version
+            and own.fresh != self.version
             and _TRAINED.get(id(tensor)) is not tensor
         )
 
-    def take(self, module: nn.Module, values: Mapping[str, Any], prefix: str) -> None:
+    def take(self, module: nn.Module, values: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """The module is about to load these: what the runner trains of it gets them too."""
         for own in self._by_module.get(id(module), ()):
             value, tensor = values.get(prefix + own.attribute), own.tensor()
@@ -205,25 +193,19 @@ class OldModel:
                 part, cut = own.part
                 with torch.no_grad():
                     part.copy_(cut(value.to(part.device, part.dtype)))
-            self._fresh[own.key] = self.version
-            if own.part is not None:
-                self._samples[own.key] = _sample(value.to(tensor.dtype))
+                own.sample = _sample(value.to(tensor.dtype))
+            own.fresh = self.version
 
-    def refuse_replaced(self, module: nn.Module) -> None:
+    def refuse_replaced(self, module: nn.Module, *_: Any) -> None:
+        """Raises UsageError where the module has another parameter than the one that is trained."""
         for own in self._by_module.get(id(module), ()):
-            tensor = own.tensor()
-            if own.here and tensor is not None and getattr(module, own.attribute, tensor) is not tensor:
-                raise UsageError(_replaced(own.name))
-
-    @property
-    def is_old(self) -> bool:
-        """Whether the runner's values have changed since it was made."""
-        return self.version > 0
-
-    def untrained(self, tensor: torch.Tensor) -> str | None:
-        """The name of a tensor of which the runner trains a part; None for any other."""
-        own = self._parts.get(id(tensor))
-        return own.name if own is not None and own.tensor() is tensor else None
+            tensor, now = own.tensor(), getattr(module, own.attribute, None)
+            if own.here and tensor is not None and now is not tensor and isinstance(now, nn.Parameter):
+                raise UsageError(
+                    f"{own.name!r} of the model is another tensor since the Runner was made "
+                    "(load_state_dict(assign=True), or set by hand), and the Runner trains the one before: "
+                    "load without assign, or make a new Runner"
+                )
 
     def _all(self) -> Iterator[Own]:
         for owns in self._by_module.values():
@@ -231,54 +213,31 @@ class OldModel:
 
 
 class _Hook:
-    """On one module, for as long as the watch lives; inert on its copies, and on those read from a file."""
+    """Calls a method of the watch for one module, as long as both live; inert on the module's copies, and on
+    those read from a file."""
 
     def __init__(
-        self, old: weakref.ref[OldModel] | None = None, module: weakref.ref[nn.Module] | None = None
+        self,
+        what: str = "",
+        old: Callable[[], OldModel | None] = lambda: None,
+        module: Callable[[], nn.Module | None] = lambda: None,
     ) -> None:
-        self._old, self._module = old, module
+        """what: the method. old, module: weak references."""
+        self._what, self._old, self._module = what, old, module
 
-    def _live(self, module: nn.Module) -> OldModel | None:
-        if self._old is None or self._module is None or self._module() is not module:
-            return None
-        return self._old()
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        old = self._old()
+        if old is not None and self._module() is module:
+            getattr(old, self._what)(module, *given)
 
     def __deepcopy__(self, _: dict[int, Any]) -> _Hook:
-        return type(self)()
+        return _Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        old, module = (one() if one is not None else None for one in (self._old, self._module))
-        if isinstance(old, OldModel) and isinstance(module, nn.Module) and isinstance(self, _Reading):
-            old.refuse_reading(module)  # torch.save(model)
-        return type(self), ()
-
-
-class _Reading(_Hook):
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        old = self._live(module)
-        if old is not None and not keep_vars:
-            old.refuse_reading(module)
-
-
-class _Computing(_Hook):
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        old = self._live(module)
-        if old is not None:
-            old.warn_of_use("this is a forward of a Runner's old model")
-
-
-class _Loading(_Hook):
-    def __call__(self, module: nn.Module, values: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        old = self._live(module)
-        if old is not None:
-            old.take(module, values, prefix)
-
-
-class _Loaded(_Hook):
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        old = self._live(module)
-        if old is not None:
-            old.refuse_replaced(module)
+        module = self._module()
+        if self._what == "refuse_reading" and module is not None:
+            self(module)  # torch.save(model)
+        return _Hook, ()
 
 
 def warn_if_old(model: nn.Module) -> None:
@@ -286,7 +245,7 @@ def warn_if_old(model: nn.Module) -> None:
     tensors = {id(tensor) for tensor in model.parameters()}
     for old in _live():
         if any(id(own.tensor()) in tensors for own in old._all()):
-            old.warn_of_use("a Runner is made of another Runner's old model")
+            old.warn_of_use(what="a Runner is made of another Runner's old model")
 
 
 def _live() -> list[OldModel]:
@@ -294,15 +253,10 @@ def _live() -> list[OldModel]:
         return list(_LIVE)
 
 
-_WATCHING: list[Any] = []
-
-
+@functools.cache
 def _watch_optimizers() -> None:
     """Once a process."""
-    with _ADDING:
-        if _WATCHING:
-            return
-        _WATCHING.append(register_optimizer_step_pre_hook(_refuse_old))
+    register_optimizer_step_pre_hook(_refuse_old)
 
 
 def _refuse_old(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -310,31 +264,10 @@ def _refuse_old(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
     One that has a gradient is being trained as a plain model beside the Runner.
     """
-    watches = [old for old in _live() if old.is_old and old._parts]
-    if not watches:
-        return
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
+    for old in _live():
+        for tensor in (p for group in optimizer.param_groups for p in group["params"]) if old.version else ():
             if tensor.grad is None:
-                for old in watches:
-                    name = old.untrained(tensor)
-                    if name is not None:
-                        raise UsageError(_not_trained(name))
-
-
-def _not_trained(name: str) -> str:
-    return (
-        f"the optimizer has the model's own {name!r}, which gets no gradient: this rank's Runner trains a "
-        "part of it as a tensor of its own. Make the optimizer over runner.parameters() "
-        "(or runner.named_parameters(), for groups)"
-    )
-
-
-def _replaced(name: str) -> str:
-    return (
-        f"{name!r} of the model is another tensor since the Runner was made (load_state_dict(assign=True), "
-        "or set by hand), and the Runner trains the one before: load without assign, or make a new Runner"
-    )
+                old.refuse_in_optimizer(tensor)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

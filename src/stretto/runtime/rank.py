@@ -19,8 +19,7 @@ from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
-from stretto.runtime.generate import Externals, Generated, Store, generate
-from stretto.runtime.hooks import Started
+from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.record import Marks, now
 from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
@@ -91,7 +90,6 @@ class RankState:
         )
         order = plan.orders[self.place]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
-        self._externals = externals
         self.windows: dict[str, Generated] = {
             name: generate(job, plan.windows[name], externals)
             if compiler is None
@@ -99,8 +97,6 @@ class RankState:
             for name in sorted(used)
         }
         self._grad_dtype = grad_dtypes
-        self._times: dict[tuple[int, str], list[int]] = {}
-        self._ticked = 0
         self._members: dict[str, list[int]] = defaultdict(list)
         for k in parameters:
             self._members[job.parameters[k].tied_to].append(k)
@@ -168,24 +164,6 @@ class RankState:
         self._clear_after()
         return loss
 
-    def step_timed(self, batch: Mapping[str, torch.Tensor]) -> dict[tuple[int, str], float]:
-        """A step like any other in which the time of every op is taken: (stage, op) -> mean us."""
-        plain = self.windows
-        job, windows = self.plan.job, self.plan.windows
-        self.windows = {name: generate(job, windows[name], self._externals, timed=True) for name in plain}
-        self._times = defaultdict(list)
-        try:
-            self.step(batch)
-        finally:
-            self.windows = plain
-        return {key: sum(times) / len(times) / 1000.0 for key, times in self._times.items()}
-
-    def tick(self, stage: int, op: str) -> None:
-        time = now()
-        if op:
-            self._times[stage, op].append(time - self._ticked)
-        self._ticked = now()
-
     def _clear_after(self) -> None:
         leftover = [key for key, store in self._stores.items() if store]
         assert not leftover, f"values left after the step in {leftover}"
@@ -212,7 +190,7 @@ class RankState:
         for stage, microbatch in zip(window.stages, instruction.microbatches, strict=True):
             store = self._stores.setdefault((stage, microbatch), {})
             arguments += [self._batch[microbatch] if microbatch != ONCE else {}, store, microbatch]
-        start = self._ticked = now()
+        start = now()
         window.run(self, *arguments)
         if self.plan.windows[name].actions:
             self.marks.runs.append((name, instruction.microbatches, start, now()))
@@ -243,7 +221,7 @@ class RankState:
         self.grads[adding[0]] = total = total.contiguous()
         return total
 
-    # What windows call (see `hooks.Hooks`).
+    # What windows call beside ops. Microbatches are numbers, edges and parameters places in the job.
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:
         key = (edge, microbatch)
@@ -342,6 +320,9 @@ class RankState:
 
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None:
         self._buffers[buffer].copy_(value)
+
+    def enter(self, part: int) -> None:
+        self.marks.parts.append((now(), part))
 
     def draw(self, microbatch: int, op: int) -> None:
         _DRAWING.acquire()

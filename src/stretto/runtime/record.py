@@ -7,20 +7,17 @@ step runs. The timeline has the same tracks and accounts as the simulated one.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
-from stretto.ir.action import ONCE, Action, Phase
+from stretto.ir.action import Action, Phase
 from stretto.ir.axes import PIPELINE
-from stretto.ir.flow import ops_of_stage
-from stretto.ir.plan import InstructionKind, ItemKind, Plan
-from stretto.ir.program import WAIT
+from stretto.ir.flow import PHASES
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
-from stretto.runtime.op_attribution import Call, Turn, Turns, turns_of
 
 now = time.perf_counter_ns
 
@@ -33,6 +30,9 @@ is known to take. Measured: Gloo answers such a wait in 20 to 100 us."""
 
 Message = tuple[int, int]
 
+Asked = tuple[int, Phase, int]
+"""(stage, phase, microbatch) of a collective that an op starts."""
+
 
 @dataclass
 class Marks:
@@ -42,6 +42,8 @@ class Marks:
     end: int = 0
     runs: list[tuple[str, tuple[int, ...], int, int]] = field(default_factory=list)
     """(window, microbatches, start, end)."""
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    """(start, part) of a window that several actions share: whose ops run from then on."""
     waits: list[tuple[int, int, int, int]] = field(default_factory=list)
     """(edge, microbatch, start, end) of waits for received values."""
     sends: list[tuple[int, int, int]] = field(default_factory=list)
@@ -68,12 +70,29 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
     sent: dict[tuple[int, Message], float] = {
         (rank, (edge, mb)): clock.us(rank, at) for rank, m in enumerate(marks) for edge, mb, at in m.sends
     }
-    started = [_starts(clock, rank, m) for rank, m in enumerate(marks)]
+    turns = [Turns(plan, m) for m in marks]
+    phases = {
+        (stage.index, op.label): phase
+        for stage in plan.job.stages
+        for phase in PHASES
+        for op in stage.ops[phase]
+        if op.collective is not None
+    }
+
+    def asked_by(rank: int, name: str, time_ns: int) -> Asked | None:
+        """Whose a collective is that was started, or waited for, then; None for what runs once a step."""
+        action = turns[rank].at(time_ns)
+        phase = None if action is None else phases.get((action.stage, name))
+        return None if action is None or phase is None else (action.stage, phase, action.microbatch)
+
+    started = [
+        {(name, asked_by(rank, name, at)): (clock.us(rank, at), nbytes) for name, nbytes, at in m.starts}
+        for rank, m in enumerate(marks)
+    ]
     spans: list[Span] = []
     for place in range(plan.ranks):
         rank = mesh.rank({PIPELINE: place})
         idle: list[Span] = []
-        begun_of, awaited = _order_of(plan, place)
         for edge_index, mb, start_ns, end_ns in marks[rank].waits:
             sender = mesh.rank({PIPELINE: plan.rank_of(plan.job.edges[edge_index].source)})
             left = sent.get((sender, (edge_index, mb)), clock.us(rank, start_ns))
@@ -81,17 +100,16 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
             spans.append(_message(plan, place, edge_index, mb, left, waited))
             # Until the sender had made the value there was nothing to transfer: that is a bubble.
             idle += idle_spans(place, spans[-1].name, waited[0], left, waited[1])
-        for at, (name, lane, start_ns, end_ns) in _numbered(marks[rank].finishes):
+        for name, lane, start_ns, end_ns in marks[rank].finishes:
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
             members = plan.communicator(lane)
             # Places of the pipeline start when their work is done: until the last has, there is nothing to
             # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
             # communicating.
             group = mesh.group(rank, members.axes, members.ranks) if members.joins_places else None
-            asked = awaited.get((name, at))
-            first = at if asked is None else begun_of[name, asked]
-            begun = max(started[member].get((name, first), (waited[0], 0))[0] for member in group or (rank,))
-            nbytes = started[rank].get((name, first), (0.0, 0))[1]
+            key = name, (asked := asked_by(rank, name, start_ns))
+            begun = max(started[member].get(key, (waited[0], 0))[0] for member in group or (rank,))
+            nbytes = started[rank].get(key, (0.0, 0))[1]
             spans.append(_collective(plan, place, lane, name, begun, waited, nbytes, asked))
             idle += idle_spans(place, name, waited[0], begun, waited[1])
         for name, start_ns, end_ns in marks[rank].others:
@@ -123,69 +141,27 @@ class _Clock:
         return ns / 1000.0 + self._offsets_us[rank] - self._begin
 
 
-Asked = tuple[int, Phase, int]
-"""(stage, phase, microbatch) of a collective that an op starts."""
+class Turns:
+    """Whose ops a rank ran when: runs of its windows, and the parts of those that several actions share."""
 
+    def __init__(self, plan: Plan, marks: Marks) -> None:
+        self._since: list[int] = []
+        self.turns: list[tuple[int, int, Action]] = []
+        """(start, end, action), in ns, ascending."""
+        for name, microbatches, start, end in marks.runs:
+            parts = plan.windows[name].parts
+            actions = [Action(*part, mb) for part, mb in zip(parts, microbatches, strict=True)]
+            first, last = bisect_left(marks.parts, (start, 0)), bisect_left(marks.parts, (end + 1, 0))
+            entered = marks.parts[first:last] or [(start, 0)]
+            since = [start, *(at for at, _ in entered[1:])]
+            for begin, stop, (_, part) in zip(since, [*since[1:], end], entered, strict=True):
+                self.turns.append((begin, stop, actions[part]))
+                self._since.append(begin)
 
-def _order_of(plan: Plan, place: int) -> tuple[dict[tuple[str, Asked], int], dict[tuple[str, int], Asked]]:
-    """Of the collectives that ops of a place start: how many of a name were started before the one of a
-    microbatch, and which the n-th wait of a name is for. Starts and waits of one op may stand in different
-    orders of microbatches."""
-    begun: dict[tuple[str, Asked], int] = {}
-    awaited: dict[tuple[str, int], Asked] = {}
-    started: dict[str, int] = defaultdict(int)
-    finished: dict[str, int] = defaultdict(int)
-    known: dict[str, list[tuple[bool, int, str, int, Phase]]] = {}
-    for instruction in plan.orders[place]:
-        if instruction.kind is not InstructionKind.RUN:
-            continue
-        window = str(instruction.ref)
-        if window not in known:
-            known[window] = list(_communications(plan, window))
-        for waits, part, name, stage, phase in known[window]:
-            asked = stage, phase, instruction.microbatches[part]
-            if waits:
-                awaited[name, finished[name]] = asked
-                finished[name] += 1
-            else:
-                begun[name, asked] = started[name]
-                started[name] += 1
-    return begun, awaited
-
-
-def _communications(plan: Plan, window: str) -> Iterator[tuple[bool, int, str, int, Phase]]:
-    """The window's starts and waits in their order: whether it waits, its part, and of the collective the
-    name, the stage, and the phase that starts it."""
-    made = plan.windows[window]
-    ops = [ops_of_stage(plan.job.stages[stage], phase) for stage, phase in made.parts]
-    for item in made.items:
-        if item.kind is not ItemKind.OP:
-            continue
-        stage, known = made.parts[item.part][0], ops[item.part]
-        op, sub = known[str(item.ref)]
-        waits = op.target == WAIT
-        if waits:
-            op, sub = known[op.uses[0]]
-        if op.collective is not None:
-            yield waits, item.part, op.label, stage, sub
-
-
-Mark = TypeVar("Mark", tuple[str, int, int], tuple[str, str, int, int])
-
-
-def _numbered(marks: Sequence[Mark]) -> Iterator[tuple[int, Mark]]:
-    """Each mark with how many of its name came before: an op runs once for each microbatch, in one order."""
-    seen: dict[str, int] = defaultdict(int)
-    for mark in marks:
-        yield seen[mark[0]], mark
-        seen[mark[0]] += 1
-
-
-def _starts(clock: _Clock, rank: int, marks: Marks) -> dict[tuple[str, int], tuple[float, int]]:
-    """(name, number) of a communication -> (start, bytes)."""
-    return {
-        (name, at): (clock.us(rank, start), nbytes) for at, (name, nbytes, start) in _numbered(marks.starts)
-    }
+    def at(self, time: int) -> Action | None:
+        """Whose ops ran at a time; None between runs."""
+        found = bisect_right(self._since, time) - 1
+        return self.turns[found][2] if found >= 0 and time <= self.turns[found][1] else None
 
 
 def _message(
@@ -229,7 +205,7 @@ def _collective(
     cost = plan.costs.collectives.get((words[0], kind))
     if waited[1] - waited[0] < THERE_US and cost is not None:
         done = min(done, begun + cost.curve.us(nbytes))
-    stage, phase, microbatch = asked if asked is not None and asked[2] != ONCE else (None, None, None)
+    stage, phase, microbatch = asked or (None, None, None)
     end = max(done, begun)
     return Span(place, lane, SpanKind.MESSAGE, name, begun, end, stage, phase, microbatch, nbytes)
 
@@ -250,31 +226,21 @@ def idle_spans(rank: int, name: str, start: float, begun: float, stop: float) ->
 def compute_spans(
     plan: Plan, rank: int, marks: Marks, at: Callable[[int], float], idle: Sequence[Span]
 ) -> list[Span]:
-    """What runs of windows did for each of their actions, with the waits inside them cut out."""
+    """What runs of windows did for each of their actions, without the waits inside (`idle`, ascending)."""
     spans: list[Span] = []
-    calls = _calls(marks, at)
-    known: dict[str, tuple[Turn, ...]] = {}
-    for window_name, microbatches, start_ns, end_ns in marks.runs:
-        if window_name not in known:
-            known[window_name] = turns_of(plan, window_name)
-        start, stop = at(start_ns), at(end_ns)
-        turns = Turns(known[window_name], calls, start, stop)
-        parts = plan.windows[window_name].parts
-        actions = [Action(*part, mb) for part, mb in zip(parts, microbatches, strict=True)]
-        cursor = start
-        gaps = [gap for gap in idle if gap.start_us >= start and gap.end_us <= stop]
-        for until, after in (*((gap.start_us, gap.end_us) for gap in gaps), (stop, stop)):
-            for part, begin, end in turns.pieces(cursor, until):
-                spans.append(_run(rank, actions[part], begin, end))
-            cursor = max(cursor, after)
+    gap = 0
+    for start_ns, stop_ns, action in Turns(plan, marks).turns:
+        start, stop = at(start_ns), at(stop_ns)
+        while gap < len(idle) and idle[gap].start_us < stop:
+            if idle[gap].start_us > start:
+                spans.append(_run(rank, action, start, idle[gap].start_us))
+            start = max(start, idle[gap].end_us)
+            if start > stop:
+                break
+            gap += 1
+        if stop > start:
+            spans.append(_run(rank, action, start, stop))
     return spans
-
-
-def _calls(marks: Marks, at: Callable[[int], float]) -> list[Call]:
-    """When the communications of a rank's windows were called, ascending."""
-    found = [(start, end) for *_, start, end in (*marks.waits, *marks.finishes)]
-    found += [(start, start) for *_, start in (*marks.sends, *marks.starts)]
-    return sorted((at(start), at(end)) for start, end in found)
 
 
 def _run(rank: int, action: Action, start: float, stop: float) -> Span:

@@ -24,6 +24,7 @@ from torch import nn
 from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.runtime.compare import line, place_lines
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
 from stretto.runtime.fit import fit_batch
@@ -41,8 +42,7 @@ class Rehearsal:
 
     step_us: from the step's start until the last place's end, this one's real, the others' simulated.
     exposed_us: axis -> time for which the compute lane stood for a communication under way. bubble_us: for
-    one that had not begun, or for the step's end. peak_bytes: of all tensors on this rank. emulation_us: what
-    the emulation itself took of the rank's time (0 on accelerators). `str()` is a table.
+    one that had not begun, or for the step's end. peak_bytes: all tensors of this rank. `str()` is a table.
     """
 
     plan: Plan = field(repr=False)
@@ -53,7 +53,6 @@ class Rehearsal:
     exposed_us: Mapping[str, float]
     bubble_us: float
     peak_bytes: int
-    emulation_us: float
     timeline: Timeline = field(repr=False)
 
     @property
@@ -65,28 +64,9 @@ class Rehearsal:
         found, place = self.plan.prediction, self.place
         head = f"{self.plan.job.name}, {self.plan.schedule.family}, rank {self.rank} of {self.plan.world}"
         where = f" (place {place} of the pipeline)" if self.plan.ranks > 1 else ""
-        times = [("step", found.step_us if found else None, self.step_us)]
-        times.append(("compute", found.compute_us[place] if found else None, self.compute_us))
-        for axis, us in self.exposed_us.items():
-            guess = found.exposed_axis_us.get(axis) if found else None
-            times.append((f"exposed, {axis}", guess[place] if guess else (0.0 if found else None), us))
-        times.append(("bubble", found.bubble_us[place] if found else None, self.bubble_us))
-        lines = [f"{head}{where}: predicted, rehearsed"]
-        for name, guess_us, us in times:
-            guess_ms = "-" if guess_us is None else f"{guess_us / 1000:.1f} ms"
-            lines.append(f"  {name:14}{guess_ms:>12}{us / 1000:>10.1f} ms{_off(guess_us, us):>10}")
-        peak = found.peak_bytes[place] if found else None
-        guess_mib = "-" if peak is None else f"{peak / 2**20:.1f} MiB"
-        lines.append(
-            f"  {'peak memory':14}{guess_mib:>12}{self.peak_bytes / 2**20:>9.1f} MiB"
-            f"{_off(peak, self.peak_bytes):>10}"
-        )
-        return "\n".join(lines)
-
-
-def _off(guess: float | None, found: float) -> str:
-    """How far the prediction is from what was found."""
-    return f"{100 * (guess / found - 1):+.1f} %" if guess and found else ""
+        step = line("step", found.step_us if found else None, self.step_us)
+        rows = [step, *place_lines(found, self.timeline, place)]
+        return "\n".join([f"{head}{where}: predicted, rehearsed", *rows])
 
 
 def rehearse(
@@ -96,15 +76,13 @@ def rehearse(
     model: nn.Module | None = None,
     batch: Any = None,
     steps: int = 3,
-    load: bool = False,
     seed: int = 0,
 ) -> Rehearsal:
     """Walk one rank of `plan` on one device, with communication that takes the predicted time.
 
     rank: of the run, 0 to `plan.world - 1`. model: the model that was captured, whose values are used;
     without it parameters are random numbers of the right shapes. batch: as `Runner.step` takes it; made up
-    without. steps: that count, after one to warm up. load: let a thread take the processor time that the plan
-    says communication takes (not on accelerators, where it takes none).
+    without. steps: that count, after one to warm up.
 
     Raises UsageError when the plan has no such rank, when this machine lacks the plan's kind of device, or
     when model or batch do not fit; PlanError for a plan that is refused.
@@ -122,7 +100,7 @@ def rehearse(
     if device.type == "cuda":
         transport = CudaTransport(plan, rank, device)
     else:
-        transport = EmulatedTransport(plan, rank, load=load)
+        transport = EmulatedTransport(plan, rank)
     try:
         with _telling_what_op_failed(rank):
             # 1. What is computed with.
@@ -140,18 +118,17 @@ def rehearse(
     finally:
         transport.close()
     # 3. The one in the middle.
-    middle, emulation_us = sorted(measured, key=lambda found: found[0].step_us)[(steps - 1) // 2]
+    middle = sorted(measured, key=lambda found: found.step_us)[(steps - 1) // 2]
     place = state.place
     return Rehearsal(
         plan,
         rank,
-        tuple(timeline.step_us for timeline, _ in measured),
+        tuple(timeline.step_us for timeline in measured),
         middle.step_us,
         middle.total_us(SpanKind.COMPUTE, place),
         {axis: by_rank[place] for axis, by_rank in middle.exposed_axis_us().items()},
         middle.total_us(SpanKind.BUBBLE, place),
         peak_bytes,
-        emulation_us,
         middle,
     )
 
@@ -229,13 +206,13 @@ def _step(
     transport: EmulatedTransport | CudaTransport,
     leaves: Mapping[str, torch.Tensor],
     peak_bytes: int,
-) -> tuple[Timeline, float]:
-    """One step: its timeline, and what the emulation took."""
+) -> Timeline:
+    """One step's timeline."""
     transport.begin()
     state.step(leaves)
     state.grads = {}
     if isinstance(transport, CudaTransport):
-        return transport.timeline(peak_bytes), 0.0
+        return transport.timeline(peak_bytes)
     step_us, live = transport.end()
     plan, place = state.plan, state.place
     idle = [
@@ -249,8 +226,7 @@ def _step(
     spans += gap_spans(place, lane, step_us)
     spans.sort(key=_order)
     peaks = tuple(live.peak_bytes.get(rank, peak_bytes) for rank in range(plan.ranks))
-    timeline = Timeline("measured", plan.ranks, step_us, tuple(spans), peaks, members=plan.members)
-    return timeline, transport.emulation_us
+    return Timeline("measured", plan.ranks, step_us, tuple(spans), peaks, members=plan.members)
 
 
 def _order(span: Span) -> tuple[int, bool, str, float, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -117,7 +116,6 @@ class Runner:
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
         self._last: Marks | None = None
-        self._op_us: dict[tuple[int, str], float] = {}
         self._peak_bytes = 0
 
     # Parameters.
@@ -157,7 +155,6 @@ class Runner:
         Copies on the processor, each tensor whole, tied keys one tensor. only_on: the rank that gets them,
         the others {}; by default all do. For what one machine's memory cannot hold there is `stretto.save`.
         """
-        self._refuse_on_mesh("state_dict")
         return gather(self.held, self.transport, self.entries, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
@@ -167,7 +164,6 @@ class Runner:
         Raises the same UsageError on all ranks, before anything is changed, for missing or unknown keys
         (unless not strict), other shapes, and values that ties forbid; after, for ranks with other values.
         """
-        self._refuse_on_mesh("load_state_dict")
         put(self.held, self.transport, self.entries, state_dict, strict)
         self.loaded()
         self.check_copies()
@@ -180,13 +176,6 @@ class Runner:
     def check_copies(self) -> None:
         """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
         check_copies(self.plan, self.transport, self.held.parameters, self.held.buffers, self.held.wholes)
-
-    def _refuse_on_mesh(self, what: str) -> None:
-        if self.held.on_mesh:
-            raise UsageError(
-                f"runner.{what}: the model lies on meshes (stretto.shard), whose tensors the Runner shares: "
-                "take the model's own, with torch.distributed.checkpoint"
-            )
 
     def _watch(self, model: nn.Module) -> OldModel:
         """Whoever takes the model for what is trained from now on is told."""
@@ -236,22 +225,6 @@ class Runner:
         self._last.peak_bytes = self._peak_bytes
         return loss
 
-    def measure_ops(self, batch: Any) -> dict[tuple[int, str], float]:
-        """The time of every op in microseconds, (stage, op) -> mean over microbatches, from a step whose
-        gradients are dropped; every rank must call it. Timelines that follow carry it.
-
-        Taking the times slows the step by a microsecond or two for each op. Raises as `step` and `timeline`.
-        """
-        self._check_clock()
-        leaves = self._ready(batch)
-        with self.transport.during_step():
-            mine = self.state.step_timed(leaves)
-        self.state.grads = {}
-        first = not any(self.held.in_place.values())
-        for found in self.transport.all_gather(mine if first else {}):
-            self._op_us |= found
-        return dict(self._op_us)
-
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device)
@@ -282,17 +255,13 @@ class Runner:
         """The last step as measured on all ranks; every rank must call it. Raises RunError before a step."""
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
-        self._check_clock()
-        gathered = self.transport.all_gather((self._last, self.transport.clock_offset_us()))
-        found = build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
-        return replace(found, op_us=dict(self._op_us))
-
-    def _check_clock(self) -> None:
         if self.device.type != "cpu":
             raise RunError(
                 "measured timelines exist for processors only: on an accelerator the clock of the process "
                 "says when work was queued, not when it ran. Use torch.profiler there"
             )
+        gathered = self.transport.all_gather((self._last, self.transport.clock_offset_us()))
+        return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
     def report(self) -> Report:
         """Predicted against measured of the last step; every rank must call it. `print` shows a table."""

@@ -6,6 +6,7 @@ May touch `stretto.ir`, the formulas of `stretto.parallelize.parts`, and tensors
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,6 +16,23 @@ from stretto.ir.program import Job, Parameter, TensorSpec
 from stretto.parallelize.parts import local_part, whole_of
 from stretto.tensor.errors import mesh_name, tensor_name
 from stretto.tensor.face import local
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of a tensor: a box, or several. Of packed query, key and value columns a rank holds a
+    piece of each.
+
+    whole: the tensor's shape. boxes: (offsets in the whole, view of what the rank holds there).
+    """
+
+    whole: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
+
+    @staticmethod
+    def all_of(tensor: torch.Tensor) -> Part:
+        """A tensor that the rank holds whole."""
+        return Part(tuple(tensor.shape), (((0,) * tensor.dim(), tensor),))
 
 
 def whole_spec(job: Job, parameter: Parameter) -> TensorSpec:

@@ -108,7 +108,6 @@ class ThreadTransport:
         self._round: dict[str, int] = defaultdict(int)
         self._posted: dict[str, deque[_Receive]] = defaultdict(deque)
         self._members: dict[str, tuple[int, ...]] = {}
-        self._board_of: dict[str, str] = {}
 
     @staticmethod
     def group(size: int, timeout_s: float = 60.0) -> list[ThreadTransport]:
@@ -118,15 +117,12 @@ class ThreadTransport:
 
     def close(self) -> None:
         self._members.clear()
-        self._board_of.clear()
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         for communicator in communicators:
             group = mesh.group(self.rank, communicator.axes, communicator.ranks)
             if group is not None:
                 self._members[communicator.name] = group
-                # Groups of one lane have a board of their own.
-                self._board_of[communicator.name] = f"{communicator.name} of {group}"
 
     def _members_of(self, lane: str) -> tuple[int, ...]:
         if lane not in self._members:
@@ -134,10 +130,8 @@ class ThreadTransport:
         return self._members[lane]
 
     def _of(self, lane: str) -> str:
-        """The board of the lane's group that this rank is in."""
-        if lane not in self._board_of:
-            raise not_open(self.rank, lane, self._board_of)
-        return self._board_of[lane]
+        """The board of the lane's group that this rank is in: groups of one lane have boards of their own."""
+        return f"{lane} of {self._members_of(lane)}"
 
     def fail(self, reason: str) -> None:
         """Wake all ranks that wait, with an error."""
@@ -224,7 +218,7 @@ class _Collective:
         self._name = f"collective {number} on lane {lane!r}"
         members = len(end._members.get(lane, range(end.size)))
         board = end._board
-        lane = end._board_of.get(lane, lane)
+        lane = end._of(lane) if lane in end._members else lane
         with board.changed, uncounted():
             self._parts = board.rounds[lane][number]
             self._parts[end.rank] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -8,7 +8,7 @@ May touch what a rank holds and its transport; a lane of all ranks is opened on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
 from stretto.runtime.held import Held
-from stretto.runtime.shards import part_of, pieces_of, whole_spec
+from stretto.runtime.shards import part_of, whole_spec
 from stretto.runtime.transport import Transport
 
 LANE = "state"
@@ -75,15 +75,15 @@ def gather(
 
 def _gather_wholes(held: Held, transport: Transport, wanted: bool) -> dict[str, torch.Tensor]:
     """Steps 1 and 2."""
-    mine = _owned(held)
-    table = [(name, whole, dtype, offsets, tuple(box.shape)) for name, whole, dtype, offsets, box in mine]
+    boxes = [(name, part.whole, *box) for name, part in held.owned_parts().items() for box in part.boxes]
+    table = [(name, whole, box.dtype, offsets, tuple(box.shape)) for name, whole, offsets, box in boxes]
     told = transport.all_gather(table)
     _open(held, transport)
     wholes: dict[str, torch.Tensor] = {}
     for rank, owned in enumerate(told):
         for k, (name, whole, dtype, offsets, shape) in enumerate(owned):
             if rank == held.rank:
-                box = mine[k][4].detach().contiguous()
+                box = boxes[k][3].contiguous()
             else:
                 box = torch.empty(shape, dtype=dtype, device=held.device)
             if transport.size > 1:
@@ -96,27 +96,6 @@ def _gather_wholes(held: Held, transport: Transport, wanted: bool) -> dict[str, 
     return wholes
 
 
-Box = tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...], torch.Tensor]
-"""Name, shape and dtype of the whole; offsets in it, and what is there."""
-
-
-def _owned(held: Held) -> list[Box]:
-    job = held.plan.job
-    known = {p.name: p for p in job.parameters}
-    found: list[Box] = []
-    for name, mine in held.named_parameters():
-        if held.owns(name):
-            parameter = known[name]
-            whole = whole_spec(job, parameter).shape
-            for offsets, box in pieces_of(mine.detach(), parameter, job, held.coordinates):
-                found.append((f"model.{parameter.tied_to}", whole, mine.dtype, offsets, box))
-    owned = held.owned_buffers()
-    for name, buffer in held.named_buffers():
-        if name in owned:
-            found.append((f"buffer.{name}", tuple(buffer.shape), buffer.dtype, (0,) * buffer.dim(), buffer))
-    return found
-
-
 def _open(held: Held, transport: Transport) -> None:
     if transport.size > 1:
         plan = held.plan
@@ -127,11 +106,11 @@ def put(
     held: Held, transport: Transport, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool
 ) -> None:
     """`Runner.load_state_dict`."""
+    held.refuse_on_mesh()
     job = held.plan.job
     together(transport, lambda: _check(job, entries, values, strict))
     with torch.no_grad():
-        for k, mine in held.indexed_parameters():
-            parameter = job.parameters[k]
+        for parameter, mine in held.known_parameters():
             given = _given(entries, values, parameter.tied_to)
             if given is not None:
                 whole = given.to(mine.device, mine.dtype)
@@ -160,8 +139,8 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
     missing = [keys[0] for keys in ties.values() if not any(key in values for key in keys)]
     unexpected = [key for key in values if key not in entries]
     if strict and (missing or unexpected):
-        told = [f"it lacks {_shown(missing)}"] if missing else []
-        told += [f"the model has no {_shown(unexpected)}"] if unexpected else []
+        told = [f"it lacks {shown(missing)}"] if missing else []
+        told += [f"the model has no {shown(unexpected)}"] if unexpected else []
         raise UsageError(
             f"load_state_dict: {' and '.join(told)}; give what the plain model's state_dict() has, "
             "or strict=False"
@@ -189,6 +168,7 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
                 )
 
 
-def _shown(names: list[str]) -> str:
+def shown(names: Sequence[str]) -> str:
+    """The first of some names, for a message."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(map(repr, names[:SHOWN])) + more

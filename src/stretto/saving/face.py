@@ -3,6 +3,8 @@
     <path>/.metadata, __0_0.distcp ...   tensors, whole under their names (`stretto.saving.tensors`)
     <path>/rest.pt                       the optimizer's options and numbers, the draws, what the user adds
 
+Tensors are `model.<name>` (under the first name of a tie), `buffer.<name>` and `optimizer.<name>.<part>`.
+
 The trainer's checkpoints are such folders with files of their own beside these. A save:
 
     1. All ranks say what they hold; nothing is touched before all could.
@@ -27,10 +29,9 @@ from torch.optim import Optimizer
 from stretto.errors import StrettoError, UsageError
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first, together, together_slowly
+from stretto.runtime.shards import Part
 from stretto.saving import folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.held import held_model, known_names, owned_model
-from stretto.saving.parts import Part
 
 REST = "rest.pt"
 FORMAT, VERSION = "stretto saved", 1
@@ -53,7 +54,7 @@ def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, e
         runner,
         optimizer,
         extra,
-        unwritable=folder.unwritable(f"{place}", "save into a folder on another disk", rest),
+        writing=folder.Writing(f"{place}", "save into a folder on another disk", rest),
         setting="the path to save to",
     )
 
@@ -102,11 +103,12 @@ def write(
     optimizer: Optimizer | None,
     extra: Any,
     *,
-    unwritable: folder.Unwritable,
+    writing: folder.Writing,
     setting: str,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a checkpoint at `place` with `files` beside its own. setting: what the user sets to move it.
+    writing: words a failure.
 
     Raises on all ranks, with what was at `place` as it was.
     """
@@ -120,7 +122,7 @@ def write(
             and not (place.is_dir() and (is_saved(place) or not any(place.iterdir())))
         ):
             raise UsageError(f"{place} exists and is no checkpoint: name another folder, or remove it")
-        owned = owned_model(runner, held_model(runner))
+        owned = runner.held.owned_parts()
         if optimizer is None:
             return owned, None
         found = states.state_of(runner, optimizer)
@@ -134,22 +136,22 @@ def write(
         return _packed(table, runner.state.steps, extra if first else None)
 
     rest = together(transport, pack)
-    probe = transport.all_gather(_begin(place, unwritable) if first else None)[0]  # step 2
-    if isinstance(probe, StrettoError):
-        raise probe
-    assert isinstance(probe, str)
+
+    def begin() -> str:  # step 2
+        with writing:
+            return folder.begin(place)
+
+    probe = on_first(transport, begin)
     try:
         looks = transport.all_gather(folder.look(folder.partial_of(place), probe))
         folder.refuse_apart(looks, setting)
-        tensors.write(folder.partial_of(place), owned, transport, unwritable)  # step 3
+        tensors.write(folder.partial_of(place), owned, transport, writing)  # step 3
 
         def finish() -> None:  # step 4
-            try:
+            with writing:
                 for name, data in {**(files or {}), REST: rest}.items():
                     folder.write_synced(folder.partial_of(place) / name, data)
                 folder.commit(place)
-            except OSError as error:
-                raise unwritable(error) from None
 
         on_first(transport, finish)
     except BaseException:
@@ -169,9 +171,10 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     def check() -> tuple[str, _Rest, dict[str, Any], dict[str, Any], list[Any]]:
         rest, digest = _unpacked(checkpoint)
         stored = tensors.stored_in(checkpoint)
-        parts = dict(held_model(runner))
+        parts = runner.held.parts()
         tensors.check_fit(checkpoint, parts, stored)
-        more = sorted({name for name in stored if name.startswith("model.")} - known_names(runner))
+        known_names = {f"model.{parameter.tied_to}" for parameter in runner.plan.job.parameters}
+        more = sorted({name for name in stored if name.startswith("model.")} - known_names)
         if more:
             raise StrettoError(
                 f"{checkpoint} has {more[0]}, and this model has no such parameter: it is of another model; "
@@ -269,10 +272,3 @@ def _same_everywhere(digests: list[str], checkpoint: Path) -> None:
             f"{checkpoint} is another checkpoint on rank {other} than on rank 0: the ranks must read the "
             "same folder, which all hosts mount"
         )
-
-
-def _begin(place: Path, unwritable: folder.Unwritable) -> str | StrettoError:
-    try:
-        return folder.begin(place)
-    except OSError as error:
-        return unwritable(error)

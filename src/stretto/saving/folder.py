@@ -15,14 +15,12 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import StrettoError, UsageError
 
-Unwritable = Callable[[BaseException], StrettoError]
-"""Words a failed write."""
 PROBE = ".written-by-rank-0"
 """The file in a folder that is being written by which other ranks know it."""
 SEEN_WITHIN_S = 10.0
@@ -137,21 +135,28 @@ def refuse_apart(looks: Sequence[Look], setting: str) -> None:
 # Words and bytes.
 
 
-def unwritable(what: str, remedy: str, rest: str) -> Unwritable:
-    """How to word a failed write of `what`. remedy: what else to do about a full disk; rest: what is left."""
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """Around work that writes `what`: a failure becomes a StrettoError in the user's words. remedy: what else
+    to do about a full disk; rest: what is left."""
 
-    def word(error: BaseException) -> StrettoError:
-        if isinstance(error, StrettoError):
-            return error
+    what: str
+    remedy: str
+    rest: str
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, StrettoError):
+            return
         number = error.errno if isinstance(error, OSError) else None
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error):
-            why = f"the disk is full; free some space, or {remedy}"
+            why = f"the disk is full; free some space, or {self.remedy}"
         else:
             text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             why = f"{text.strip().splitlines()[-1] if text.strip() else type(error).__name__}; see to it"
-        return StrettoError(f"{what} could not be written: {why}. {rest}")
-
-    return word
+        raise StrettoError(f"{self.what} could not be written: {why}. {self.rest}") from None
 
 
 def sync_folder(path: Path) -> None:

@@ -27,14 +27,11 @@ from torch.optim import Optimizer
 from stretto.errors import UsageError
 from stretto.ir.program import Parameter
 from stretto.runtime import Runner
-from stretto.runtime.shards import whole_spec
-from stretto.saving.held import owned_names, spread_part
-from stretto.saving.parts import Part
+from stretto.runtime.shards import Part, whole_spec
+from stretto.runtime.whole_state import shown
 
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how PyTorch computes, which the reading optimizer keeps: they change with device and layout."""
-SHOWN = 4
-"""Names that a message shows."""
 
 Options = dict[str, Any]
 
@@ -76,8 +73,7 @@ def state_of(runner: Runner, optimizer: Optimizer) -> State:
     """Step 1. Raises UsageError for an optimizer over what is not the runner's, or state without a place."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    known = {p.name: p for p in runner.plan.job.parameters}
-    mine = {id(parameter): known[name] for name, parameter in runner.named_parameters()}
+    mine = {id(parameter): known for known, parameter in runner.held.known_parameters()}
     table = Table(type(optimizer).__name__)
     tensors: dict[str, Part] = {}
     for group in optimizer.param_groups:
@@ -106,8 +102,7 @@ def state_of(runner: Runner, optimizer: Optimizer) -> State:
 
 def owned_tensors(runner: Runner, state: State) -> dict[str, Part]:
     """What this rank writes of them."""
-    owned = owned_names(runner)
-    return {key: part for key, part in state.tensors.items() if _name_and_key(key)[0] in owned}
+    return {key: part for key, part in state.tensors.items() if runner.owns(_name_and_key(key)[0])}
 
 
 def merged(tables: Sequence[Table]) -> Table:
@@ -127,7 +122,7 @@ def _part(runner: Runner, parameter: Parameter, key: str, value: Any) -> Part | 
     if not isinstance(value, torch.Tensor) or "." in key:
         raise UsageError(f"{what} ({type(value).__name__}) is no tensor and no number, and cannot be saved")
     if tuple(value.shape) == parameter.spec.shape:
-        return spread_part(runner, parameter, value)
+        return runner.held.part(parameter, value)
     if parameter.shards and value.numel() > 1:
         raise UsageError(
             f"{what} has the shape {list(value.shape)}, and this rank's part of the parameter "
@@ -156,7 +151,7 @@ def new_tensors(
         parameter, tensor = mine[name]
         if shape == whole_spec(runner.plan.job, parameter).shape:
             made = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-            found[full] = made, spread_part(runner, parameter, made)
+            found[full] = made, runner.held.part(parameter, made)
         else:
             made = torch.zeros(shape, dtype=dtype, device=tensor.device)
             found[full] = made, Part.all_of(made)
@@ -228,22 +223,21 @@ def tell_what_differs(runner: Runner, optimizer: Optimizer, table: Table) -> Non
     if runner.rank == 0:
         if lost:
             warnings.warn(
-                f"the saved state of {_shown(lost)} was left: the optimizer has no such parameter",
+                f"the saved state of {shown(lost)} was left: the optimizer has no such parameter",
                 stacklevel=4,
             )
         if new:
             warnings.warn(
-                f"{_shown(new)} begin without state: the saved optimizer had no such parameter", stacklevel=4
+                f"{shown(new)} begin without state: the saved optimizer had no such parameter", stacklevel=4
             )
 
 
 def _members(runner: Runner, optimizer: Optimizer) -> dict[str, tuple[Parameter, torch.Tensor]]:
     """First name of the tie -> the parameter, for those of the runner's that the optimizer has."""
-    known = {p.name: p for p in runner.plan.job.parameters}
     within = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {
-        known[name].tied_to: (known[name], parameter)
-        for name, parameter in runner.named_parameters()
+        known.name: (known, parameter)
+        for known, parameter in runner.held.known_parameters()
         if id(parameter) in within
     }
 
@@ -271,8 +265,3 @@ def _same(one: Any, two: Any) -> bool:
     if isinstance(one, tuple | list) and isinstance(two, tuple | list):
         return len(one) == len(two) and all(map(_same, one, two))
     return bool(one == two)
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(repr, names[:SHOWN])) + more

@@ -1,8 +1,7 @@
 """Tensors of which a rank holds a part, as PyTorch's distributed checkpoints store and find them.
 
 A checkpoint knows whole tensors only: a rank writes boxes of them, with their offsets, and reads the boxes
-that it needs, whichever boxes were written. So it is free of the layout that wrote it. A part may be several
-boxes: of packed query, key and value columns a rank holds a piece of each.
+that it needs, whichever boxes were written. So it is free of the layout that wrote it.
 
 May touch `torch.distributed.checkpoint`'s planners, which say what is written and read; not the files.
 """
@@ -10,7 +9,6 @@ May touch `torch.distributed.checkpoint`'s planners, which say what is written a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -30,22 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a rank holds of a stored tensor.
-
-    whole: the stored tensor's shape. boxes: (offsets in the whole, view of what the rank holds there).
-    """
-
-    whole: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
-
-    @staticmethod
-    def all_of(tensor: torch.Tensor) -> Part:
-        """A tensor that the rank holds whole."""
-        return Part(tuple(tensor.shape), (((0,) * tensor.dim(), tensor),))
-
+from stretto.runtime.shards import Part
 
 Parts = Mapping[str, Part]
 """Name in the checkpoint -> part."""

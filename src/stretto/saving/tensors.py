@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from stretto.errors import StrettoError
 from stretto.runtime.all_or_none import on_first, together_slowly
 from stretto.runtime.transport import Transport
-from stretto.saving.folder import Unwritable
+from stretto.saving.folder import Writing
 from stretto.saving.parts import Parts, PartsReader, PartsWriter
 
 METADATA = ".metadata"
@@ -34,10 +34,10 @@ Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> whole shape and dtype of a tensor in a folder."""
 
 
-def write(folder: Path, owned: Parts, transport: Transport, unwritable: Unwritable) -> None:
+def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) -> None:
     """Write all ranks' parts into an empty folder that all see; every rank must call it.
 
-    unwritable: words a failure. Raises its StrettoError on all ranks when one could not write.
+    writing: words a failure. Raises its StrettoError on all ranks when one could not write.
     """
     first = transport.rank == 0
     planner, writer = PartsWriter(owned), FileSystemWriter(folder)
@@ -48,26 +48,25 @@ def write(folder: Path, owned: Parts, transport: Transport, unwritable: Unwritab
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[transport.rank])
 
     def write_mine() -> list[WriteResult]:  # step 2
-        try:
-            if not plan.items:
-                return []
-            future: Any = writer.write_data(plan, planner)
-            future.wait()
-            results: list[WriteResult] = future.value()
-            return results
-        except (CheckpointException, OSError, RuntimeError) as error:
-            raise unwritable(_cause(error)) from None
+        if not plan.items:
+            return []
+        with writing:
+            try:
+                future: Any = writer.write_data(plan, planner)
+                future.wait()
+                results: list[WriteResult] = future.value()
+                return results
+            except CheckpointException as error:
+                raise _cause(error) from None
 
     results = transport.all_gather(together_slowly(transport, write_mine))
 
     def write_table() -> None:  # step 3
-        try:
+        with writing:
             table.storage_data = {one.index: one.storage_data for rank in results for one in rank}
             for fault in _faults(folder, table):
-                raise unwritable(RuntimeError(fault))
+                raise RuntimeError(fault)
             writer.finish(table, results)
-        except (OSError, RuntimeError) as error:
-            raise unwritable(error) from None
 
     on_first(transport, write_table)
 

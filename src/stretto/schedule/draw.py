@@ -21,19 +21,15 @@ MAX_COLUMNS_PER_ACTION = 24
 more. The short phase then loses its label, and the drawing stays readable."""
 
 
-def to_ascii(schedule: Schedule, timing: ScheduleTiming | None = None, *, width: int | None = None) -> str:
+def to_ascii(schedule: Schedule, timing: ScheduleTiming, *, width: int | None = None) -> str:
     """Draw the schedule as text, one row a rank; dots are idle time.
 
-    With `timing`, columns are proportional to time and the first line is the time axis; without, each slot
-    takes one cell, which shows the orders alone. Drawings wider than `width` columns are cut into bands; None
-    does not cut. A label is phase and microbatch, with the stage in front where a rank holds several.
+    Columns are proportional to time, and the first line is the time axis. Drawings wider than `width` columns
+    are cut into bands; None does not cut. A label is phase and microbatch, with the stage in front where a
+    rank holds several.
     """
-    names = [_rank_name(schedule, rank) for rank in range(schedule.ranks)]
-    if timing is None:
-        rows = _order_rows(schedule)
-    else:
-        rows = _timed_rows(schedule, timing)
-        names.insert(0, "time")
+    names = ["time", *(_rank_name(schedule, rank) for rank in range(schedule.ranks))]
+    rows = _rows(schedule, timing)
     margin = max(len(name) for name in names) + 2
     total = max(len(row) for row in rows)
     band = total if width is None else max(width - margin, 20)
@@ -152,13 +148,7 @@ def _labels(schedule: Schedule) -> list[list[str]]:
     ]
 
 
-def _order_rows(schedule: Schedule) -> list[str]:
-    labels = _labels(schedule)
-    cell = max((len(label) for row in labels for label in row), default=0) + 1
-    return ["".join(label.ljust(cell) for label in row) for row in labels]
-
-
-def _timed_rows(schedule: Schedule, timing: ScheduleTiming) -> list[str]:
+def _rows(schedule: Schedule, timing: ScheduleTiming) -> list[str]:
     """The time axis and one row a rank, with equally many columns for equal times everywhere."""
     labels = _labels(schedule)
     boxes: list[list[tuple[float, float, str]]] = []

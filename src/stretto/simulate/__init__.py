@@ -3,8 +3,7 @@
 May touch `stretto.ir` and `stretto.schedule`.
 """
 
-from stretto.simulate.detail import op_times
 from stretto.simulate.engine import simulate
 from stretto.simulate.predict import predict
 
-__all__ = ["op_times", "predict", "simulate"]
+__all__ = ["predict", "simulate"]

@@ -17,6 +17,7 @@ Knows ranks, edges and links; nothing of windows or memory. The contract:
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
@@ -26,33 +27,19 @@ from stretto.simulate.cards import Cards, Transfer
 from stretto.simulate.clock import Clock, Moment
 
 
+@dataclass(slots=True, eq=False)
 class Message:
-    """One microbatch's value on its way over one edge."""
+    """One microbatch's value on its way over one edge. number: how many sends started before its own."""
 
-    __slots__ = (
-        "arrived",
-        "arrived_us",
-        "channel",
-        "edge",
-        "left",
-        "microbatch",
-        "nbytes",
-        "number",
-        "posted",
-        "sent_us",
-    )
-
-    def __init__(self, channel: Channel, edge: int, microbatch: int, nbytes: int) -> None:
-        self.channel = channel
-        self.edge = edge
-        self.microbatch = microbatch
-        self.nbytes = nbytes
-        self.sent_us: float | None = None
-        self.number = 0
-        self.posted = False
-        self.left = Moment()
-        self.arrived = Moment()
-        self.arrived_us = 0.0
+    channel: Channel
+    edge: int
+    microbatch: int
+    nbytes: int
+    sent_us: float | None = None
+    number: int = 0
+    posted: bool = False
+    left: Moment = field(default_factory=Moment)
+    arrived: Moment = field(default_factory=Moment)
 
     @property
     def name(self) -> str:
@@ -70,17 +57,15 @@ class Message:
         return f"{what}, whose receive rank {channel.receiver} has not posted"
 
 
+@dataclass(slots=True, eq=False)
 class Channel:
     """One communicator of two ranks: its sent messages, which transfer in order."""
 
-    __slots__ = ("busy", "lane", "receiver", "sender", "waiting")
-
-    def __init__(self, lane: str, sender: int, receiver: int) -> None:
-        self.lane = lane
-        self.sender = sender
-        self.receiver = receiver
-        self.waiting: deque[Message] = deque()
-        self.busy = False
+    lane: str
+    sender: int
+    receiver: int
+    waiting: deque[Message] = field(default_factory=deque)
+    busy: bool = False
 
 
 class Network:
@@ -160,7 +145,6 @@ class Network:
             self._start([*self._from[channel.sender], *into])
 
         def arrive() -> None:
-            message.arrived_us = self._clock.now_us
             message.arrived.happen(self._clock)
 
         cards = ((channel.sender, True), (channel.receiver, False))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from stretto.bounds.step import lower_bound
 from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
-from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.ir.timeline import SpanKind, Timeline
 from stretto.simulate.engine import simulate
 
 
@@ -19,16 +19,12 @@ def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
     Raises PlanError for what `simulate` and `lower_bound` refuse.
     """
     timeline = simulate(plan) if timeline is None else timeline
-    totals = {kind: [0.0] * timeline.ranks for kind in SpanKind}
-    for span in timeline.spans:
-        if span.lane == COMPUTE_LANE:
-            totals[span.kind][span.rank] += span.duration_us
     bound = lower_bound(plan.job, plan.schedule, plan.costs)
     return Prediction(
         step_us=timeline.step_us,
-        compute_us=tuple(totals[SpanKind.COMPUTE]),
-        exposed_us=tuple(totals[SpanKind.EXPOSED]),
-        bubble_us=tuple(totals[SpanKind.BUBBLE]),
+        compute_us=timeline.by_rank(SpanKind.COMPUTE),
+        exposed_us=timeline.by_rank(SpanKind.EXPOSED),
+        bubble_us=timeline.by_rank(SpanKind.BUBBLE),
         peak_bytes=timeline.peak_bytes,
         bound_us=bound.us,
         binds=bound.binds,

@@ -25,19 +25,14 @@ from torch.distributed.tensor.placement_types import Placement
 from stretto.tensor.dtensor_adapter import (
     Spec,
     described,
-    is_composite,
+    first_of,
+    given_back,
     local_of,
-    new_spec,
     plain_placement,
     propagated,
-    set_spec,
-    spec_of,
     unmasked,
-    written_args,
 )
 from stretto.tensor.layout import Layout, MeshRanks, layout_of, region_count
-
-aten = torch.ops.aten
 
 Wrap = Callable[[torch.Tensor, Spec], DTensor]
 """Makes the tensor of a local part and a description."""
@@ -98,25 +93,17 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
     not hold this rank, and no plain tensors but 0-d ones. Results in place are the arguments themselves.
     Raises what PyTorch's sharding rules raise, as the ranks on the mesh do.
     """
-    first = _first_distributed(args, kwargs)
-    device = local_of(first).device
-    if op is aten.convolution_backward.default:
-        args = (_as_placed(args[0], args[1], wrap), *args[1:])
-    try:
-        described_results = propagated(op, args, kwargs)
-    except NotImplementedError:
-        if not is_composite(op):
-            raise
-        return op.decompose(*args, **kwargs)
+    device = local_of(first_of(args, kwargs)).device
+    described_results = propagated(op, args, kwargs)
 
     def absent(spec: Spec) -> DTensor:
         return wrap(*unmasked(nothing(described(spec)[1], device), spec))
 
-    written = _written(op, args, kwargs)
+    written = given_back(op, args, kwargs)
     if written and not op._schema.returns:
         return None  # lists, such as the ops of optimizers write
-    if written:
-        return _in_place(written, described_results)
+    if written:  # it lies as it lay (`stretto.tensor.trusted`)
+        return written[0] if len(written) == 1 else tuple(written)
     if described_results is None:
         return None
     if isinstance(described_results, Sequence):
@@ -124,36 +111,3 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
         # One tensor list is a list; several results are a tuple.
         return found if len(op._schema.returns) == 1 else tuple(found)
     return absent(described_results)
-
-
-def _as_placed(gradient: Any, like: Any, wrap: Wrap) -> Any:
-    """A gradient as ranks on the mesh bring it to its input's placements before a convolution's backward."""
-    if not isinstance(gradient, DTensor) or gradient.placements == like.placements:
-        return gradient
-    spec = new_spec(gradient.device_mesh, like.placements, gradient.shape, gradient.stride(), gradient.dtype)
-    return wrap(local_of(gradient), spec)
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an op in place, or with `out=`, gives back."""
-    found = []
-    for at, name in written_args(op):
-        found.append(args[at] if at < len(args) else kwargs[name])
-    return found
-
-
-def _in_place(written: list[Any], results: Any) -> Any:
-    specs = [results] if not isinstance(results, Sequence) else list(results)
-    if len(written) == 1 and isinstance(written[0], DTensor) and isinstance(specs[0], Spec):
-        if spec_of(written[0]).placements != specs[0].placements:
-            set_spec(written[0], specs[0])
-        return written[0]
-    return tuple(written)
-
-
-def _first_distributed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    for value in (*args, *kwargs.values()):
-        for leaf in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(leaf, DTensor):
-                return leaf
-    raise AssertionError("an absent op has a tensor on a mesh")

@@ -21,7 +21,7 @@ The schema of an op (`OpOverload._schema`) says which of its arguments it writes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, TypeVar
@@ -44,13 +44,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stretto.tensor.pytree_adapter import tree_leaves
 
-VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
-"""What is raised `without_values` where what the results are depends on values."""
+SHAPE_UNKNOWN = DynamicOutputShapeException
+"""What is raised `without_values` where the shape of a result depends on values."""
+VALUES_NEEDED = DataDependentOutputException
+"""What is raised there where a result is a value."""
 UNKNOWN_RESULTS = (NotImplementedError, UnsupportedOperatorException)
 """What is raised there for an op that only computes."""
 
 Spec = DTensorSpec
 """What DTensor knows of a tensor: mesh, placements, whole shape, strides, dtype."""
+
+Meta = TensorMeta
+"""(shape, stride, dtype) of a tensor; as ops see it, whole."""
 
 Kind = TypeVar("Kind", bound=DTensor)
 
@@ -71,15 +76,16 @@ def set_spec(x: DTensor, spec: Spec) -> None:
     x._spec = spec
 
 
-def part_of(local: torch.Tensor, spec: Spec, placements: Sequence[Placement]) -> torch.Tensor:
+def part_of(
+    local: torch.Tensor, spec: Spec, placements: Sequence[Placement], async_op: bool = False
+) -> torch.Tensor:
     """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
 
-    local: the part under the placements of `spec`. Outside autograd.
+    local: the part under the placements of `spec`. async_op: the first op on what is given waits for it.
+    Outside autograd.
     """
-    meta = spec.tensor_meta
-    assert meta is not None, "it is the description of a tensor"
-    target = new_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype)
-    found: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target)
+    target = with_placements(spec, placements)
+    found: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
     return found
 
 
@@ -109,9 +115,17 @@ def new_spec(
     dtype: torch.dtype,
 ) -> Spec:
     """A description. shape, stride: of the whole tensor, in elements."""
-    return DTensorSpec(
-        mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype)
-    )
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=Meta(torch.Size(shape), tuple(stride), dtype))
+
+
+def with_placements(spec: Spec, placements: Sequence[Placement]) -> Spec:
+    """The same tensor, placed in another way on its mesh."""
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def meta_of(x: torch.Tensor) -> Meta:
+    """What is known of a tensor without values."""
+    return Meta(x.shape, tuple(x.stride()), x.dtype)
 
 
 def described(spec: Spec) -> tuple[tuple[int, ...], torch.dtype]:
@@ -129,7 +143,7 @@ def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op, and off the mesh takes all of them to be free, so that ranks would differ over what a tensor is.
     Raises what PyTorch raises where it has no rule for the op.
     """
-    return _on_mesh_of(_first_spec((args, kwargs)), _sharding(op, args, kwargs).output_spec)
+    return _on_mesh_of(first_of(args, kwargs)._spec, _sharding(op, args, kwargs).output_spec)
 
 
 def has_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -178,8 +192,9 @@ def _sharding_of(schema: OpSchema) -> Any:
             mesh._coordinate_on_dim = None
 
 
-def _first_spec(values: Any) -> DTensorSpec:
-    return next(x._spec for x in tree_leaves(values) if isinstance(x, DTensor))
+def first_of(args: Any, kwargs: Any) -> DTensor:
+    """The first tensor on a mesh among an op's arguments, which has one."""
+    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
 
 
 def _on_mesh_of(like: DTensorSpec, found: Any) -> Any:
@@ -219,6 +234,11 @@ def written_args(op: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+def given_back(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What is given for those arguments."""
+    return [args[at] if at < len(args) else kwargs[name] for at, name in written_args(op)]
+
+
 def unmasked(local: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
     """What was looked up in a table whose rows are sharded, as a plain sum: zeros for other ranks' rows.
 
@@ -240,9 +260,7 @@ def unmasked(local: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
     placements = [
         p if buffer is None else Partial() for p, buffer in zip(spec.placements, buffers, strict=True)
     ]
-    meta = spec.tensor_meta
-    assert meta is not None, "an op's result has a shape"
-    return local, new_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype)
+    return local, with_placements(spec, placements)
 
 
 def outside_modes() -> Any:

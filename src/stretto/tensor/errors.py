@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.errors import RunError, UsageError
+from stretto.errors import UsageError
 from stretto.tensor.clip import mesh_ranks
 
 
@@ -82,15 +82,6 @@ def not_distributed(how: str, x: object) -> UsageError:
     what = tensor_name(x) if isinstance(x, torch.Tensor) else f"{type(x).__name__} {x!r}"
     return UsageError(
         f"{how}: {what} is on no mesh; put it on one first: stretto.shard(it, mesh, placements)"
-    )
-
-
-def disagreement(rank: int, number: int, mine: str, theirs: str) -> RunError:
-    """Two ranks came to the same reshard with different arguments."""
-    return RunError(
-        f"rank {rank}: reshard number {number} of this run is {mine}; but {theirs}. All ranks, those off "
-        "the meshes too, must call stretto.reshard in the same order, with the same shape, meshes and "
-        "placements; look for a call, or a backward pass, that only some ranks make"
     )
 
 

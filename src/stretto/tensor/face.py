@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
@@ -83,19 +83,12 @@ def _shard_tensor(
     where = f"shard of {errors.tensor_name(tensor)}"
     if isinstance(tensor, DTensor):
         raise UsageError(f"{where}: it is on a mesh already; use stretto.reshard(x, mesh, placements)")
-    if not isinstance(mesh, DeviceMesh):
-        raise UsageError(
-            f"{where}: the mesh is a {type(mesh).__name__}, {mesh!r}; give a "
-            "torch.distributed.device_mesh.DeviceMesh"
-        )
     if not tensor.is_leaf:
         raise UsageError(
             f"{where}: it is the result of an op that wants a gradient, and its other ranks' gradients would "
             "be lost; shard what it was made from, or its .detach()"
         )
     shape = tuple(tensor.shape)
-    if placements is None:
-        placements = [Replicate()] * mesh.ndim
     placements = checked_placements(where, shape, mesh, placements)
     agreement()  # from here on this rank's end is compared with the others', though it may skip all reshards
     spec = new_spec(mesh, placements, shape, tensor.stride(), tensor.dtype)

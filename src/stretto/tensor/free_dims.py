@@ -17,31 +17,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from stretto.ir.dim_labels import Dims, broadcast, labels_of
-from stretto.ir.dims import dims_of
+from stretto.ir.dim_labels import SUMMED, Dims, broadcast, labels_of, results_along
+from stretto.ir.dims import POOLS, dims_of
 from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.tensor.dtensor_adapter import Meta
 from stretto.tensor.losses import BACKWARD_OF_ELEMENTS, NONE, OF_ELEMENTS, reduction_of
 
-SUMMED = "summed"
-"""In place of a result's dim: each rank has an addend of it."""
-
 IN_PARTS = frozenset(
-    (
-        *("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
-        *("sort", "topk", "kthvalue", "median", "nanmedian", "mode", "argsort", "argmax", "argmin", "max"),
-        *("min", "index_select", "index_fill", "index_add", "index_copy", "index_reduce", "gather"),
-        *("scatter", "scatter_add", "scatter_reduce", "index", "index_put", "_index_put_impl"),
-        *("constant_pad_nd", "flip", "roll", "tril", "triu"),
-        *(f"nll_loss{kind}_{way}" for kind in ("", "2d") for way in ("forward", "backward")),
-        *(
-            f"{pool}{way}"
-            for n in (2, 3)
-            for pool in (f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d")
-            for way in ("", "_backward")
-        ),
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    )
+    f"""cumsum cumprod logcumsumexp cummax cummin sort topk kthvalue median nanmedian mode argsort argmax
+    argmin max min index_select index_fill index_add index_copy index_reduce gather scatter scatter_add
+    scatter_reduce index index_put _index_put_impl constant_pad_nd flip roll tril triu nll_loss_forward
+    nll_loss_backward nll_loss2d_forward nll_loss2d_backward _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward {POOLS}""".split()
 )
 """Ops by name, all of their overloads that have a rule, and those in place."""
 
@@ -56,7 +43,7 @@ class FreeDim:
 
 
 def free_dims(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[TensorSpec | None]
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Meta | None]
 ) -> list[FreeDim]:
     """The free dims of a call; none if the op is not in the list."""
     if any(argument.is_out for argument in op._schema.arguments):
@@ -69,9 +56,9 @@ def free_dims(
         f"aten.{name}.{overload}",
         _written(args, given),
         tuple((key, _written(value, given)) for key, value in kwargs.items()),
-        tuple(results),
+        tuple(None if made is None else _spec(made) for made in results),
     )
-    specs = [TensorSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in given]
+    specs = [_spec(x) for x in given]
     of_elements = op in OF_ELEMENTS | BACKWARD_OF_ELEMENTS and reduction_of(op, args, kwargs) == NONE
     if name in IN_PARTS:
         rule = dims_of(call, specs)
@@ -95,22 +82,17 @@ def _written(value: Any, given: list[torch.Tensor]) -> Any:
     return tuple(_written(item, given) for item in value) if isinstance(value, (list, tuple)) else value
 
 
+def _spec(x: torch.Tensor | Meta) -> TensorSpec:
+    return TensorSpec(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+
 def _free(rule: Dims, inputs: Sequence[tuple[int | None, ...]]) -> list[FreeDim]:
     """inputs: labels of the tensors on a mesh."""
     named = dict.fromkeys(label for labels in inputs for label in labels if label is not None)
     found = []
     for label in sorted(named.keys() - rule.whole):
-        results: list[int | str | None] = []
-        for out in rule.outputs:
-            if label in out:
-                results.append(out.index(label))
-            elif label in rule.summed and not rule.added:
-                results.append(SUMMED)
-            elif len(rule.outputs) > 1 and all(of is None for of in out):
-                results.append(None)  # what a kernel notes for its backward
-            else:
-                break
-        if len(results) == len(rule.outputs):
+        results = results_along(rule, label)
+        if results is not None and not (SUMMED in results and rule.added):
             arguments = tuple(labels.index(label) if label in labels else None for labels in inputs)
-            found.append(FreeDim(arguments, tuple(results)))
+            found.append(FreeDim(arguments, results))
     return found

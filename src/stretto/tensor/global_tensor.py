@@ -29,6 +29,7 @@ from stretto.tensor import errors, views
 from stretto.tensor.clip import absent_call, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
     Spec,
+    given_back,
     has_rule,
     is_composite,
     local_of,
@@ -37,13 +38,13 @@ from stretto.tensor.dtensor_adapter import (
     set_spec,
     spec_of,
     unmasked,
+    with_placements,
     wrapped,
-    written_args,
 )
 from stretto.tensor.layout import region_shape
 from stretto.tensor.losses import over_the_whole
 from stretto.tensor.parts import on_parts, placed, written_values
-from stretto.tensor.trusted import has_sound_rule, is_like, is_trusted, keeps_partial
+from stretto.tensor.trusted import has_sound_rule, is_like, is_partial, is_trusted, keeps_partial
 
 aten = torch.ops.aten
 
@@ -67,7 +68,6 @@ class GlobalTensor(DTensor):
         kwargs = kwargs or {}
         leaves = _tensors(args, kwargs)
         mesh = _one_mesh(op, leaves)
-        _refuse_shapes_from_data(op, args, leaves)
         if not all(isinstance(leaf, DTensor) for leaf in leaves):
             beside = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
             _refuse_writes_to_plain(op, args, kwargs, beside)
@@ -182,9 +182,9 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
     result = over_the_whole(op, args, kwargs, tensors)
     if result is not NotImplemented:
         return result
-    if any(_is_partial(x) for x in tensors):
-        if any(x is w and _is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
-            return _by_parts(op, args, kwargs)
+    if any(is_partial(x) for x in tensors):
+        if any(x is w and is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
+            return on_parts(op, args, kwargs, global_tensor)
         if is_like(op):
             args = tuple(_as_whole(value) for value in args)
         elif not keeps_partial(op, args, kwargs, tensors):
@@ -199,28 +199,20 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
                 return absent_call(op, args, kwargs, global_tensor)
             return _present_call(op, args, kwargs)
         except Exception:
-            if is_composite(op) or has_rule(op, args, kwargs):
+            if has_rule(op, args, kwargs):
                 raise
     if is_composite(op):
         result = op.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    return _by_parts(op, args, kwargs)
-
-
-def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return on_parts(op, args, kwargs, global_tensor)
-
-
-def _is_partial(x: DTensor) -> bool:
-    return any(p.is_partial() for p in x.placements)
 
 
 def _reduced(value: Any) -> Any:
     """Partial tensors as whole ones."""
     if isinstance(value, (list, tuple)):
         return type(value)(_reduced(item) for item in value)
-    if not isinstance(value, DTensor) or not _is_partial(value):
+    if not isinstance(value, DTensor) or not is_partial(value):
         return value
     whole = [Replicate() if p.is_partial() else p for p in value.placements]
     return placed(value, whole, global_tensor)
@@ -228,11 +220,10 @@ def _reduced(value: Any) -> Any:
 
 def _as_whole(value: Any) -> Any:
     """A Partial tensor of which the shape alone counts, as if it were whole."""
-    if not isinstance(value, DTensor) or not _is_partial(value):
+    if not isinstance(value, DTensor) or not is_partial(value):
         return value
     whole = [Replicate() if p.is_partial() else p for p in value.placements]
-    spec = new_spec(value.device_mesh, whole, value.shape, value.stride(), value.dtype)
-    return global_tensor(local_of(value), spec)
+    return global_tensor(local_of(value), with_placements(spec_of(value), whole))
 
 
 def known_whole(value: Any, op: object) -> Any:
@@ -314,19 +305,8 @@ def _one_mesh(op: Any, leaves: list[torch.Tensor]) -> DeviceMesh:
     return first.device_mesh
 
 
-def _refuse_shapes_from_data(op: Any, args: tuple[Any, ...], leaves: list[torch.Tensor]) -> None:
-    if torch.Tag.dynamic_output_shape not in op.tags:
-        return
-    if op is aten.index.Tensor and not any(
-        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-    ):
-        return  # whole numbers as indices: the shape is theirs
-    raise errors.shape_from_data(op, next(leaf for leaf in leaves if isinstance(leaf, DTensor)))
-
-
 def _refuse_writes_to_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], beside: DTensor) -> None:
-    for at, name in written_args(op):
-        value = args[at] if at < len(args) else kwargs.get(name)
+    for value in given_back(op, args, kwargs):
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             raise errors.plain_written(op, value, beside)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -78,11 +79,7 @@ class Layout:
         ranks = self.ranks
         if rank not in ranks:
             return None
-        place, found = ranks.index(rank), []
-        for size in reversed(self.mesh_shape):
-            place, along = divmod(place, size)
-            found.append(along)
-        return tuple(reversed(found))
+        return tuple(int(along) for along in np.unravel_index(ranks.index(rank), self.mesh_shape))
 
     def region(self, shape: Sequence[int], rank: int) -> Region | None:
         """The box of a tensor of this shape that a rank holds: (start, stop) for each dim.

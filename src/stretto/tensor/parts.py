@@ -13,35 +13,36 @@ on all of them, those off the mesh too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.ir.program import TensorSpec
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
-from stretto.tensor.clip import has_empty_part, in_order, is_absent, nothing
+from stretto.tensor.clip import Wrap, has_empty_part, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
+    SHAPE_UNKNOWN,
     UNKNOWN_RESULTS,
     VALUES_NEEDED,
+    Meta,
     Spec,
+    given_back,
     local_of,
+    meta_of,
     new_spec,
     part_of,
     set_spec,
     spec_of,
+    with_placements,
     without_values,
 )
 from stretto.tensor.free_dims import FreeDim, free_dims
 from stretto.tensor.pytree_adapter import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-
-Wrap = Callable[[torch.Tensor, Spec], DTensor]
-"""Makes the tensor of a local part and a description."""
 
 
 def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Any:
@@ -56,15 +57,16 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
     mesh = tensors[0].device_mesh
     if draws(op, args, kwargs):
         raise errors.random_op(op, tensors[0])
-    returned = _returned(op, args, kwargs)
+    returned = given_back(op, args, kwargs)
     found = _metas(op, _frozen(leaves), tree)
     if found is UNKNOWN and returned:  # they are what they were
-        found = tuple(Meta(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned), tree
+        found = tuple(map(meta_of, returned)), tree
     if isinstance(found, str):
-        raise errors.cannot_run(op, tensors[0], found)
+        error = errors.shape_from_data if found == FROM_DATA else errors.cannot_run
+        raise error(op, tensors[0], found)
     described, result_tree = found
 
-    free = free_dims(op, args, kwargs, [None if meta is None else meta.spec for meta in described])
+    free = free_dims(op, args, kwargs, described)
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
     if any(dim is not None for dim in chosen) and _leaves_one_empty(tensors, chosen):
         chosen = [None] * mesh.ndim
@@ -91,7 +93,10 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
         parts, _ = tree_flatten(op(*inner_args, **inner_kwargs))
         for number in written:  # step 3
             if targets[number] != tuple(tensors[number].placements):
-                _write_back(tensors[number], own[number], targets[number])
+                x = tensors[number]
+                local_of(x).copy_(
+                    part_under(own[number], with_placements(spec_of(x), targets[number]), x.placements)
+                )
     if returned:
         for x, meta in zip(returned, described):
             if isinstance(x, DTensor) and meta is not None and tuple(x.shape) != meta.shape:
@@ -118,19 +123,6 @@ def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
         found[name] = tuple(range(count, count + here))
         count += here
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Meta:
-    """What is known of a tensor without values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.shape, str(self.dtype).removeprefix("torch."))
 
 
 def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> FreeDim | None:
@@ -173,29 +165,34 @@ def placed(x: DTensor, placements: Sequence[Placement], wrap: Wrap) -> DTensor:
         return x
     if not in_order(x.device_mesh):
         raise errors.ranks_out_of_order("redistribute", [x])
-    spec = new_spec(x.device_mesh, target, x.shape, x.stride(), x.dtype)
+    spec = with_placements(spec_of(x), target)
     return wrap(local_of(x) if is_absent(x.device_mesh) else _part(x, target), spec)
 
 
 def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
-    mesh = x.device_mesh
-    if all(old == new or mesh.size(a) == 1 for a, (old, new) in enumerate(zip(x.placements, placements))):
-        return local_of(x)
-    return part_of(local_of(x), spec_of(x), placements)
+    return part_under(local_of(x), spec_of(x), placements)
 
 
-def _write_back(x: DTensor, part: torch.Tensor, placements: tuple[Placement, ...]) -> None:
-    """Step 3: of what is Partial, the first rank of a summed axis has the value, and the others zeros."""
-    mesh = x.device_mesh
-    spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
-    if captured() is not None:  # there, no rank knows which it is
-        local_of(x).copy_(part_of(part, spec, x.placements))
-        return
-    kept = tuple(Replicate() if p.is_partial() else p for p in x.placements)
-    local = part if placements == kept else part_of(part, spec, kept)
-    if any(p.is_partial("sum") and mesh.get_local_rank(axis) for axis, p in enumerate(x.placements)):
-        local = torch.zeros_like(local)
-    local_of(x).copy_(local)
+def part_under(
+    local: torch.Tensor, spec: Spec, placements: Sequence[Placement], async_op: bool = False
+) -> torch.Tensor:
+    """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
+
+    local: the part under the placements of `spec`. async_op: the part may still be under way; the first op on
+    it waits. Axes that become Partial go to Replicate first; then of a summed axis the first rank keeps the
+    value, and the others hold zeros; of avg, max and min every rank keeps it.
+    """
+    mesh = spec.mesh
+    becomes = [new.is_partial() and new != old for old, new in zip(spec.placements, placements)]
+    if any(becomes) and captured() is not None:  # there, no rank knows which it is
+        return part_of(local, spec, placements)
+    through = [Replicate() if summed else new for summed, new in zip(becomes, placements)]
+    if any(old != new and mesh.size(a) > 1 for a, (old, new) in enumerate(zip(spec.placements, through))):
+        local = part_of(local, spec, through, async_op)
+    new_only = tuple(p if summed else Replicate() for summed, p in zip(becomes, placements))
+    if any(becomes) and dist.get_rank() in layout_on(mesh, new_only).zero_ranks():
+        return torch.zeros_like(local)
+    return local
 
 
 def written_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -208,18 +205,11 @@ def written_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return found
 
 
-def _returned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What an op in place, or with `out=`, gives back."""
-    returns = op._schema.returns
-    if not returns or any(r.alias_info is None or not r.alias_info.is_write for r in returns):
-        return []
-    return written_values(op, args, kwargs)
-
-
 Described = tuple[tuple[Meta | None, ...], TreeSpec]
 """An op's results, one after the other, and how they are given."""
 
 
+FROM_DATA = "the shape of its result depends on values"
 UNKNOWN = "PyTorch does not know what its results are without computing them"
 
 
@@ -236,9 +226,7 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _frozen(leaves: list[Any]) -> tuple[Any, ...]:
     """Tensors by what they are; numbers with their type, for 1, 1.0 and True are equal."""
     return tuple(
-        (leaf.device, Meta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype))
-        if isinstance(leaf, torch.Tensor)
-        else (type(leaf), leaf)
+        (leaf.device, meta_of(leaf)) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
         for leaf in leaves
     )
 
@@ -249,20 +237,19 @@ def _metas(op: Any, frozen: tuple[Any, ...], tree: TreeSpec) -> Described | str:
     with without_values():
         leaves = [
             torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=kind)
-            if isinstance(value, Meta)
+            if isinstance(kind, torch.device)
             else value
             for kind, value in frozen
         ]
         args, kwargs = tree_unflatten(leaves, tree)
         try:
             given, result_tree = tree_flatten(op(*args, **kwargs))
+        except SHAPE_UNKNOWN:
+            return FROM_DATA
         except VALUES_NEEDED:
             return "what its results are depends on values"
         except UNKNOWN_RESULTS:
             return UNKNOWN
         if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in given):
             return "its result is sparse"
-        return tuple(
-            Meta(tuple(x.shape), tuple(x.stride()), x.dtype) if isinstance(x, torch.Tensor) else None
-            for x in given
-        ), result_tree
+        return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in given), result_tree

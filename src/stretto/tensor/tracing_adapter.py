@@ -5,7 +5,6 @@ What it uses, so that the next release breaks this file alone, with a test for e
     DeviceMesh._coordinate_on_dim                    where on a mesh this rank stands
     redistribute_local_tensor, in three modules      what DTensor calls to change placements
     debug._clear_*_sharding_prop_cache               what DTensor remembers of sharding rules' answers
-    torch.utils._python_dispatch._disable_current_modes   tensors with values amid tracing
     _StridedShard, by its `split_factor`             the shard of a dim that is several dims in one
     _MaskPartial, by its `mask_buffer`               a sum of what each rank finds in its rows of a table
 """
@@ -26,7 +25,6 @@ from torch.distributed.tensor.debug import (
     _clear_python_sharding_prop_cache,
 )
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import _disable_current_modes
 
 from stretto.tensor.dtensor_adapter import Spec
 
@@ -75,11 +73,6 @@ def redistributing(how: Redistribute) -> Iterator[None]:
     finally:
         for room in rooms:
             room.redistribute_local_tensor = own
-
-
-def outside_tracing() -> Any:
-    """A context in which tensors have values, though a program is being traced around it."""
-    return _disable_current_modes()
 
 
 def split_factor(placement: Placement) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stretto.tensor.clip import has_empty_part
-from stretto.tensor.dtensor_adapter import propagated, written_args
+from stretto.tensor.dtensor_adapter import given_back, propagated
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ def has_sound_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 
     It is not asked where all tensors lie alike, for speed: then it has one.
     """
-    written = written_args(op)
+    written = given_back(op, args, kwargs)
     if not written:
         return True
     first = tensors[0].placements
@@ -110,8 +110,7 @@ def has_sound_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     except Exception:
         return False
     results = results if isinstance(results, (list, tuple)) else [results]
-    for (at, name), result in zip(written, results):
-        value = args[at] if at < len(args) else kwargs[name]
+    for value, result in zip(written, results):
         if isinstance(value, DTensor) and result is not None and value.placements != result.placements:
             return False
     return True
@@ -140,11 +139,12 @@ def keeps_partial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
         return len(tensors) == len([x for x in args[:2] if isinstance(x, torch.Tensor)]) == 2
     if name in PRODUCTS and len(args) > 1:
         second = args[1]
-        return not (isinstance(second, DTensor) and _is_partial(second)) and not kwargs.get("rounding_mode")
+        return not (isinstance(second, DTensor) and is_partial(second)) and not kwargs.get("rounding_mode")
     return False
 
 
-def _is_partial(x: DTensor) -> bool:
+def is_partial(x: DTensor) -> bool:
+    """Whether ranks have terms of a tensor, not the tensor."""
     return any(p.is_partial() for p in x.placements)
 
 
@@ -163,6 +163,7 @@ def _batch_only(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     weight = others[0]
     return (
         all(set(x.placements) <= {Replicate(), Shard(0)} for x in images)
+        and images[0].placements == images[-1].placements
         and all(set(x.placements) <= {Replicate()} for x in others if isinstance(x, DTensor))
         and all(x.ndim == weight.ndim for x in images)
     )

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from stretto.tensor import errors
 from stretto.tensor.clip import is_absent
 from stretto.tensor.dtensor_adapter import (
+    given_back,
     has_rule,
     local_of,
     needs_redistribution,
@@ -24,7 +25,6 @@ from stretto.tensor.dtensor_adapter import (
     shown_as,
     without_underscore,
     writes_of,
-    written_args,
 )
 
 
@@ -57,7 +57,7 @@ def check(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if mark is None:
                 continue
             if written is None:
-                written = {id(args[at] if at < len(args) else kwargs[name]) for at, name in written_args(op)}
+                written = {id(value) for value in given_back(op, args, kwargs)}
             if id(x) in written:
                 raise errors.copy_written(op, x, mark.by)
             if mark.version is not None and writes_of(x) != mark.version:

@@ -19,7 +19,7 @@ from stretto.errors import UsageError
 from stretto.train.checkpoint_files import State, identity
 from stretto.train.compatible import flat
 from stretto.train.data import TextData
-from stretto.train.world import World, tell_all
+from stretto.train.world import World
 
 OWN = (
     "name",
@@ -69,7 +69,7 @@ def agreed_checkpoint(
     except UsageError as error:
         fault = str(error)
     mine = Found(kept, data.digest, str(data.folder), at, str(folder), fault)
-    told = _difference(tell_all(world, mine))
+    told = _difference(world.all_gather(mine))
     if told:
         raise UsageError(told)
     return found

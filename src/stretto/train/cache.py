@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from stretto.errors import StrettoError, UsageError
 from stretto.files.parse import parse_json
+from stretto.price.op_cache import cache_folder
 from stretto.train.text import Say
 
 MANIFEST = "manifest.json"
@@ -28,10 +28,8 @@ READ_BYTES = 1 << 20
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto` (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification says that a relative path there is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stretto"
+    """`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto`."""
+    return cache_folder().parent
 
 
 def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: Say) -> Path:

@@ -14,9 +14,9 @@ import torch
 from stretto.errors import StrettoError
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first
+from stretto.runtime.shards import Part
 from stretto.saving import face, tensors
-from stretto.saving.folder import unwritable
-from stretto.saving.parts import Part
+from stretto.saving.folder import Writing
 from stretto.train.checkpoint_files import (
     STATE,
     TOKENIZER,
@@ -42,7 +42,7 @@ def save(
     """
     last = latest_in(folder)
     rest = f"the last whole checkpoint is {last}" if last is not None else "there is no checkpoint yet"
-    word = unwritable(
+    writing = Writing(
         f"the checkpoint of step {state.step} in {folder}",
         "set checkpoint.dir to a folder on another disk",
         f"Then resume: {rest}",
@@ -50,20 +50,16 @@ def save(
     place = folder / name_of(state.step)
 
     def begin() -> None:
-        try:
+        with writing:
             tidy(folder)
-        except OSError as error:
-            raise word(error) from None
 
     def end() -> None:
-        try:
+        with writing:
             mark(place, keep)
-        except OSError as error:
-            raise word(error) from None
 
     on_first(runner.transport, begin)
     files = {TOKENIZER: tokenizer.encode(), STATE: state_text(state).encode()}
-    face.write(place, runner, optimizer, None, unwritable=word, setting="checkpoint.dir", files=files)
+    face.write(place, runner, optimizer, None, writing=writing, setting="checkpoint.dir", files=files)
     on_first(runner.transport, end)
     return place
 

@@ -75,6 +75,14 @@ def latest_in(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def what_is_left(folder: Path) -> str:
+    """What a run that ended early can go on from, in words."""
+    last = latest_in(folder)
+    return (
+        f"last checkpoint {last}; go on with --resume" if last is not None else "there is no checkpoint yet"
+    )
+
+
 def find(path: Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest in it, or in its `checkpoints`.
 
@@ -184,15 +192,20 @@ def set_aside(folder: Path) -> Path | None:
     old = checkpoints_in(folder)
     if not old:
         return None
-    number = 1
-    while (folder / f"earlier-{number}").exists():
-        number += 1
-    place = folder / f"earlier-{number}"
     try:
-        place.mkdir()
+        place = earlier_in(folder)
         for path in old:
             path.rename(place / path.name)
         (folder / LATEST).unlink(missing_ok=True)
     except OSError as error:
         raise StrettoError(f"cannot set aside the checkpoints in {folder}: {error.strerror}") from None
     return place
+
+
+def earlier_in(folder: Path) -> Path:
+    """Make the next of the folders `earlier-1`, `earlier-2`, ... in a folder. Raises OSError."""
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    (folder / f"earlier-{number}").mkdir()
+    return folder / f"earlier-{number}"

@@ -29,7 +29,7 @@ from stretto.errors import UsageError
 from stretto.train import tokenizer as bpe
 from stretto.train.cache import built_folder, contents, default_cache_dir
 from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
-from stretto.train.text import Say, TextFile, documents, find_files
+from stretto.train.text import Say, TextFile, documents, find_files, silent
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""
@@ -119,7 +119,7 @@ def _build(folder: Path, files: Sequence[TextFile], settings: DataSettings, say:
         say(f"only {len(lengths)} documents: the last {fraction:.1%} of each is held out")
 
     def side(held_out: bool) -> Iterator[str]:
-        for text in documents(files, settings.text_field, _ignore):
+        for text in documents(files, settings.text_field, silent):  # the first reading gave its notices
             train, held = _divide(text, fraction, whole)
             part = held if held_out else train
             if part:
@@ -139,10 +139,6 @@ def _build(folder: Path, files: Sequence[TextFile], settings: DataSettings, say:
         "unigram_entropy_nats": unigram_entropy(train, held_out, tokenizer.get_vocab_size()),
     }
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-
-
-def _ignore(line: str) -> None:
-    """For the second reading of the same files, whose notices were given at the first."""
 
 
 def _divide(text: str, fraction: float, whole: bool) -> tuple[str, str]:

@@ -27,13 +27,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
 from stretto.models.build import build_model
-from stretto.train.checkpoint_files import find, latest_in
+from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.data import prepare_data
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
 from stretto.train.layout import spread
 from stretto.train.lock import folders_of, refuse_if_held
 from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
+from stretto.train.text import silent
 from stretto.train.worker import work
 from stretto.train.world import LAUNCHER_PID, crowding, is_worker, threads
 
@@ -75,15 +76,11 @@ def _check(settings: TrainSettings) -> None:
     data = prepare_data(settings.data, say)
     with torch.device("meta"):
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
-    spread(model, settings, _say_nothing)  # the first rank will say it
+    spread(model, settings, silent)  # the first rank will say it
     ranks = settings.parallel.world
     crowd = crowding(ranks, threads(settings.training.threads_per_rank, ranks))
     if crowd is not None:
         say(f"note: {crowd}")
-
-
-def _say_nothing(line: str) -> None:
-    """For lines that a rank will say."""
 
 
 def _launch(settings: TrainSettings, command: Sequence[str]) -> int:
@@ -110,7 +107,9 @@ def _launch(settings: TrainSettings, command: Sequence[str]) -> int:
                 status, message = explain(settings, read_notes(Path(folder)), exits)
             except (SignalException, Interrupted) as error:
                 signum = error.sigval if isinstance(error, SignalException) else error.signum
-                status, message = _stopped(settings, read_notes(Path(folder)), int(signum))
+                step = max((note.step for note in read_notes(Path(folder))), default=0)
+                status = 128 + int(signum)
+                message = f"stretto: interrupted at step {step}; {what_is_left(settings.checkpoint_dir)}"
     print(message, file=sys.stderr)
     return status
 
@@ -118,6 +117,7 @@ def _launch(settings: TrainSettings, command: Sequence[str]) -> int:
 def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, int]) -> tuple[int, str]:
     """Step 3: the exit status and the one message for ranks that ended with `exits` and left `notes`."""
     step = max((note.step for note in notes), default=None)
+    rest = what_is_left(settings.checkpoint_dir)
     killed = {rank: -code for rank, code in exits.items() if code < 0 and rank not in {n.rank for n in notes}}
     if killed:
         rank, signum = next(iter(sorted(killed.items())))
@@ -127,7 +127,7 @@ def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, 
         others = "the other rank was" if settings.parallel.world == 2 else "the others were"
         return (
             1,
-            f"stretto: rank {rank} was lost{when}: {name} ended it{why}; {others} stopped. {_rest(settings)}",
+            f"stretto: rank {rank} was lost{when}: {name} ended it{why}; {others} stopped. {rest}",
         )
     own = [note for note in notes if note.cause in (Cause.REFUSED, Cause.CRASHED)]
     if own:
@@ -137,23 +137,11 @@ def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, 
     if silent:
         return (
             1,
-            f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {_rest(settings)}",
+            f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {rest}",
         )
     if notes:
-        return notes[0].status, f"stretto: {notes[0].message}. {_rest(settings)}"
-    return 1, f"stretto: the ranks ended, and none said why. {_rest(settings)}"
-
-
-def _stopped(settings: TrainSettings, notes: Sequence[Note], signum: int) -> tuple[int, str]:
-    step = max((note.step for note in notes), default=0)
-    return 128 + signum, f"stretto: interrupted at step {step}; {_rest(settings)}"
-
-
-def _rest(settings: TrainSettings) -> str:
-    last = latest_in(settings.checkpoint_dir)
-    if last is None:
-        return "there is no checkpoint yet"
-    return f"last checkpoint {last}; go on with --resume"
+        return notes[0].status, f"stretto: {notes[0].message}. {rest}"
+    return 1, f"stretto: the ranks ended, and none said why. {rest}"
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ def check_tensorboard(wanted: bool) -> None:
         )
 
 
+@contextmanager
+def writing(where: Path) -> Iterator[None]:
+    """Around work that writes in a run's folder: what the system says becomes a StrettoError."""
+    try:
+        yield
+    except OSError as error:
+        raise StrettoError(
+            f"cannot write {where}: {error.strerror}; free some space, or set output.run_dir elsewhere"
+        ) from None
+
+
 class Metrics:
     """Writes metrics.jsonl in a run's folder. `write` and `close` are all that a step needs."""
 
@@ -42,12 +55,10 @@ class Metrics:
         Raises StrettoError when the file cannot be written.
         """
         self._path = run_dir / "metrics.jsonl"
-        try:
+        with writing(self._path):
             kept = _lines_up_to(self._path, from_step)
             write_file(self._path, b"".join(line + b"\n" for line in kept))
             self._file = self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise self._failed(error) from None
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -56,11 +67,9 @@ class Metrics:
 
     def write(self, line: dict[str, float | int]) -> None:
         """Add a line; it has `step`. Raises StrettoError when the disk is full."""
-        try:
+        with writing(self._path):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise self._failed(error) from None
         if self._board is not None:
             for key, name in NAMES.items():
                 if key in line:
@@ -68,17 +77,9 @@ class Metrics:
 
     def close(self) -> None:
         """Close the files, also where they cannot be written to their ends, which raises StrettoError."""
-        try:
-            with self._file:
-                if self._board is not None:
-                    self._board.close()
-        except OSError as error:
-            raise self._failed(error) from None
-
-    def _failed(self, error: OSError) -> StrettoError:
-        return StrettoError(
-            f"cannot write {self._path}: {error.strerror}; free some space, or set output.run_dir elsewhere"
-        )
+        with writing(self._path), self._file:
+            if self._board is not None:
+                self._board.close()
 
 
 def _lines_up_to(path: Path, step: int) -> list[bytes]:

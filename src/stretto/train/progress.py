@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.live import Live
@@ -11,19 +11,6 @@ from rich.text import Text
 
 LIVE_S = 0.2
 """The live line is drawn at most this often: people read no faster, and drawing takes time from training."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What there is to show of a step. exposed: share of the step, of the last step that was gathered."""
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_s: float
-    step_s: float
-    exposed: float | None
 
 
 class Progress:
@@ -40,21 +27,25 @@ class Progress:
         if self._shown:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, report: StepReport) -> None:
-        """Show a step: on a terminal the live line, else a plain one every `log_every` steps."""
+    def show(self, line: Mapping[str, float], exposed: float | None) -> None:
+        """Show a step: on a terminal the live line, else a plain one every `log_every` steps.
+
+        line: as `stretto.train.metrics` writes it. exposed: share of the step, of the last that was gathered.
+        """
         if not self._shown:
             return
-        last = report.step == self._steps
+        step, shown = int(line["step"]), self._line(line, exposed)
+        last = step == self._steps
         if not self._console.is_terminal:
-            if last or report.step % self._log_every == 0:
-                self.say(self._line(report))
+            if last or step % self._log_every == 0:
+                self.say(shown)
             return
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
         if last or time.monotonic() - self._drawn_s >= LIVE_S:
             self._drawn_s = time.monotonic()
-            self._live.update(Text(self._line(report), no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def stop(self) -> None:
         """Leave the live line as it is; what is printed from now on stands below it."""
@@ -62,23 +53,19 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def _line(self, report: StepReport) -> str:
-        wide = len(str(self._steps))
+    def _line(self, line: Mapping[str, float], exposed: float | None) -> str:
+        wide, step, step_s = len(str(self._steps)), int(line["step"]), line["step_s"]
         parts = [
-            f"step {report.step:>{wide}}/{self._steps}",
-            f"loss {report.loss:.4f}",
-            f"{report.tokens_per_s:,.0f} tokens/s",
+            f"step {step:>{wide}}/{self._steps}",
+            f"loss {line['loss']:.4f}",
+            f"{line['tokens_per_s']:,.0f} tokens/s",
         ]
-        if report.exposed is not None:
-            parts.append(f"exposed {100 * report.exposed:.1f} %")
-        parts.append(
-            f"{report.step_s:.2f} s a step" if report.step_s >= 1 else f"{report.step_s * 1e3:.0f} ms a step"
-        )
-        parts.append(f"lr {report.lr:.2g}")
-        parts.append(f"grad norm {report.grad_norm:.2f}")
-        left_s = (self._steps - report.step) * report.step_s
-        if report.step < self._steps:
-            parts.append(f"{duration(left_s)} left")
+        if exposed is not None:
+            parts.append(f"exposed {100 * exposed:.1f} %")
+        parts.append(f"{step_s:.2f} s a step" if step_s >= 1 else f"{step_s * 1e3:.0f} ms a step")
+        parts += [f"lr {line['lr']:.2g}", f"grad norm {line['grad_norm']:.2f}"]
+        if step < self._steps:
+            parts.append(f"{duration((self._steps - step) * step_s)} left")
         return "  ".join(parts)
 
 

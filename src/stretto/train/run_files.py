@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stretto.config import TrainSettings
-from stretto.errors import StrettoError
 from stretto.files.whole_file import write_file
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.html import render
 from stretto.report.rundir import load_run
 from stretto.simulate import simulate
+from stretto.train.checkpoint_files import earlier_in
+from stretto.train.metrics import writing
 
 TRACE = "trace.perfetto-trace"
 REPORT = "report.html"
@@ -46,27 +47,19 @@ def keep_earlier(run_dir: Path, moved: Sequence[str], copied: Sequence[str] = ()
     old = [path for path in (run_dir / name for name in (*moved, *copied)) if path.exists()]
     if not any(path.stat().st_size for path in old if path.name in (SUMMARY, METRICS)):
         return None
-    number = 1
-    while (run_dir / f"earlier-{number}").exists():
-        number += 1
-    place = run_dir / f"earlier-{number}"
-
-    def keep() -> None:
-        place.mkdir()
+    with writing(run_dir):
+        place = earlier_in(run_dir)
         for path in old:
             if path.name in moved:
                 path.rename(place / path.name)
             else:
                 shutil.copy2(path, place / path.name)
-
-    _guarded(run_dir, keep)
     return place
 
 
 def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
     """What is known before the first step. Raises StrettoError when it cannot be written."""
-
-    def write() -> None:
+    with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / "settings.json", settings.model_dump_json(indent=1) + "\n")
         plan.save(run_dir / "plan.json")
@@ -75,26 +68,12 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
         for name in RESULTS:
             (run_dir / name).unlink(missing_ok=True)
 
-    _guarded(run_dir, write)
-
 
 def end_run(run_dir: Path, measured: Timeline | None, summary: dict[str, Any]) -> None:
     """What is known after the last step, and the report. Raises StrettoError when it cannot be written."""
-
-    def write() -> None:
+    with writing(run_dir):
         if measured is not None:
             measured.save(run_dir / "measured.json")
             measured.save(run_dir / TRACE)
         write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
         write_file(run_dir / REPORT, render(load_run(run_dir)))
-
-    _guarded(run_dir, write)
-
-
-def _guarded(run_dir: Path, write: Callable[[], None]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise StrettoError(
-            f"cannot write into {run_dir}: {error.strerror}; free some space, or set output.run_dir elsewhere"
-        ) from None

@@ -44,11 +44,12 @@ from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
 from stretto.train.metrics import Metrics
 from stretto.train.optimizer import make_optimizer, set_learning_rate
-from stretto.train.progress import Progress, StepReport
+from stretto.train.progress import Progress
 from stretto.train.results import Results, finish
 from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
 from stretto.train.shared import check_shared, take_folders
-from stretto.train.world import World, is_launched, leave, tell_all
+from stretto.train.text import silent
+from stretto.train.world import World, is_launched, leave
 
 
 class Trainer:
@@ -112,10 +113,6 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.close()
 
-    def last_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint, to go on from."""
-        return latest_in(self.settings.checkpoint_dir)
-
     # Steps 1 to 3.
 
     def _prepare(self) -> TextData | None:
@@ -123,7 +120,7 @@ class Trainer:
         settings, say = self.settings, self.progress.say
         take_folders(self.world, settings, self._lock)
         # The launcher has prepared it, and said so.
-        data = prepare_data(settings.data, _say_nothing if is_launched() else say)
+        data = prepare_data(settings.data, silent if is_launched() else say)
         found = agreed_checkpoint(self.world, settings, data, self._find_checkpoint)
         if found is not None:
             for line in check(*found, settings, data.tokenizer.to_str()):
@@ -177,7 +174,7 @@ class Trainer:
         settings, steps = self.settings, self.settings.training.steps
         own = found is not None and found[1].parent.absolute() == settings.checkpoint_dir.absolute()
         done = own and found is not None and found[0].step >= steps and is_finished(settings.run_dir, steps)
-        return tell_all(self.world, done)[0]
+        return self.world.all_gather(done)[0]
 
     def _keep_earlier(self, found: Checkpoint | None) -> None:
         """What an earlier run left in the folders of this one is kept apart, by rank 0."""
@@ -224,9 +221,7 @@ class Trainer:
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
             self._write(line)
-            self.progress.show(
-                StepReport(self.step, loss, rate, norm, tokens_per_s, self._usual_step_s(), exposed)
-            )
+            self.progress.show({**line, "step_s": self._usual_step_s()}, exposed)
             last = self.step == training.steps
             if training.eval_every and self.step % training.eval_every == 0 and not last:
                 self.progress.say(f"step {self.step}: held-out loss {self._held_out():.4f}")
@@ -291,7 +286,3 @@ class Trainer:
 
 def _nothing(_: int) -> None:
     """For a rank of a test, which nobody ends."""
-
-
-def _say_nothing(line: str) -> None:
-    """For lines that the launcher has said."""

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 from stretto.config import TrainSettings
+from stretto.train.checkpoint_files import what_is_left
 from stretto.train.heartbeat import LOST_AFTER_S
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere, wait_for_askers
@@ -90,10 +91,7 @@ def work(settings: TrainSettings) -> int:
 
 def interrupted_message(trainer: Trainer, note: Note) -> str:
     """What to say when the user stopped the run."""
-    last = trainer.last_checkpoint()
-    rest = (
-        f"last checkpoint {last}; go on with --resume" if last is not None else "there is no checkpoint yet"
-    )
+    rest = what_is_left(trainer.settings.checkpoint_dir)
     return f"stretto: interrupted at step {note.step}; {rest}"
 
 

@@ -45,6 +45,13 @@ class World:
     local_size: int = 1
     store: Store | None = None
 
+    def all_gather(self, item: Said) -> list[Said]:
+        """Every rank's item, by rank; all must call it."""
+        told = [item] * self.size
+        if self.size > 1:
+            dist.all_gather_object(told, item)
+        return told
+
 
 def environment() -> World:
     """The place that the environment names, before anything is joined; a single rank without one.
@@ -107,14 +114,6 @@ def join(place: World) -> World:
             f"that all {place.size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
         ) from None
     return World(rank, size, place.local_size, store)
-
-
-def tell_all(world: World, said: Said) -> list[Said]:
-    """What every rank says, by rank; all must call it."""
-    told = [said] * world.size
-    if world.size > 1:
-        dist.all_gather_object(told, said)
-    return told
 
 
 def leave(world: World) -> None:

@@ -21,11 +21,6 @@ TIED = "tied "
 """What the names of tied gradients' communicators begin with."""
 
 
-def communicator_faults(plan: Plan) -> list[Fault]:
-    """Every fault of communicators. References must be sound."""
-    return list(_communicators(plan))
-
-
 def tells_loss(plan: Plan) -> bool:
     """Whether ranks have a part of the step's loss, or none, and must be told it."""
     return plan.ranks > 1 or bool(plan.job.data_axes)
@@ -48,39 +43,34 @@ def _needed(plan: Plan) -> dict[str, Communicator]:
     return found
 
 
-def _communicators(plan: Plan) -> Iterator[Fault]:
+def communicator_faults(plan: Plan) -> list[Fault]:
+    """Every fault of communicators. References must be sound."""
+    return [Fault(None, f"communicator {name}", *found) for name, *found in _faults(plan)]
+
+
+def _faults(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """The name of a communicator, what is wrong, and what to do."""
     needed = _needed(plan)
     seen: set[str] = set()
     for communicator in plan.communicators:
-        where = f"communicator {communicator.name}"
-        want = needed.get(communicator.name, communicator)
-        if communicator.name in seen:
-            yield Fault(None, where, "is there twice", "Remove one of them")
-        seen.add(communicator.name)
+        name = communicator.name
+        want = needed.get(name, communicator)
+        if name in seen:
+            yield name, "is there twice", "Remove one of them"
+        seen.add(name)
+        ranks, axes = list(communicator.ranks), list(communicator.axes)
         if communicator.ranks != want.ranks:
-            yield Fault(
-                None,
-                where,
-                f"joins ranks {list(communicator.ranks)}, but its work is between ranks {list(want.ranks)}",
-                f"Give it the ranks {list(want.ranks)}",
-            )
-        elif len(set(communicator.ranks)) < len(communicator.ranks):
-            yield Fault(None, where, f"has a rank twice: {list(communicator.ranks)}", "Name each rank once")
+            what = f"joins ranks {ranks}, but its work is between ranks {list(want.ranks)}"
+            yield name, what, f"Give it the ranks {list(want.ranks)}"
+        elif len(set(ranks)) < len(ranks):
+            yield name, f"has a rank twice: {ranks}", "Name each rank once"
         if communicator.axes != want.axes:
-            yield Fault(
-                None,
-                where,
-                f"is along {', '.join(communicator.axes)}, but its work is along {', '.join(want.axes)}",
-                f"Give it the axes {list(want.axes)}",
-            )
-        elif len(set(communicator.axes)) < len(communicator.axes):
-            yield Fault(None, where, f"names an axis twice: {list(communicator.axes)}", "Name each axis once")
+            what = f"is along {', '.join(axes)}, but its work is along {', '.join(want.axes)}"
+            yield name, what, f"Give it the axes {list(want.axes)}"
+        elif len(set(axes)) < len(axes):
+            yield name, f"names an axis twice: {axes}", "Name each axis once"
     for name, want in needed.items():
         if name not in seen:
             along = "" if want.axes == (PIPELINE,) else f" along {' and '.join(want.axes)}"
-            yield Fault(
-                None,
-                f"communicator {name}",
-                f"missing, and ranks {list(want.ranks)}{along} need it",
-                "Add it to the list of communicators",
-            )
+            what = f"missing, and ranks {list(want.ranks)}{along} need it"
+            yield name, what, "Add it to the list of communicators"

@@ -33,14 +33,10 @@ def _faults(plan: Plan) -> Iterator[Fault]:
     if plan.prediction is not None:
         for key in ("exposed_axis_us", "comm_axis_us"):
             for axis, times in getattr(plan.prediction, key).items():
+                what = ""
                 if axis not in dict(plan.mesh.sizes):
-                    yield Fault(
-                        None, f"prediction.{key}", f"there is no axis {axis!r}", "Predict the plan again"
-                    )
+                    what = f"there is no axis {axis!r}"
                 elif len(times) != plan.ranks:
-                    yield Fault(
-                        None,
-                        f"prediction.{key}",
-                        f"has {len(times)} ranks for {axis}, but the plan has {plan.ranks}",
-                        "Predict the plan again",
-                    )
+                    what = f"has {len(times)} ranks for {axis}, but the plan has {plan.ranks}"
+                if what:
+                    yield Fault(None, f"prediction.{key}", what, "Predict the plan again")

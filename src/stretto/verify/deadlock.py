@@ -13,9 +13,12 @@ Nothing here depends on the order in which the walk visits ranks: whatever can p
 
 from __future__ import annotations
 
+from collections import Counter
+
 from stretto.ir.plan import Plan
 from stretto.verify.fault import Fault
-from stretto.verify.trace import Event, EventKind, Message, ends_of, shown, trace_of
+from stretto.verify.schedule import walk
+from stretto.verify.trace import Event, EventKind, Message, shown, trace_of
 
 CURES = {
     EventKind.SENT: "Move it later: other runs must go on before the message can leave",
@@ -42,53 +45,45 @@ class _Walk:
         self.traces = traces
         self.rendezvous = rendezvous
         self.heads = [0] * len(traces)
-        self.sent: dict[str, list[Message]] = {}
+        self.sent: Counter[str] = Counter()
         self.place: dict[Message, int] = {}
-        self.posted: dict[str, int] = {}
+        self.posted: Counter[str] = Counter()
         self.reducing: set[tuple[str, int]] = set()
         # Groups along an axis lie within a rank of the pipeline; only these wait for other ranks.
         self.joined = {found.name: found.ranks for found in plan.communicators if found.joins_places}
 
     def run(self) -> list[Fault]:
         """Walk until no rank can move; a fault for each rank that has not reached its end."""
-        moved = True
-        while moved:
-            moved = False
-            for rank, trace in enumerate(self.traces):
-                while self.heads[rank] < len(trace) and self.blocked(rank, trace[self.heads[rank]]) is None:
-                    self.do(rank, trace[self.heads[rank]])
-                    self.heads[rank] += 1
-                    moved = True
+        walk(self.heads, self.step)
         return [self.stuck(rank) for rank, trace in enumerate(self.traces) if self.heads[rank] < len(trace)]
 
-    def do(self, rank: int, event: Event) -> None:
-        edge = event.message[0]
-        if event.kind in (EventKind.SEND, EventKind.RECV) and len(set(ends_of(self.plan, edge))) > 1:
-            lane = self.plan.lane_of(edge)
+    def step(self, rank: int) -> bool:
+        """Do what comes next on a rank, if it can pass."""
+        if self.heads[rank] == len(self.traces[rank]):
+            return False
+        event = self.traces[rank][self.heads[rank]]
+        if self.blocked(event) is not None:
+            return False
+        if event.kind in (EventKind.SEND, EventKind.RECV) and event.source != event.target:
+            lane = self.plan.lane_of(event.message[0])
+            count = self.sent if event.kind is EventKind.SEND else self.posted
             if event.kind is EventKind.SEND:
-                queue = self.sent.setdefault(lane, [])
-                self.place[event.message] = len(queue)
-                queue.append(event.message)
-            else:
-                self.posted[lane] = self.posted.get(lane, 0) + 1
-        elif event.kind is EventKind.REDUCE:
-            assert event.op is not None
-            self.reducing.add((event.op.lane, rank))
+                self.place[event.message] = count[lane]
+            count[lane] += 1
+        elif event.kind is EventKind.REDUCE and event.op is not None:
+            self.reducing.add((event.op.lane, event.rank))
+        return True
 
-    def blocked(self, rank: int, event: Event) -> str | None:
+    def blocked(self, event: Event) -> str | None:
         """What the event waits for, in words; None if it can pass."""
-        if event.kind in (EventKind.WAIT, EventKind.SENT):
-            if event.kind is EventKind.SENT and not self.rendezvous:
-                return None
-            source, target = ends_of(self.plan, event.message[0])
-            if source == target:
-                return None  # proved by `stretto.verify.lifetimes`
+        if event.kind is EventKind.WAIT or (event.kind is EventKind.SENT and self.rendezvous):
+            if event.source == event.target:
+                return None  # proved by `stretto.verify.messages`
             if event.message not in self.place:
-                return f"{shown(self.plan, event.message)}, which rank {source} has not sent"
-            if self.place[event.message] >= self.posted.get(self.plan.lane_of(event.message[0]), 0):
-                return f"{shown(self.plan, event.message)}, whose receive rank {target} has not posted"
-        elif event.kind is EventKind.REDUCED:
-            assert event.op is not None
+                return f"{shown(self.plan, event.message)}, which rank {event.source} has not sent"
+            if self.place[event.message] >= self.posted[self.plan.lane_of(event.message[0])]:
+                return f"{shown(self.plan, event.message)}, whose receive rank {event.target} has not posted"
+        elif event.kind is EventKind.REDUCED and event.op is not None:
             lane = event.op.lane
             absent = [r for r in self.joined.get(lane, ()) if (lane, r) not in self.reducing]
             if absent:
@@ -103,10 +98,6 @@ class _Walk:
             for other, trace in enumerate(self.traces)
             if other != rank and self.heads[other] < len(trace)
         )
-        return Fault(
-            rank,
-            str(event.instruction),
-            f"deadlock{transport}: waits for {self.blocked(rank, event)}"
-            + (f" ({others})" if others else ""),
-            CURES.get(event.kind, "Move this wait later"),
-        )
+        what = f"deadlock{transport}: waits for {self.blocked(event)}"
+        cure = CURES.get(event.kind, "Move this wait later")
+        return event.fault(what + (f" ({others})" if others else ""), cure)

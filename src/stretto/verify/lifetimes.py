@@ -1,7 +1,6 @@
 """Proves on the orders that what a run reads is there: left by an earlier phase, and not freed since.
 
-A value that a stage keeps is freed after the run of the last phase that reads it. Values between two stages
-of one rank travel without a message; for those the send must stand before the wait. May touch `stretto.ir`.
+A value that a stage keeps is freed after the run of the last phase that reads it. May touch `stretto.ir`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.plan import Instruction, InstructionKind, Plan, Window
 from stretto.verify.fault import Fault
-from stretto.verify.trace import EventKind, Message, ends_of, shown, trace_of
 from stretto.verify.windows import earlier_values
 
 
@@ -23,7 +21,6 @@ def lifetime_faults(plan: Plan) -> list[Fault]:
     found: list[Fault] = []
     for rank in range(plan.ranks):
         found += _kept(plan, rank, reads)
-        found += _on_one_rank(plan, rank)
     return found
 
 
@@ -49,70 +46,38 @@ def _kept(
         if instruction.kind is not InstructionKind.RUN:
             continue
         window = plan.windows[str(instruction.ref)]
-        parts = window.parts
         if window.bound(instruction.microbatches) != window.shares:
-            yield _bound_otherwise(rank, instruction, window)
+            yield Fault(rank, str(instruction), *_bound_otherwise(instruction, window))
             return
-        bound = [(stage, m) for (stage, _), m in zip(parts, instruction.microbatches, strict=True)]
-        for (stage, phase), key in zip(parts, bound, strict=True):
+        for (stage, phase), m in zip(window.parts, instruction.microbatches, strict=True):
+            before = done[stage, m]
             for sub in phase.parts:
                 for value, made, last in reads.get((stage, sub), ()):
-                    if made not in done[key]:
+                    if made not in before:
+                        first = f"{stage}{made}{m}"
+                        what = f"reads {value} of microbatch {m}, which {first} has not made yet"
+                        yield Fault(rank, str(instruction), what, f"Run {first} before it")
+                    elif last in before:
+                        end = f"{stage}{last}{m}"
+                        what = f"reads {value} of microbatch {m}, which is freed: {end}, its last reader, has"
                         yield Fault(
-                            rank,
-                            str(instruction),
-                            f"reads {value} of microbatch {key[1]}, "
-                            f"which {stage}{made}{key[1]} has not made yet",
-                            f"Run {stage}{made}{key[1]} before it",
+                            rank, str(instruction), f"{what} run", f"Run it once, and before {end} ends"
                         )
-                    elif last in done[key]:
-                        yield Fault(
-                            rank,
-                            str(instruction),
-                            f"reads {value} of microbatch {key[1]}, which is freed: "
-                            f"{stage}{last}{key[1]}, its last reader, has run",
-                            f"Run it once, and before {stage}{last}{key[1]} ends",
-                        )
-                done[key].add(sub)
+                before.add(sub)
 
 
-def _bound_otherwise(rank: int, instruction: Instruction, window: Window) -> Fault:
-    """A run whose parts share microbatches in another way than the window's order is made for."""
+def _bound_otherwise(instruction: Instruction, window: Window) -> tuple[str, str]:
+    """Of a run whose parts share microbatches in another way than the window's order is made for."""
     given = window.bound(instruction.microbatches)
     at = next((part for part, first in enumerate(given) if first != part), None)
     if at is None or window.shares:
-        return Fault(
-            rank,
-            str(instruction),
+        return (
             f"binds parts to microbatches as {list(given) or 'all apart'}, but the window's order is for "
             f"{list(window.shares) or 'all apart'}",
             "Order a window for these microbatches",
         )
-    return Fault(
-        rank,
-        str(instruction),
+    return (
         f"overlaps two phases of stage {window.parts[at][0]} for one microbatch, "
         f"{instruction.microbatches[at]}, of which one needs the other",
         "Overlap different microbatches, or order a window for it; I and W together are B",
     )
-
-
-def _on_one_rank(plan: Plan, rank: int) -> Iterator[Fault]:
-    sent: set[Message] = set()
-    for event in trace_of(plan, rank):
-        if (
-            event.kind not in (EventKind.SEND, EventKind.WAIT)
-            or len(set(ends_of(plan, event.message[0]))) > 1
-        ):
-            continue
-        if event.kind is EventKind.SEND:
-            sent.add(event.message)
-        elif event.message not in sent:
-            source = plan.job.edges[event.message[0]].source
-            yield Fault(
-                rank,
-                str(event.instruction),
-                f"waits for {shown(plan, event.message)}, "
-                f"which stage {source} of the same rank has not made yet",
-                f"Run stage {source} for that microbatch before it",
-            )

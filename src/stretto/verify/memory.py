@@ -10,7 +10,7 @@ instruction that starts them to the one that says that they are done. Counted, i
 4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
    added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins;
 5. what gradients that are summed together, or among some ranks of an axis only, are put into, from the start
-   to the wait.
+   to the wait, as the result of any op; those of tied parameters become one before.
 
 Not counted: batch, constants, optimizer state, workspaces and the allocator's waste. `stretto.simulate`
 counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
@@ -18,21 +18,18 @@ counts the same things with its own code, and a test holds the two together. May
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 
-from stretto.ir.action import Phase
-from stretto.ir.flow import PHASES, is_external
+from stretto.ir.flow import is_external
 from stretto.ir.gradients import Addend, addends
-from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import STEP_LOSS, WAIT, Op
+from stretto.ir.plan import InstructionKind, ItemKind, Plan
+from stretto.ir.program import WAIT, Op, Parameter
 from stretto.ir.storage import in_flight, makes, owner, reads
 from stretto.verify.fault import Fault
 
 Storage = tuple[int, str]
 """(stage, value): the value whose op, or whose receive, allocates."""
-
-Program = tuple[int, Phase]
 
 
 def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
@@ -41,14 +38,9 @@ def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
     for rank in range(plan.ranks):
         peak, at = _RankWalk(plan, rank).peak()
         if peak > max_bytes:
-            found.append(
-                Fault(
-                    rank,
-                    at,
-                    f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}",
-                    "Use a schedule with fewer live microbatches, smaller microbatches or more stages",
-                )
-            )
+            what = f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
+            fix = "Use a schedule with fewer live microbatches, smaller microbatches or more stages"
+            found.append(Fault(rank, at, what, fix))
     return found
 
 
@@ -57,8 +49,31 @@ def peak_bytes(plan: Plan, rank: int) -> int:
     return _RankWalk(plan, rank).peak()[0]
 
 
+@dataclass(slots=True)
+class _Step:
+    """Bytes that come with some ops of a window, and then go, in every run; and what depends on the run: a
+    value that others use too, a part of a gradient, gradients that are to be summed. part: whose
+    microbatch."""
+
+    up: int = 0
+    down: int = 0
+    part: int = 0
+    addends: tuple[Addend, ...] = ()
+    lasting: list[Storage] = field(default_factory=list)
+    sums: tuple[str, ...] = ()
+
+    def take(self, after: _Step) -> bool:
+        """Do what the step after this one does, if neither depends on the run."""
+        if self.addends or self.lasting or self.sums or after.addends or after.lasting or after.sums:
+            return False
+        end = self.up + self.down
+        self.up, end = max(self.up, end, end + after.up), end + after.up + after.down
+        self.down = end - self.up
+        return True
+
+
 class _RankWalk:
-    """One walk over one rank's order. What a window does is worked out op by op, once for each case."""
+    """One walk over one rank's order, op by op."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
@@ -67,43 +82,34 @@ class _RankWalk:
         self.ops: dict[Storage, Op] = {
             (stage, op.name): op
             for stage in self.stages
-            for phase in PHASES
-            for op in plan.job.stages[stage].ops[phase]
+            for ops in plan.job.stages[stage].ops.values()
+            for op in ops
         }
         self.edge_into = {(e.target, e.value): e for e in plan.job.edges if e.target in self.stages}
         self.addends: dict[Storage, tuple[Addend, ...]] = {
             (stage, value): of for stage in self.stages for value, of in addends(plan.job, stage).items()
         }
-        self.sums = {op.name: op for op in plan.sums(rank)}
-        # By group of tied parameters: the names that the rank holds, bytes of one gradient.
-        self.tied: dict[str, list[str]] = defaultdict(list)
-        self.tied_bytes: dict[str, int] = {}
+        # By group of tied parameters: the names that the rank holds.
+        self.tied: dict[str, list[Parameter]] = defaultdict(list)
         for parameter in plan.job.parameters:
             if self.stages.intersection(parameter.stages):
-                self.tied[parameter.tied_to].append(parameter.name)
-                self.tied_bytes[parameter.tied_to] = parameter.grad_nbytes
-        self.made: dict[Storage, int] = {
-            (stage, name): nbytes
-            for (stage, _), op in self.ops.items()
-            if not self.is_product(stage, op)
-            for name, nbytes in makes(op)
+                self.tied[parameter.tied_to].append(parameter)
+        self.made: dict[Storage, tuple[tuple[Storage, int], ...]] = {
+            (stage, name): tuple(((stage, made), nbytes) for made, nbytes in makes(op))
+            for (stage, name), op in self.ops.items()
+            if not any(addend.product for addend in self.addends.get((stage, name), ()))
         }
-        self.known: dict[tuple[int, str], list[Storage]] = {}
-        # Who must be done with a storage before it goes: programs that use it, and sends of it.
-        self.users: dict[Storage, set[Program]] = defaultdict(set)
-        self.sends: dict[Storage, set[int]] = defaultdict(set)
-        for stage in self.stages:
-            for phase in PHASES:
-                for op in plan.job.stages[stage].ops[phase]:
-                    for storage in self.touched(stage, op):
-                        self.users[storage].add((stage, phase))
+        self.nbytes = dict(made for of_op in self.made.values() for made in of_op)
+        self.nbytes |= {at: edge.spec.nbytes for at, edge in self.edge_into.items()}
+        self.touched = {at: self.touches(*at) for at in self.ops}
+        # What must be done with a storage before it goes: ops that use it, and sends of it.
+        self.uses = Counter(storage for touched in self.touched.values() for storage in touched)
         for edge in plan.job.edges:
             if edge.source in self.stages and edge.target not in self.stages:
-                self.sends[self.storage(edge.source, edge.value)].add(edge.index)
+                self.uses[self.storage(edge.source, edge.value)] += 1
         self.left: dict[tuple[Storage, int], int] = {}
+        self.known: dict[str, list[_Step]] = {}
         self.begun: set[str] = set()
-        self.shapes: dict[tuple[str, tuple[int, ...]], _Shape] = {}
-        self.effects: dict[tuple[object, ...], tuple[int, int]] = {}
         self.level = 0
         self.highest = (0, "")
 
@@ -116,192 +122,98 @@ class _RankWalk:
         edge = self.edge_into.get((stage, name))
         return self.storage(edge.source, name) if edge and edge.source in self.stages else (stage, name)
 
-    def is_product(self, stage: int, op: Op) -> bool:
-        return any(addend.product for addend in self.addends.get((stage, op.name), ()))
-
-    def made_by(self, stage: int, op: Op) -> int:
-        return sum(self.made.get((stage, name), 0) for name, _ in makes(op))
-
-    def touched(self, stage: int, op: Op) -> list[Storage]:
-        """The storages that the op makes or reads, those given from outside left out."""
-        key = (stage, op.name)
-        if key not in self.known:
-            made = () if self.is_product(stage, op) else makes(op)
-            names = [*(name for name, _ in made), *reads(op)]
-            if op.target == WAIT:
-                start = self.ops[stage, op.args[0].name]
-                names += in_flight(start)
-            found = [self.storage(stage, name) for name in names if not is_external(name)]
-            self.known[key] = [storage for storage in dict.fromkeys(found) if not is_external(storage[1])]
-        return self.known[key]
-
-    def nbytes(self, storage: Storage) -> int:
-        return self.made[storage] if storage in self.made else self.edge_into[storage].spec.nbytes
+    def touches(self, stage: int, name: str) -> list[Storage]:
+        """The storages that an op makes or reads, those given from outside left out."""
+        op = self.ops[stage, name]
+        names = [*(made for (_, made), _ in self.made.get((stage, name), ())), *reads(op)]
+        if op.target == WAIT:
+            names += in_flight(self.ops[stage, op.args[0].name])
+        found = [self.storage(stage, one) for one in names if not is_external(one)]
+        return [storage for storage in dict.fromkeys(found) if not is_external(storage[1])]
 
     def peak(self) -> tuple[int, str]:
         """(bytes, the instruction at which they are held)."""
-        held = {
-            p.tied_to: p.held_nbytes for p in self.plan.job.parameters if self.stages.intersection(p.stages)
-        }
+        held = sum(parameters[-1].held_nbytes for parameters in self.tied.values())
         buffers = [b.spec.nbytes for b in self.plan.job.buffers if self.stages.intersection(b.stages)]
-        self.level = sum(held.values()) + sum(buffers)
-        self.highest = (self.level, "")
+        self.hold(held + sum(buffers), "")
         for instruction in self.plan.orders[self.rank]:
+            at = str(instruction)
             if instruction.kind is InstructionKind.RECV:
-                self.level += self.plan.job.edges[int(instruction.ref)].spec.nbytes
+                self.hold(self.plan.job.edges[int(instruction.ref)].spec.nbytes, at)
             elif instruction.kind is InstructionKind.SENT:
                 edge = self.plan.job.edges[int(instruction.ref)]
-                self.done_with(self.storage(edge.source, edge.value), instruction.microbatches[0])
-            elif instruction.kind is InstructionKind.RUN:
-                self.run(instruction)
-            self.note(instruction)
+                self.hold(-self.gone(self.storage(edge.source, edge.value), instruction.microbatches[0]), at)
+            else:
+                for step in self.steps(str(instruction.ref)):
+                    self.run(step, instruction.microbatches, at)
         return self.highest
 
-    def note(self, instruction: Instruction) -> None:
+    def hold(self, nbytes: int, at: str) -> None:
+        """So many bytes more are held from here on."""
+        self.level += nbytes
         if self.level > self.highest[0]:
-            self.highest = (self.level, str(instruction))
+            self.highest = (self.level, at)
 
-    def run(self, instruction: Instruction) -> None:
-        """All that a run does, at once: what the window always does, and which lasting values end in it."""
-        window = self.plan.windows[str(instruction.ref)]
-        microbatches = instruction.microbatches
-        # Parts of one microbatch may share values; which number it has plays no part.
-        pattern = tuple(microbatches.index(m) for m in microbatches)
-        if (window.name, pattern) not in self.shapes:
-            self.shapes[window.name, pattern] = self.shape(window, pattern)
-        shape = self.shapes[window.name, pattern]
-        ends = tuple(self.ends(last.storage, microbatches[last.part], last.uses) for last in shape.lasting)
-        begins = tuple(addend.parameter not in self.begun for _, addend in shape.grads)
-        self.begun.update(addend.parameter for _, addend in shape.grads)
-        sums = tuple(self.reduce(self.sums[name]) for _, name in shape.sums)
-        key = (window.name, pattern, ends, begins, sums)
-        if key not in self.effects:
-            self.effects[key] = shape.effect(self, ends, begins, sums)
-        peak, change = self.effects[key]
-        if self.level + peak > self.highest[0]:
-            self.highest = (self.level + peak, str(instruction))
-        self.level += change
-
-    def reduce(self, op: Op) -> tuple[int, int]:
-        """A sum starts, or is waited for. Gradients of tied parameters become one before; where none is,
-        zeros. Returns (the most bytes above those before, bytes more after it)."""
-        if op.target == WAIT:
-            return 0, -self.sums[op.uses[0]].nbytes
-        level = peak = 0
-        for name in op.sums if op.alias != STEP_LOSS else ():
-            begun = self.begun.intersection(self.tied[name])
-            if len(begun) != 1:
-                peak = max(peak, level + self.tied_bytes[name])
-                level += (1 - len(begun)) * self.tied_bytes[name]
-                self.begun -= begun
-                self.begun.add(self.tied[name][0])
-        level += op.nbytes
-        return max(peak, level), level
-
-    def shape(self, window: Window, pattern: tuple[int, ...]) -> _Shape:
-        """What every run of the window does. pattern: for each part, the first part of its microbatch."""
-        calls = [
-            (
-                window.parts[item.part][0],
-                pattern[item.part],
-                self.ops[window.parts[item.part][0], str(item.ref)],
-            )
-            for item in window.items
-            if item.kind is ItemKind.OP and item.part in window.actions
-        ]
-        last: dict[tuple[Storage, int], int] = {}
-        grads: dict[str, tuple[int, Addend]] = {}
-        for at, (stage, part, op) in enumerate(calls):
-            for storage in self.touched(stage, op):
-                last[storage, part] = at
-            for addend in self.addends.get((stage, op.name), ()):
-                grads.setdefault(addend.parameter, (at, addend))
-        running = {
-            (stage, sub, part)
-            for (stage, phase), part in zip(window.parts, pattern, strict=True)
-            for sub in phase.parts
-        }
-        changes = [(self.made_by(stage, op), 0) for stage, _, op in calls]
-        before = 0
-        sums: list[tuple[int, str]] = []
-        for item in window.items:
-            if item.part not in window.actions:
-                sums.append((before, str(item.ref)))
-            else:
-                before += item.kind is ItemKind.OP
-        lasting: list[_Last] = []
-        for (storage, part), at in last.items():
-            uses = sum((stage, phase, part) in running for stage, phase in self.users[storage])
-            if uses == len(self.users[storage]) + len(self.sends[storage]):
-                changes[at] = (changes[at][0], changes[at][1] - self.nbytes(storage))
-            else:
-                lasting.append(_Last(at, storage, part, uses))
-        return _Shape(tuple(changes), tuple(lasting), tuple(grads.values()), tuple(sums))
-
-    def done_with(self, storage: Storage, microbatch: int) -> None:
-        """A message has left; the storage goes if nothing else needs it."""
-        if self.ends(storage, microbatch, 1):
-            self.level -= self.nbytes(storage)
-
-    def ends(self, storage: Storage, microbatch: int, uses: int) -> bool:
-        """Count uses that are over; whether they were the last of all. What is given from outside stays."""
-        key = (storage, microbatch)
-        left = self.left.get(key, len(self.users[storage]) + len(self.sends[storage])) - uses
-        self.left[key] = left
-        if left or is_external(storage[1]):
-            return False
-        del self.left[key]
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """A window's last use of a value that other windows or messages use as well. part: whose microbatch;
-    uses: how many of the rank's programs that use it are in the window."""
-
-    at: int
-    storage: Storage
-    part: int
-    uses: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What runs of a window do to memory. changes: for each op, the bytes that it makes and those that go
-    after it in any run; grads: (op, addend) of gradients that begin there if they have not; sums: (how many
-    ops run before it, op) of each sum that starts or ends."""
-
-    changes: tuple[tuple[int, int], ...]
-    lasting: tuple[_Last, ...]
-    grads: tuple[tuple[int, Addend], ...]
-    sums: tuple[tuple[int, str], ...]
-
-    def effect(
-        self,
-        walk: _RankWalk,
-        ends: tuple[bool, ...],
-        begins: tuple[bool, ...],
-        sums: tuple[tuple[int, int], ...],
-    ) -> tuple[int, int]:
-        """(the most bytes above those before the run, bytes after it), when these values end and these
-        gradients begin. sums: what each sum's start does, as `_RankWalk.reduce` says."""
-        made = [nbytes for nbytes, _ in self.changes]
-        after = [gone for _, gone in self.changes]
-        for last, end in zip(self.lasting, ends, strict=True):
-            if end:
-                after[last.at] -= walk.nbytes(last.storage)
-        for (at, addend), begin in zip(self.grads, begins, strict=True):
-            if begin:
+    def run(self, step: _Step, microbatches: tuple[int, ...], at: str) -> None:
+        up, down = step.up, step.down
+        for group in step.sums:
+            self.become_one(group, at)
+        for addend in step.addends:
+            if addend.parameter not in self.begun:
+                self.begun.add(addend.parameter)
                 # A value that becomes the gradient goes as the gradient comes; a copy stands beside it.
-                (made if addend.product or addend.copied else after)[at] += addend.nbytes
-        level = peak = 0
-        waiting = [(at, *does) for (at, _), does in zip(self.sums, sums, strict=True)]
-        for at in range(len(made) + 1):
-            while waiting and waiting[0][0] == at:
-                _, most, change = waiting.pop(0)
-                peak = max(peak, level + most)
-                level += change
-            if at < len(made):
-                peak = max(peak, level + made[at], level + made[at] + after[at])
-                level += made[at] + after[at]
-        return peak, level
+                if addend.product or addend.copied:
+                    up += addend.nbytes
+                else:
+                    down += addend.nbytes
+        self.hold(up, at)
+        self.hold(down - sum(self.gone(storage, microbatches[step.part]) for storage in step.lasting), at)
+
+    def steps(self, name: str) -> list[_Step]:
+        """What a window does, op by op; ops in a row that do the same in every run are one step."""
+        if name in self.known:
+            return self.known[name]
+        window = self.plan.windows[name]
+        ops = {item: (window.parts[item.part][0], str(item.ref)) for item in window.items}
+        left = Counter(
+            (storage, item.part)
+            for item, op in ops.items()
+            if item.kind is ItemKind.OP
+            for storage in self.touched[op]
+        )
+        inside = {key for key, count in left.items() if count == self.uses[key[0]]}
+        found = self.known[name] = []
+        for item, op in ops.items():
+            if item.kind is not ItemKind.OP:
+                continue
+            step = _Step(sum(nbytes for _, nbytes in self.made.get(op, ())), 0, item.part)
+            step.addends = self.addends.get(op, ())
+            step.sums = self.ops[op].sums
+            for storage in self.touched[op]:
+                left[storage, item.part] -= 1
+                if (storage, item.part) not in inside:
+                    step.lasting.append(storage)
+                elif not left[storage, item.part]:
+                    step.down -= self.nbytes[storage]
+            if not found or not found[-1].take(step):
+                found.append(step)
+        return found
+
+    def gone(self, storage: Storage, microbatch: int) -> int:
+        """Count a use that is over; the bytes that go if it was the last."""
+        key = (storage, microbatch)
+        left = self.left.pop(key, self.uses[storage]) - 1
+        if left:
+            self.left[key] = left
+        return 0 if left or is_external(storage[1]) else self.nbytes[storage]  # what is given stays
+
+    def become_one(self, group: str, at: str) -> None:
+        """Gradients of tied parameters are one before they are summed; where none is, zeros."""
+        names = [parameter.name for parameter in self.tied.get(group, ())]  # none of the loss
+        begun = self.begun.intersection(names)
+        if names and len(begun) != 1:
+            nbytes = self.tied[group][-1].grad_nbytes
+            self.hold(nbytes, at)
+            self.hold(-len(begun) * nbytes, at)
+            self.begun -= begun
+            self.begun.add(names[0])

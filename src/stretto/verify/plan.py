@@ -72,12 +72,8 @@ def _agreement(plan: Plan) -> Iterator[Fault]:
         ("microbatches", job.microbatches, schedule.microbatches),
     ):
         if of_job != of_schedule:
-            yield Fault(
-                None,
-                "schedule",
-                f"is for {of_schedule} {what}, but the job has {of_job}",
-                f"Make the schedule for {of_job} {what}",
-            )
+            is_for = f"is for {of_schedule} {what}, but the job has {of_job}"
+            yield Fault(None, "schedule", is_for, f"Make the schedule for {of_job} {what}")
     for rank in range(plan.ranks):
         runs, slots = _slots(plan, rank), schedule.orders[rank]
         if runs == slots:
@@ -85,11 +81,7 @@ def _agreement(plan: Plan) -> Iterator[Fault]:
         at = next(
             (k for k, (run, slot) in enumerate(zip(runs, slots)) if run != slot), min(len(runs), len(slots))
         )
-        does = runs[at] if at < len(runs) else "nothing"
-        says = slots[at] if at < len(slots) else "nothing"
+        does, says = (str(found[at]) if at < len(found) else "nothing" for found in (runs, slots))
         yield Fault(
-            rank,
-            str(does),
-            f"run {at} of the order is {does}, but the schedule says {says}",
-            "Lower it again",
+            rank, does, f"run {at} of the order is {does}, but the schedule says {says}", "Lower it again"
         )

@@ -27,30 +27,19 @@ def repeat_faults(plan: Plan) -> list[Fault]:
 def _in_stage(plan: Plan, stage: Stage) -> Iterator[Fault]:
     made = {op.name: op for op in stage.ops[Phase.F]}
     again = {op.name: op.repeats for phase in PHASES[1:] for op in stage.ops[phase] if op.repeats}
-    for phase in PHASES:
-        for op in stage.ops[phase]:
-            if not op.repeats:
-                continue
+    repeating = [(phase, op) for phase in PHASES for op in stage.ops[phase] if op.repeats]
+    for phase, op in repeating:
+        fix = "Name the op of F that it computes again, or none"
+        if phase is Phase.F:
+            what, fix = "but stands in F itself", "Take it out of F"
+        elif op.repeats not in made:
+            what = f"which stage {stage.index} does not have in F"
+        else:
+            difference = _difference(made[op.repeats], op, again)
+            what = f"but {difference}" if difference else ""
+        if what:
             where = f"stage {stage.index}{phase}, {op.name}"
-            rank = plan.rank_of(stage.index)
-            if phase is Phase.F:
-                yield Fault(rank, where, f"repeats {op.repeats}, but stands in F itself", "Take it out of F")
-            elif op.repeats not in made:
-                yield Fault(
-                    rank,
-                    where,
-                    f"repeats {op.repeats}, which stage {stage.index} does not have in F",
-                    "Name the op of F that it computes again, or none",
-                )
-            else:
-                difference = _difference(made[op.repeats], op, again)
-                if difference:
-                    yield Fault(
-                        rank,
-                        where,
-                        f"repeats {op.repeats}, but {difference}",
-                        "Name the op of F that it computes again, or none",
-                    )
+            yield Fault(plan.rank_of(stage.index), where, f"repeats {op.repeats}, {what}", fix)
 
 
 def _difference(first: Op, op: Op, again: dict[str, str]) -> str:

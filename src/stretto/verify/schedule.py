@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from stretto.ir.action import Action, Phase, Schedule
-from stretto.verify.fault import Fault, listed
+from stretto.verify.fault import SHOWN, Fault, listed
 
 Position = tuple[int, int]
 """(rank, index among the rank's actions)."""
-
-Blocker = Callable[[int], Action | None]
-"""rank -> the action that the rank's next action waits for."""
 
 
 def schedule_faults(schedule: Schedule) -> list[Fault]:
@@ -39,11 +37,14 @@ def action_faults(schedule: Schedule, *, trains: bool = True) -> list[Fault]:
     places: dict[Action, Position] = {}
     for rank in range(schedule.ranks):
         for at, action in enumerate(schedule.actions(rank)):
-            fault = _misplaced(schedule, rank, action) or _twice(places, rank, at, action)
-            if fault is None:
+            wrong = _misplaced(schedule, rank, action)
+            if wrong is None and action in places:
+                what = f"runs twice, at positions {places[action][1]} and {at}"
+                wrong = what, "Remove one of them"
+            if wrong is None:
                 places[action] = (rank, at)
             else:
-                found.append(fault)
+                found.append(Fault(rank, str(action), *wrong))
     found += _incomplete(schedule, places, trains)
     found += _wrong_order(places)
     return found
@@ -51,59 +52,28 @@ def action_faults(schedule: Schedule, *, trains: bool = True) -> list[Fault]:
 
 def _shape_fault(schedule: Schedule) -> Fault | None:
     if schedule.stages < 1 or schedule.microbatches < 1:
-        return Fault(
-            None,
-            "schedule",
-            f"{schedule.stages} stages and {schedule.microbatches} microbatches",
-            "A schedule needs at least one of each",
-        )
+        what = f"{schedule.stages} stages and {schedule.microbatches} microbatches"
+        return Fault(None, "schedule", what, "A schedule needs at least one of each")
     if len(schedule.stage_ranks) != schedule.stages:
-        return Fault(
-            None,
-            "schedule",
-            f"{schedule.stages} stages, but ranks for {len(schedule.stage_ranks)}",
-            "Give every stage one rank",
-        )
+        what = f"{schedule.stages} stages, but ranks for {len(schedule.stage_ranks)}"
+        return Fault(None, "schedule", what, "Give every stage one rank")
     for stage, rank in enumerate(schedule.stage_ranks):
         if not 0 <= rank < schedule.ranks:
-            return Fault(
-                None,
-                f"stage {stage}",
-                f"placed on rank {rank}, but there are {schedule.ranks} ranks",
-                f"Ranks count from 0 to {schedule.ranks - 1}",
-            )
+            what = f"placed on rank {rank}, but there are {schedule.ranks} ranks"
+            return Fault(None, f"stage {stage}", what, f"Ranks count from 0 to {schedule.ranks - 1}")
     return None
 
 
-def _misplaced(schedule: Schedule, rank: int, action: Action) -> Fault | None:
-    if not 0 <= action.stage < schedule.stages:
-        return Fault(
-            rank,
-            str(action),
-            f"there is no stage {action.stage}",
-            f"Stages count from 0 to {schedule.stages - 1}",
-        )
-    if not 0 <= action.microbatch < schedule.microbatches:
-        return Fault(
-            rank,
-            str(action),
-            f"there is no microbatch {action.microbatch}",
-            f"Microbatches count from 0 to {schedule.microbatches - 1}",
-        )
-    owner = schedule.stage_ranks[action.stage]
-    if owner != rank:
-        return Fault(
-            rank, str(action), f"stage {action.stage} is on rank {owner}", f"Move it to rank {owner}"
-        )
-    return None
-
-
-def _twice(places: dict[Action, Position], rank: int, at: int, action: Action) -> Fault | None:
-    if action not in places:
-        return None
-    return Fault(
-        rank, str(action), f"runs twice, at positions {places[action][1]} and {at}", "Remove one of them"
-    )
+def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
+    """What is wrong with an action by itself, and what to do."""
+    stage, microbatch = action.stage, action.microbatch
+    if not 0 <= stage < schedule.stages:
+        return f"there is no stage {stage}", f"Stages count from 0 to {schedule.stages - 1}"
+    if not 0 <= microbatch < schedule.microbatches:
+        fix = f"Microbatches count from 0 to {schedule.microbatches - 1}"
+        return f"there is no microbatch {microbatch}", fix
+    owner = schedule.stage_ranks[stage]
+    return None if owner == rank else (f"stage {stage} is on rank {owner}", f"Move it to rank {owner}")
 
 
 def _incomplete(schedule: Schedule, places: dict[Action, Position], trains: bool) -> Iterator[Fault]:
@@ -113,69 +83,44 @@ def _incomplete(schedule: Schedule, places: dict[Action, Position], trains: bool
         have[action.stage, action.phase].add(action.microbatch)
     for stage, rank in enumerate(schedule.stage_ranks):
         forward, both, into, weight = (have[stage, phase] for phase in (Phase.F, Phase.B, Phase.I, Phase.W))
-
-        def absent(*sets: set[int]) -> Iterator[int]:
-            return (m for m in range(schedule.microbatches) if not any(m in held for held in sets))
-
-        for what, sets, token, cure in (
-            ("forward", (forward,), f"{stage}F", f"Add {stage}F for each"),
-            (
-                "backward",
-                (both, into, weight),
-                f"{stage}B",
-                f"Add {stage}B, or {stage}I and {stage}W, for each",
-            ),
+        either = f"{stage}B, or {stage}I and {stage}W,"
+        for what, token, there, cure in (
+            ("forward", "F", forward, f"{stage}F"),
+            ("backward", "B", both | into | weight, either),
         ):
-            first = next(absent(*sets), None)
-            if first is not None and (trains or what == "forward"):
-                missing = listed(absent(*sets))
-                yield Fault(rank, f"{token}{first}", f"missing: no {what} of microbatches {missing}", cure)
+            # there may be any number of microbatches, and only a few are named
+            few = islice((m for m in range(schedule.microbatches) if m not in there), SHOWN + 1)
+            absent = list(few) if trains or what == "forward" else []
+            if absent:
+                lacks = f"missing: no {what} of microbatches {listed(absent)}"
+                yield Fault(rank, f"{stage}{token}{absent[0]}", lacks, f"Add {cure} for each")
         for m in sorted(both & (into | weight)):
             other = "I" if m in into else "W"
-            yield Fault(
-                rank,
-                f"{stage}B{m}",
-                f"runs as well as {stage}{other}{m}, and would count a gradient twice",
-                "Keep B, or keep I and W",
-            )
-        for m in sorted(into - weight - both):
-            yield Fault(
-                rank,
-                f"{stage}I{m}",
-                f"{stage}W{m} is missing",
-                f"Add {stage}W{m} after it, or use {stage}B{m}",
-            )
-        for m in sorted(weight - into - both):
-            yield Fault(
-                rank,
-                f"{stage}W{m}",
-                f"{stage}I{m} is missing",
-                f"Add {stage}I{m} before it, or use {stage}B{m}",
-            )
+            what = f"runs as well as {stage}{other}{m}, and would count a gradient twice"
+            yield Fault(rank, f"{stage}B{m}", what, "Keep B, or keep I and W")
+        for has, lacks, where, those in (
+            ("I", "W", "after", into - weight),
+            ("W", "I", "before", weight - into),
+        ):
+            for m in sorted(those - both):
+                fix = f"Add {stage}{lacks}{m} {where} it, or use {stage}B{m}"
+                yield Fault(rank, f"{stage}{has}{m}", f"{stage}{lacks}{m} is missing", fix)
 
 
 def _wrong_order(places: dict[Action, Position]) -> Iterator[Fault]:
     """Dependencies inside a stage: F before I, W and B; I before W."""
     for action, (rank, at) in places.items():
-        if action.phase is Phase.F:
-            continue
-        needed = [Action(action.stage, Phase.F, action.microbatch)]
-        if action.phase is Phase.W:
-            needed.append(Action(action.stage, Phase.I, action.microbatch))
-        for before in needed:
+        for phase, what in (
+            (Phase.F, "backward before forward"),
+            (Phase.I, "weight gradient before input gradient"),
+        ):
+            before = Action(action.stage, phase, action.microbatch)
             position = places.get(before, (rank, -1))[1]
-            if position > at:
-                what = (
-                    "backward before forward"
-                    if before.phase is Phase.F
-                    else "weight gradient before input gradient"
-                )
-                yield Fault(
-                    rank,
-                    str(action),
-                    f"{what} of microbatch {action.microbatch} ({before} comes later at position {position})",
-                    f"Put {before} before it",
-                )
+            needs = action.phase is Phase.W or (action.phase is not Phase.F and phase is Phase.F)
+            if needs and position > at:
+                comes = f"{before} comes later at position {position}"
+                what = f"{what} of microbatch {action.microbatch} ({comes})"
+                yield Fault(rank, str(action), what, f"Put {before} before it")
 
 
 def _needs(schedule: Schedule, action: Action, places: dict[Action, Position]) -> list[Action]:
@@ -190,6 +135,18 @@ def _needs(schedule: Schedule, action: Action, places: dict[Action, Position]) -
     return [candidate for candidate in candidates if candidate in places]
 
 
+def walk(heads: list[int], step: Callable[[int], bool]) -> None:
+    """Let ranks go on until none can. heads: how far each has come; step: the next of a rank, which is at its
+    end or must wait where that gives False."""
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(heads)):
+            while step(rank):
+                heads[rank] += 1
+                moved = True
+
+
 def _deadlocks(schedule: Schedule) -> list[Fault]:
     """Walk all ranks at once; where none can go on, follow who waits for whom until it closes a cycle."""
     orders = [list(dict.fromkeys(schedule.actions(rank))) for rank in range(schedule.ranks)]
@@ -198,21 +155,10 @@ def _deadlocks(schedule: Schedule) -> list[Fault]:
 
     def blocker(rank: int) -> Action | None:
         """The first thing that the rank's next action needs and that has not run."""
-        action = orders[rank][heads[rank]]
-        for need in _needs(schedule, action, places):
-            owner, at = places[need]
-            if at >= heads[owner]:
-                return need
-        return None
+        needs = _needs(schedule, orders[rank][heads[rank]], places)
+        return next((need for need in needs if places[need][1] >= heads[places[need][0]]), None)
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            while heads[rank] < len(order) and blocker(rank) is None:
-                heads[rank] += 1
-                moved = True
-
+    walk(heads, lambda rank: heads[rank] < len(orders[rank]) and blocker(rank) is None)
     found: list[Fault] = []
     explained: set[int] = set()
     for start in range(len(orders)):
@@ -224,20 +170,13 @@ def _deadlocks(schedule: Schedule) -> list[Fault]:
             assert need is not None
             rank = places[need][0]
         if rank in path:
-            found.append(_cycle(path[path.index(rank) :], orders, heads, blocker))
+            cycle = path[path.index(rank) :]
+            at = {one: orders[one][heads[one]] for one in cycle}
+            steps = [
+                f"{at[one]} waits for {blocker(one)}, which rank {other} runs after {at[other]}"
+                for one, other in zip(cycle, [*cycle[1:], cycle[0]])
+            ]
+            fix = "Move one of the awaited actions forward"
+            found.append(Fault(rank, str(at[rank]), "deadlock: " + "; ".join(steps), fix))
         explained.update(path)
     return found
-
-
-def _cycle(ranks: list[int], orders: list[list[Action]], heads: list[int], blocker: Blocker) -> Fault:
-    steps = []
-    for at, rank in enumerate(ranks):
-        need = blocker(rank)
-        other = ranks[(at + 1) % len(ranks)]
-        head = orders[other][heads[other]]
-        steps.append(f"{orders[rank][heads[rank]]} waits for {need}, which rank {other} runs after {head}")
-    first = ranks[0]
-    action = orders[first][heads[first]]
-    return Fault(
-        first, str(action), "deadlock: " + "; ".join(steps), "Move one of the awaited actions forward"
-    )

@@ -16,14 +16,14 @@ Communication is for `stretto.verify.communication`. Touches `stretto.ir`, and P
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from stretto.ir.action import Phase
-from stretto.ir.flow import given_specs
+from stretto.ir.dims import operands
 from stretto.ir.plan import Plan
+from stretto.ir.prices import Specs, signature, specs_of
 from stretto.ir.program import DTYPE_BYTES, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
 from stretto.verify.fault import Fault
 
@@ -32,22 +32,20 @@ Given = tuple[TensorSpec | None, ...]
 MOST_CALLS = 20_000
 """Different calls whose results are kept. Assumed: some plans' worth."""
 
+_known: dict[str, tuple[Given | None, str]] = {}
+
 DEVICE_ATTENTION = ("attention",)
 """Words in the names of ops whose further results are the device's own."""
 
 
 def shape_faults(plan: Plan) -> list[Fault]:
     """Every op that cannot be called so, or gives something else. References must be sound."""
-    job = plan.job
-    specs: dict[str, Given] = {name: (spec,) for name, spec in given_specs(job).items()}
-    for stage in job.stages:
-        for ops in stage.ops.values():
-            for op in ops:
-                specs[op.name] = op.outputs
-    return [*_ops(job, specs), *_gradients(job, specs)]
+    specs = specs_of(plan.job)
+    return [*_ops(plan.job, specs), *_gradients(plan.job, specs)]
 
 
-def _ops(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
+def _ops(job: Job, specs: Specs) -> Iterator[Fault]:
+    made = {op.name: op.outputs for stage in job.stages for ops in stage.ops.values() for op in ops}
     seen: set[str] = set()
     for stage in job.stages:
         for phase, ops in stage.ops.items():
@@ -55,28 +53,34 @@ def _ops(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
                 if op.name in seen:
                     continue  # what several stages compute
                 seen.add(op.name)
-                trouble = _trouble(op, specs, job.device)
+                trouble = _part(op, made) if op.target == GETITEM else _trouble(op, specs, job.device)
                 if trouble:
                     yield _fault(stage.index, phase, op.name, trouble)
 
 
-def _trouble(op: Op, specs: Mapping[str, Given], device: str) -> str:
+def _part(op: Op, made: Mapping[str, Given]) -> str:
+    """Why a part of a tuple is not what the plan says; "" if it is."""
+    parts, at = made.get(op.args[0].name, ()), op.args[1]
+    if at >= len(parts):
+        return f"takes part {at} of {op.args[0].name}, which has {len(parts)}"
+    return "" if _alike(parts[at], op.outputs[0]) else f"is {op.outputs[0]}, but the part is {parts[at]}"
+
+
+def _trouble(op: Op, specs: Specs, device: str) -> str:
     """Why the op does not give what the plan says; "" if it does, or nobody knows."""
-    if op.target == GETITEM:
-        parts, at = specs.get(op.args[0].name, ()), op.args[1]
-        if at >= len(parts):
-            return f"takes part {at} of {op.args[0].name}, which has {len(parts)}"
-        return "" if _alike(parts[at], op.outputs[0]) else f"is {op.outputs[0]}, but the part is {parts[at]}"
     space, _, name = op.target.partition(".")
     if space != "aten" or (device != "cpu" and any(word in name for word in DEVICE_ATTENTION)):
         return ""
-    try:
-        args = _with_specs(op.args, specs)
-        kwargs = tuple((key, _with_specs(value, specs)) for key, value in op.kwargs)
-    except _UnknownError:
+    given = operands(op)
+    if any(value not in specs for value in given):
         return ""
-    made, reason = _called(name, args, kwargs)
-    told = ", ".join(str(spec) for spec in _tensors((args, kwargs)))
+    key = signature(op, specs)
+    if key not in _known:
+        if len(_known) >= MOST_CALLS:
+            _known.clear()
+        _known[key] = _called(op, [specs[value] for value in given], specs)
+    made, reason = _known[key]
+    told = ", ".join(str(specs[value]) for value in given)
     if reason:
         return f"{op.target} cannot take {told}: {reason}"
     if made is None or len(made) != len(op.outputs):
@@ -89,17 +93,17 @@ def _trouble(op: Op, specs: Mapping[str, Given], device: str) -> str:
     return ""
 
 
-def _gradients(job: Job, specs: Mapping[str, Given]) -> Iterator[Fault]:
+def _gradients(job: Job, specs: Specs) -> Iterator[Fault]:
     """Step 3 of what a step leaves: gradients and buffers."""
     for parameter in job.parameters:
         for stage, phase, value in parameter.grads:
-            found = specs.get(value, (None,))[0]
+            found = specs.get(value)
             if found is not None and found.shape != parameter.spec.shape:
                 of = f"the gradient of {parameter.name!r}, which is {_brief(parameter.spec)}"
                 yield _fault(stage, phase, value, f"is {_brief(found)}, but {of}")
     for buffer in job.buffers:
         for stage, phase, value in buffer.updates:
-            found = specs.get(value, (None,))[0]
+            found = specs.get(value)
             if found is not None and not _alike(found, buffer.spec):
                 of = f"updates the buffer {buffer.name!r}, which is {_brief(buffer.spec)}"
                 yield _fault(stage, phase, value, f"is {_brief(found)}, but {of}")
@@ -117,51 +121,20 @@ def _brief(spec: TensorSpec) -> str:
     return str(TensorSpec(spec.shape, spec.dtype))
 
 
-class _UnknownError(Exception):
-    """A value whose spec is not known."""
-
-
-def _with_specs(arg: Arg, specs: Mapping[str, Given]) -> Any:
-    """The argument with specs in the places of values."""
-    if isinstance(arg, Ref):
-        found = specs.get(arg.name, ())
-        if len(found) != 1 or found[0] is None:
-            raise _UnknownError
-        return found[0]
-    if isinstance(arg, tuple):
-        return tuple(_with_specs(item, specs) for item in arg)
-    # Equal numbers of other types are other arguments.
-    return arg if isinstance(arg, (Const, str)) or arg is None else (_Number, type(arg), arg)
-
-
-class _Number:
-    """Marks a number in a key."""
-
-
-def _tensors(arg: Any) -> Iterator[TensorSpec]:
-    if isinstance(arg, TensorSpec):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _tensors(item)
-
-
-@lru_cache(maxsize=MOST_CALLS)
-def _called(name: str, args: Any, kwargs: Any) -> tuple[Given | None, str]:
+def _called(op: Op, given: list[TensorSpec], specs: Specs) -> tuple[Given | None, str]:
     """Steps 1 and 2: what the op gives, None if nobody knows; and why it cannot be called, else ""."""
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-    given = [*args, *(value for _, value in kwargs)]
-    specs = list(_tensors(tuple(given)))
+    packet, _, overload = op.target.removeprefix("aten.").partition(".")
+    function = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     # Attributes of the namespace itself have names, too, and are no ops.
-    is_op = op is not None and type(op).__name__ == "OpOverload"
-    if op is None or not is_op or not specs or any(isinstance(value, str) for value in given):
+    if function is None or type(function).__name__ != "OpOverload" or not given:
         return None, ""
-    if any(spec.dtype not in DTYPE_BYTES for spec in specs):
+    arguments = [*op.args, *(value for _, value in op.kwargs)]
+    if any(isinstance(value, str) for value in arguments) or any(s.dtype not in DTYPE_BYTES for s in given):
         return None, ""
+    args, kwargs = _real(op.args, specs), {key: _real(value, specs) for key, value in op.kwargs}
     try:
         with torch.no_grad():
-            made = op(*(_real(a) for a in args), **{key: _real(value) for key, value in kwargs})
+            made = function(*args, **kwargs)
     except (NotImplementedError, AttributeError):
         return None, ""
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -178,17 +151,16 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _real(value: Any) -> Any:
+def _real(arg: Arg, specs: Specs) -> Any:
     """An argument of a call, with tensors that have no elements."""
-    if isinstance(value, TensorSpec):
-        dtype = getattr(torch, value.dtype)
-        if value.stride is None:
-            return torch.empty(value.shape, dtype=dtype, device="meta")
-        return torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
-    if isinstance(value, tuple):
-        if len(value) == 3 and value[0] is _Number:
-            return value[2]
-        return [_real(item) for item in value]
-    if isinstance(value, Const):
-        return torch.device("meta") if value.kind == "device" else getattr(torch, value.text)
-    return value
+    if isinstance(arg, Ref):
+        spec = specs[arg.name]
+        dtype = getattr(torch, spec.dtype)
+        if spec.stride is None:
+            return torch.empty(spec.shape, dtype=dtype, device="meta")
+        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
+    if isinstance(arg, tuple):
+        return [_real(item, specs) for item in arg]
+    if isinstance(arg, Const):
+        return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.text)
+    return arg

@@ -14,6 +14,7 @@ from enum import StrEnum
 from stretto.ir.action import Phase
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT, Op
+from stretto.verify.fault import Fault
 
 Message = tuple[int, int]
 """(edge index, microbatch)."""
@@ -33,14 +34,22 @@ class EventKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Event:
     """at: index of the instruction in the rank's order; item: in its window; message: for recv, send, wait,
-    sent; op: for reduce and reduced, that starts the sum."""
+    sent, with the ranks between which it goes, equal if the value stays on its rank; op: for reduce and
+    reduced, that starts the sum."""
 
     kind: EventKind
+    rank: int
     at: int
     instruction: Instruction
     message: Message = (-1, -1)
-    op: Op | None = None
+    source: int = -1
+    target: int = -1
     item: int = 0
+    op: Op | None = None
+
+    def fault(self, what: str, fix: str) -> Fault:
+        """A fault of the instruction."""
+        return Fault(self.rank, str(self.instruction), what, fix)
 
 
 def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
@@ -53,27 +62,24 @@ def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
         ]
         for name, window in plan.windows.items()
     }
+    sums = {(s.index, op.name): op for s in plan.job.stages for op in s.ops.get(Phase.REDUCE_GRAD, ())}
+    ends = [ends_of(plan, edge.index) for edge in plan.job.edges]
     for at, instruction in enumerate(plan.orders[rank]):
-        kind = instruction.kind
+        kind, ref, microbatches = instruction.kind, instruction.ref, instruction.microbatches
         if kind is InstructionKind.RUN:
-            window = plan.windows[str(instruction.ref)]
-            for k, item in inside[window.name]:
-                if item.kind is ItemKind.OP:
-                    ops = {
-                        op.name: op
-                        for op in plan.job.stages[window.parts[item.part][0]].ops[Phase.REDUCE_GRAD]
-                    }
-                    op = ops[str(item.ref)]
-                    starts = op.target != WAIT
-                    op = op if starts else ops[op.uses[0]]
-                    does = EventKind.REDUCE if starts else EventKind.REDUCED
-                    yield Event(does, at, instruction, op=op, item=k)
-                    continue
-                message = (int(item.ref), instruction.microbatches[item.part])
-                yield Event(EventKind(item.kind.value), at, instruction, message)
+            parts = plan.windows[str(ref)].parts
+            inner = [(k, i.kind.value, i.ref, i.part) for k, i in inside[str(ref)]]
         else:
-            message = (int(instruction.ref), instruction.microbatches[0])
-            yield Event(EventKind(kind.value), at, instruction, message)
+            inner = [(0, kind.value, ref, 0)]
+        for k, word, what, part in inner:
+            if isinstance(what, int):
+                message, ends_at = (what, microbatches[part]), ends[what]
+                yield Event(EventKind(word), rank, at, instruction, message, *ends_at, k)
+            else:
+                does, op = EventKind.REDUCE, sums[parts[part][0], what]
+                if op.target == WAIT:
+                    does, op = EventKind.REDUCED, sums[parts[part][0], op.uses[0]]
+                yield Event(does, rank, at, instruction, item=k, op=op)
 
 
 def last_runs(plan: Plan, rank: int) -> dict[tuple[int, Phase], int]:

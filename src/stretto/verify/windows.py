@@ -38,13 +38,11 @@ def _buffer_faults(plan: Plan, window: Window) -> Iterator[Fault]:
                 k for k, (where, made) in enumerate(window.parts) if where == stage and phase in made.parts
             ]
             if len(parts) > 1:
-                which = ", ".join(map(str, parts))
-                yield Fault(
-                    plan.rank_of(stage),
-                    f"window {window.name}",
-                    f"parts {which} all update buffer {buffer.name!r} of stage {stage}",
-                    "Give each a window of its own",
+                what = (
+                    f"parts {', '.join(map(str, parts))} all update buffer {buffer.name!r} of stage {stage}"
                 )
+                where = f"window {window.name}"
+                yield Fault(plan.rank_of(stage), where, what, "Give each a window of its own")
 
 
 def earlier_values(job: Job, stage: int, phase: Phase) -> dict[str, Phase]:
@@ -101,21 +99,13 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
             yield fault(f"send e{edge}", f"stands before {value} is made", f"Move it after {value}")
 
     # 3. F before the backward of its microbatch, as where each is a window of its own.
-    last = max(
-        (
-            k
-            for k, item in enumerate(window.items)
-            if item.part in _forwards_of(window, part) and item.kind is ItemKind.OP
-        ),
-        default=-1,
-    )
+    forwards = set() if phase is Phase.F else {m for m in window.mates(part) if window.parts[m][1] is Phase.F}
+    before = [k for k, i in enumerate(window.items) if i.part in forwards and i.kind is ItemKind.OP]
+    last = max(before, default=-1)
     first = min(at[ItemKind.OP].values(), default=last)
     if first < last:
-        yield fault(
-            window.items[first],
-            f"stands before {window.items[last]} of {stage}F of the same microbatch, item {last}",
-            "Move it behind all of that forward",
-        )
+        what = f"stands before {window.items[last]} of {stage}F of the same microbatch, item {last}"
+        yield fault(window.items[first], what, "Move it behind all of that forward")
 
     # 4. Every read after what it reads.
     brings = {value: edge for edge, value in arriving.items()}
@@ -124,51 +114,30 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
     missing_waits: set[int] = set()
     for name, position in at[ItemKind.OP].items():
         for value in ops[str(name)].uses:
+            reader, reads = str(name), f"reads {value}"
             if is_external(value) or (value not in ops and value not in brings and value in earlier):
-                if beside.get(value, -1) > position:
-                    yield fault(
-                        str(name),
-                        f"reads {value}, which {stage}{earlier[value]} of the same microbatch brings later, "
-                        f"at item {beside[value]}",
-                        f"Move it after item {beside[value]}",
-                    )
-                continue
-            if value in ops:
-                if at[ItemKind.OP].get(value, -1) > position:
-                    yield fault(
-                        str(name),
-                        f"reads {value}, which is made later, at item {at[ItemKind.OP][value]}",
-                        f"Move it after {value}",
-                    )
+                made = beside.get(value, -1)
+                if made > position:
+                    by = f"{stage}{earlier[value]} of the same microbatch brings later, at item {made}"
+                    yield fault(reader, f"{reads}, which {by}", f"Move it after item {made}")
+            elif value in ops:
+                made = at[ItemKind.OP].get(value, -1)
+                if made > position:
+                    what = f"{reads}, which is made later, at item {made}"
+                    yield fault(reader, what, f"Move it after {value}")
             elif value in brings:
                 edge = brings[value]
                 wait = at[ItemKind.WAIT].get(edge)
                 if wait is None and edge not in missing_waits:
                     missing_waits.add(edge)
-                    yield fault(
-                        str(name),
-                        f"reads {value}, which edge e{edge} brings, but the window never waits for it",
-                        f"Add `wait e{edge}` before it",
-                    )
+                    what = f"{reads}, which edge e{edge} brings, but the window never waits for it"
+                    yield fault(reader, what, f"Add `wait e{edge}` before it")
                 elif wait is not None and wait > position:
-                    yield fault(
-                        str(name),
-                        f"reads {value} before `wait e{edge}`, which stands later, at item {wait}",
-                        "Move the wait before it",
-                    )
+                    what = f"{reads} before `wait e{edge}`, which stands later, at item {wait}"
+                    yield fault(reader, what, "Move the wait before it")
             else:
-                yield fault(
-                    str(name),
-                    f"reads {value}, which no op before it makes and no edge brings to stage {stage}",
-                    "Add an edge from the stage that makes it",
-                )
-
-
-def _forwards_of(window: Window, part: int) -> set[int]:
-    """The forward of a backward part's microbatch, if it is in the window."""
-    if window.parts[part][1] is Phase.F:
-        return set()
-    return {mate for mate in window.mates(part) if window.parts[mate][1] is Phase.F}
+                what = f"{reads}, which no op before it makes and no edge brings to stage {stage}"
+                yield fault(reader, what, "Add an edge from the stage that makes it")
 
 
 def _made_beside(plan: Plan, window: Window, part: int) -> dict[str, int]:

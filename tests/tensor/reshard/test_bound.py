@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from stretto.tensor.layout import Layout
-from stretto.tensor.reshard.bound import bound_us, least_load, sends_bound_us
+from stretto.tensor.reshard.bound import bound_us, least_load
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.modes import sends_of
 from stretto.tensor.reshard.tasks import Tensor, needs_of
@@ -56,8 +56,8 @@ def test_the_latency_is_there_once_and_only_if_a_link_is_used():
 
 def test_a_mode_that_sends_more_than_it_must_has_a_bound_of_its_own():
     tasks = needs_of([Tensor((120,), 1, Layout((0,), (R,)), Layout((1, 2, 3), (R,)))]).tasks
-    assert sends_bound_us(sends_of(tasks, PER_BYTE, "broadcast"), PER_BYTE) == pytest.approx(120)
-    assert sends_bound_us(sends_of(tasks, PER_BYTE, "point_to_point"), PER_BYTE) == pytest.approx(360)
+    assert bound_us(sends_of(tasks, PER_BYTE, "broadcast"), PER_BYTE) == pytest.approx(120)
+    assert bound_us(sends_of(tasks, PER_BYTE, "point_to_point"), PER_BYTE) == pytest.approx(360)
 
 
 @given(

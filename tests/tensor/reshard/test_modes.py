@@ -16,12 +16,12 @@ HOSTS = Hosts.of(2, 8, link_bytes_per_s=1e6, latency_us=1.0)
 
 def test_broadcast_is_one_send_through_all_hosts():
     (send,) = sends_of([TASK], HOSTS, "broadcast")
-    assert (send.candidates, send.groups, send.nbytes) == (HOLDERS, ((4, 5), (6, 7)), 72)
+    assert (send.holders, send.receivers, send.nbytes) == (HOLDERS, (4, 5, 6, 7), 72)
 
 
 def test_point_to_point_is_a_send_for_each_receiver():
     sends = sends_of([TASK], HOSTS, "point_to_point")
-    assert [send.groups for send in sends] == [((4,),), ((5,),), ((6,),), ((7,),)]
+    assert [send.receivers for send in sends] == [(4,), (5,), (6,), (7,)]
     assert {send.nbytes for send in sends} == {72}
 
 

@@ -8,30 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.tensor.reshard.bound import sends_bound_us
+from stretto.tensor.reshard.bound import bound_us
 from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import Send
 from stretto.tensor.reshard.order import Arranger
+from stretto.tensor.reshard.tasks import UnitTask
 
 HOSTS = Hosts.of(1, 8, link_bytes_per_s=1e6)
 
 
 def send(nbytes, senders, *receivers):
-    return Send(0, ((0, nbytes),), nbytes, tuple(senders), tuple((r,) for r in receivers))
+    return UnitTask(0, ((0, nbytes),), nbytes, tuple(senders), receivers)
 
 
 def best_of_all(sends):
     """The least makespan over all orders and senders."""
     arranger = Arranger(sends, HOSTS, 1)
     found = []
-    for choice in product(*(range(len(one.candidates)) for one in sends)):
-        ways = [arranger.way(i, c, sends[i].groups) for i, c in enumerate(choice)]
+    for choice in product(*(range(len(one.holders)) for one in sends)):
+        ways = [arranger.way(i, c, [sends[i].receivers]) for i, c in enumerate(choice)]
         found += [arranger.arrangement(ways, order).makespan_us for order in permutations(range(len(sends)))]
     return min(found)
 
 
 def arranged(sends):
-    return Arranger(sends, HOSTS, 1).balanced(sends_bound_us(sends, HOSTS))
+    return Arranger(sends, HOSTS, 1).balanced(bound_us(sends, HOSTS))
 
 
 def test_sends_between_other_hosts_run_at_once():

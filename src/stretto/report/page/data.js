@@ -61,19 +61,13 @@ function decodeLane(lane, data, timeline) {
 // What a message or a collective is called in every timeline of one plan.
 const travelKey = (data, lane, i) => `${lane.rank} ${data.texts[lane.name[i]]} ${lane.microbatch[i]}`;
 
-// A window's ops with the share of its compute time that lies before each: measured where all were measured.
+// A window's ops with the predicted time of those before each.
 function decodeWindows(data) {
   const windows = new Map(), ops = data.ops;
   for (const [name, [first, count]] of Object.entries(ops.windows || {})) {
-    const before = { predicted: new Float64Array(count + 1), measured: new Float64Array(count + 1) };
-    let all = true;
-    for (let k = 0; k < count; k++) {
-      const us = ops.us[first + k], took = ops.took[first + k];
-      if (us > 0 && took < 0) all = false;
-      before.predicted[k + 1] = before.predicted[k] + us;
-      before.measured[k + 1] = before.measured[k] + Math.max(0, took);
-    }
-    windows.set(name, { first, count, before, measured: all && before.measured[count] > 0 });
+    const before = new Float64Array(count + 1);
+    for (let k = 0; k < count; k++) before[k + 1] = before[k] + ops.us[first + k];
+    windows.set(name, { first, count, before });
   }
   return windows;
 }
@@ -109,8 +103,7 @@ function spanAt(lane, time, slack) {
 function eachOp(data, timeline, lane, run, from, to, each) {
   const window = data.windows.get(run.window);
   if (!window || !window.count || !run.compute) return;
-  const before = timeline.source === "measured" && window.measured ? window.before.measured : window.before.predicted;
-  const scale = before[window.count] / run.compute;
+  const before = window.before, scale = before[window.count] / run.compute;
   let done = 0;
   for (const i of run.spans) {
     const begin = lane.begin[i], length = lane.end[i] - begin;

@@ -57,7 +57,6 @@ function opFacts(data, timeline, op, begin, end) {
   add("new bytes", bytesText(ops.bytes[op]));
   if (ops.flops[op]) add("work", flopsText(ops.flops[op]));
   add("predicted", `${timeText(ops.us[op] * tick)} (${data.source})`);
-  if (ops.took[op] >= 0) add("measured", timeText(ops.took[op] * tick));
   add("here", `${timeText(end - begin)} from ${timeText(begin)}`);
   return facts;
 }

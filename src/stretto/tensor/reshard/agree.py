@@ -23,15 +23,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
 
 from stretto.errors import RunError
 from stretto.tensor.dtensor_adapter import shared_store
-from stretto.tensor.errors import disagreement
-from stretto.tensor.reshard.at_end import LAST_LOOK, LEAVE, at_end, fails_already
 
 ALARM = "alarm"
 """Key of the store: why all ranks must end."""
@@ -59,12 +58,17 @@ def patience_s() -> float:
 
 
 class Agreement:
-    """This rank's side of the comparison, for one life of the default process group."""
+    """This rank's side of the comparison, for one life of the default process group.
+
+    drain: what this rank does at its end before it takes a last look: it waits until all that it sent has
+    left, and raises RunError if it will not.
+    """
 
     def __init__(self, generation: int) -> None:
         self.rank = dist.get_rank()
         self.number = 0
         """Of the last reshard that this rank came to."""
+        self.drain: Callable[[], None] = lambda: None
         self._ranks = dist.get_world_size()
         self._told = False
         """Whether the program has been given an error that all ranks are told of."""
@@ -73,10 +77,19 @@ class Agreement:
         if dist.get_backend() != "fake":
             self._store = shared_store(f"stretto/reshard/{generation}")
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is nobody to agree with: the process group is a fake one."""
-        return self._store is None
+    def _ask(self, what: str, *given: Any) -> Any:
+        """What the store answers; None where there is none, or the rank that keeps it has ended."""
+        try:
+            return None if self._store is None else getattr(self._store, what)(*given)
+        except dist.DistError:
+            self._store = None  # each further question would print that it has ended
+            return None
+
+    def _first(self, key: str, text: str) -> tuple[str, str]:
+        """What the first rank to come to a key has written there: that rank, and its text."""
+        found = self._ask("compare_set", key, "", f"{self.rank}|{text}")
+        whose, _, first = (f"{self.rank}|{text}" if found is None else found.decode()).partition("|")
+        return whose, first
 
     def enter(self, text: str) -> int:
         """Come to the next reshard. Returns its number.
@@ -84,45 +97,33 @@ class Agreement:
         Raises RunError if another rank came to this number with another text, or an alarm is set.
         """
         self.number += 1
-        if self._store is None:
-            return self.number
-        mine = f"{self.rank}|{text}"
-        try:
-            found = self._store.compare_set(f"call/{self.number}", "", mine).decode()
-            if found == mine and self.number > KEPT:
-                self._store.delete_key(f"call/{self.number - KEPT}")
-        except dist.DistError:
-            return self.number  # the rank that keeps the store has ended: nothing to compare with
-        whose, _, theirs = found.partition("|")
+        whose, theirs = self._first(f"call/{self.number}", text)
         if theirs != text:
-            error = disagreement(self.rank, self.number, text, f"on rank {whose} it is {theirs}")
-            self.raise_alarm(str(error))
-            raise error
+            raise self.alarm(
+                f"rank {self.rank}: reshard number {self.number} of this run is {text}; but on rank {whose} "
+                f"it is {theirs}. All ranks, those off the meshes too, must call stretto.reshard in the same "
+                "order, with the same shape, meshes and placements; look for a call, or a backward pass, "
+                "that only some ranks make"
+            )
+        if whose == str(self.rank) and self.number > KEPT:
+            self._ask("delete_key", f"call/{self.number - KEPT}")
         self._raise_if_alarmed()
         return self.number
 
-    def raise_alarm(self, text: str) -> None:
-        """Tell all ranks that this one cannot go on. The first alarm stays."""
-        if self._store is not None:
-            try:
-                self._told = True
-                self._store.compare_set(ALARM, "", f"{self.rank}|{text}")
-            except dist.DistError:
-                return  # nobody is left to hear it
+    def alarm(self, text: str) -> RunError:
+        """Say on all ranks that this one cannot go on; the first alarm stays. Returns the error to raise."""
+        self._told = True
+        self._first(ALARM, text)
+        return RunError(text)
 
     def _raise_if_alarmed(self) -> None:
-        if self._store is None:
-            return
-        try:
-            if not self._store.check([ALARM]):
-                return
-            whose, _, text = self._store.get(ALARM).decode().partition("|")
-        except dist.DistError:
-            return
-        self._told = True
-        raise RunError(
-            f"rank {self.rank} stops at reshard number {self.number}, for rank {whose} failed: {text}"
-        )
+        found = self._ask("get", ALARM) if self._ask("check", [ALARM]) else None
+        if found is not None:
+            self._told = True
+            whose, _, text = found.decode().partition("|")
+            raise RunError(
+                f"rank {self.rank} stops at reshard number {self.number}, for rank {whose} failed: {text}"
+            )
 
     def look_out(self, number: int, peers: Sequence[int], since_s: float, waits_for: str) -> None:
         """What a waiting rank does every `LOOK_S`.
@@ -130,38 +131,24 @@ class Agreement:
         number: of the reshard. peers: ranks it needs. since_s: `time.monotonic()` when it began to wait.
         Raises RunError if they will not come.
         """
-        if self._store is None:
-            return
         self._raise_if_alarmed()
         for peer in peers:
-            ended = self._ended(peer)
-            if ended is not None and ended < number:
-                error = RunError(
-                    f"rank {self.rank} waits in reshard number {number} ({waits_for}), but rank {peer} has "
-                    f"ended after reshard number {ended}. All ranks, those off the meshes too, must make "
-                    "every reshard; look for a call, or a backward pass, that only some ranks make"
+            ended = self._ask("get", f"ended/{peer}") if self._ask("check", [f"ended/{peer}"]) else None
+            if ended is not None and int(ended) < number:
+                raise self.alarm(
+                    f"rank {self.rank} waits in reshard number {number} ({waits_for}), but rank {peer} "
+                    f"has ended after reshard number {int(ended)}. All ranks, those off the meshes too, "
+                    "must make every reshard; look for a call, or a backward pass, that only some ranks "
+                    "make"
                 )
-                self.raise_alarm(str(error))
-                raise error
         if time.monotonic() - since_s > patience_s():
-            error = RunError(
-                f"rank {self.rank} has waited {patience_s():.0f} s in reshard number {number} ({waits_for}); "
-                f"one of ranks {sorted(peers)} is late, or does not make this call. All ranks, those off the "
-                "meshes too, must make every reshard and every collective of theirs in one order; PyTorch's "
-                "flight recorder (TORCH_FR_BUFFER_SIZE=2000, then torchfrtrace) says where each rank waits. "
-                "If one may be so late, set STRETTO_RESHARD_PATIENCE_S higher"
+            raise self.alarm(
+                f"rank {self.rank} has waited {patience_s():.0f} s in reshard number {number} "
+                f"({waits_for}); one of ranks {sorted(peers)} is late, or does not make this call. All "
+                "ranks, those off the meshes too, must make every reshard and every collective of theirs "
+                "in one order; PyTorch's flight recorder (TORCH_FR_BUFFER_SIZE=2000, then torchfrtrace) "
+                "says where each rank waits. If one may be so late, set STRETTO_RESHARD_PATIENCE_S higher"
             )
-            self.raise_alarm(str(error))
-            raise error
-
-    def _ended(self, peer: int) -> int | None:
-        assert self._store is not None
-        try:
-            if self._store.check([f"ended/{peer}"]):
-                return int(self._store.get(f"ended/{peer}"))
-        except dist.DistError:
-            pass
-        return None
 
     def meet(self, name: str, ranks: Sequence[int]) -> None:
         """Wait until all of `ranks` have come here, before they make a process group, which must not wait
@@ -170,95 +157,80 @@ class Agreement:
             return
         wanted = [f"meet/{name}/{rank}" for rank in ranks]
         began = looked = time.monotonic()
+        self._ask("set", f"meet/{name}/{self.rank}", "")
+        while not self._ask("check", wanted):
+            if self._store is None:
+                raise RunError(
+                    f"rank {self.rank}: the rank that keeps the store has ended, in reshard number "
+                    f"{self.number}; its own output says why"
+                )
+            time.sleep(MEET_S if looked == began else LATE_MEET_S)
+            if time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                self.look_out(self.number, ranks, began, f"to connect ranks {list(ranks)}")
+
+    def end(self) -> None:
+        """This rank's program ends: it says so, for who waits for a later reshard need not wait until all
+        that it sent has left; then, did all ranks make as many reshards, and did none fail? The first to end
+        is asked. The process ends here with an error that nobody is left to catch.
+        """
+        failed = sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
+        self._ask("set", f"ended/{self.rank}", str(self.number))
+        error: RunError | None = None
         try:
-            self._store.set(f"meet/{name}/{self.rank}", "")
-            while not self._store.check(wanted):
-                time.sleep(MEET_S if looked == began else LATE_MEET_S)
-                if time.monotonic() - looked > LOOK_S:
-                    looked = time.monotonic()
-                    self.look_out(self.number, ranks, began, f"to connect ranks {list(ranks)}")
-        except dist.DistError as error:
-            raise RunError(
-                f"rank {self.rank}: the rank that keeps the store has ended, in reshard number "
-                f"{self.number}; its own output says why"
-            ) from error
+            self.drain()
+            if not failed:
+                self._last_look()
+        except RunError as found:
+            error = found
+        self._keep_store(failed or error is not None)
+        if error is not None and not failed:
+            sys.stdout.flush()
+            print(error, file=sys.stderr, flush=True)
+            os._exit(1)
 
-    def leave(self) -> None:
-        """This rank's program ends: tell those who may wait for it."""
-        if self._store is not None:
-            try:
-                self._store.set(f"ended/{self.rank}", str(self.number))
-            except dist.DistError:
-                self._store = None  # it has ended, and each further question would print that it has
+    def _last_look(self) -> None:
+        self._raise_if_alarmed()
+        whose, count = self._first("last", str(self.number))
+        if int(count) != self.number:
+            raise self.alarm(
+                f"rank {self.rank} has made {self.number} reshards in this run, and rank {whose} {count}: "
+                "one of them has skipped some, or a backward pass; gradients or values may be missing"
+            )
 
-    def keep_store(self, failed: bool) -> None:
+    def _keep_store(self, failed: bool) -> None:
         """Rank 0 keeps the store where no launcher does, and leaves last, for the others look there; where it
         fails itself, as soon as they know that."""
-        if self._store is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
-        try:
-            self._store.add("left", 1)
-            if self.rank != 0 or (failed and not self._told):
-                return
-            end = time.monotonic() + (FAIL_S if failed else LEAVE_S)
-            while time.monotonic() < end and self._store.add("left", 0) < self._ranks:
+        left = self._ask("add", "left", 1)
+        end = time.monotonic() + (FAIL_S if failed else LEAVE_S)
+        if self.rank == 0 and (self._told or not failed):
+            while left is not None and left < self._ranks and time.monotonic() < end:
                 time.sleep(0.01)
-        except dist.DistError:
-            return
-
-    def last_look(self) -> RunError | None:
-        """At the very end: did all ranks make as many reshards, and did none fail? The first to end is
-        asked."""
-        if self._store is None:
-            return None
-        try:
-            self._raise_if_alarmed()
-            found = self._store.compare_set("last", "", f"{self.rank}|{self.number}").decode()
-        except RunError as error:
-            return error
-        except dist.DistError:
-            return None
-        whose, _, count = found.partition("|")
-        if int(count) == self.number:
-            return None
-        differs = RunError(
-            f"rank {self.rank} has made {self.number} reshards in this run, and rank {whose} {count}: one of "
-            "them has skipped some, or a backward pass; gradients or values may be missing"
-        )
-        self.raise_alarm(str(differs))
-        return differs
+                left = self._ask("add", "left", 0)
 
 
 _current: tuple[dist.ProcessGroup, Agreement] | None = None
 _generations = 0
+_ends_in = 0
+"""The process at whose end `_end` is called: a child of `multiprocessing` forgets what its parent asked."""
 
 
 def agreement() -> Agreement:
     """The agreement of the default process group as it is now."""
-    global _current, _generations
+    global _current, _generations, _ends_in
     group = dist.group.WORLD
     assert group is not None, "there is a mesh, so there is a process group"
     if _current is None or _current[0] is not group:
-        at_end(_leave, LEAVE)
-        at_end(_last_look, LAST_LOOK)
+        if _ends_in != os.getpid():
+            _ends_in = os.getpid()
+            Finalize(None, _end, exitpriority=0)  # children of `multiprocessing` do not run `atexit`
         _generations += 1
         _current = (group, Agreement(_generations))
     return _current[1]
 
 
-def _leave() -> None:
+def _end() -> None:
     if _current is not None:
-        _current[1].leave()
-
-
-def _last_look() -> None:
-    if _current is None:
-        return
-    agreed, failed = _current[1], fails_already()
-    error = None if failed else agreed.last_look()
-    agreed.keep_store(failed or error is not None)
-    if error is not None:
-        # Nobody is left to catch it, and the program must not end as if all were well.
-        sys.stdout.flush()
-        print(error, file=sys.stderr, flush=True)
-        os._exit(1)
+        _current[1].end()

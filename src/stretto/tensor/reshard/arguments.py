@@ -95,17 +95,18 @@ def text_of(tensors: Sequence[DTensor], moves: Sequence[Move], mode: Mode, in_fl
 
 
 def checked_placements(
-    where: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
+    where: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement] | None
 ) -> tuple[Placement, ...]:
     """Placements of a tensor on a mesh, their dims from 0. Raises UsageError if they do not fit it.
 
-    where: how the message begins. shape: of the whole tensor.
+    where: how the message begins. shape: of the whole tensor. placements: None for the whole on every rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
             f"{where}: the mesh is a {type(mesh).__name__}, {mesh!r}; give a "
             "torch.distributed.device_mesh.DeviceMesh"
         )
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
     if isinstance(placements, Placement) or not isinstance(placements, Sequence):
         raise UsageError(f"{where}: placements {placements!r}; give a list, one for each axis of the mesh")
     if len(placements) != mesh.ndim:

@@ -21,7 +21,7 @@ from stretto.tensor.clip import layout_on, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec
 from stretto.tensor.global_tensor import GlobalTensor, global_tensor
 from stretto.tensor.layout import Layout, region_shape
-from stretto.tensor.reshard.execute import execute, part_of
+from stretto.tensor.reshard.execute import Part, execute
 from stretto.tensor.reshard.forwarding import Together, plan_together
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.lines import lines
@@ -65,9 +65,9 @@ def between(
         for which, chosen in planned.parts:
             at = numbers[which]
             shape = tuple(tensors[at].shape)
-            held.append(part_of(sources[at], shape, rank, local_of(tensors[at])))
+            held.append(Part(sources[at].region(shape, rank), local_of(tensors[at])))
             goes = [moves_of[at][choice] for choice in chosen]
-            wanted.append([part_of(targets[i], shape, rank, parts[i]) for i in goes])
+            wanted.append([Part(targets[i].region(shape, rank), parts[i]) for i in goes])
         execute(planned.plan, held, wanted, lines(), group, in_flight_bytes)
     return [_result(tensors[move.tensor], move, part) for move, part in zip(moves, parts)]
 
@@ -83,8 +83,8 @@ def _unfilled(x: GlobalTensor, target: Layout, device_type: str) -> torch.Tensor
 
 
 def _result(x: GlobalTensor, move: Move, part: torch.Tensor) -> GlobalTensor:
-    shape = tuple(x.shape)
-    return global_tensor(part, new_spec(move.mesh, move.placements, shape, _strides(shape), x.dtype))
+    strides = torch.empty(x.shape, device="meta").stride()
+    return global_tensor(part, new_spec(move.mesh, move.placements, x.shape, strides, x.dtype))
 
 
 @lru_cache(maxsize=4096)
@@ -98,10 +98,3 @@ def hosts_of_launch() -> Hosts:
     world = dist.get_world_size()
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Hosts.of(devices if devices > 0 and world % devices == 0 else 1, world)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()

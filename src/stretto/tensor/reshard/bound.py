@@ -13,13 +13,12 @@ that set needs, until there is none (Dinkelbach's method).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 import networkx as nx
 
 from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import Send
 from stretto.tensor.reshard.tasks import UnitTask
 from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S
 
@@ -27,45 +26,20 @@ Demands = Mapping[frozenset[int], int]
 """Bytes that must leave, by the hosts that may send them."""
 
 
-def bound_us(tasks: Sequence[UnitTask], hosts: Hosts) -> float:
-    """Microseconds that any plan for these tasks takes at least, in any mode; 0 if no link is used."""
-    return _least_us(
-        [(task.nbytes, _hosts(hosts, task.holders), _hosts(hosts, task.receivers)) for task in tasks],
-        hosts,
-    )
-
-
-def sends_bound_us(sends: Sequence[Send], hosts: Hosts) -> float:
-    """Microseconds that these sends of one mode take at least, whoever sends them and in whichever order."""
-    return _least_us(
-        [
-            (
-                send.nbytes,
-                _hosts(hosts, send.candidates),
-                _hosts(hosts, (group[0] for group in send.groups)),
-            )
-            for send in sends
-        ],
-        hosts,
-    )
-
-
-def _hosts(hosts: Hosts, ranks: Iterable[int]) -> frozenset[int]:
-    return frozenset(hosts[rank] for rank in ranks)
-
-
-def _least_us(moves: Iterable[tuple[int, frozenset[int], frozenset[int]]], hosts: Hosts) -> float:
-    """The bound for moves of (bytes, hosts that hold them, hosts that are to hold them)."""
+def bound_us(tasks: Iterable[UnitTask], hosts: Hosts) -> float:
+    """Microseconds that these tasks take at least, whoever sends and in whichever order: of what must move,
+    in any mode; of what one mode sends, in that mode. 0 if no link is used."""
     incoming: dict[int, int] = defaultdict(int)
     outgoing: dict[frozenset[int], int] = defaultdict(int)
-    for nbytes, holding, needing in moves:
-        lacking = needing - holding
+    for task in tasks:
+        holding = frozenset(hosts[rank] for rank in task.holders)
+        lacking = frozenset(hosts[rank] for rank in task.receivers) - holding
         for host in lacking:
-            incoming[host] += nbytes
+            incoming[host] += task.nbytes
         if lacking:
-            outgoing[holding] += nbytes
+            outgoing[holding] += task.nbytes
         if len(lacking) > 1:
-            outgoing[holding | lacking] += nbytes * (len(lacking) - 1)
+            outgoing[holding | lacking] += task.nbytes * (len(lacking) - 1)
     if not incoming:
         return 0.0
     load_bytes = max(Fraction(max(incoming.values())), least_load(outgoing))

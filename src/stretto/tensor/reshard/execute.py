@@ -19,22 +19,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from stretto.tensor.layout import Layout, Region, region_count, region_shape
+from stretto.tensor.layout import Region, region_count, region_shape
 from stretto.tensor.reshard.lines import Lines, Message
 from stretto.tensor.reshard.plan import ReshardPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of a tensor: the box, and its elements (None: the rank is off the mesh)."""
+    """This rank's part of a tensor: the box, and its elements. Without a box the rank is off the mesh."""
 
     region: Region | None
     tensor: torch.Tensor | None
-
-    @property
-    def on_processor(self) -> bool:
-        """Whether it lies in the processor's memory, or nowhere."""
-        return self.tensor is None or self.tensor.device.type == "cpu"
 
     def holds(self, box: Region) -> bool:
         """Whether a box lies within the part."""
@@ -63,12 +58,6 @@ class Step:
     after: int | None
 
 
-def part_of(layout: Layout, shape: tuple[int, ...], rank: int, tensor: torch.Tensor | None) -> Part:
-    """The part of a rank. tensor: its elements, of the region's shape."""
-    region = layout.region(shape, rank)
-    return Part(region, None if region is None else tensor)
-
-
 def execute(
     plan: ReshardPlan,
     sources: Sequence[Part],
@@ -92,7 +81,8 @@ def execute(
             for place in _places(targets[copy.tensor], copy.region):
                 place.copy_(held)
     # An accelerator's stream does one after the other: what is started ahead would wait in front.
-    ahead = all(part.on_processor for parts in targets for part in parts)
+    filled = [part.tensor for parts in targets for part in parts if part.tensor is not None]
+    ahead = all(tensor.device.type == "cpu" for tensor in filled)
     steps = list(_steps(plan, rank, limit_bytes))
     awaited: dict[int, tuple[Message, torch.Tensor]] = {}
     awaited_bytes = 0

@@ -15,13 +15,12 @@ name only if each of them is in as many groups.)
 
 from __future__ import annotations
 
-import os
 import queue
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,7 +30,6 @@ import torch.distributed as dist
 
 from stretto.errors import RunError
 from stretto.tensor.reshard.agree import LOOK_S, Agreement, agreement, patience_s
-from stretto.tensor.reshard.at_end import DRAIN, at_end, fails_already
 
 
 @dataclass(eq=False)
@@ -42,12 +40,11 @@ class Message:
     buffer: torch.Tensor
     peer: int
     number: int
-    done: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
+    done: Future[None] = field(default_factory=Future)
 
 
 class _Waiter:
-    """A thread that waits for messages in the order given."""
+    """A thread that waits for messages in the order given; it does not keep the program from ending."""
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -63,13 +60,13 @@ class _Waiter:
     def _run(self) -> None:
         while True:
             message = self._waiting.get()
+            done, error = message.done, None
             try:
                 message.work.wait()
-            except Exception as error:
-                message.error = error
-            done = message.done
+            except Exception as found:
+                error = found
             del message  # or its memory would be kept until the next one comes
-            done.set()
+            done.set_exception(error) if error else done.set_result(None)
 
 
 class Lines:
@@ -107,41 +104,33 @@ class Lines:
 
     def send(self, group: dist.ProcessGroup, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
         """Send a buffer that nobody else writes; waits while more than `limit_bytes` would be under way."""
-        while self._sent and self._sent[0].done.is_set():
-            self._drop_oldest()
-        while self._sent and self._sent_bytes + buffer.numel() > limit_bytes:
-            self._wait(self._sent[0], "to send")
-            self._drop_oldest()
-        message = self._start(dist.isend, group, buffer, peer)
-        if buffer.device.type == "cpu":
-            self._send_waiter.add(message)
+        while self._sent and (self._sent[0].done.done() or self._sent_bytes + buffer.numel() > limit_bytes):
+            self._wait_for_oldest()
+        message = self._start(dist.isend, group, buffer, peer, self._send_waiter)
+        if not message.done.done():
             self._sent.append(message)
             self._sent_bytes += buffer.numel()
-        else:
-            message.work.wait()
 
     def receive(self, group: dist.ProcessGroup, buffer: torch.Tensor, peer: int) -> Message:
         """Start to receive into a buffer; see `wait`."""
-        message = self._start(dist.irecv, group, buffer, peer)
-        if buffer.device.type == "cpu":
-            self._receive_waiter.add(message)
-        else:
-            message.work.wait()
-            message.done.set()
-        return message
-
-    def wait(self, message: Message) -> None:
-        """Until a message is there. Raises RunError if it will not come."""
-        self._wait(message, "to receive")
+        return self._start(dist.irecv, group, buffer, peer, self._receive_waiter)
 
     def drain(self) -> None:
         """Wait until all that was sent has arrived. Raises RunError if it will not."""
         while self._sent:
-            self._wait(self._sent[0], "to send")
-            self._drop_oldest()
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        self.wait(self._sent[0], "to send")
+        self._sent_bytes -= self._sent.popleft().buffer.numel()
 
     def _start(
-        self, how: Callable[..., Any], group: dist.ProcessGroup, buffer: torch.Tensor, peer: int
+        self,
+        how: Callable[..., Any],
+        group: dist.ProcessGroup,
+        buffer: torch.Tensor,
+        peer: int,
+        waiter: _Waiter,
     ) -> Message:
         number = self.agreed.number
         try:
@@ -149,35 +138,31 @@ class Lines:
             (work,) = dist.batch_isend_irecv([dist.P2POp(how, buffer, peer, group)])
         except RuntimeError as error:
             raise self._lost(peer, number, error) from error
-        return Message(work, buffer, peer, number)
+        message = Message(work, buffer, peer, number)
+        if buffer.device.type == "cpu":
+            waiter.add(message)
+        else:
+            work.wait()
+            message.done.set_result(None)
+        return message
 
-    def _wait(self, message: Message, what: str) -> None:
+    def wait(self, message: Message, what: str = "to receive") -> None:
+        """Until a message is there, or has left. Raises RunError if it will not."""
         began = time.monotonic()
-        while not message.done.wait(LOOK_S):
-            self.agreed.look_out(
-                message.number,
-                [message.peer],
-                began,
-                f"{what} {message.buffer.numel()} bytes, rank {message.peer}",
-            )
-        if message.error is not None:
+        waits_for = f"{what} {message.buffer.numel()} bytes, rank {message.peer}"
+        while not wait([message.done], LOOK_S).done:
+            self.agreed.look_out(message.number, [message.peer], began, waits_for)
+        error = message.done.exception()
+        if error is not None:
             # If the peer ended with an error of its own, that error is the better one.
             self.agreed.look_out(message.number, [message.peer], began, what)
-            raise self._lost(message.peer, message.number, message.error) from message.error
+            raise self._lost(message.peer, message.number, error) from error
 
-    def _drop_oldest(self) -> None:
-        message = self._sent.popleft()
-        self._sent_bytes -= message.buffer.numel()
-        if message.error is not None:
-            raise self._lost(message.peer, message.number, message.error) from message.error
-
-    def _lost(self, peer: int, number: int, error: Exception) -> RunError:
-        found = RunError(
+    def _lost(self, peer: int, number: int, error: BaseException) -> RunError:
+        return self.agreed.alarm(
             f"rank {self.agreed.rank}: rank {peer} does not answer in reshard number {number}: it has ended, "
             f"or failed; its own output says why ({str(error).splitlines()[0]})"
         )
-        self.agreed.raise_alarm(str(found))
-        return found
 
 
 _lines: Lines | None = None
@@ -189,18 +174,5 @@ def lines() -> Lines:
     agreed = agreement()
     if _lines is None or _lines.agreed is not agreed:
         _lines = Lines(agreed)
-        at_end(_drain, DRAIN)
+        agreed.drain = _lines.drain  # a program may end while others still take what it sent
     return _lines
-
-
-def _drain() -> None:
-    """A program may end while others still take what it sent."""
-    try:
-        if _lines is not None:
-            _lines.drain()
-    except RunError as error:
-        if fails_already():
-            return
-        # Nobody is left to catch it, and the program must not end as if all were well.
-        print(error, file=sys.stderr, flush=True)
-        os._exit(1)

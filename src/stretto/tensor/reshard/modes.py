@@ -10,13 +10,13 @@ In every mode a host of which a device holds the box serves its own receivers, w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
 from stretto.errors import UsageError
-from stretto.tensor.layout import Region, region_count
+from stretto.tensor.layout import region_count
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.tasks import UnitTask
 
@@ -25,50 +25,42 @@ Mode: TypeAlias = Literal["broadcast", "point_to_point"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A transfer of which the sender and the way are still open.
-
-    candidates: ranks that may send, in order.
-    groups: receivers, a group for each host; the order of the groups is open, that in a group is not.
-    """
-
-    tensor: int
-    region: Region
-    nbytes: int
-    candidates: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
+def by_host(ranks: Iterable[int], hosts: Hosts) -> list[tuple[int, ...]]:
+    """The ranks of each host, in the order given."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        found[hosts[rank]].append(rank)
+    return [tuple(ranks) for ranks in found.values()]
 
 
 def sends_of(
     tasks: Sequence[UnitTask], hosts: Hosts, mode: Mode, parts: int = 1, least_bytes: int = 1
-) -> list[Send]:
-    """What a mode sends for these tasks. parts: cut each box that goes between hosts into so many,
-    as far as no part has fewer than least_bytes.
+) -> list[UnitTask]:
+    """What a mode sends for these tasks: of each, a holder to a chain of receivers. parts: cut each box that
+    goes between hosts into so many, as far as no part has fewer than least_bytes.
 
     Raises UsageError for a mode that there is not.
     """
     if mode not in MODES:
         raise UsageError(f"mode {mode!r} is not known; use one of {', '.join(MODES)}")
-    sends: list[Send] = []
+    sends: list[UnitTask] = []
     for task in tasks:
-        near: dict[int, list[int]] = defaultdict(list)
-        for holder in task.holders:
-            near[hosts[holder]].append(holder)
-        needing: dict[int, list[int]] = defaultdict(list)
-        for rank in task.receivers:
-            needing[hosts[rank]].append(rank)
-        for host in [host for host in needing if host in near]:
-            local = tuple(needing.pop(host))
-            groups = [(rank,) for rank in local] if mode == "point_to_point" else [local]
-            sends += [_send(task, tuple(near[host]), (group,)) for group in groups]
-        for piece in cut(task, min(parts, max(1, task.nbytes // least_bytes))) if needing else ():
-            far = [tuple(ranks) for ranks in needing.values()]
-            if mode == "broadcast":
-                sends.append(_send(piece, task.holders, tuple(far)))
+        near = {hosts[ranks[0]]: ranks for ranks in by_host(task.holders, hosts)}
+        far: list[int] = []
+        for ranks in by_host(task.receivers, hosts):
+            if hosts[ranks[0]] in near:
+                local = replace(task, holders=near[hosts[ranks[0]]], receivers=ranks)
+                sends += [local] if mode == "broadcast" else _one_by_one(local)
             else:
-                sends += [_send(piece, task.holders, ((rank,),)) for group in far for rank in group]
+                far += ranks
+        outside = replace(task, receivers=tuple(far))
+        for piece in cut(outside, min(parts, max(1, task.nbytes // least_bytes))) if far else ():
+            sends += [piece] if mode == "broadcast" else _one_by_one(piece)
     return sends
+
+
+def _one_by_one(task: UnitTask) -> list[UnitTask]:
+    return [replace(task, receivers=(rank,)) for rank in task.receivers]
 
 
 def cut(task: UnitTask, parts: int) -> Iterator[UnitTask]:
@@ -89,9 +81,4 @@ def cut(task: UnitTask, parts: int) -> Iterator[UnitTask]:
     edges = [start + -(-size * i // parts) for i in range(parts + 1)]
     for ends in pairwise(edges):
         region = (*task.region[:dim], ends, *task.region[dim + 1 :])
-        nbytes = region_count(region) * itemsize_bytes
-        yield UnitTask(task.tensor, region, nbytes, task.holders, task.receivers)
-
-
-def _send(task: UnitTask, candidates: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> Send:
-    return Send(task.tensor, task.region, task.nbytes, candidates, groups)
+        yield replace(task, region=region, nbytes=region_count(region) * itemsize_bytes)

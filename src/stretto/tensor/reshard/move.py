@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
-from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of, wrapped
+from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of
 from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor, moved_by
+from stretto.tensor.parts import part_under
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import check_way, checked_move, checked_moves, text_of
 from stretto.tensor.reshard.between import Move, between
@@ -209,30 +209,7 @@ def _within(
     spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
     if is_absent(mesh):
         return global_tensor(nothing(x.dtype, mesh.device_type), spec)
-    bare = wrapped(DTensor, local_of(x), spec_of(x))
-    return global_tensor(_redistributed_part(bare, placements, dist.get_rank(), async_op), spec)
-
-
-def _redistributed_part(
-    x: DTensor, placements: Sequence[Placement], rank: int, async_op: bool = False
-) -> torch.Tensor:
-    """Step 2: this rank's part of a tensor under other placements of its mesh. All ranks of the mesh call it.
-
-    x: a plain DTensor whose mesh holds this rank. async_op: the part may still be under way; the first op on
-    it waits. DTensor keeps `Partial` targets to itself: axes that become Partial go to Replicate first; then
-    of a summed axis the first rank keeps the value, and the others hold zeros; of avg, max and min every rank
-    keeps it.
-    """
-    becomes = [new.is_partial() and new != old for old, new in zip(x.placements, placements)]
-    through = [Replicate() if summed else new for summed, new in zip(becomes, placements)]
-    part = local_of(x)
-    if list(x.placements) != through:
-        part = local_of(x.redistribute(placements=through, async_op=async_op))
-    if any(becomes):
-        new_only = [p if summed else Replicate() for summed, p in zip(becomes, placements)]
-        if rank in layout_on(x.device_mesh, tuple(new_only)).zero_ranks():
-            return torch.zeros_like(part)
-    return part
+    return global_tensor(part_under(local_of(x), spec_of(x), placements, async_op), spec)
 
 
 def _reduced(x: GlobalTensor) -> GlobalTensor:

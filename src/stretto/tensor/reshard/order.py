@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import Send
+from stretto.tensor.reshard.modes import by_host
 from stretto.tensor.reshard.rounds import in_rounds
+from stretto.tensor.reshard.tasks import UnitTask
 from stretto.tensor.reshard.timeline import Footprint, Link, Timeline, footprint
 
 
@@ -48,15 +49,15 @@ class Arrangement:
 class Arranger:
     """The sends of one reshard with all that choosing among arrangements needs."""
 
-    def __init__(self, sends: Sequence[Send], hosts: Hosts, piece_bytes: int) -> None:
+    def __init__(self, sends: Sequence[UnitTask], hosts: Hosts, piece_bytes: int) -> None:
         self.sends = sends
         self.hosts = hosts
         self.piece_bytes = piece_bytes
 
     def way(self, index: int, candidate: int, groups: Sequence[tuple[int, ...]]) -> Way:
-        """The way of a send from one of its candidates through its hosts in this order."""
+        """The way of a send from one of its holders through its hosts in this order."""
         send = self.sends[index]
-        sender = send.candidates[candidate]
+        sender = send.holders[candidate]
         receivers = tuple(rank for group in groups for rank in group)
         takes = footprint(send.nbytes, (sender, *receivers), self.hosts, self.piece_bytes)
         return Way(sender, receivers, takes)
@@ -76,7 +77,7 @@ class Arranger:
 
     def naive(self) -> Arrangement:
         """Step 1."""
-        ways = [self.way(i, 0, send.groups) for i, send in enumerate(self.sends)]
+        ways = [self.way(i, 0, by_host(send.receivers, self.hosts)) for i, send in enumerate(self.sends)]
         return self.arrangement(ways, range(len(ways)))
 
     def balanced(self, bound_us: float) -> Arrangement:
@@ -99,15 +100,15 @@ class Arranger:
 
         def open_choice(i: int) -> tuple[bool, int, int]:
             send = self.sends[i]
-            return len({self.hosts[rank] for rank in send.candidates}) > 1, -send.nbytes, i
+            return len({self.hosts[rank] for rank in send.holders}) > 1, -send.nbytes, i
 
         # those that have no choice first: the others then even out what these load
         for i in sorted(range(len(self.sends)), key=open_choice):
             send = self.sends[i]
-            by_load = [(up[self.hosts[rank]], out[rank], c) for c, rank in enumerate(send.candidates)]
+            by_load = [(up[self.hosts[rank]], out[rank], c) for c, rank in enumerate(send.holders)]
             candidate = min(by_load)[2]
             # the last host forwards nothing, so the one that sends most otherwise stands there
-            groups = sorted(send.groups, key=lambda group: up[self.hosts[group[0]]])
+            groups = sorted(by_host(send.receivers, self.hosts), key=lambda group: up[self.hosts[group[0]]])
             ways[i] = way = self.way(i, candidate, groups)
             out[way.sender] += send.nbytes
             for (kind, host), _, _ in way.takes.uses:

@@ -21,10 +21,10 @@ from typing import Literal, TypeAlias
 
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout, Region
-from stretto.tensor.reshard.bound import bound_us, sends_bound_us
+from stretto.tensor.reshard.bound import bound_us
 from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import Mode, Send, sends_of
-from stretto.tensor.reshard.order import Arrangement, Arranger, Way
+from stretto.tensor.reshard.modes import Mode, sends_of
+from stretto.tensor.reshard.order import Arrangement, Arranger
 from stretto.tensor.reshard.tasks import Copy, Needs, Tensor, needs_of
 from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S
 
@@ -149,7 +149,7 @@ def plan_reshards(
     if choice == "naive":
         return _plan(tensors, needs, arranger, arranger.naive(), mode, bound)
     # a mode may need more of the links than the best one: where it does, that is as far as it gets
-    within_mode = sends_bound_us(arranger.sends, hosts)
+    within_mode = bound_us(arranger.sends, hosts)
     arranger, found = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
     return _plan(tensors, needs, arranger, found, mode, bound)
 
@@ -187,12 +187,14 @@ def _plan(
     received: dict[int, int] = defaultdict(int)
     for index, (start_us, end_us) in times.items():
         send, way = arranger.sends[index], found.ways[index]
-        transfers.append(_transfer(send, way, start_us, end_us))
+        transfers.append(
+            Transfer(send.tensor, send.region, send.nbytes, way.sender, way.receivers, start_us, end_us)
+        )
         for here, there in pairwise((way.sender, *way.receivers)):
             if hosts[here] != hosts[there]:
                 sent[hosts[here]] += send.nbytes
                 received[hosts[there]] += send.nbytes
-    whole_bytes = sum(_whole_bytes(tensor) for tensor in tensors)
+    whole_bytes = sum(math.prod(tensor.shape) * tensor.itemsize_bytes for tensor in tensors)
     return ReshardPlan(
         mode=mode,
         transfers=tuple(transfers),
@@ -209,19 +211,3 @@ def _plan(
         sent_bytes=dict(sorted(sent.items())),
         received_bytes=dict(sorted(received.items())),
     )
-
-
-def _transfer(send: Send, way: Way, start_us: float, end_us: float) -> Transfer:
-    return Transfer(
-        tensor=send.tensor,
-        region=send.region,
-        nbytes=send.nbytes,
-        sender=way.sender,
-        receivers=way.receivers,
-        start_us=start_us,
-        end_us=end_us,
-    )
-
-
-def _whole_bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.itemsize_bytes

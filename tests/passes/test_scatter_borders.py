@@ -10,7 +10,6 @@ import stretto
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.program import Job, TensorSpec
-from stretto.passes import SCATTER_BORDERS
 from tests.parallelize.test_tensor_equality import (
     MODELS,
     assert_plain,
@@ -37,7 +36,7 @@ def forward_specs(job: Job) -> list[TensorSpec]:
 
 def test_a_sum_that_leaves_is_scattered_and_gathered_behind_the_border() -> None:
     model = gpt().double()
-    whole, cut = job_of(model, skip=(SCATTER_BORDERS,)), job_of(model)
+    whole, cut = job_of(model, skip=("scatter_borders",)), job_of(model)
     assert kinds(whole, 0)[-1] == "all_reduce"
     assert kinds(cut, 0) == [*kinds(whole, 0)[:-1], "reduce_scatter"]
     assert kinds(cut, 1) == ["all_gather", *kinds(whole, 1)]
@@ -61,7 +60,7 @@ def test_a_gradient_stays_whole_where_its_norm_serves_others() -> None:
     assert kinds(job, 1, Phase.I)[-1] == "all_reduce"
     assert kinds(job, 0)[-1] == "reduce_scatter"
     loss, grads = step(job, model, batch_of())
-    expected, wanted = step(job_of(model, skip=(SCATTER_BORDERS,)), model, batch_of())
+    expected, wanted = step(job_of(model, skip=("scatter_borders",)), model, batch_of())
     assert loss == expected
     assert all(torch.equal(grad, wanted[name]) for name, grad in grads.items())
 
@@ -84,7 +83,7 @@ def test_two_ranks_have_the_same_bits(name: str) -> None:
     job = job_of(model, name)
     assert "reduce_scatter" in kinds(job, 0)
     loss, grads = step(job, model, batch_of())
-    expected, wanted = step(job_of(model, name, (SCATTER_BORDERS,)), model, batch_of())
+    expected, wanted = step(job_of(model, name, ("scatter_borders",)), model, batch_of())
     assert loss == expected
     assert grads.keys() == wanted.keys()
     regrouped = {p.name for p in job.parameters if p.partial}
@@ -116,7 +115,7 @@ def test_rows_that_the_axis_does_not_divide_stay_whole() -> None:
 def test_a_spread_sequence_has_nothing_to_cut() -> None:
     model = gpt().double()
     spread = {"sequence_parallel": True}
-    jobs = [job_of(model, **spread), job_of(model, skip=(SCATTER_BORDERS,), **spread)]
+    jobs = [job_of(model, **spread), job_of(model, skip=("scatter_borders",), **spread)]
     made, without = ([[op.name for op in stage.ops[Phase.F]] for stage in job.stages] for job in jobs)
     assert made == without
     assert jobs[0].edges == jobs[1].edges
