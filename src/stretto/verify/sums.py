@@ -251,20 +251,19 @@ def _said(axis: str) -> str:
 
 
 def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Tied groups that the rank holds and that have a gradient -> what it is to be summed over, in order."""
+    """Tied groups that the rank holds and that have a gradient -> what it is to be summed over, in order. And
+    the loss."""
     trained = {parameter.tied_to for parameter in plan.job.parameters if parameter.grads}
-    found: dict[str, list[str]] = {STEP_LOSS: [LOSS]} if tells_loss(plan) else {}
+    found: dict[str, list[str]] = {}
     for parameter in plan.job.parameters:
         if parameter.tied_to in trained and any(plan.rank_of(s) == rank for s in parameter.stages):
             axes = found.setdefault(parameter.tied_to, [])
             axes += [axis for axis in parameter.partial if axis not in axes]
     for name, axes in found.items():
-        if name == STEP_LOSS:
-            continue
         if rank in tied.get(name, ()):
             axes.append(TIES)
         axes += [axis for axis in plan.job.data_axes if axis not in axes]
-    return found
+    return found | ({STEP_LOSS: [LOSS]} if tells_loss(plan) else {})
 
 
 def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
