@@ -21,7 +21,7 @@ import pytest
 from hypothesis import settings
 
 from stretto.capture.trace import Traced
-from stretto.order.whole_step import justify, search
+from stretto.order import whole_step
 from tests.forks import end_server
 from tests.remembered import remembering
 
@@ -54,12 +54,12 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "MOST", search.MOST // 10)
-        patch.setattr(search, "LEAST", search.LEAST // 10)
-        patch.setattr(search, "EFFORT", search.EFFORT / 10)
-        patch.setattr(search, "MORE", search.MORE[2:3])
-        patch.setattr(search, "FINALISTS", 1)
-        patch.setattr(justify, "MOST", justify.MOST // 10)
+        patch.setattr(whole_step, "MOST", whole_step.MOST // 10)
+        patch.setattr(whole_step, "LEAST", whole_step.LEAST // 10)
+        patch.setattr(whole_step, "EFFORT", whole_step.EFFORT / 10)
+        patch.setattr(whole_step, "MORE", whole_step.MORE[2:3])
+        patch.setattr(whole_step, "FINALISTS", 1)
+        patch.setattr(whole_step, "PUSHES", whole_step.PUSHES // 10)
         yield
 
 

@@ -238,12 +238,12 @@ def test_a_wrong_override_is_named(load: Load, override: str, expected: str) -> 
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"gone\.toml: there is no such settings file"):
+    with pytest.raises(UsageError, match=r"cannot read settings file .*gone\.toml: No such file"):
         load_settings(tmp_path / "gone.toml")
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="Is a directory"):
         load_settings(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
-    with pytest.raises(UsageError, match=r"latin\.toml: is not UTF-8 text \(byte 8\)"):
+    with pytest.raises(UsageError, match=r"latin\.toml: not a text file \(.*position 8"):
         load_settings(tmp_path / "latin.toml")
 
 

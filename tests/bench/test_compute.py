@@ -15,20 +15,17 @@ from stretto.bench import compute as bench
 from stretto.bench.race import SAME, fresh
 from stretto.cli.bench import bench as commands
 from stretto.cli.bench_tables import compute_table
+from stretto.config import GPTSettings
 from stretto.errors import RunError, UsageError
-from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-
-
-def tiny() -> tuple[nn.Module, bench.Loss]:
-    config = GPTConfig(vocab_size=bench.VOCABULARY, layers=2, hidden=32, heads=2, context=bench.SEQUENCE)
-    return GPT(config), next_token_loss
 
 
 def test_a_cell_compares_and_times_both(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "MODELS", {"tiny": tiny})
-    found = bench.run_cell(bench.Cell("tiny", 1, microbatches=2, rounds=3, compile=False))
+    monkeypatch.setattr(
+        bench, "MODELS", {"tiny": GPTSettings(layers=2, hidden=32, heads=2, context=bench.SEQUENCE)}
+    )
+    found = bench.run_worker(bench.Setup("tiny", 1, microbatches=2, rounds=3, compile=False))
     assert [row["system"] for row in found["rows"]] == [bench.EAGER, bench.OURS]
     eager, ours = found["rows"]
     assert eager["ratio_to_eager"] == 1.0

@@ -35,15 +35,15 @@ class FakeLab(Lab):
         statuses = Statuses([0, 0, 0, 0])
         if self.failed is not None:
             statuses.first_failed, statuses[self.failed] = self.failed, 1
-        told = {"command": command[:3], "setup": json.loads(command[3]), "words": command[5:], "env": env}
-        Path(command[4]).write_text(json.dumps(told))
+        told = {"command": command[:4], "setup": json.loads(command[4]), "words": command[6:], "env": env}
+        Path(command[5]).write_text(json.dumps(told))
         return statuses
 
 
 def test_the_worker_is_told_its_setup_and_its_result_is_read() -> None:
     lab = FakeLab(None)
-    assert result_of(lab, "some.bench", {"threads_per_rank": 3, "rate": "1gbit"}, "probe") == {
-        "command": [sys.executable, "-m", "some.bench"],
+    assert result_of(lab, "some", {"threads_per_rank": 3, "rate": "1gbit"}, "probe") == {
+        "command": [sys.executable, "-m", "stretto.bench.in_lab", "some"],
         "setup": {"threads_per_rank": 3, "rate": "1gbit"},
         "words": ["probe"],
         "env": {"OMP_NUM_THREADS": "3", "TORCH_CPP_LOG_LEVEL": "ERROR"},
@@ -54,5 +54,5 @@ def test_the_worker_is_told_its_setup_and_its_result_is_read() -> None:
 def test_a_rank_that_fails_is_named_and_the_lab_is_gone() -> None:
     lab = FakeLab(3)
     with pytest.raises(RunError, match="the small race failed on host 1 rank 3; its output is above"):
-        result_of(lab, "some.bench", {"threads_per_rank": 1}, what="the small race")
+        result_of(lab, "some", {"threads_per_rank": 1}, what="the small race")
     assert lab.entered == [True, False]

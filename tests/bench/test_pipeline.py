@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from stretto.bench.in_lab import worker_command
 from stretto.bench.race import race
 from stretto.cli.bench import bench
 from stretto.errors import UsageError
@@ -36,7 +36,7 @@ def test_small_race_runs_every_system(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = tmp_path / "race.json"
-    command = [sys.executable, "-m", "stretto.bench.pipeline", json.dumps(SMALL), str(out)]
+    command = worker_command("pipeline", SMALL, out)
     base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from typer.testing import CliRunner
 
 from stretto.bench import predict
 from stretto.bench.kept import keep_run
-from stretto.bench.predict import FIGURES, SHAPES, Cell, Found, grid, run_cell, run_grid
+from stretto.bench.predict import SHAPES, Cell, Found, Setup, grid, run_cell, run_grid
 from stretto.cli.bench import bench
 from stretto.errors import RunError, UsageError
 from stretto.ir.serialize import load_plan
+from stretto.lab import Lab
 from stretto.report.rundir import load_run
 
 CELLS = [replace(shape, pp=2, tp=1, rate=rate) for rate in ("100mbit", "50mbit") for shape in SHAPES[:2]]
@@ -29,14 +29,12 @@ def found(cell: Cell, measured_ms: float) -> Found:
 def labs(monkeypatch: pytest.MonkeyPatch, *, failing: str = "") -> None:
     """Labs in which every cell takes 100 ms; the one with a rate of `failing` fails."""
 
-    def run(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
-        if cells[0].rate == failing:
+    def run(lab: Lab, module: str, setup: dict[str, Any], *, what: str) -> list[dict[str, Any]]:
+        if lab.rate == failing:
             raise RunError("a rank failed")
-        for cell in cells:
-            cell.folder(folder).mkdir()
-            (cell.folder(folder) / FIGURES).write_text(json.dumps(asdict(found(cell, 100.0))))
+        return [asdict(found(cell, 100.0)) for cell in Setup(**setup).made()]
 
-    monkeypatch.setattr(predict, "_run_lab", run)
+    monkeypatch.setattr(predict, "result_of", run)
 
 
 def test_what_was_measured_before_a_lab_failed_is_kept(

@@ -6,13 +6,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from stretto.bench.in_lab import worker_command
 from stretto.bench.reshard import Setup
 from stretto.bench.reshard_cases import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, cases, planned
 from stretto.cli.bench import bench
@@ -67,7 +67,7 @@ def test_a_small_race_checks_values_and_says_what_the_page_says(tmp_path: Path) 
         port = probe.getsockname()[1]
     out = tmp_path / "race.json"
     setup = asdict(Setup(mib=1, rounds=3))
-    command = [sys.executable, "-m", "stretto.bench.reshard", json.dumps(setup), str(out)]
+    command = worker_command("reshard", setup, out)
     world = HOSTS * RANKS_PER_HOST
     base = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.bench import tensor_race
+from stretto.bench.in_lab import worker_command
 from stretto.bench.tensor_race import SHAPES, balanced_rate, races, run_races
 from stretto.bench.tensor_result import MODES, Setup
 from stretto.cli.bench import bench
@@ -40,7 +40,7 @@ def run_small(out: Path, *words: str, **changes: Any) -> Any:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "stretto.bench.tensor", json.dumps(setup), str(out), *words]
+    command = worker_command("tensor", setup, out, *words)
     base = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
@@ -91,7 +91,7 @@ def test_small_race_with_sequence_parallelism(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_small_race_in_a_pipeline_keeps_what_ran(tmp_path: Path) -> None:
-    result = run_small(tmp_path / "race.json", "keep", str(tmp_path / "kept"), pp=2)
+    result = run_small(tmp_path / "race.json", str(tmp_path / "kept"), pp=2)
     check(result, places=2)
     rows = {row["system"]: row for row in result["rows"]}
     for mode in MODES:
@@ -211,4 +211,4 @@ def test_races_that_ended_are_kept_when_a_later_one_fails(
     with pytest.raises(RunError, match="host 1"):
         run_races(setups, lambda _: None, kept.append, tmp_path)
     assert [race["setup"]["hidden"] for result in kept for race in result["races"]] == [1024]
-    assert said[:2] == ["keep", str(tmp_path / "hidden-1024-pp=1-tp=2-50mbit")]
+    assert said[0] == str(tmp_path / "hidden-1024-pp=1-tp=2-50mbit")

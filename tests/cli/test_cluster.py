@@ -59,7 +59,6 @@ def test_a_calibration_is_shown_as_what_was_measured(tmp_path: Path) -> None:
         "90 us",
         "12.0 MB/s",
         "20 / 25 us",
-        "the slowest rank of a place is 5.0 % behind",
     ):
         assert word in printed
 

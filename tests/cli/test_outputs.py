@@ -122,24 +122,29 @@ def test_a_plan_that_cannot_be_printed_is_saved(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("command", "suffix"),
+    ("command", "suffix", "what"),
     [
-        (("report", "-o"), ".html"),
-        (("report", "-o"), ".svg"),
-        (("report", "-o"), ".perfetto-trace"),
-        (("simulate", "--trace"), ".perfetto-trace"),
-        (("simulate", "--svg"), ".svg"),
-        (("simulate", "--json"), ".json"),
+        (("report", "-o"), ".html", ""),
+        (("report", "-o"), ".svg", ""),
+        (("report", "-o"), ".perfetto-trace", ""),
+        (("simulate", "--trace"), ".perfetto-trace", ""),
+        (("simulate", "--svg"), ".svg", ""),
+        (("simulate", "--json"), ".json", "timeline "),
     ],
 )
 def test_a_full_disk_leaves_the_old_file(
-    command: tuple[str, str], suffix: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, str],
+    suffix: str,
+    what: str,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = tmp_path / f"old{suffix}"
     old.write_text("old")
     monkeypatch.setattr(os, "fsync", full_disk)
     said = refusal(command[0], str(saved), command[1], str(old))
-    assert said == f"cannot write {old}: No space left on device. Free space or choose another place"
+    assert said == f"cannot write {what}{old}: No space left on device. Free space or choose another place"
     assert old.read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == sorted([old.name, saved.name])
 

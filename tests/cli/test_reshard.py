@@ -7,7 +7,6 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from stretto.cli.main import COMMANDS
 from stretto.cli.reshard import reshard
 from stretto.errors import UsageError
 
@@ -18,10 +17,6 @@ def run(*arguments: str) -> str:
     ran = CliRunner().invoke(reshard, list(arguments), catch_exceptions=False)
     assert ran.exit_code == 0, ran.output
     return ran.output
-
-
-def test_the_command_is_listed() -> None:
-    assert COMMANDS["reshard"][:2] == ("stretto.cli.reshard", "reshard")
 
 
 def test_every_mode_is_a_row_with_its_makespan_and_bound() -> None:

@@ -55,7 +55,7 @@ def odd_plan() -> Plan:
     job = replace(
         plan.job,
         stages=(Stage(0, ops), *plan.job.stages[1:]),
-        buffers=(Buffer("running", TensorSpec((2,), "float32"), (0,), ((0, Phase.F, "odd"),)),),
+        buffers=(Buffer("running", TensorSpec((2,), "float32"), (0,), ((0, Phase.F, "h0"),)),),
         constants=(Constant("c", TensorSpec((3,), "float32"), (1.5, math.inf, 0)),),
         param_dtype="bfloat16",
         max_live=4,

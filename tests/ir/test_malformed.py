@@ -13,9 +13,10 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from tests.ir.odd import DOCUMENT, TEXT, changed
 
-SUM = ["s", "aten.sum.default", ["%batch/x"], {}, "float32[]"]
+SUM = ["s", "aten.sum.default", ["%batch/x"], [], ["float32[]"]]
 OPS = ("job", "stages", 0, "ops", "F")
 SUMS = ("job", "stages", 0, "ops", "REDUCE_GRAD")
+US = ("costs", "op_us", 2, 2)
 MALFORMED = [
     # (text, message)
     ('{"format": }', r"p\.json, line 1, column 12: not JSON"),
@@ -29,14 +30,14 @@ MALFORMED = [
     (changed("version", to=1), "version 1 cannot be read: this Stretto reads version 16"),
     (changed("version", to=...), "version None cannot be read"),
     (changed("orders", to=...), r"p\.json: the key 'orders' is missing"),
-    (changed("extra", to=1), r"p\.json: unknown key 'extra'; known are: format, version, job"),
-    (changed("job", "loss", to=[1]), r"job\.loss: expected \[stage, value\], found a list of 1"),
+    (changed("extra", to=1), r"p\.json: unknown key 'extra'; known are: job, schedule, windows"),
+    (changed("job", "loss", to=[1]), r"job\.loss: expected a list of 2, found \[1\]"),
     (changed("job", "count", to=3), r"job\.count: expected an object, found 3"),
     (
         changed("job", "count", to={"value": 0, "ops": []}),
         r"job\.count\.value: expected the name of one of `ops`, or without any a number above 0",
     ),
-    (changed("job", "count", to={"value": "n", "ops": []}), r"job\.count\.value: expected a number, or"),
+    (changed("job", "count", to={"value": "n", "ops": []}), r"job\.count\.value: no op makes one number 'n'"),
     (
         changed("job", "mean_over", to={"value": "n", "ops": [SUM]}),
         r"job\.mean_over\.value: no op makes one number 'n'",
@@ -50,87 +51,99 @@ MALFORMED = [
         r"job\.count\.ops\[0\]: no op before it makes 'param/w0'",
     ),
     (
-        changed("job", "count", to={"value": "s", "ops": [["s", "axis.index", ["'tp", 2], {}, "int64[]"]]}),
+        changed("job", "count", to={"value": "s", "ops": [["s", "axis.index", ["'tp", 2], [], ["int64[]"]]]}),
         r"job\.count\.ops\[0\]: a count is made of plain ops, which neither draw nor communicate",
     ),
     (changed("job", "whole", to=["y"]), r"job\.whole\[0\]: the batch has no leaf 'y'"),
     (changed("job", "microbatches", to="3"), r'job\.microbatches: expected a whole number, found "3"'),
     (changed("job", "microbatches", to=True), r"job\.microbatches: expected a whole number, found true"),
-    (changed(*OPS, 0, to=["a"]), r"job\.stages\[0\]\.ops\.F\[0\]: an op is \[name"),
-    (changed(*OPS, 0, 4, to="f32"), r"ops\.F\[0\]\[4\]: cannot read 'f32': cannot read tensor"),
+    (changed(*OPS, 0, to=["a"]), r"job\.stages\[0\]\.ops\.F\[0\]: expected \[name, target, args, "),
+    (changed(*OPS, 0, 4, 0, to="f32"), r"ops\.F\[0\]\[4\]\[0\]: cannot read 'f32': cannot read tensor"),
     (changed(*OPS, 0, 2, 0, to="h0"), r"ops\.F\[0\]\[2\]\[0\]: cannot read the argument 'h0': write %name"),
     (changed(*OPS, 0, 5, to={"size": 1}), r"ops\.F\[0\]\[5\]: unknown key 'size'"),
     (changed(*OPS, 2, 5, "random", to=1), r"expected true or false, found 1"),
-    (changed("job", "stages", 0, "ops", "W", to=...), r"job\.stages\[0\]\.ops: the key 'W' is missing"),
-    (changed("job", "edges", 0, "phase", to="B"), r"job\.edges\[0\]\.phase: expected a phase \(F, I or W\)"),
+    (changed("job", "stages", 0, "ops", "W", to=...), r"job\.stages\[0\]\.ops: the program W is missing"),
+    (changed("job", "edges", 0, "phase", to="B"), r"job\.edges\[0\]: stage 0 makes no value 'y0' in its B"),
     (
         changed("job", "constants", 0, "data", to=[1]),
         r"constants\[0\]\.data: float32\[3\] has 3 elements, found 1",
     ),
     (changed("schedule", "orders", 1, 2, to="1X0"), r"schedule\.orders\[1\]\[2\]: cannot read '1X0'"),
-    (changed("windows", "0F", "parts", 0, to="F"), r'windows\["0F"\]\.parts\[0\]: cannot read \'F\''),
+    (
+        changed("windows", "0F", "parts", 0, 1, to="X"),
+        r'windows\["0F"\]\.parts\[0\]\[1\]: expected F or I or W or B or REDUCE_GRAD, found',
+    ),
     (changed("windows", "0F", "items", 0, to="wait ex"), r'windows\["0F"\]\.items\[0\]: cannot read'),
     (changed("orders", 1, 4, to="fly e0:0"), r"orders\[1\]\[4\]: cannot read 'fly e0:0'"),
     (changed("orders", 1, 4, to=None), r"orders\[1\]\[4\]: expected text, found null"),
     (changed("costs", "action_us", to="fast"), r'costs\.action_us: expected a number, or "inf"'),
     (
-        changed("costs", "op_us", "0", "h0", to=10**400),
+        changed(*US, to=10**400),
         r"not readable as JSON \(a number of 401 digits is too large: 1000",
     ),
     (
-        changed("costs", "op_us", "0", "h0", to=-1.0),
-        r"costs\.op_us\[\"0\"\]\.h0: expected a number from 0 to 1e\+15, found -1",
+        changed(*US, to=-1.0),
+        r"costs\.op_us\[2\]\[2\]: expected a number from 0 to 1e\+15, found -1",
     ),
-    (changed("costs", "skew", to="nan"), r"costs\.skew: expected a number from 0 to 1e\+15, found nan"),
+    (changed("costs", "skew", to="nan"), r"costs\.skew: expected a number from 0 to 1e\+15, found \"nan\""),
     (
-        changed("costs", "links", 0, "latency_us", to=-5),
-        r"links\[0\]\.latency_us: expected a number from 0 to 1e\+15, found -5",
-    ),
-    (
-        changed("costs", "links", 0, "bytes_per_us", to=0),
-        r"links\[0\]\.bytes_per_us: expected a rate above 0, found 0",
+        changed("costs", "links", 0, 2, "latency_us", to=-5),
+        r"links\[0\]\[2\]\.latency_us: expected a number from 0 to 1e\+15, found -5",
     ),
     (
-        changed("costs", "collectives", 0, "slowdown", to=1.5),
-        r"collectives\[0\]\.slowdown: expected a share from 0 to 1",
+        changed("costs", "links", 0, 2, "bytes_per_us", to=0),
+        r"links\[0\]\[2\]\.bytes_per_us: expected a rate of at least 1e-06 bytes a microsecond, found 0",
     ),
     (
-        changed("costs", "op_us", "0", "h0", to=1e308),
-        r"costs\.op_us\[\"0\"\]\.h0: expected a number from 0 to 1e\+15, found 1e\+308",
+        changed("costs", "collectives", 0, 2, "slowdown", to=1.5),
+        r"collectives\[0\]\[2\]\.slowdown: expected a share from 0 to 1",
     ),
     (
-        changed("costs", "links", 0, "bytes_per_us", to=1e-300),
-        r"links\[0\]\.bytes_per_us: expected a rate of at least 1e-06",
+        changed(*US, to=1e308),
+        r"costs\.op_us\[2\]\[2\]: expected a number from 0 to 1e\+15, found 1e\+308",
     ),
     (
-        changed("costs", "collectives", 0, "curve", 0, 1, to=-2.0),
-        r"curve\[0\]\[1\]: expected a number from 0",
+        changed("costs", "links", 0, 2, "bytes_per_us", to=1e-300),
+        r"links\[0\]\[2\]\.bytes_per_us: expected a rate of at least 1e-06",
+    ),
+    (
+        changed("costs", "collectives", 0, 2, "curve", "points", 0, 1, to=-2.0),
+        r"curve: point 0 of a curve, \(0\.0, -2\.0\): expected finite numbers from 0",
     ),
     # What becomes the source of a function.
     (
-        changed(*OPS, 0, 3, to={"**[print(1)][1], dtype": 1}),
-        r"ops\.F\[0\]\[3\].*is no name of a keyword argument",
+        changed(*OPS, 0, 3, to=[["**[print(1)][1], dtype", 1]]),
+        r"ops\.F\[0\]\[3\]\[0\]\[0\]: expected a keyword argument's name, found",
     ),
-    (changed(*OPS, 0, 3, to={"import": 1}), r"ops\.F\[0\]\[3\]\.import: 'import' is no name of a keyword"),
-    (changed(*OPS, 0, to=["g", "getitem", [], {}, "float32[1]"]), r"ops\.F\[0\]\[2\]: a getitem takes"),
+    (changed(*OPS, 0, 3, to=[["import", 1]]), r"expected a keyword argument's name, found \"import\""),
+    (changed(*OPS, 0, 3, to=[["a", 1], ["a", 2]]), r"ops\.F\[0\]: a keyword argument is there twice"),
+    (changed(*OPS, 0, to=["g", "getitem", [], [], ["float32[1]"]]), r"ops\.F\[0\]: a getitem takes"),
     (
-        changed(*OPS, 0, to=["g", "getitem", ["%x", -1], {}, "float32[1]"]),
-        r"ops\.F\[0\]\[2\]: a getitem takes",
+        changed(*OPS, 0, to=["g", "getitem", ["%x", -1], [], ["float32[1]"]]),
+        r"ops\.F\[0\]: a getitem takes",
     ),
     (
-        changed(*OPS, 0, to=["h0", "aten.mm.default", [], {}, "float32[1]", {"flops": -1}]),
+        changed(*OPS, 0, to=["h0", "aten.mm.default", [], [], ["float32[1]"], {"flops": -1}]),
         r"ops\.F\[0\]\[5\]\.flops: expected a count from 0",
     ),
-    (changed("costs", "op_us", "x", to={}), r"costs\.op_us\.x: the key is not a stage's number"),
+    (
+        changed("costs", "op_us", 0, 0, to="x"),
+        r"costs\.op_us\[0\]\[0\]: expected a whole number, found \"x\"",
+    ),
     (
         changed("costs", "links", 1, to=DOCUMENT["costs"]["links"][0]),
-        r"costs\.links\[1\]: the link .* there twice",
+        r"costs\.links\[1\]: 0, 1 is there twice; keep one of them",
     ),
     # references
     (changed("job", "stages", to=[]), r"job\.stages: a job has at least one stage"),
     (changed("job", "stages", 0, "index", to=1), r"job\.stages\[0\]\.index: stages are numbered in order"),
     (changed(*OPS, 1, 0, to="h0"), r"job\.stages\[0\]\.ops\.F\[1\]: op 'h0' is there twice"),
     (changed(*OPS, 0, 2, 0, to="%param/none"), r"ops\.F\[0\]: stage 0 is not given 'param/none'"),
+    (
+        changed("job", "stages", 0, "ops", "W", 1, 4, to=[]),
+        r"parameters\[0\]\.grads\[0\]: stage 0 makes no value 'dw0' in its W program",
+    ),
+    (changed(*OPS, 0, 4, to=[]), r"ops\.F\[1\]: reads 'h0', which is no tensor"),
     (changed(*OPS, 2, 5, "alias", to="odd"), r"ops\.F\[2\]: is a view of itself, by way of 'odd'"),
     (changed(*OPS, 2, 5, "alias", to="y1"), r"ops\.F\[2\]: is a view of 'y1', which stage 0 does not have"),
     (changed("job", "loss", to=[9, "loss"]), r"job\.loss: there is no stage 9; the job has 2"),
@@ -166,7 +179,7 @@ MALFORMED = [
         r"schedule\.stage_ranks: places 1 stages, but the job has 2",
     ),
     (changed("windows", "0F", "parts", to=[]), r'windows\["0F"\]\.parts: a window has at least one part'),
-    (changed("windows", "0F", "parts", 0, to="7F"), r'windows\["0F"\]\.parts\[0\]: there is no stage 7'),
+    (changed("windows", "0F", "parts", 0, 0, to=7), r'windows\["0F"\]\.parts\[0\]: there is no stage 7'),
     (changed("windows", "0F", "items", 0, to="dw0"), r"items\[0\]: stage 0 has no op 'dw0' in its F program"),
     (changed("windows", "0F", "items", 0, to="#1 h0"), r"items\[0\]: there is no part 1; the window has 1"),
     (changed("windows", "0F", "items", 2, to="send e9"), r"items\[2\]: there is no edge e9; the job has 2"),
@@ -178,9 +191,9 @@ MALFORMED = [
     (changed("communicators", 0, "ranks", to=[0, 5]), r"communicators\[0\]\.ranks\[1\]: there is no rank 5"),
     (
         changed("job", "axes", 0, 0, to="pp"),
-        r"job\.axes\[0\]\[0\]: there is no axis 'pp'; known: dp, cp, ep, tp",
+        r"job\.axes\[0\]\[0\]: expected an axis of dp, cp, ep, tp, found \"pp\"",
     ),
-    (changed("job", "axes", 1, 1, to=0), r"job\.axes\[1\]\[1\]: axis tp has at least one rank, found 0"),
+    (changed("job", "axes", 1, 1, to=0), r"job\.axes\[1\]\[1\]: expected a whole number from 1, found 0"),
     (changed("job", "axes", 1, to=["tp"]), r"job\.axes\[1\]"),
     (changed("job", "parameters", 0, "shards", 0, to=["tp", 1]), r"parameters\[0\]\.shards\[0\]"),
     (changed("job", "parameters", 1, "partial", 0, to=3), r"parameters\[1\]\.partial\[0\]"),
@@ -193,17 +206,20 @@ MALFORMED = [
     (changed(*SUMS, 0, 2, 0, 0, to="%h0"), r"REDUCE_GRAD\[0\]: tp\.0\.0: is no sum of gradients or of the"),
     (changed(*SUMS, 1, 2, 0, to="%h0"), r"REDUCE_GRAD\[1\]: tp\.0\.0\.sum: waits for no sum that starts"),
     (
-        changed("costs", "collectives", 0, "kind", to="all_reduce"),
-        "all_reduce on tp is there twice; keep one",
+        changed("costs", "collectives", 0, 1, to="all_reduce"),
+        r"collectives\[1\]: tp, all_reduce is there twice; keep one",
     ),
-    (changed("costs", "collectives", 0, "curve", to=[]), "a curve needs at least one point"),
+    (changed("costs", "collectives", 0, 2, "curve", "points", to=[]), "a curve needs at least one point"),
     (
-        changed("costs", "collectives", 0, "curve", 0, to=[1]),
-        r"a point of a curve is \[bytes, us\]; this has 1",
+        changed("costs", "collectives", 0, 2, "curve", "points", 0, to=[1]),
+        r"curve\.points\[0\]: expected a list of 2, found \[1\]",
     ),
-    (changed("costs", "collectives", 0, "curve", 1, 1, to=1), r"1\.0 us is faster than fewer bytes are"),
-    (changed("costs", "op_us", "0", "zz", to=1), r"costs\.op_us: stage 0 has no op 'zz'"),
-    (changed("costs", "links", 0, "to", to=6), r"costs\.links: there is no link from rank 0 to rank 6"),
+    (
+        changed("costs", "collectives", 0, 2, "curve", "points", 1, 1, to=1),
+        r"1\.0 us is faster than fewer bytes are",
+    ),
+    (changed("costs", "op_us", 0, 1, to="zz"), r"costs\.op_us: stage 0 has no op 'zz'"),
+    (changed("costs", "links", 0, 1, to=6), r"costs\.links: there is no link from rank 0 to rank 6"),
     (changed("prediction", "peak_bytes", to=[1]), r"prediction\.peak_bytes: 1 ranks, but the plan has 2"),
 ]
 

@@ -53,7 +53,7 @@ def test_equal_plans_give_equal_bytes_whatever_their_insertion_order() -> None:
 
 def test_one_op_a_line() -> None:
     assert (
-        '            ["y0", "made_up.work.default", ["%h0"], {}, "float32[256,512]", {"flops": 1000}],\n'
+        '            ["y0", "made_up.work.default", ["%h0"], [], ["float32[256,512]"], {"flops": 1000}],\n'
         in TEXT
     )
     assert '      "run 0F:0",\n' in TEXT

@@ -15,7 +15,6 @@ from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app
 from stretto.errors import StrettoError
-from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
@@ -25,13 +24,12 @@ from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
 from stretto.measure import calibrate, time_ops
 from stretto.measure.fake_collectives import function_of
 from stretto.measure.local_processes import MOST_PROCESSES, fitting
-from stretto.measure.measured import Compute, skew_of, stretches
-from stretto.measure.profile import Rounds, profile, typical
+from stretto.measure.measured import skew_of, stretches, with_skew
+from stretto.measure.profile import profile, typical
 from stretto.measure.sweep import linear_ops, sweep_ops
 from stretto.measure.time_ops import distinct_ops, time_op
 from stretto.price.calibration import load_calibration, save_calibration
 from stretto.price.roofline import scaled
-from stretto.processor.core_share import pace_alone, part_of
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -42,8 +40,7 @@ import json, os, sys
 import torch, torch.distributed as dist
 from stretto.measure import contention
 from stretto.planning.costs import costs_of
-from stretto.ir.cost_text import encode_costs
-from stretto.ir.job_text import Line
+from stretto.files.typed_file import to_line
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
 
@@ -53,7 +50,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 job = comm_job(2, tp=2, rows=32, hidden=64)
 costs = costs_of(job, make_schedule("1f1b", 2, 2), "local")
-text = json.dumps(encode_costs(costs), default=lambda line: line.value)
+text = to_line(costs)
 told = [None] * 4
 dist.all_gather_object(told, text)
 if dist.get_rank() == 0:
@@ -127,14 +124,13 @@ def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:
 
 def test_under_a_quota_ranks_come_apart_by_what_they_compute_and_by_what_they_are_stopped_for() -> None:
     costs = Costs({}, {}, Link(0.0, 1.0), 0.0, "made up")
-    found = Compute({}, skew=0.2, thread_skew=0.05)
-    assert found.on(costs).skew == 0.2
-    limited = found.on(replace(costs, processor=Processor(100.0, 0.5)))
+    assert with_skew(costs, 0.2, 0.05).skew == 0.2
+    limited = with_skew(replace(costs, processor=Processor(100.0, 0.5)), 0.2, 0.05)
     assert limited.processor is not None
     assert limited.processor.skew == pytest.approx(0.15)
     assert limited.skew == 0.05
     # Threads that differ by more than the clock says: by no more than that.
-    assert Compute({}, 0.1, 0.3).on(limited).skew == 0.1
+    assert with_skew(limited, 0.1, 0.3).skew == 0.1
 
 
 def test_a_stretch_lies_between_two_waits() -> None:
@@ -149,48 +145,25 @@ def test_a_stretch_lies_between_two_waits() -> None:
     assert all(second == 10.0 * first for first, second in found[0])
 
 
-def test_on_a_shared_core_ops_are_told_by_the_time_of_their_thread() -> None:
-    """By the clock an op that met another's turn seems ten times as long as its equals."""
-    clock = {"met": [5000.0, 500.0], "equal": [500.0, 500.0]}
-    thread = {"met": [250.0, 250.0], "equal": [250.0, 260.0]}
-    for mine_us, counts in ((500.0, thread), (1000.0, clock)):
-        totals = {Phase.F: [1010.0, 1020.0]}
-        of = Rounds(shares=clock, thread_shares=thread, totals=totals, straight_us=[mine_us, mine_us])
-        assert of.op_shares is counts
-        assert of.copy().op_shares == counts
-    assert Rounds(shares=clock, totals={Phase.F: [1010.0]}, straight_us=[1.0]).op_shares is clock, (
-        "on an accelerator nothing is known of the thread"
-    )
-    assert [part_of(50.0, 100.0), part_of(95.0, 100.0), part_of(0.0, 0.0)] == [0.5, 1.0, 1.0]
-
-
-def test_under_a_quota_who_waits_for_a_rank_meets_its_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread tells what an op takes on average; the clock, when a rank is ready for a collective."""
-    clock = {"stopped": [5500.0, 500.0], "equal": [500.0, 500.0]}
-    thread = {"stopped": [250.0, 250.0], "equal": [250.0, 260.0]}
-    of = Rounds(clock, thread, {Phase.F: [1010.0, 1020.0]}, [500.0, 500.0])
-    for quota, met in ((True, clock), (False, thread)):
-        monkeypatch.setattr("stretto.measure.profile.has_quota", lambda quota=quota: quota)
-        assert of.op_shares is thread
-        assert of.met_shares is met
-
-
-def test_what_a_thread_had_of_its_core_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = {"now": 0, "mine": 0}
-
-    def product() -> None:
-        clock["now"] += 3_000_000
-        clock["mine"] += 1_000_000
-
-    for module in ("core_share", "products"):
-        monkeypatch.setattr(f"stretto.processor.{module}.time.perf_counter_ns", lambda: clock["now"])
-    monkeypatch.setattr("stretto.processor.core_share.time.thread_time_ns", lambda: clock["mine"])
-    monkeypatch.setattr("stretto.processor.core_share.products_on", lambda device: product)
-    monkeypatch.setattr("stretto.processor.core_share.own_share", lambda threads: 1.0)
-    product_us, part = pace_alone(CPU)
-    assert (product_us, part) == (pytest.approx(3000.0), pytest.approx(1 / 3))
-    monkeypatch.setattr("stretto.processor.core_share.own_share", lambda threads: 0.5)
-    assert pace_alone(CPU)[1] == 0.5, "what the quota says"
+def test_under_a_quota_an_op_is_told_by_its_thread_and_its_program_by_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the clock an op in which its rank was stopped seems ten times as long as its equals."""
+    job = comm_job(1, tp=2)
+    assert not profile(job, CPU).rounds[0].thread_shares
+    monkeypatch.setattr("stretto.measure.profile.quota_share", lambda: 0.5)
+    found = profile(job, CPU)
+    of = found.rounds[0]
+    assert of.thread_shares.keys() == of.shares.keys()
+    for phase, ops in job.stages[0].ops.items():
+        names = [op.name for op in ops if op.target != WAIT]
+        shares = {name: typical(of.thread_shares[name]) for name in names}
+        waits = sum(typical(of.thread_shares[op.name]) for op in ops if op.target == WAIT)
+        whole_us = typical(of.totals[phase])
+        for name, share in shares.items():
+            assert found.op_us[0, name] == pytest.approx(
+                whole_us * share / (sum(shares.values()) + waits), rel=1e-6
+            )
 
 
 def test_large_axes_are_measured_small() -> None:
@@ -296,7 +269,6 @@ def calibrate_into(path: Path, *arguments: str) -> tuple[int, str, BaseException
 
 @pytest.fixture
 def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(time_ops, "ROUND_US", 100.0)
     path = tmp_path / "plan.json"
     stretto.plan(comm_job(1, tp=1, rows=8, hidden=16), cluster=stretto.Cluster()).save(path)
@@ -402,7 +374,6 @@ def test_a_run_goes_on_from_the_file_of_one_that_was_killed(
     dropped = sorted(known.ops)[0]
     del known.ops[dropped]
     save_calibration(known, out)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))  # which a killed run has not written
     status, text, _ = calibrate_into(out, str(plan_file))
     assert status == 0
     assert f"(1 measured now, {len(known.ops)} known)" in text
@@ -420,7 +391,6 @@ def test_what_was_noisy_when_it_was_measured_is_told_again(
 
 
 def test_a_trace_alone_is_input_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trace, out = tmp_path / "trace.json", tmp_path / "c.json"
     with torch.profiler.profile(record_shapes=True) as recorded:
         torch.mm(torch.ones(8, 16), torch.ones(16, 4))

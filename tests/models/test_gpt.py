@@ -19,7 +19,6 @@ from stretto.models.build import (
     counted_loss_function,
     huggingface_loss,
     huggingface_sum,
-    loss_function,
 )
 from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, next_token_sum, rotate
 
@@ -244,7 +243,7 @@ def test_settings_become_a_gpt() -> None:
     expected = GPTConfig(61, 2, 24, 3, 16, 2.0, positions="learned")
     assert model.config == expected
     assert torch.equal(model.head.weight, GPT(expected, 4).head.weight)
-    assert loss_function(settings) is next_token_loss
+    assert counted_loss_function(settings) is next_token_sum
     wider = build_model(GPTSettings(layers=1, hidden=24, heads=3, vocab_size=64), 61, 0)
     assert isinstance(wider, GPT)
     assert wider.config.vocab_size == 64
@@ -262,7 +261,7 @@ def test_settings_become_a_model_of_transformers() -> None:
     assert type(model).__name__ == "LlamaForCausalLM"
     assert (model.config.bos_token_id, model.config.eos_token_id) == (END_OF_TEXT_ID, END_OF_TEXT_ID)
     tokens = some_tokens(length=17)
-    loss = loss_function(LLAMA)(model, tokens)
+    loss = huggingface_loss(model, tokens)
     # transformers shifts labels itself: over one token more, it measures the same 16 predictions.
     torch.testing.assert_close(loss, model(input_ids=tokens, labels=tokens).loss)
     assert generate(model, tokens[:, :4], 3, context=32).shape == (2, 7)

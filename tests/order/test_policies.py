@@ -32,7 +32,8 @@ from stretto.order import (
 )
 from stretto.order.policies import Policy
 from stretto.order.scope import make_whole
-from stretto.order.window import list_window, urgencies
+from stretto.order.search import Point, Scope
+from stretto.order.window import urgencies
 from stretto.planning.make_plan import make_plan
 from stretto.verify import verify
 from tests.order.best import shortest_us
@@ -133,22 +134,6 @@ def test_what_would_overfill_one_gap_is_kept_for_the_next() -> None:
     assert time_of(graph, "improve") == 10 + 100 + 10 + 100 + 10, "one filler under each"
 
 
-def test_nothing_is_held_where_memory_does_not_allow_it() -> None:
-    graph = chains((10, "C", 10, "C", 10), lane_us=100, fillers=(60,))
-    [first, second] = [n for n, node in enumerate(graph.nodes) if node.role is Role.START]
-    filler, between = len(graph.nodes) - 1, second - 1
-    # What the first op makes is freed by the filler, and the op between the collectives makes more.
-    storages = Storage(50, 0, (0, filler), False), Storage(60, between, (between, second), False)
-    graph = replace(graph, storages=storages)
-    held = {filler: second}
-    free = list_order(graph, limit_bytes=1000, held=held)
-    tight = list_order(graph, limit_bytes=100, held=held)
-    assert first < between
-    assert free.index(filler) > free.index(second)
-    assert tight.index(filler) < tight.index(between)
-    assert (replay(graph, free).peak_bytes, replay(graph, tight).peak_bytes) == (110, 60)
-
-
 def random_graph(seed: int) -> WindowGraph:
     draw = random.Random(seed)
 
@@ -216,19 +201,23 @@ def test_a_wait_stands_for_the_slowest_rank_of_the_place() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("fit", [False, True])
-def test_a_window_that_is_listed_takes_as_long_as_its_order_walked_again(seed: int, fit: bool) -> None:
+@pytest.mark.parametrize("patience", [0.0, 0.5])
+def test_a_window_that_is_listed_takes_as_long_as_its_order_walked_again(seed: int, patience: float) -> None:
     plain = random_graph(seed)
     draw = random.Random(seed)
     nodes = [replace(node, load=draw.choice((0.0, 0.3))) for node in plain.nodes]
     graph = replace(plain, nodes=tuple(nodes), skew=draw.choice((0.0, 0.1)))
-    starts = [index for index, node in enumerate(nodes) if node.role is Role.START]
-    for sequence in (None, starts):
-        made = list_window(make_whole(graph), urgencies(graph), fit, 10**9, sequence, {})
-        again = replay(graph, made.order)
-        assert made.end_us == pytest.approx(again.end_us)
-        assert made.end_us - made.worked_us == pytest.approx(again.stands_us)
-        assert legal_order("list", graph), "of other costs, and legal"
+    scope = Scope((make_whole(graph),), 0.0, 0.0, limit_bytes=10**9)
+    made = scope.walk(Point((urgencies(graph),), (patience,)))
+    assert made is not None
+    again = replay(graph, made.orders[0])
+    assert made.step_us == pytest.approx(again.late_us)
+    # Given, it is the same; and nothing is given up that is no longer.
+    given = scope.walk(scope.given(made), again.late_us)
+    assert given is not None
+    assert given.step_us == pytest.approx(again.late_us)
+    assert scope.walk(Point((urgencies(graph),), (patience,)), made.step_us) == made
+    assert scope.walk(scope.given(made), 0.9 * graph.work_us) is None
 
 
 def test_orders_are_the_same_every_time() -> None:

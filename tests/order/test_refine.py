@@ -1,4 +1,4 @@
-"""Heads and tails of windows: what a timeline shows of other ranks, and the search for the whole step."""
+"""Heads and tails of windows, and the search for those that serve the whole step."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import Job
 from stretto.ir.serialize import plan_to_text
-from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.order import NOTHING, Arranger, Outside, list_order, make_graph, refine, replay
-from stretto.order.observed import PARTS, observe
 from stretto.planning import tries, windows
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
-from stretto.simulate import simulate
 from stretto.verify import verify
 from tests.synthetic_comm import make_comm_costs
 from tests.verify.comm_plans import comm_job
@@ -63,28 +59,6 @@ def test_a_message_with_a_tail_goes_earlier_and_one_that_arrives_late_is_used_la
     ends = [replay(graph, list_order(graph)).end_us for graph in (soon, late)]
     assert ends[1] == pytest.approx(ends[0] + 500.0)
     assert late.key() != soon.key()
-
-
-def test_a_timeline_shows_when_messages_arrive_and_when_they_were_due() -> None:
-    job, costs = job_of(microbatches=1)
-    plan = make_plan(job, costs, schedule="1f1b", overlap="off")
-    timeline = simulate(plan)
-    arranger = Arranger(job, costs, plan.schedule.stage_ranks)
-    found = observe(plan, timeline, arranger)
-    (edge,) = (edge for edge in job.edges if edge.phase is Phase.F)
-    (message,) = (
-        s for s in timeline.spans if s.kind is SpanKind.MESSAGE and s.name.endswith(f"e{edge.index}:0")
-    )
-    forward = [s for s in timeline.spans if (s.rank, s.lane, s.name) == (0, COMPUTE_LANE, "0F0")]
-    stood = [s for s in timeline.spans if s.lane == COMPUTE_LANE and s.name == message.name]
-    grain_us = max(arranger.graph(window).work_us for window in plan.windows.values()) / PARTS
-    # Rank 1 has nothing else to do, so it stands from the step's begin, and that is when the message was due.
-    assert found["1F"].arrivals == {(0, edge.index): pytest.approx(message.end_us, abs=grain_us)}
-    assert message.sent_us is not None
-    late_us = message.end_us - min(s.start_us for s in stood)
-    tail_us = max(s.end_us for s in forward) - message.sent_us + late_us
-    assert found["0F"].tails == {(0, edge.index): pytest.approx(tail_us, abs=grain_us)}
-    assert found["0F"].arrivals == {}
 
 
 def test_the_search_gains_is_proved_and_gives_equal_plans(monkeypatch: pytest.MonkeyPatch) -> None:

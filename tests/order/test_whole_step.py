@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,21 +15,20 @@ from stretto.ir.action import Action, Overlap, Phase, Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.processor import Processor
-from stretto.ir.program import WAIT, Buffer, Job
+from stretto.ir.program import WAIT, Buffer, Job, OverlapMode
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.order import Role, list_order, make_graph
-from stretto.order.follow import follow, replay
+from stretto.order import Role, list_order, make_graph, moves, whole_step
+from stretto.order import push as pushing
+from stretto.order.follow import replay
+from stretto.order.graphs import Graphs
+from stretto.order.moves import by_op
+from stretto.order.push import Pushing
 from stretto.order.scope import Whole, make_whole
+from stretto.order.search import Budget, Point, Scope, Search
 from stretto.order.storages import Memory
 from stretto.order.walk import Chosen
-from stretto.order.whole_step import justify as justifying
-from stretto.order.whole_step import moves, order_together, search
-from stretto.order.whole_step.budget import Budget
-from stretto.order.whole_step.choose import choose
-from stretto.order.whole_step.graphs import Graphs
-from stretto.order.whole_step.justify import justify
-from stretto.order.whole_step.moves import move_ops
-from stretto.planning import windows
+from stretto.order.whole_step import order_together, point_of
+from stretto.planning import tries, windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
@@ -36,6 +36,7 @@ from stretto.runtime.compile import cut
 from stretto.schedule.families import make_schedule
 from stretto.schedule.windows import make_window
 from stretto.simulate import simulate
+from stretto.simulate.clock import Clock
 from stretto.simulate.windows import make_ready
 from stretto.verify import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
@@ -79,14 +80,28 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
     return lower(plan.job, plan.schedule, plan.costs, overlap="window", windows=windows)
 
 
-def poor_step() -> tuple[Plan, list[Whole], Chosen]:
-    """A step with long collectives whose microbatches all go on at once."""
+def choose(
+    plan: Plan, wholes: Sequence[Whole], urgency: Sequence[Sequence[float]], patience: Sequence[float]
+) -> Chosen | None:
+    """The step, walked by urgencies."""
+    return Scope(tuple(wholes), 0.0, 0.0, plan).walk(Point(tuple(urgency), tuple(patience)))
+
+
+def follow(plan: Plan, wholes: Sequence[Whole], orders: Sequence[Sequence[int]]) -> Chosen | None:
+    """The step, walked in these orders."""
+    return Scope(tuple(wholes), 0.0, 0.0, plan).walk(Point(orders=tuple(orders)))
+
+
+def poor_step(enough_us: float = 0.0, walks: int = 10**6) -> tuple[Plan, Search, Chosen]:
+    """A step with long collectives and urgencies that were drawn, and a search that has come there."""
     plan = whole_plan(*job_of(collective_us=300.0))
-    made = search._Search(plan, 1.0, Budget(1), Graphs.of(plan).ready(0.0005))
-    point = made._sloped((0.0, 0.0), (0.0, 0.0))
-    poor = choose(plan, made.wholes, point.urgency, point.patience)
-    assert poor is not None
-    return plan, list(made.wholes), poor
+    draw = random.Random(0)
+    scope = Scope(Graphs.of(plan).wholes(0.0005), enough_us, 1000.0, plan)
+    search = Search(scope, Budget(walks + 1))
+    urgency = tuple([draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in scope.wholes)
+    assert search.tried(Point(urgency, (0.0, 0.0)))
+    assert search.best is not None
+    return plan, search, search.best
 
 
 def step_us(plan: Plan) -> float:
@@ -314,42 +329,63 @@ def test_a_lane_works_rather_than_stand_for_a_slower_rank_of_its_place() -> None
     assert sum(knows for knows, _ in taken) < 0.99 * sum(not_so for _, not_so in taken)
 
 
-def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(moves, "A_MOVE_US", 50.0)  # steps of this job are short
-    plan, wholes, poor = poor_step()
-    found = move_ops(plan, wholes, poor, 0.0, Budget(10**6))
+def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need() -> None:
+    plan, search, poor = poor_step()
+    wholes = list(search.scope.wholes)
+    found = by_op(search, 400, 400)
     assert found.step_us < poor.step_us
-    given = [mine.names(order) for mine, order in zip(wholes, poor.orders, strict=True)]
-    before = follow(plan, wholes, given)
+    before = search.scope.walk(search.scope.given(poor))
     assert before is not None
     assert 0.0 < found.exposed_us <= before.exposed_us < len(wholes) * before.step_us
     moved = in_order(plan, wholes, found)
     verify(moved)
     assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)
-    # A step that is short enough is left; so is one that is too short to be worth a move.
-    assert move_ops(plan, wholes, poor, poor.step_us, Budget(10**6)) is poor
-    assert move_ops(plan, wholes, poor, 0.0, Budget(0)) is poor, "no time is left"
-    monkeypatch.setattr(moves, "A_MOVE_US", 2.0 * poor.step_us)
-    assert move_ops(plan, wholes, poor, 0.0, Budget(10**6)) is poor
+    # No move, no walk left, and a step that is short enough.
+    assert by_op(search, 0, 200) is poor
+    assert by_op(poor_step(walks=0)[1], 200, 200).orders == poor.orders
+    assert by_op(poor_step(enough_us=poor.step_us)[1], 200, 200).orders == poor.orders
 
 
 def test_pushed_steps_are_shorter_proved_and_equal_for_equal_jobs() -> None:
-    plan, wholes, poor = poor_step()
-    found = justify(plan, wholes, poor, 0.0, Budget(10**6))
+    plan, search, poor = poor_step()
+    wholes = search.scope.wholes
+
+    def pushed(search: Search) -> Chosen:
+        best = search.go(Pushing(wholes), 100, 100).best
+        assert best is not None
+        return best
+
+    found = pushed(search)
     assert found.step_us < poor.step_us
-    pushed = in_order(plan, wholes, found)
-    verify(pushed)
-    assert simulate(pushed).step_us == pytest.approx(found.step_us, rel=0.02)
-    assert justify(plan, wholes, poor, 0.0, Budget(10**6)).orders == found.orders
-    assert justify(plan, wholes, poor, poor.step_us, Budget(10**6)) is poor, (
-        "a step that is short enough is left"
-    )
-    assert justify(plan, wholes, poor, 0.0, Budget(0)) is poor, "no time is left"
+    made = in_order(plan, list(wholes), found)
+    verify(made)
+    assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
+    assert pushed(poor_step()[1]).orders == found.orders
+    assert pushed(poor_step(enough_us=poor.step_us)[1]).orders == poor.orders, "short enough"
+    assert pushed(poor_step(walks=0)[1]).orders == poor.orders, "no time is left"
 
 
-def test_a_pushed_step_keeps_what_ops_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_is_given_up_once_it_is_known_to_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is known never says so of one that is not."""
+    _, search, poor = poor_step()
+    scope, seen, run = search.scope, list[float](), Clock.step
+
+    def step(clock: Clock) -> bool:
+        seen.append(clock.now_us)
+        return run(clock)
+
+    monkeypatch.setattr(Clock, "step", step)
+    for point in (search.point, scope.given(poor)):
+        found = scope.walk(point)
+        assert found is not None
+        assert scope.walk(point, found.step_us) == found
+        assert scope.walk(point, 0.99 * found.step_us) is None
+        seen.clear()
+        assert scope.walk(point, 0.5 * found.step_us) is None
+        assert max(seen) < 0.9 * found.step_us, "not walked to its end"
+
+
+def test_a_pushed_step_keeps_what_ops_need() -> None:
     job, costs = job_of(microbatches=3)
     plan = whole_plan(job, costs)
     wholes = wholes_of(plan)
@@ -358,13 +394,13 @@ def test_a_pushed_step_keeps_what_ops_need(monkeypatch: pytest.MonkeyPatch) -> N
         plan, wholes, [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes], [0.0, 0.0]
     )
     assert found is not None
-    pushing = justifying._Pushing(plan, wholes)
+    push = Pushing(wholes)
     off = {
         (rank, index): draw.gauss(0.0, 200.0)
         for rank, one in enumerate(wholes)
         for index in range(len(one.graph.nodes))
     }
-    begins = pushing.begins_us(found, off)
+    begins = push.begins_us(found, off)
     for rank, one in enumerate(wholes):
         nodes, timing = one.graph.nodes, found.timings[rank]
         assert timing.stretch >= 1.0
@@ -381,14 +417,14 @@ def test_a_pushed_step_keeps_what_ops_need(monkeypatch: pytest.MonkeyPatch) -> N
             if node.work_us
         )
         assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(busy)), "one op at a time"
-    for send, (rank, receive) in pushing._arrives.items():
+    for send, (rank, receive) in push._arrives.items():
         flies_us = wholes[send[0]].graph.nodes[send[1]].time_us
         assert begins[send[0]][send[1]] + flies_us <= begins[rank][receive] + 1e-6
 
 
 def test_a_lane_gives_the_last_time_that_is_free() -> None:
     draw = random.Random(0)
-    lane, taken = justifying._Lane(), set[int]()
+    lane, taken = pushing._Lane(), set[int]()
     for _ in range(60):
         end, us = draw.randint(20, 200), draw.randint(1, 9)
         begin = lane.put(float(end), float(us))
@@ -405,7 +441,7 @@ def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> Non
         order = one.names(range(len(one.graph.nodes)))
         for _ in range(200):
             at, far = draw.randrange(len(order)), draw.randint(-20, 20)
-            moved = moves._moved(one, order, at, far)
+            moved = moves.put(one, order, at, far)
             assert sorted(moved) == sorted(order)
             assert [index for index in moved if index != order[at]] == order[:at] + order[at + 1 :]
             to = moved.index(order[at])
@@ -427,9 +463,10 @@ def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
     # An op that leads to the next collective takes less than a collective of another microbatch would.
     costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
     plan = whole_plan(job, costs)
-    made = search._Search(plan, 1.0, Budget(1), Graphs.of(plan).ready(0.0005))
-    impatient = made._sloped((0.3, 0.3), (0.0, 0.0))
-    orders = [choose(plan, made.wholes, impatient.urgency, patience) for patience in ((0.0, 0.0), (5.0, 5.0))]
+    graphs = Graphs.of(plan)
+    scope = Scope(graphs.wholes(0.0005), 0.0, 0.0, plan)
+    impatient = point_of(scope, graphs, 1.0 / 4, (0.3, 0.3), (0.0, 0.0))
+    orders = [scope.walk(replace(impatient, patience=patience)) for patience in ((0.0, 0.0), (5.0, 5.0))]
     assert orders[0] is not None
     assert orders[1] is not None
     assert orders[0].orders != orders[1].orders
@@ -437,8 +474,8 @@ def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
 
 def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     job, costs = job_of()
-    monkeypatch.setattr(search, "MOST", 100)
-    monkeypatch.setattr(justifying, "MOST", 60)
+    monkeypatch.setattr(whole_step, "MOST", 100)
+    monkeypatch.setattr(whole_step, "PUSHES", 60)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert all(window.shares for window in plan.windows.values())
     verify(plan)
@@ -475,6 +512,55 @@ def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> 
     summed = next(op for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
     written = Buffer("seen", ACTIVATION, (0,), ((0, Phase.F, summed.name),))
     assert not tried(replace(job, buffers=(written,)), costs), "forwards would read what is not written yet"
+
+
+def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, costs = job_of(microbatches=4, blocks=1)
+    walks: list[int | None] = []
+
+    def counted(plan: Plan, bound_us: float, given: int | None) -> whole_step.Found | None:
+        walks.append(given)
+        return order_together(plan, bound_us, given or 30)
+
+    monkeypatch.setattr(windows, "order_together", counted)
+
+    def planned(max_bytes: int | None, overlap: OverlapMode = "window") -> Plan:
+        walks.clear()
+        return make_plan(job, costs, schedule="1f1b", overlap=overlap, max_bytes=max_bytes)
+
+    def peak_bytes(plan: Plan) -> int:
+        return max(simulate(plan).peak_bytes)
+
+    wide = planned(None)
+    assert walks == [None]
+    assert all(window.shares for window in wide.windows.values())
+    planned(10 * peak_bytes(wide))
+    assert walks == [windows.BRIEF, None]
+    limit = peak_bytes(planned(None, "local"))
+    assert limit < peak_bytes(wide)
+    tight = planned(limit)
+    assert walks == [windows.BRIEF], "what holds too much is not searched for long"
+    assert peak_bytes(tight) <= limit
+    assert not any(window.shares for window in tight.windows.values())
+    # A brief search that comes close to the bound is enough.
+    monkeypatch.setattr(whole_step, "CLOSE", 100.0)
+    planned(10 * peak_bytes(wide))
+    assert walks == [windows.BRIEF]
+
+
+def test_where_a_whole_step_is_near_its_bound_nothing_else_is_ordered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, costs = job_of(microbatches=4, blocks=1)
+    asked: list[object] = []
+    monkeypatch.setattr(windows, "order_together", lambda plan, us, walks: order_together(plan, us, 10))
+    monkeypatch.setattr(windows, "refine", lambda build, captured, quick: asked.append(captured))
+    monkeypatch.setattr(tries, "AHEAD_OF", 0.0)  # it is not far ahead
+    for near, again in ((0.0, True), (100.0, False)):
+        asked.clear()
+        monkeypatch.setattr(tries, "NEAR", near)
+        make_plan(job, costs, schedule="1f1b", overlap="window")
+        assert bool(asked) is again
 
 
 def virtual_stages(microbatches: int) -> Schedule:
@@ -518,14 +604,13 @@ def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is
     plan = plan_with(job, paired, costs, overlap="window")
     items = sum(len(window.items) for window in plan.windows.values())
     bound_us = lower_bound(job, paired, costs).us
-    monkeypatch.setattr(search, "EFFORT", 0.0)
+    monkeypatch.setattr(whole_step, "EFFORT", 0.0)
     steps = []
     for walks in (1, 30):
-        monkeypatch.setattr(search, "LEAST", walks * items)
+        monkeypatch.setattr(whole_step, "LEAST", walks * items)
         found = order_together(plan, bound_us)
         assert found is not None
-        assert found.walks <= walks + 1, "a push takes two walks"
-        assert found.ended or found.walks >= walks
+        assert found.walks <= found.allowed == walks
         made = lower(plan.job, plan.schedule, plan.costs, overlap="window", windows=found.windows)
         verify(made)
         steps.append(simulate(made).step_us)

@@ -8,30 +8,30 @@ from dataclasses import replace
 import pytest
 
 from stretto.order import Role
+from stretto.order.graphs import Graphs
+from stretto.order.pairs import Border, Borders, borders, paired, partners
+from stretto.order.search import Scope
 from stretto.order.walk import Chosen
-from stretto.order.whole_step import search
-from stretto.order.whole_step.budget import Budget
-from stretto.order.whole_step.choose import choose
-from stretto.order.whole_step.graphs import Graphs
-from stretto.order.whole_step.pairs import Border, Borders, borders, paired, partners
+from stretto.order.whole_step import point_of
 from tests.order.test_whole_step import job_of, whole_plan
 
 
-def sent_us(made: search._Search, found: Chosen) -> dict[tuple[int, int], float]:
+def sent_us(scope: Scope, found: Chosen) -> dict[tuple[int, int], float]:
     """(edge, microbatch) -> when the message was sent."""
     return {
         (int(node.item.ref), whole.microbatches[node.item.part]): found.timings[rank].ends_us[index]
-        for rank, whole in enumerate(made.wholes)
+        for rank, whole in enumerate(scope.wholes)
         for index, node in enumerate(whole.graph.nodes)
         if node.role is Role.SEND
     }
 
 
-def walked(pairs: Borders) -> tuple[search._Search, Chosen | None]:
+def walked(pairs: Borders) -> tuple[Scope, Chosen | None]:
     plan = whole_plan(*job_of())
-    made = search._Search(plan, 1000.0, Budget(1), Graphs.of(plan).ready(0.0005), pairs)
-    point = made._sloped((0.3, 0.3), (0.0, 0.0))
-    return made, choose(plan, made.wholes, point.urgency, point.patience, point.pairs)
+    graphs = Graphs.of(plan)
+    scope = Scope(graphs.wholes(0.0005), 0.0, 0.0, plan)
+    each_us = 1000.0 / plan.job.microbatches
+    return scope, scope.walk(point_of(scope, graphs, each_us, (0.3, 0.3), (0.0, 0.0), pairs))
 
 
 def test_a_border_is_a_value_and_its_gradient_where_cards_are_shared() -> None:
@@ -63,11 +63,11 @@ def test_paired_messages_leave_together() -> None:
     pairs = paired(plan, borders(plan), 2)
     apart_us = []
     for given in (pairs, ()):
-        made, found = walked(given)
+        scope, found = walked(given)
         assert found is not None
-        at_us = sent_us(made, found)
+        at_us = sent_us(scope, found)
         apart_us.append([abs(at_us[one] - at_us[other]) for one, other in partners(pairs).items()])
-    longest_us = max(node.work_us for node in made.wholes[0].graph.nodes)
+    longest_us = max(node.work_us for node in scope.wholes[0].graph.nodes)
     # A lane that is at work sends when its op has ended.
     assert max(apart_us[0]) <= 2 * longest_us
     assert max(apart_us[1]) > 2 * longest_us

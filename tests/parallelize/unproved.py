@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 import pytest
 
 from stretto.capture.expand import TracedOp
-from stretto.capture.proof import Proved
-from stretto.ir.program import CHUNK, INDEX, Shard, TensorSpec
+from stretto.capture.proof import Proof, Proved
+from stretto.ir.program import CHUNK, INDEX
 from stretto.parallelize.alone import Beside
 from stretto.parallelize.tensor import AXIS
 
@@ -27,23 +27,16 @@ def _varying(ops: Sequence[TracedOp], given: set[str]) -> set[str]:
     return found
 
 
-def unproved(
-    ops: Sequence[TracedOp],
-    given: Mapping[str, TensorSpec],
-    shards: Mapping[str, Shard],
-    gradients: Mapping[str, str | None],
-    kept: Mapping[str, str],
-    size: int,
-    on_meshes: bool = False,
-) -> Proved:
-    differ = _varying(ops, {f"param/{name}" for name in shards})
-    partial = {name: (AXIS,) for name, value in gradients.items() if value in differ and name not in shards}
-    roots = {*kept.values(), *(value for value in gradients.values() if value is not None)}
-    return Proved(tuple(ops), {root: root for root in roots}, partial)
+def _unproved(proof: Proof) -> Proved:
+    differ = _varying(proof.ops, {f"param/{name}" for name in proof.shards})
+    gradients = {name: value for name, value in proof.gradients.items() if value is not None}
+    partial = {n: (AXIS,) for n, value in gradients.items() if value in differ and n not in proof.shards}
+    roots = {*proof.kept.values(), *gradients.values()}
+    return Proved(tuple(proof.ops), {root: root for root in roots}, partial)
 
 
 def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off what proves that values along tp are what their uses need, and what looks at shapes."""
-    monkeypatch.setattr(import_module("stretto.capture.trace"), "prove", unproved)
+    monkeypatch.setattr(Proof, "proved", _unproved)
     monkeypatch.setattr(Beside, "_note", lambda *_: None)
     monkeypatch.setattr(import_module("stretto.verify.plan"), "placement_faults", lambda _: [])

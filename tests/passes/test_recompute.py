@@ -13,10 +13,9 @@ from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs, Link
 from stretto.ir.flow import PHASES
-from stretto.ir.op_text import decode_op, encode_op
 from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
-from stretto.ir.reading import Cursor
+from stretto.ir.serialize import CODEC
 from stretto.passes.recompute import forget, is_repeated, repeat
 from stretto.passes.recompute_blocks import Blocks, numbered
 from stretto.passes.recompute_choice import recompute
@@ -244,7 +243,8 @@ def test_a_received_value_is_kept() -> None:
 
 def test_a_repeated_op_is_written_and_read() -> None:
     again = op("a_again", "batch/x", repeats="a", random=True)
-    assert decode_op(Cursor(encode_op(again), "op", "plan")) == again
+    form = CODEC.form(Op)
+    assert form.read(form.write(again)) == again
 
 
 def test_a_wrong_word_is_refused() -> None:

@@ -164,7 +164,7 @@ def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
     assert memory_limit(None, job) is None, "processors share their memory with others"
     with pytest.raises(stretto.UsageError, match=r'unknown cluster .*give "local" .* or a calibration'):
         describe("h100")
-    with pytest.raises(stretto.UsageError, match="cannot be read: No such file"):
+    with pytest.raises(stretto.UsageError, match=r"none\.toml: there is no such file; give a cluster file"):
         describe(str(tmp_path / "none.toml"))
     (tmp_path / "flat.toml").write_text("link_bytes_per_us = 0\n")
     with pytest.raises(stretto.UsageError, match=r"flat.toml: Cluster: link_bytes_per_us = 0"):

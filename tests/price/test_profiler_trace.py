@@ -15,7 +15,7 @@ from stretto.capture.trace import trace as capture
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import price_list
 from stretto.price.calibration import Calibration
-from stretto.price.op_cache import Machine
+from stretto.price.op_times import Machine
 from stretto.price.priced import CalibratedPricer
 from stretto.price.profiler_trace import read_trace
 from tests.capture.zoo import mean_square

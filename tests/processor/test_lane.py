@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.backend.control_groups import own_share, processor_quota
 from stretto.errors import UsageError
 from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.processor import Processor
 from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.processor.control_groups import own_share, processor_quota
 from stretto.simulate.clock import Clock
 from stretto.simulate.compute_lane import ComputeLane
 from tests.simulate.test_engine import schedule

@@ -259,8 +259,6 @@ def test_the_command(tmp_path: Path) -> None:
     for arguments, message in (
         (["rehearse", str(tmp_path / "none.json"), "--rank", "0"], "none.json"),
         ([*call[:3], "5"], "there is no rank 5"),
-        ([*call, "--device", "cuda"], "captured for cpu"),
-        ([*call, "--device", "tpu"], "--device tpu: give cpu or cuda"),
         ([*call, "--trace", str(tmp_path / "no" / "where")], "does not exist"),
     ):
         refused = CliRunner().invoke(app, arguments)

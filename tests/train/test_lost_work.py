@@ -22,7 +22,8 @@ from tests.train.tiny import environment, steps_of, write_settings
 import stretto
 from stretto.config import load_settings
 from stretto.errors import UsageError
-from stretto.models.build import build_model, loss_function
+from stretto.models.build import build_model
+from stretto.models.gpt import next_token_loss
 from stretto.train import launch as launcher
 from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_held
 from stretto.train.optimizer import make_optimizer
@@ -152,7 +153,7 @@ def test_ones_own_loop_reads_the_checkpoint_of_a_run(done: tuple[Path, Path]) ->
     plain, _ = load_whole(made)
     model = build_model(settings.model, plain.config.vocab_size, seed=5)
     batch = torch.zeros(4, 17, dtype=torch.long)
-    job = stretto.capture(model, batch, loss_function(settings.model), stretto.Parallel(pp=2, microbatches=2))
+    job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=2, microbatches=2))
 
     def work(runner: stretto.Runner) -> dict[str, torch.Tensor]:
         optimizer = make_optimizer(runner, settings.optimizer)

@@ -100,14 +100,14 @@ def _exchanged(
     if not kind.sums:
         places = [result[a:b] for a, b in kind.gets(value.shape[0], me, size, how)]
         places[me].copy_(gives[me])
-        return _Exchange(_exchange(places, gives, group))
+        return Exchange(_exchange(places, gives, group))
     others = list(torch.empty((size, *result.shape), dtype=value.dtype))
 
     def add_up() -> None:
         others[me] = gives[me]
         put_together(kind, result, others, how)
 
-    return _Exchange(_exchange(others, gives, group), add_up)
+    return Exchange(_exchange(others, gives, group), add_up)
 
 
 def _exchange(
@@ -130,7 +130,7 @@ def _exchange(
     return works + [dist.isend(out[m], ranks[m], group=group) for m in order if out[m].numel()]
 
 
-class _Exchange:
+class Exchange:
     """Works that end together, with something left to do on the processor that waits."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:

@@ -9,12 +9,12 @@ once. Between two hosts of one core at 200 Mbit/s, both computing (PyTorch 2.13,
 
 It is done only where
 
-1. the process is alone in its control group, so that its threads are weighed against each other only (the one
-   process of a container, a host of `stretto.lab`). Elsewhere a thread of the idle class would stand behind
-   every process of the machine;
+1. the process is alone in its control group, so that its threads are weighed against each other only. Who
+   starts it says so (`ALONE`): `stretto.lab` does for hosts of one rank. Elsewhere a thread of the idle class
+   would wait for every process of the machine;
 2. the thread can go back (CAP_SYS_NICE, or a limit RLIMIT_NICE of 20): what is idle here computes elsewhere;
 3. PyTorch computes on one thread: others would be of the ordinary class, and the one for which they all wait
-   must not stand behind them.
+   must not wait for them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from stretto.backend import gloo_adapter
-from stretto.backend.control_groups import MOUNTS, PROC, own_group
+
+ALONE = "STRETTO_ALONE"
+"""The variable of the environment."""
 
 
 @contextmanager
@@ -37,8 +38,8 @@ def lanes_first() -> Iterator[None]:
     """This thread gives way meanwhile. Threads that it makes meanwhile do so for ever."""
     idle = (
         torch.get_num_threads() == 1
+        and ALONE in os.environ
         and _can_return()
-        and is_alone()
         and gloo_adapter.move(0, os.SCHED_OTHER, os.SCHED_IDLE)
     )
     try:
@@ -61,34 +62,6 @@ def keeping_core() -> Iterator[None]:
     finally:
         if idle:
             gloo_adapter.move(0, os.SCHED_OTHER, os.SCHED_IDLE)
-
-
-@functools.cache
-def is_alone(proc: Path = PROC, mounts: Path = MOUNTS) -> bool:
-    """Whether this process, what it started, and what started it are all that its control group holds.
-
-    proc, mounts: where the kernel tells. False where it does not, and in the group that holds all.
-    """
-    mine = os.getpid()
-    try:
-        group = own_group(proc, mounts)
-        if group is None:
-            return False
-        members = [int(word) for word in (group / "cgroup.procs").read_text().split()]
-        above = _line(proc, mine)
-        return mine in members and all(pid in above or mine in _line(proc, pid) for pid in members)
-    except (OSError, ValueError, IndexError):
-        return False  # a process ended meanwhile, or the kernel does not say
-
-
-def _line(proc: Path, pid: int) -> list[int]:
-    """A process, its parent, and so on."""
-    found: list[int] = []
-    while pid > 0:
-        found.append(pid)
-        # What stands in brackets is the command, which may hold anything.
-        pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    return found
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The compute alone: our window functions against eager PyTorch, on one rank with no communication.
 
-    1. A cell is a model and a number of threads; each has a process of its own, this module as a program.
+    1. A cell is a model and a number of threads; each has a process of its own, which runs `run_worker`.
     2. All systems compute the same step, gradient accumulation over microbatches, on the same parameters:
        eager PyTorch, our windows op by op, `torch.compile` of the model with its loss, our windows compiled.
        Losses and gradients are compared first, or the cell is void.
@@ -17,7 +17,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,10 +28,11 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from stretto.bench.in_lab import worker_command
 from stretto.bench.race import compare, fresh, race, timed
+from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import RunError, UsageError
-from stretto.models.build import huggingface_loss
-from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.models.build import build_model, counted_loss_function
 
 EAGER, OURS = "torch eager", "stretto"
 COMPILED, OURS_COMPILED = "torch.compile", "stretto inductor"
@@ -44,11 +44,9 @@ giving it anew, for three steps; later steps fault no pages."""
 ROWS, SEQUENCE, VOCABULARY = 1, 256, 4096
 """Of a microbatch, and of all models."""
 
-Loss = Callable[[nn.Module, Any], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Setup:
     """One place of the grid. model: a name of `MODELS`."""
 
     model: str
@@ -56,71 +54,67 @@ class Cell:
     microbatches: int = 4
     rounds: int = 9
     compile: bool = True
+    world: int = 1
+
+    @property
+    def threads_per_rank(self) -> int:
+        return self.threads
 
 
-def _gpt(hidden: int, layers: int) -> tuple[nn.Module, Loss]:
-    config = GPTConfig(
-        vocab_size=VOCABULARY, layers=layers, hidden=hidden, heads=hidden // 64, context=SEQUENCE
-    )
-    return GPT(config), next_token_loss
+def _gpt(hidden: int, layers: int) -> GPTSettings:
+    return GPTSettings(layers=layers, hidden=hidden, heads=hidden // 64, context=SEQUENCE)
 
 
-def _llama() -> tuple[nn.Module, Loss]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=SEQUENCE,
-    )
-    return LlamaForCausalLM(config), huggingface_loss
-
-
-def _gpt2() -> tuple[nn.Module, Loss]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=512,
-        n_layer=4,
-        n_head=8,
-        n_positions=SEQUENCE,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return GPT2LMHeadModel(config), huggingface_loss
-
-
-MODELS: Mapping[str, Callable[[], tuple[nn.Module, Loss]]] = {
-    "gpt 512": partial(_gpt, 512, 4),
-    "gpt 768": partial(_gpt, 768, 3),
-    "gpt 1024": partial(_gpt, 1024, 2),
-    "llama 512": _llama,
-    "gpt2 512": _gpt2,
+MODELS: Mapping[str, GPTSettings | HuggingFaceSettings] = {
+    "gpt 512": _gpt(512, 4),
+    "gpt 768": _gpt(768, 3),
+    "gpt 1024": _gpt(1024, 2),
+    "llama 512": HuggingFaceSettings(
+        kind="huggingface",
+        architecture="LlamaForCausalLM",
+        config={
+            "hidden_size": 512,
+            "intermediate_size": 1376,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": SEQUENCE,
+        },
+    ),
+    "gpt2 512": HuggingFaceSettings(
+        kind="huggingface",
+        architecture="GPT2LMHeadModel",
+        config={
+            "n_embd": 512,
+            "n_layer": 4,
+            "n_head": 8,
+            "n_positions": SEQUENCE,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
 }
-"""Name -> a model and its loss: hidden sizes at which a step takes about a second on one core."""
+"""Hidden sizes at which a step takes about a second on one core."""
 
 
-def run_cell(cell: Cell) -> dict[str, Any]:
+def run_worker(cell: Setup) -> dict[str, Any]:
     """Steps 2 and 3 in this process: {"cell": ..., "rows": [...]}. Raises RunError when systems disagree."""
-    torch.set_num_threads(cell.threads)
     torch.manual_seed(0)
-    model, loss = MODELS[cell.model]()
-    model.train()
-    batch = _batch(cell, loss)
+    model = build_model(MODELS[cell.model], VOCABULARY, seed=0)
+    counted = counted_loss_function(MODELS[cell.model])
+
+    def loss(module: nn.Module, tokens: Tensor) -> Tensor:
+        total, count = counted(module, tokens)
+        return total / count
+
+    batch = torch.randint(0, VOCABULARY, (ROWS * cell.microbatches, SEQUENCE + 1))
     job = stretto.capture(model, batch, loss=loss, parallel=stretto.Parallel(microbatches=cell.microbatches))
     plan = stretto.plan(job, "local")
     torch.set_num_threads(cell.threads)  # measuring has threads of its own
-    parts = [_part(batch, k) for k in range(cell.microbatches)]
+    parts = batch.chunk(cell.microbatches)
 
-    def theirs(forward: Callable[[Any], Tensor]) -> Tensor:
+    def theirs(forward: Callable[[Tensor], Tensor]) -> Tensor:
         total = torch.zeros(())
         for part in parts:
             value = forward(part) / cell.microbatches
@@ -160,21 +154,6 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     return {"cell": asdict(cell), "rows": rows}
 
 
-def _batch(cell: Cell, loss: Loss) -> Any:
-    rows = ROWS * cell.microbatches
-    if loss is next_token_loss:
-        return torch.randint(0, VOCABULARY, (rows, SEQUENCE + 1))
-    ids = torch.randint(0, VOCABULARY, (rows, SEQUENCE))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _part(batch: Any, k: int) -> Any:
-    """Microbatch k."""
-    if isinstance(batch, Tensor):
-        return batch[k * ROWS : (k + 1) * ROWS]
-    return {name: leaf[k * ROWS : (k + 1) * ROWS] for name, leaf in batch.items()}
-
-
 def _compare(model: nn.Module, systems: Mapping[str, Callable[[], Tensor | None]]) -> dict[str, float]:
     """The largest relative error of each system's loss and gradients against eager's; and warms up."""
     errors: dict[str, float] = {}
@@ -209,10 +188,10 @@ def compute(
     found: list[dict[str, Any]] = []
     for count in threads:
         for model in models:
-            cell = Cell(model, count, rounds=rounds, compile=compile)
+            cell = Setup(model, count, rounds=rounds, compile=compile)
             say(f"{model}, {count} {'thread' if count == 1 else 'threads'}")
             out = folder / f"{len(found)}.json"
-            command = [sys.executable, "-m", "stretto.bench.compute", json.dumps(asdict(cell)), str(out)]
+            command = worker_command("compute", asdict(cell), out)
             environment = {**os.environ, "OMP_NUM_THREADS": str(count)}
             status = subprocess.run(command, env=environment, check=False).returncode
             if status:
@@ -228,13 +207,3 @@ def compute(
         "rounds": rounds,
     }
     return {"setup": setup, "cells": found}
-
-
-def main() -> None:
-    """A cell's entry: `python -m stretto.bench.compute CELL_JSON OUT`."""
-    cell = Cell(**json.loads(sys.argv[1]))
-    Path(sys.argv[2]).write_text(json.dumps(run_cell(cell)))
-
-
-if __name__ == "__main__":
-    main()

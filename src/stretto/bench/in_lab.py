@@ -1,9 +1,9 @@
-"""A bench's worker in a lab: the module is run once for each rank, and what rank 0 wrote is read back.
+"""A bench's workers in a lab: `run_worker` of a module on every rank; what rank 0's gives is read back.
 
 Needs root, as every lab does. Touches the lab and a folder for the time of the run.
 
-    1. The lab is made, and removed however the worker ends: done, failed, or stopped from outside.
-    2. The worker is `python -m MODULE ARGUMENTS`. Rank 0's lines are shown as they come, those of another
+    1. The lab is made, and removed however the workers end: done, failed, or stopped from outside.
+    2. A worker is this module as a program. Rank 0's lines are shown as they come, those of another
        rank only if it fails, in which case the bench ends with an error.
 """
 
@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from stretto.bench.race import running
 from stretto.errors import RunError
 from stretto.lab import Lab
 
@@ -36,27 +38,38 @@ def lab_of(world: int, rate: str) -> Lab:
     return Lab(world, rate, CORES / world if world > CORES else None, pin=True)
 
 
-def run_worker(lab: Lab, module: str, arguments: Sequence[str], threads_per_rank: int, what: str) -> None:
-    """Run a module's program on all ranks of a lab that is not up yet, and wait until all have ended.
+def result_of(lab: Lab, module: str, setup: Mapping[str, Any], *words: str, what: str = "the race") -> Any:
+    """What `run_worker(Setup(**setup), *words)` of a module of `stretto.bench` gives on rank 0.
 
-    what: what runs, as the error names it. Raises RunError when a rank fails, StrettoError when the machine
-    cannot run a lab.
+    lab: one that is not up yet; what: what runs, as the error names it. Raises RunError when a rank fails,
+    StrettoError when the machine cannot run a lab.
     """
     # Else PyTorch warns on every rank that it cannot look up names of hosts, and in a lab nobody can.
-    environment = {"OMP_NUM_THREADS": str(threads_per_rank), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with lab:
-        statuses = lab.run([sys.executable, "-m", module, *arguments], environment, quiet_others=True)
-    if statuses.exit_status:
-        assert statuses.first_failed is not None, "nothing but a failure ends this run early"
-        raise RunError(f"{what} failed on {lab.name_of(statuses.first_failed)}; its output is above")
-
-
-def result_of(lab: Lab, module: str, setup: Mapping[str, Any], *words: str, what: str = "the race") -> Any:
-    """What rank 0 of a module's program wrote: its arguments are the setup as JSON, the file, and `words`.
-
-    setup: has "threads_per_rank", the threads of each rank's ops. Raises what `run_worker` raises.
-    """
+    environment = {"OMP_NUM_THREADS": str(setup["threads_per_rank"]), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        run_worker(lab, module, [json.dumps(setup), str(out), *words], setup["threads_per_rank"], what)
+        with lab:
+            statuses = lab.run(worker_command(module, setup, out, *words), environment, quiet_others=True)
+        if statuses.exit_status:
+            assert statuses.first_failed is not None, "nothing but a failure ends this run early"
+            raise RunError(f"{what} failed on {lab.name_of(statuses.first_failed)}; its output is above")
         return json.loads(out.read_text())
+
+
+def worker_command(module: str, setup: Mapping[str, Any], out: Path, *words: str) -> list[str]:
+    """What each rank runs."""
+    return [sys.executable, "-m", "stretto.bench.in_lab", module, json.dumps(setup), str(out), *words]
+
+
+def main(module: str, setup: str, out: str, *words: str) -> None:
+    """The worker's entry. Every `Setup` has `world` and `threads_per_rank`."""
+    worker = import_module(f"stretto.bench.{module}")
+    made = worker.Setup(**json.loads(setup))
+    with running(made.world, made.threads_per_rank) as first:
+        result = worker.run_worker(made, *words)
+        if first:
+            Path(out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

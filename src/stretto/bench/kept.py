@@ -18,14 +18,8 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
 from stretto.ir.timeline import Timeline
-from stretto.measure.measured import measured_costs
 from stretto.report.jsonfile import save_json
 from stretto.simulate import predict
-
-
-def costs_now(plan: Plan) -> Costs:
-    """A plan's costs as they are measured now; all of its ranks call it, and it is equal on all of them."""
-    return measured_costs(plan.job, plan.schedule)
 
 
 def with_costs(plan: Plan, costs: Costs) -> Plan:

@@ -1,19 +1,16 @@
 """The pipeline race: PyTorch's own pipelining and every family of ours over the same slow link.
 
-Two ranks, a stack of transformer blocks, mean squared error, float32, one thread a rank. A worker (this
-module as a program, once on each host) builds all systems on the same parameters, checks that their
+Two ranks, a stack of transformer blocks, mean squared error, float32, one thread a rank. A worker
+(`run_worker`, once on each host) builds all systems on the same parameters, checks that their
 gradients agree, and lets them take turns. Touches `torch.distributed.pipelining`'s public names only.
 """
 
 from __future__ import annotations
 
-import json
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +25,7 @@ from torch.distributed.pipelining import (
 
 import stretto
 from stretto.bench.kept import prediction_of
-from stretto.bench.race import Times, compare, fresh, race, running, say_on_first, write_result
+from stretto.bench.race import Times, compare, fresh, race, say_on_first
 from stretto.ir.timeline import SpanKind
 from stretto.models.gpt import Block, GPTConfig
 from stretto.planning.make_plan import make_plan
@@ -48,7 +45,7 @@ class Setup:
     sequence: int = 256
     microbatches: int = 8
     microbatch_size: int = 1
-    ranks: int = 2
+    world: int = 2
     threads_per_rank: int = 1
     rounds: int = 7
     dtype: str = "float32"
@@ -60,7 +57,7 @@ class Blocks(nn.Sequential):
     def __init__(self, setup: Setup) -> None:
         config = GPTConfig(
             vocab_size=1,
-            layers=setup.layers_per_stage * setup.ranks,
+            layers=setup.layers_per_stage * setup.world,
             hidden=setup.hidden,
             heads=setup.heads,
             context=setup.sequence,
@@ -74,8 +71,8 @@ def squared_error(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return nn.functional.mse_loss(model(batch["x"]), batch["target"])
 
 
-def run_worker(setup: Setup, out: Path) -> None:
-    """One rank of the race; rank 0 writes the result to `out`. Raises RunError when gradients disagree."""
+def run_worker(setup: Setup) -> dict[str, Any]:
+    """One rank of the race. Raises RunError when gradients disagree."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Blocks(setup)
@@ -85,7 +82,7 @@ def run_worker(setup: Setup, out: Path) -> None:
     say_on_first("capturing, and measuring this machine")
     systems: dict[str, Callable[[], object]] = _torch_systems(setup, model, batch, rank)
     runners: dict[str, stretto.Runner] = {}
-    parallel = stretto.Parallel(pp=setup.ranks, microbatches=setup.microbatches, split=_split(setup))
+    parallel = stretto.Parallel(pp=setup.world, microbatches=setup.microbatches, split=_split(setup))
     job = stretto.capture(model, batch, loss=squared_error, parallel=parallel)
     costs = stretto.plan(job, "local", schedule="1f1b").costs
     for family in FAMILIES:
@@ -102,12 +99,11 @@ def run_worker(setup: Setup, out: Path) -> None:
             exposed[name].append(max(timeline.by_rank(SpanKind.EXPOSED)) / 1e6)
 
     times = race(systems, setup.rounds, after=after, say=say_on_first)
-    if rank == 0:
-        write_result(out, _result(setup, times, runners, exposed))
+    return _result(setup, times, runners, exposed)
 
 
 def _split(setup: Setup) -> list[str]:
-    return [str(setup.layers_per_stage * stage) for stage in range(1, setup.ranks)]
+    return [str(setup.layers_per_stage * stage) for stage in range(1, setup.world)]
 
 
 def _torch_systems(
@@ -123,14 +119,14 @@ def _torch_systems(
     }
     systems: dict[str, Callable[[], object]] = {}
     for name, kind in kinds.items():
-        stage = PipelineStage(mine, rank, setup.ranks, torch.device("cpu"))
+        stage = PipelineStage(mine, rank, setup.world, torch.device("cpu"))
         several = kind is ScheduleInterleavedZeroBubble
         schedule = kind([stage] if several else stage, setup.microbatches, loss_fn=nn.functional.mse_loss)
 
         def step(schedule: Any = schedule) -> None:
             if rank == 0:
                 schedule.step(batch["x"])
-            elif rank == setup.ranks - 1:
+            elif rank == setup.world - 1:
                 schedule.step(target=batch["target"], losses=[])
             else:
                 schedule.step()
@@ -186,14 +182,3 @@ def _result(
         },
         "rows": rows,
     }
-
-
-def main() -> None:
-    """The worker's entry: `python -m stretto.bench.pipeline SETUP_JSON OUT`, once on each host."""
-    setup = Setup(**json.loads(sys.argv[1]))
-    with running(setup.ranks, setup.threads_per_rank):
-        run_worker(setup, Path(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()

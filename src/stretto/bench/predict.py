@@ -6,15 +6,13 @@
        costs again. The plan, simulated with these (`bench.kept`), is compared with what steps took on
        average: time, exposed communication, peak memory. What was predicted when it was made is kept too.
 
-A worker (this module as a program, once on each host) does step 2.
+A worker (`run_worker`, once on each host) does step 2.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,13 +22,14 @@ from typing import Any
 import torch
 
 import stretto
-from stretto.bench.in_lab import CORES, lab_of, run_worker
-from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
-from stretto.bench.race import drop_gradients, running, say_on_first, timed, write_result
+from stretto.bench.in_lab import CORES, lab_of, result_of
+from stretto.bench.kept import keep_run, prediction_of, with_costs
+from stretto.bench.race import drop_gradients, is_first, say_on_first, timed
 from stretto.bench.work import GPTWork
 from stretto.ir.plan import Plan
 from stretto.ir.program import OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.measure.measured import measured_costs
 from stretto.measure.profile import typical
 
 WARM_UPS = 2
@@ -39,9 +38,6 @@ WARM_UPS = 2
 ROUND_US = 3_000_000.0
 MOST_STEPS = 4
 """A round has as many steps as take this long, at least one and at most `MOST_STEPS`."""
-
-FIGURES = "figures.json"
-"""What a worker writes of a cell into its folder, beside what ran: its `Found`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +90,20 @@ class Found:
         return max(errors, key=abs, default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the ranks of a lab are asked. cells: as data; folder: what ran is kept there."""
+
+    cells: list[dict[str, Any]]
+    rounds: int
+    folder: str
+    world: int
+    threads_per_rank: int = 1
+
+    def made(self) -> list[Cell]:
+        return [Cell(**data) for data in self.cells]
+
+
 _SHAPE = Cell(microbatch=1, microbatches=4)
 SHAPES = (
     replace(_SHAPE, name="wide", hidden=1024, layers=2, heads=16, sequence=128, vocab=2048),
@@ -140,7 +150,7 @@ def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / prediction_of(plan).step_us)))
     times = [[step() for _ in range(steps)] for _ in range(rounds)]
     runner.close()
-    again = with_costs(plan, costs_now(plan))
+    again = with_costs(plan, measured_costs(plan.job, plan.schedule))
     prediction = prediction_of(again)
     exposed = [
         statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))
@@ -160,20 +170,16 @@ def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]
     return found, plan, again, timelines
 
 
-def main() -> None:
-    """The worker's entry: `python -m stretto.bench.predict CELLS_JSON ROUNDS FOLDER`, once on each host.
-
-    Rank 0 writes a cell's figures, and what it keeps of the cell, into the folder as soon as it has them.
-    """
-    cells = [Cell(**data) for data in json.loads(sys.argv[1])]
-    rounds, folder = int(sys.argv[2]), Path(sys.argv[3])
-    with running(cells[0].world) as first:
-        for cell in cells:
-            found, planned, plan, timelines = run_cell(cell, rounds)
-            if first:
-                keep_run(cell.folder(folder), planned, plan, timelines)
-                write_result(cell.folder(folder) / FIGURES, asdict(found))
-            say_on_first(f"{cell}: {100 * found.error:+.1f} %")
+def run_worker(setup: Setup) -> list[dict[str, Any]]:
+    """Step 2 of all cells of a lab; rank 0 keeps what ran of each."""
+    figures = []
+    for cell in setup.made():
+        found, planned, plan, timelines = run_cell(cell, setup.rounds)
+        if is_first():
+            keep_run(cell.folder(Path(setup.folder)), planned, plan, timelines)
+        figures.append(asdict(found))
+        say_on_first(f"{cell}: {100 * found.error:+.1f} %")
+    return figures
 
 
 # --- the grid: step 1 ----------------------------------------------------------------------------------
@@ -198,16 +204,11 @@ def run_grid(
     done: dict[Cell, Found] = {}
     for number, ((pp, tp, rate), together) in enumerate(labs.items(), 1):
         say(f"lab {number} of {len(labs)}: pp={pp} tp={tp} {rate}, {len(together)} shapes")
-        _run_lab(together, rounds, folder)
-        done |= {cell: Found(**json.loads((cell.folder(folder) / FIGURES).read_text())) for cell in together}
+        setup = Setup([asdict(cell) for cell in together], rounds, str(folder), pp * tp)
+        figures = result_of(lab_of(pp * tp, rate), "predict", asdict(setup), what=str(together[0]))
+        done |= {cell: Found(**one) for cell, one in zip(together, figures, strict=True)}
         keep(_result(done, rounds))
     return _result({cell: done[cell] for cell in cells}, rounds)
-
-
-def _run_lab(cells: Sequence[Cell], rounds: int, folder: Path) -> None:
-    data = json.dumps([asdict(cell) for cell in cells])
-    lab = lab_of(cells[0].world, cells[0].rate)
-    run_worker(lab, "stretto.bench.predict", [data, str(rounds), str(folder)], 1, str(cells[0]))
 
 
 def _result(done: Mapping[Cell, Found], rounds: int) -> dict[str, Any]:
@@ -253,7 +254,3 @@ def _summary(rows: Sequence[Found]) -> dict[str, float]:
         summary[f"mean_{name}"] = statistics.mean(map(abs, values))
         summary[f"worst_{name}"] = max(values, key=abs)
     return summary
-
-
-if __name__ == "__main__":
-    main()

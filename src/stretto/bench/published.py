@@ -2,7 +2,7 @@
 
     collectives   the all-reduce sweeps: a curve fitted on every second size predicts the others, both ways
                   round; and the topology model, whose few constants all sweeps share
-    steps         vTrain's measured steps, half of the single-node set fitted (`bench.published_steps`)
+    steps         vTrain's measured steps (`bench.published_steps`)
     rates         Megatron's count of arithmetic gives the rates that its papers print, to their digits
 
 Reads the data files of the package, touches no device.
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.bench.analytic import megatron_flops
-from stretto.bench.published_steps import Factors, Row, errors, records, shipped, sizes, steps_report
+from stretto.bench.published_steps import Row, errors, records, sizes, steps_report
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.curve import Curve
 from stretto.price.collectives import collective_curve
@@ -112,7 +112,7 @@ def rates() -> list[Rate]:
     return found
 
 
-def table1_errors(factors: Factors) -> dict[str, float]:
+def table1_errors() -> dict[str, float]:
     """Other people's steps, fitted on nothing of theirs: SC21's table 1 where the schedule is 1F1B. Predicted
     over measured time, less 1, in percent; the time is the printed rate's."""
     found: dict[str, float] = {}
@@ -120,7 +120,7 @@ def table1_errors(factors: Factors) -> dict[str, float]:
         if r["source"] == "table1" and r["interleaved"] == "0":
             model, layout = sizes(r)
             us = megatron_flops(model, layout.global_batch) / (float(r["tflops"]) * 1e6 * layout.devices)
-            (error,) = errors([Row(model, layout, us)], factors)
+            (error,) = errors([Row(model, layout, us)])
             found[f"{model.layers} x {model.hidden} on {layout.devices}"] = 100 * error
     return found
 
@@ -136,7 +136,7 @@ def published() -> dict[str, Mapping[str, object]]:
             "agree": sum(rate.agrees for rate in checked),
             "disagree": [rate.what for rate in checked if not rate.agrees],
         },
-        "sc21_table1_error_percent": table1_errors(shipped()),
+        "sc21_table1_error_percent": table1_errors(),
     }
     return {
         part: {name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()}

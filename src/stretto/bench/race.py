@@ -8,14 +8,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -147,8 +145,3 @@ def say_on_first(text: str) -> None:
     """Print progress to standard error, on the first rank alone."""
     if is_first():
         print(text, file=sys.stderr, flush=True)
-
-
-def write_result(out: Path, result: object) -> None:
-    """Where `bench.in_lab` reads it."""
-    out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,23 +1,20 @@
 """The reshard race: plans carried out over slow links, measured against what they predict.
 
-Four hosts with two ranks each, float32, one thread a rank. A worker (this module as a program, once for each
-rank) takes every case in small first, which opens connections and checks all values; then the cases take
+Four hosts with two ranks each, float32, one thread a rank. A worker (`run_worker`, once for each rank)
+takes every case in small first, which opens connections and checks all values; then the cases take
 turns. A turn lasts from a barrier until the last rank has its part and all that it sent has arrived.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from stretto.bench.race import Times, race, running, say_on_first, write_result
+from stretto.bench.race import Times, race, say_on_first
 from stretto.bench.reshard_cases import (
     COLUMNS,
     HOSTS,
@@ -50,6 +47,7 @@ class Setup:
     parts: tuple[str, ...] = PARTS
     in_flight_bytes: int = 4 << 20
     threads_per_rank: int = 1
+    world: int = HOSTS * RANKS_PER_HOST
 
 
 Memory = dict[tuple[str, Region], torch.Tensor]
@@ -112,10 +110,10 @@ class Reshard:
                 raise RunError(f"{self.case.name}: rank {dist.get_rank()} did not get its part of the tensor")
 
 
-def run_worker(setup: Setup, out: Path) -> None:
-    """One rank of the race; rank 0 writes the result to `out`. Raises RunError when values are wrong."""
+def run_worker(setup: Setup) -> dict[str, Any]:
+    """One rank of the race. Raises RunError when values are wrong."""
     bytes_per_s = link_bytes_per_s(setup.rate)
-    chosen = cases(setup.parts)
+    chosen = cases(tuple(setup.parts))
 
     def made(rows: int) -> list[Reshard]:
         memory: Memory = {}
@@ -128,9 +126,7 @@ def run_worker(setup: Setup, out: Path) -> None:
     systems: dict[str, Callable[[], object]] = {name: one.run for name, one in reshards.items()}
     # what warm-ups are for was done in small
     times = race(systems, setup.rounds, say=say_on_first, warm_ups=0)
-    if dist.get_rank() == 0:
-        result = {"setup": asdict(setup), "rows": [_row(one, times[name]) for name, one in reshards.items()]}
-        write_result(out, result)
+    return {"setup": asdict(setup), "rows": [_row(one, times[name]) for name, one in reshards.items()]}
 
 
 def link_bytes_per_s(rate: str) -> float:
@@ -155,15 +151,3 @@ def _row(one: Reshard, times: Times) -> dict[str, Any]:
         "ratio_to_bound": times.median_s / one.bound_s,
         "link_bytes": sum(planned.plan.link_bytes for planned in one.plans),
     }
-
-
-def main() -> None:
-    """The worker's entry: `python -m stretto.bench.reshard SETUP_JSON OUT`, once on each host."""
-    given = json.loads(sys.argv[1])
-    setup = Setup(**{**given, "parts": tuple(given["parts"])})
-    with running(HOSTS * RANKS_PER_HOST, setup.threads_per_rank):
-        run_worker(setup, Path(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()

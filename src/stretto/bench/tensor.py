@@ -1,7 +1,7 @@
 """The tensor race: PyTorch's eager tensor parallelism and ours, with and without overlap, on one network.
 
-A GPT over tp = 2, alone or in a pipeline of two stages; float32, one thread a rank. A worker (this module as
-a program, once on each host):
+A GPT over tp = 2, alone or in a pipeline of two stages; float32, one thread a rank. A worker (`run_worker`,
+once on each host):
 
     1. captures the step and measures its costs on this network, once; all plans are made from them;
     2. runs every system once: gradients and loss must be those of the plain model, and ours must be bitwise
@@ -14,50 +14,42 @@ What is hidden, and of what, is defined in `stretto.bench.tensor_result`.
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import stretto
-from stretto.bench.kept import costs_now, keep_run, prediction_of, with_costs
-from stretto.bench.race import (
-    SAME,
-    compare,
-    drop_gradients,
-    fresh,
-    is_first,
-    race,
-    running,
-    say_on_first,
-    write_result,
-)
+from stretto.bench.kept import keep_run, prediction_of, with_costs
+from stretto.bench.race import SAME, compare, drop_gradients, fresh, is_first, race, say_on_first
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
 from stretto.bench.work import Batch, work_of
 from stretto.errors import RunError
-from stretto.ir.costs import Costs
-from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
 from stretto.models.gpt import GPT, next_token_loss
 from stretto.planning.make_plan import choose_schedule, make_plan
 from stretto.runtime.shards import part_of
 
+PROBE = "probe"
+
 WARM_UPS = 1
 """Turns that do not count; the comparison of gradients was one more."""
 
 
-def run_worker(setup: Setup, out: Path, kept: Path | None = None) -> None:
-    """One rank of the race; rank 0 writes the result to `out`. kept: where it keeps what ran, a folder for
-    each mode. Raises RunError when gradients disagree."""
+def run_worker(setup: Setup, kept: str = "") -> Any:
+    """One rank of the race. kept: where rank 0 keeps what ran, a folder for each mode; or `PROBE`, where the
+    work of each place is all that is wanted. Raises RunError when gradients disagree."""
     say_on_first("capturing, and measuring this network")
     model, batch = setup.build()
-    job, costs = _measured(setup, model, batch)
+    job = setup.capture(model, batch, split=[f"blocks.{cut}" for cut in setup.cuts] or "auto")
+    costs = measured_costs(job, choose_schedule(job))
+    if kept == PROBE:
+        return [asdict(work_of(job, costs, [stage])) for stage in range(setup.pp)]
     # 1. All plans from the same costs.
     runners: dict[str, stretto.Runner] = {}
     for mode in MODES:
@@ -80,29 +72,18 @@ def run_worker(setup: Setup, out: Path, kept: Path | None = None) -> None:
             timelines[name].append(runners[name].timeline())
 
     times = race(systems, setup.rounds, after=after, say=say_on_first, warm_ups=WARM_UPS)
-    costs = costs_now(runners["off"].plan)
-    if is_first():
-        plans = {mode: runner.plan for mode, runner in runners.items()}
-        known = {mode: with_costs(plan, costs) for mode, plan in plans.items()}
-        result = make_result(setup, plans, known, times, timelines)
-        result["setup"]["worst_error_vs_plain"] = error
-        write_result(out, result)
-        if kept is not None:
-            for name, plan in plans.items():
-                keep_run(kept / name, plan, known[name], timelines[name])
-
-
-def run_probe(setup: Setup, out: Path) -> None:
-    """One rank of a short run that only measures; rank 0 writes the work of each place to `out`."""
-    job, costs = _measured(setup, *setup.build())
-    places = [work_of(job, costs, [stage]) for stage in range(setup.pp)]
-    if is_first():
-        write_result(out, [asdict(work) for work in places])
-
-
-def _measured(setup: Setup, model: GPT, batch: Batch) -> tuple[Job, Costs]:
-    job = setup.capture(model, batch, split=[f"blocks.{cut}" for cut in setup.cuts] or "auto")
-    return job, measured_costs(job, choose_schedule(job))
+    off = runners["off"].plan
+    costs = measured_costs(off.job, off.schedule)
+    if not is_first():
+        return None
+    plans = {mode: runner.plan for mode, runner in runners.items()}
+    known = {mode: with_costs(plan, costs) for mode, plan in plans.items()}
+    result = make_result(setup, plans, known, times, timelines)
+    result["setup"]["worst_error_vs_plain"] = error
+    if kept:
+        for name, plan in plans.items():
+            keep_run(Path(kept) / name, plan, known[name], timelines[name])
+    return result
 
 
 def _check_equal(
@@ -151,21 +132,3 @@ def _plain(setup: Setup, model: GPT, batch: Batch, runner: stretto.Runner) -> Ba
         parts[name] = part_of(grad, known[name], runner.plan.job, runner.coordinates).clone()
     drop_gradients(whole.values())
     return parts
-
-
-def main() -> None:
-    """The worker's entry: `python -m stretto.bench.tensor SETUP_JSON OUT [probe | keep FOLDER]`, once on each
-    host."""
-    setup, out = Setup(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    with running(setup.world, setup.threads_per_rank):
-        match sys.argv[3:]:
-            case ["probe"]:
-                run_probe(setup, out)
-            case ["keep", folder]:
-                run_worker(setup, out, Path(folder))
-            case _:
-                run_worker(setup, out)
-
-
-if __name__ == "__main__":
-    main()

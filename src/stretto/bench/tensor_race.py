@@ -10,13 +10,13 @@ Needs root, as every lab does. Touches the lab and the worker's files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from stretto.bench.in_lab import CORES, lab_of, result_of
+from stretto.bench.tensor import PROBE
 from stretto.bench.tensor_result import Setup
 from stretto.bench.work import PlaceWork
 
@@ -57,10 +57,10 @@ def run_races(
         say(f"race {number} of {len(setups)}: {setup}")
         asked = setup.rate
         if asked == BALANCED:
-            setup = replace(setup, rate=balanced_rate(_in_lab(replace(setup, rate=UNLIMITED), "probe")))
+            setup = replace(setup, rate=balanced_rate(_in_lab(replace(setup, rate=UNLIMITED), PROBE)))
             say(f"the balanced rate is {setup.rate}")
-        words = () if folder is None else ("keep", str((folder / _folder_name(setup)).resolve()))
-        result = _in_lab(setup, *words)
+        kept = "" if folder is None else str((folder / _folder_name(setup)).resolve())
+        result = _in_lab(setup, kept)
         result["setup"]["asked_rate"] = asked
         found.append(result)
         keep({"cores": CORES, "races": found})
@@ -77,14 +77,10 @@ def balanced_rate(places: Sequence[dict[str, float]]) -> str:
     if work.collective_us >= work.compute_us:
         return UNLIMITED
     mbit_per_s = 8.0 * (work.wire_bytes + work.message_bytes) / work.compute_us
-    # Two digits: more would be noise.
-    digits = max(0, 1 - math.floor(math.log10(mbit_per_s)))
-    step = 10.0 ** max(0, math.floor(math.log10(mbit_per_s)) - 1)
-    return f"{round(mbit_per_s, digits):g}mbit" if digits else f"{round(mbit_per_s / step) * step:.0f}mbit"
+    return f"{float(f'{mbit_per_s:.2g}'):g}mbit"  # more digits would be noise
 
 
-def _in_lab(setup: Setup, *words: str) -> Any:
-    """Step 1: what rank 0 wrote."""
-    return result_of(
-        lab_of(setup.world, setup.rate), "stretto.bench.tensor", asdict(setup), *words, what=str(setup)
-    )
+def _in_lab(setup: Setup, kept: str) -> Any:
+    """Step 1: what rank 0 found."""
+    lab = lab_of(setup.world, setup.rate)
+    return result_of(lab, "tensor", asdict(setup), kept, what=str(setup))

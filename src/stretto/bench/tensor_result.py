@@ -22,7 +22,7 @@ from stretto.bench.race import Times
 from stretto.bench.work import AXIS, GPTWork, PlaceWork, work_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import OverlapMode
-from stretto.ir.timeline import SpanKind, Timeline
+from stretto.ir.timeline import Timeline
 
 TORCH = "torch"
 MODES: tuple[OverlapMode, ...] = ("off", "local", "window")
@@ -72,10 +72,6 @@ def make_result(
         }
         if name in plans:
             predicted, lines = prediction_of(plans[name]), timelines[name]
-            compute, bubble = (
-                [statistics.median(line.total_us(kind, place) for line in lines) / 1e6 for place in places]
-                for kind in (SpanKind.COMPUTE, SpanKind.BUBBLE)
-            )
             row |= {
                 "overlap": plans[name].overlap,
                 "overlap_why": plans[name].overlap_why,
@@ -83,11 +79,6 @@ def make_result(
                 "predicted_s": predicted.step_us / 1e6,
                 "predicted_over_measured": predicted.step_us / 1e6 / found.median_s,
                 "exposed_s": exposed[name],
-                "exposed_predicted_s": [us / 1e6 for us in predicted.exposed_axis_us.get(AXIS, ())],
-                "compute_s": compute,
-                "compute_predicted_s": [us / 1e6 for us in predicted.compute_us],
-                "bubble_s": bubble,
-                "bubble_predicted_s": [us / 1e6 for us in predicted.bubble_us],
                 "hidden": [
                     1.0 - mine / off if off else None
                     for mine, off in zip(exposed[name], exposed["off"], strict=True)

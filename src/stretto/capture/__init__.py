@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from stretto.batch.loss import Loss
-from stretto.capture.explain import explain
+from stretto.capture.explain import explained
 from stretto.capture.meshes import on_meshes, place_on_meshes
 from stretto.capture.split import split
 from stretto.capture.stages import cut
 from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from stretto.passes import on_job
@@ -72,58 +72,42 @@ def capture(
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     _check_arguments(model, loss, parallel, device, stages)
-    try:
-        return _capture(model, batch, loss, parallel, precision, device, stages, tp_plan, equal_layers)
-    except StrettoError:
-        raise
-    except Exception as error:
-        raise explain(model, error) from error
-
-
-def _capture(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    parallel: ParallelSettings,
-    precision: str,
-    device: torch.device | str | None,
-    stages: int | None,
-    tp_plan: Mapping[str, Any] | None,
-    equal_layers: bool,
-) -> Job:
-    meshes = on_meshes(model, parallel, tp_plan)
-    tensor = tensor_of(model, parallel, tp_plan) if meshes is None else meshes.tensor_parallel(model)
-    traced = trace(
-        model,
-        batch,
-        loss,
-        microbatches=parallel.microbatches * parallel.dp,
-        param_dtype=DTYPES[precision],
-        device=device,
-        tensor=tensor,
-        equal_layers=equal_layers,
-        skip_passes=parallel.skip_passes,
-        meshes=meshes,
-    )
-    named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
-    count = stages if stages is not None else named or parallel.pp
-    if meshes is not None and count != len(meshes.meshes):
-        raise UsageError(
-            f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
+    with explained(model):
+        meshes = on_meshes(model, parallel, tp_plan)
+        tensor = tensor_of(model, parallel, tp_plan) if meshes is None else meshes.tensor_parallel(model)
+        traced = trace(
+            model,
+            batch,
+            loss,
+            microbatches=parallel.microbatches * parallel.dp,
+            param_dtype=DTYPES[precision],
+            device=device,
+            tensor=tensor,
+            equal_layers=equal_layers,
+            skip_passes=parallel.skip_passes,
+            meshes=meshes,
         )
-    placement = split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
-    job = cut(traced, placement, count, parallel.microbatches)
-    job = replace(
-        job,
-        schedule=parallel.schedule,
-        max_live=parallel.max_live,
-        pp=parallel.pp,
-        axes=parallel.axes,
-        overlap=parallel.overlap,
-        recompute=parallel.recompute,
-        split_ops=parallel.split_ops,
-    )
-    return on_job(job, parallel.skip_passes)
+        named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
+        count = stages if stages is not None else named or parallel.pp
+        if meshes is not None and count != len(meshes.meshes):
+            raise UsageError(
+                f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
+            )
+        placement = (
+            split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
+        )
+        job = cut(traced, placement, count, parallel.microbatches)
+        job = replace(
+            job,
+            schedule=parallel.schedule,
+            max_live=parallel.max_live,
+            pp=parallel.pp,
+            axes=parallel.axes,
+            overlap=parallel.overlap,
+            recompute=parallel.recompute,
+            split_ops=parallel.split_ops,
+        )
+        return on_job(job, parallel.skip_passes)
 
 
 def _check_arguments(model: object, loss: object, parallel: object, device: object, stages: object) -> None:

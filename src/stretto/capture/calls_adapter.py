@@ -2,7 +2,7 @@
 
 torch._subclasses.functional_tensor.FunctionalTensor, and the slots of torch.fx.experimental.proxy_tensor
                                                 which node makes a tensor
-nn.Module._parameters, _buffers                 what a forward puts in their places
+nn.Module._parameters, _buffers                 other tensors in their places
 torch._C.DisableTorchFunction, torch.utils._python_dispatch._disable_current_modes
                                                 looking at real tensors while a graph is made
 torch._ops.OpOverload, FakeTensor.constant      what is an op, the elements of a constant
@@ -10,7 +10,7 @@ torch._ops.OpOverload, FakeTensor.constant      what is an op, the elements of a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -21,13 +21,15 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stretto.capture.graphs import Traced
 from stretto.errors import CaptureError
 from stretto.tensor import parts
 
 
-def nodes_of(tensors: Mapping[int, torch.Tensor]) -> Traced | None:
-    """The nodes that make tensors, while the graph is made."""
+def nodes_of(
+    tensors: Mapping[int, torch.Tensor],
+) -> tuple[torch.fx.Graph, Any, dict[int, torch.fx.Node]] | None:
+    """The graph under way, what holds its constants, and the nodes that make tensors; None where no
+    graph is made."""
     mode = get_proxy_mode()
     if mode is None:
         return None
@@ -39,7 +41,7 @@ def nodes_of(tensors: Mapping[int, torch.Tensor]) -> Traced | None:
         if slot is not None:
             nodes[key] = slot.proxy.node
     tracer: Any = mode.tracer
-    return Traced(tracer.graph, tracer.root, nodes)
+    return tracer.graph, tracer.root, nodes
 
 
 @contextmanager
@@ -47,6 +49,26 @@ def untraced() -> Iterator[None]:
     """While the context lasts, ops are no part of the graph under way, and may read real tensors."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+@contextmanager
+def replaced(model: nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """While the context lasts, each parameter and buffer is what `change(name, tensor)` gives; ties stay."""
+    made: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for module, sub in model.named_modules():
+            for table in (sub._parameters, sub._buffers):
+                for name, tensor in list(table.items()):
+                    if tensor is not None:
+                        kept.append((table, name, tensor))
+                        if id(tensor) not in made:
+                            made[id(tensor)] = change(_path(module, name), tensor)
+                        table[name] = made[id(tensor)]
+        yield
+    finally:
+        for table, name, tensor in kept:
+            table[name] = tensor
 
 
 @contextmanager

@@ -15,6 +15,7 @@ and where it leaves something else:
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -50,8 +51,9 @@ class Calls:
 
     def __exit__(self, *_: object) -> None:
         self._first.restore()
-        for generator, state in self._generators.items():
-            _set_generator(generator, state)
+        random.setstate(self._generators["Python's random"])
+        if "numpy.random" in self._generators:
+            sys.modules["numpy"].random.set_state(self._generators["numpy.random"])
 
     @contextmanager
     def one(self, left: Mapping[str, Tensor | None]) -> Iterator[None]:
@@ -61,7 +63,11 @@ class Calls:
         self._begin.restore(running=True, others=others)
         before = _generators()
         yield
-        drawn = [name for name, state in _generators().items() if before.get(name) != state]
+        drawn = [
+            name
+            for name, state in _generators().items()
+            if pickle.dumps(before.get(name)) != pickle.dumps(state)
+        ]
         if drawn:
             raise CaptureError(
                 f"the forward draws from {drawn[0]}, and the draw would be a constant of the plan: draw with "
@@ -72,10 +78,11 @@ class Calls:
 
     def _number_left(self) -> None:
         """Step 3: the numbers of tensors that this run left."""
-        traced = nodes_of(self._new_tensors(self._first.again()))
-        if traced is not None:
-            found = self._numbered(traced.graph, traced.holder, {})
-            made = {key: found[node] for key, node in traced.nodes.items()}
+        under_way = nodes_of(self._new_tensors(self._first.again()))
+        if under_way is not None:
+            graph, holder, nodes = under_way
+            found = self._numbered(graph, holder, {})
+            made = {key: found[node] for key, node in nodes.items()}
             self._numbers = {key: number for key, (number, constant) in made.items() if constant}
 
     def _new_tensors(self, state: State) -> dict[int, Tensor]:
@@ -169,16 +176,8 @@ def _generators() -> dict[str, Any]:
     """States of the generators that are not PyTorch's, by the names of their modules."""
     found: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found["numpy.random"] = (kind, keys.tobytes(), *rest)
-    return found
+    return found if numpy is None else {**found, "numpy.random": numpy.random.get_state()}
 
 
-def _set_generator(name: str, state: Any) -> None:
-    if name == "Python's random":
-        random.setstate(state)
-    else:
-        numpy = sys.modules["numpy"]
-        kind, keys, *rest = state
-        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype="uint32"), *rest))
+def _differ(one: Any, other: Any) -> bool:
+    return pickle.dumps(one) != pickle.dumps(other)

@@ -220,30 +220,18 @@ def _flops(node: torch.fx.Node) -> int:
     """Floating-point operations by PyTorch's formulas; its attention formula serves all attention ops."""
     assert is_dispatched(node.target)
     packet = node.target.overloadpacket
+    formula = flop_registry.get(packet)
 
-    def shape(value: Any) -> Any:
-        if isinstance(value, torch.fx.Node):
-            found = value.meta.get("val")
-            return found.shape if isinstance(found, torch.Tensor) else found
-        return value
+    def value(of: Any) -> Any:
+        return of.meta.get("val") if isinstance(of, torch.fx.Node) else of
 
-    name = packet.__name__
-    if packet in flop_registry:
-        kwargs = {key: shape(value) for key, value in node.kwargs.items()}
-        out = node.meta["val"]
-        out_shape = (
-            tuple(o.shape if isinstance(o, torch.Tensor) else None for o in out)
-            if isinstance(out, (tuple, list))
-            else out.shape
-        )
-        raw = getattr(flop_registry[packet], "_get_raw", False)
-        if not raw:
-            shapes = [shape(a) for a in node.args]
-            formula = getattr(flop_registry[packet], "__wrapped__", flop_registry[packet])
-            return int(formula(*shapes, out_shape=out_shape, **kwargs))
-    if "scaled_dot_product" in name:
-        shapes = [s for s in map(shape, node.args) if isinstance(s, torch.Size) and len(s) == 4]
-        if name.endswith("backward"):
+    args = [value(arg) for arg in node.args]
+    if formula is not None and not getattr(formula, "_get_raw", False):
+        kwargs = {key: value(arg) for key, arg in node.kwargs.items()}
+        return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    if "scaled_dot_product" in packet.__name__:
+        shapes = [x.shape for x in args if isinstance(x, torch.Tensor) and x.dim() == 4]
+        if packet.__name__.endswith("backward"):
             return int(sdpa_backward_flop_count(*shapes[:4]))  # type: ignore[no-untyped-call]
         return int(sdpa_flop_count(*shapes[:3]))  # type: ignore[no-untyped-call]
     return 0

@@ -7,7 +7,7 @@ Given are the ops between the marks that `stretto.capture.repeat` left:
 
     1. Find the ops of each traced layer. Nothing else stands between its marks, and what it makes is used by
        itself and through its marks alone.
-    2. The first traced layer of a kind, with its names changed, is the second, op by op.
+    2. The first traced layer of a kind is the second, op by op, but for names.
     3. In the place of `layer` and `layer_grad` come the first layer's ops: parameters, buffers, modules and
        segments are those of the layer, and what goes in is what its op was given.
     4. Marks go, values are named anew in order (as a trace of everything names them), and views are told
@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 
 from stretto.capture.equal import renamed
 from stretto.capture.repeat import MARKS, NAMESPACE, Call, NotRepeatedError
-from stretto.ir.program import GETITEM, Arg, Constant, Op, Ref, TensorSpec
+from stretto.ir.program import GETITEM, Constant, Op, TensorSpec
+from stretto.passes.rewrite import rooted, with_uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,12 @@ def expand(step: Step, calls: Sequence[Call], segments: Sequence[str], constants
     _check_closed(step, calls, inside)
     _check_used_once(step, calls)
     first: dict[int, int] = {}
-    values = {f"const/{c.name}": (c.spec, repr(c.data)) for c in constants}
+    values = {f"const/{c.name}": f"{c.spec} {c.data!r}" for c in constants}
+    forms = {n: _form(step, calls[n], layer, specs, values) for n, layer in inside.items()}
     for number, call in enumerate(calls):
         one = first.setdefault(call.kind, number)
-        if call.template and one != number:
-            _check_equal(step, calls[one], inside[one], call, inside[number], specs, values)
+        if call.template and forms[one] != forms[number]:
+            raise NotRepeatedError(f"{calls[one].layer} and {call.layer} are not the same ops")
 
     stands_for: dict[str, str] = {}
     local: dict[int, dict[str, str]] = {}
@@ -171,8 +173,9 @@ def named(step: Step) -> Step:
     def final(value: str) -> str:
         return names.get(value, value)
 
+    owned = rooted(_with_names(item.op, final) for item in step.ops)
     return Step(
-        tuple(_rooted(step.ops, final)),
+        tuple(replace(item, op=op) for item, op in zip(step.ops, owned, strict=True)),
         {parameter: None if value is None else final(value) for parameter, value in step.grads.items()},
         {name: final(value) for name, value in step.kept.items()},
     )
@@ -273,47 +276,31 @@ def _check_used_once(step: Step, calls: Sequence[Call]) -> None:
 _ELSEWHERE = Call("", 0, 0, False, [], [])
 
 
-def _check_equal(
+def _form(
     step: Step,
-    one: Call,
-    ours: _Inside,
-    two: Call,
-    theirs: _Inside,
+    call: Call,
+    inside: _Inside,
     specs: Mapping[str, tuple[TensorSpec | None, ...]],
-    constants: Mapping[str, tuple[TensorSpec, str]],
-) -> None:
-    """Step 2. constants: name -> what it holds, in a form in which equal ones are equal."""
-    trouble = NotRepeatedError(f"{one.layer} and {two.layer} are not the same ops")
-    names: dict[str, str] = {}
-    for mine, other in ((ours.enter, theirs.enter), (ours.leave_grad, theirs.leave_grad)):
-        if mine.keys() != other.keys():
-            raise trouble
-        for at, mark in mine.items():
-            _check_layout(two, specs, mark, other[at])
-            names[mark] = other[at]
+    constants: Mapping[str, str],
+) -> object:
+    """Step 2: a traced layer without its own names; equal ones are the same ops. constants: name -> what it
+    holds, as a text."""
+    given = {mark: f"given {at}" for at, mark in inside.enter.items()}
+    given |= {mark: f"gradient {at}" for at, mark in inside.leave_grad.items()}
+    names = {**constants, **given}
 
-    def name(old: str) -> str:
-        return names.get(old) or _external(old, one, two)
+    def name(value: str) -> str:
+        return names.get(value) or _external(value, call, _ELSEWHERE)
 
-    for mine_ops, other_ops in ((ours.forward, theirs.forward), (ours.backward, theirs.backward)):
-        if len(mine_ops) != len(other_ops):
-            raise trouble
-        for a, b in zip(mine_ops, other_ops, strict=True):
-            names[a.op.name] = b.op.name
-            for x, y in zip(a.op.uses, b.op.uses, strict=False):
-                if x in constants and y in constants and constants[x] == constants[y]:
-                    names[x] = y
-            made = _with_names(a.op, name)
-            shift = None if a.segment is None else a.segment - one.begin + two.begin
-            if replace(made, module=renamed(made.module, one.layer, two.layer)) != b.op or shift != b.segment:
-                raise trouble
-    for mine, other in ((ours.leave, theirs.leave), (ours.enter_grad, theirs.enter_grad)):
-        if {at: name(value) for at, value in mine.items()} != other:
-            raise trouble
-    for parameter, value in step.grads.items():
-        own = renamed(parameter, one.layer, two.layer)
-        if own != parameter and (None if value is None else name(value)) != step.grads[own]:
-            raise trouble
+    ops = []
+    for at, item in enumerate((*inside.forward, *inside.backward)):
+        names[item.op.name] = f"op {at}"
+        op = replace(_with_names(item.op, name), module=renamed(item.op.module, call.layer, ""))
+        ops.append((op, item.segment if item.segment is None else item.segment - call.begin, item.backward))
+    results = [{at: name(value) for at, value in made.items()} for made in (inside.leave, inside.enter_grad)]
+    own = {p: value for p, value in step.grads.items() if renamed(p, call.layer, "") != p}
+    grads = {renamed(p, call.layer, ""): value and name(value) for p, value in own.items()}
+    return {what: specs[mark] for mark, what in given.items()}, ops, results, grads
 
 
 def _check_layout(
@@ -332,19 +319,8 @@ def _external(name: str, source: Call, target: Call) -> str:
 
 def _with_names(op: Op, name: Callable[[str], str]) -> Op:
     """The op with all values that it names renamed, its own too."""
-
-    def arg(value: Arg) -> Arg:
-        if isinstance(value, Ref):
-            return Ref(name(value.name))
-        return tuple(arg(item) for item in value) if isinstance(value, tuple) else value
-
-    return replace(
-        op,
-        name=name(op.name),
-        args=tuple(arg(value) for value in op.args),
-        kwargs=tuple((key, arg(value)) for key, value in op.kwargs),
-        alias=None if op.alias is None else name(op.alias),
-    )
+    alias = None if op.alias is None else name(op.alias)
+    return replace(with_uses(op, name), name=name(op.name), alias=alias)
 
 
 _NUMBERED = re.compile(r"^(.+?)(?:_(\d+))?$")
@@ -354,18 +330,3 @@ def _parts(name: str) -> tuple[str, int]:
     found = _NUMBERED.match(name.partition("@")[0])
     assert found is not None
     return found[1], int(found[2] or 0)
-
-
-def _rooted(ops: Sequence[TracedOp], name: Callable[[str], str]) -> list[TracedOp]:
-    """Step 4: by other names, with views told whose storage they share."""
-    roots: dict[str, str] = {}
-    found: list[TracedOp] = []
-    for item in ops:
-        op = _with_names(item.op, name)
-        if op.alias is not None:
-            source = next(arg.name for arg in op.args if isinstance(arg, Ref))
-            op = replace(op, alias=roots.get(source, source))
-            assert op.alias is not None
-            roots[op.name] = op.alias
-        found.append(replace(item, op=op))
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +31,21 @@ def at_fault(error: Exception, running: str, called: Collection[str]) -> None:
     """Note on an exception which module was running when it was raised."""
     if not hasattr(error, WHERE):
         setattr(error, WHERE, (running, frozenset(called)))
+
+
+@contextlib.contextmanager
+def explained(
+    model: nn.Module,
+    tensor: TensorParallel | None = None,
+    passed: tuple[type[Exception], ...] = (StrettoError,),
+) -> Iterator[None]:
+    """While the context lasts, errors are `explain`ed, but those that are `passed`."""
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as error:
+        raise explain(model, error, tensor) from error
 
 
 def explain(model: nn.Module, error: Exception, tensor: TensorParallel | None = None) -> CaptureError:
@@ -97,9 +112,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-OURS = ("loss(model, microbatch)", "the loss", "the model writes", "the graph has")
-"""How the texts begin that `torch_adapter` raises."""
-
 _REASONS = {
     "DataDependentOutputException": "the code asks for the value of a tensor",
     "GuardOnDataDependentSymNode": "the code asks for the value of a tensor",
@@ -131,6 +143,6 @@ def _reason(error: Exception) -> str:
         )
     if kind == "UncapturedHigherOrderOpError":
         return "control flow operators cannot be captured: compute both sides and choose with torch.where"
-    if isinstance(error, StrettoError) or text.startswith(OURS):
+    if isinstance(error, StrettoError):
         return text
     return f"{kind}: {text}" if text else kind

@@ -1,10 +1,8 @@
-"""Graphs of the exporter, finished and under way, with what they mean. Touches `torch.fx` only."""
+"""Graphs of the exporter, with what they mean. Touches `torch.fx` only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
 
@@ -26,11 +24,3 @@ class JointGraph:
     segments: list[str]
     borders: dict[int, int] = field(default_factory=dict)
     count: float | None = None
-
-
-class Traced(NamedTuple):
-    """The graph under way and what holds its constants; id of a tensor -> the node that makes it."""
-
-    graph: torch.fx.Graph
-    holder: Any
-    nodes: Mapping[int, torch.fx.Node]

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from stretto.capture.calls_adapter import replaced
 from stretto.capture.redistribute import check_placement, message, redistributed
 from stretto.errors import UsageError
 from stretto.ir.program import Shard
@@ -96,25 +97,9 @@ class MeshProgram:
         with standing_first(self._on.meshes), redistributing(redistributed), capturing(self):
             yield
 
-    @contextmanager
-    def state(self, model: nn.Module) -> Iterator[None]:
+    def state(self, model: nn.Module) -> AbstractContextManager[None]:
         """Step 1: while the context lasts, the model's plain parts are tensors on meshes."""
-        made: dict[int, Tensor] = {}
-        kept: list[tuple[dict[str, Any], str, Tensor]] = []
-        try:
-            for prefix, module in model.named_modules():
-                for table in (module._parameters, module._buffers):
-                    for name, part in list(table.items()):
-                        if part is None:
-                            continue
-                        kept.append((table, name, part))
-                        if id(part) not in made:
-                            made[id(part)] = self._from_part(f"{prefix}.{name}" if prefix else name, part)
-                        table[name] = made[id(part)]
-            yield
-        finally:
-            for held, name, part in kept:
-                held[name] = part
+        return replaced(model, self._from_part)
 
     def _from_part(self, name: str, part: Tensor) -> Tensor:
         mesh, placement = self._on.meshes[self._on.places[name]], self._on.placements[name]
@@ -124,8 +109,7 @@ class MeshProgram:
             shape[placement.dim] *= self._on.size  # type: ignore[attr-defined]
             stride = torch.empty(shape, device="meta").stride()
         spec = new_spec(mesh, (placement,), shape, stride, part.dtype)
-        made: Tensor = _Enter.apply(part, spec)  # type: ignore[no-untyped-call]
-        return made
+        return _entered(part, spec)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Step 4; a plain loss stays what it is."""
@@ -144,8 +128,7 @@ class MeshProgram:
         wanted = [Replicate()] if placements is None else placements
         wanted = checked_placements(f"shard of {tensor_name(tensor)}", tuple(tensor.shape), mesh, wanted)
         whole = new_spec(own, (Replicate(),), tensor.shape, tensor.stride(), tensor.dtype)
-        made: GlobalTensor = _Enter.apply(tensor, whole)  # type: ignore[no-untyped-call]
-        return self.redistribute(made, wanted)
+        return self.redistribute(_entered(tensor, whole), wanted)
 
     def reshard(self, x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> GlobalTensor:
         """Step 3."""
@@ -161,17 +144,15 @@ class MeshProgram:
         for placement in (old, new):
             check_placement(tensor_name(x), x.shape, placement, self._on.size)
         crossing = message(old, new, x.shape, self._on.size)
-        left: GlobalTensor = _Leave.apply(x, crossing)  # type: ignore[no-untyped-call]
+        left = _moved(x, crossing)
         self._border(stage)
-        arrived: GlobalTensor = _Arrive.apply(left, own, new, _whole(old))  # type: ignore[no-untyped-call]
-        return arrived
+        return _arrived(left, own, new, _whole(old))
 
     def redistribute(self, x: DTensor, placements: Sequence[Placement]) -> GlobalTensor:
         """Other placements on the tensor's own mesh."""
         (new,) = placements
         check_placement(tensor_name(x), x.shape, new, self._on.size)
-        made: GlobalTensor = _Leave.apply(x, new)  # type: ignore[no-untyped-call]
-        return made
+        return _moved(x, new)
 
     def local(self, x: Tensor) -> Tensor:
         """This rank's part; a plain tensor is whole on every rank."""
@@ -195,58 +176,60 @@ def _placed(x: DTensor, placement: Placement) -> GlobalTensor:
     return global_tensor(redistributed(local_of(x), spec_of(x), spec), spec)
 
 
-class _Enter(torch.autograd.Function):
-    """A plain part as a tensor on a mesh."""
+class _Pair(torch.autograd.Function):
+    """A function, and the one that its gradient goes through."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, spec: Spec) -> GlobalTensor:
+    def forward(ctx: Any, x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
         ctx.set_materialize_grads(False)
-        (ctx.placement,) = spec.placements
-        return global_tensor(part.detach(), spec)
+        ctx.back = back
+        found: GlobalTensor = there(x)
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> Any:
-        return None if gradient is None else local_of(_placed(gradient, ctx.placement)), None
+        return None if gradient is None else ctx.back(gradient), None, None
 
 
-class _Leave(torch.autograd.Function):
-    """Another placement on the same mesh; the gradient goes back to the one before.
+def _pair(x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
+    made: GlobalTensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return made
 
-    The detached alias is there for its mark: a backward op is in the stage of the forward op that it derives.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, placement: Placement) -> GlobalTensor:
-        ctx.set_materialize_grads(False)
-        (old,) = x.placements
-        ctx.back = _whole(old)
+def _entered(part: Tensor, spec: Spec) -> GlobalTensor:
+    """A plain part as a tensor on a mesh."""
+    (placement,) = spec.placements
+    return _pair(
+        part,
+        lambda part: global_tensor(part.detach(), spec),
+        lambda gradient: local_of(_placed(gradient, placement)),
+    )
+
+
+def _moved(x: DTensor, placement: Placement) -> GlobalTensor:
+    """Another placement on the same mesh; the gradient goes back to the one before."""
+    (old,) = x.placements
+
+    def there(x: DTensor) -> GlobalTensor:
         found = _placed(x, placement)
+        # Detached for the mark: a backward op is in the stage of the forward op that it derives.
         return global_tensor(local_of(found).detach(), spec_of(found))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> Any:
-        return None if gradient is None else _placed(gradient, ctx.back), None
+    return _pair(x, there, lambda gradient: _placed(gradient, _whole(old)))
 
 
-class _Arrive(torch.autograd.Function):
+def _arrived(x: GlobalTensor, mesh: DeviceMesh, placement: Placement, home: Placement) -> GlobalTensor:
     """What has crossed, on the other mesh. home: the placement that the gradient has when it is back."""
+    first = x.device_mesh
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: GlobalTensor, mesh: DeviceMesh, placement: Placement, home: Placement
-    ) -> GlobalTensor:
-        ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.home = x.device_mesh, home
+    def there(x: GlobalTensor) -> GlobalTensor:
         (crossed,) = x.placements
-        here = global_tensor(local_of(x).detach(), _on(spec_of(x), crossed, mesh))
-        return _placed(here, placement)
+        return _placed(global_tensor(local_of(x).detach(), _on(spec_of(x), crossed, mesh)), placement)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> Any:
-        if gradient is None:
-            return None, None, None, None
+    def back(gradient: DTensor) -> GlobalTensor:
         (held,) = gradient.placements
-        crossing = message(held, ctx.home, gradient.shape, gradient.device_mesh.size())
+        crossing = message(held, home, gradient.shape, gradient.device_mesh.size())
         leaving = _placed(gradient, crossing)
-        back = global_tensor(local_of(leaving), _on(spec_of(leaving), crossing, ctx.mesh))
-        return back, None, None, None
+        return global_tensor(local_of(leaving), _on(spec_of(leaving), crossing, first))
+
+    return _pair(x, there, back)

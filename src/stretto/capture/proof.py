@@ -56,30 +56,18 @@ class Proved:
     partial: Mapping[str, tuple[str, ...]]
 
 
-def prove(
-    ops: Sequence[TracedOp],
-    given: Mapping[str, TensorSpec],
-    shards: Mapping[str, Shard],
-    gradients: Mapping[str, str | None],
-    kept: Mapping[str, str],
-    size: int,
-    on_meshes: bool = False,
-) -> Proved:
-    """See the module. given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and
-    `buffer/<name>` -> value. on_meshes: the program itself says what is summed where, and nothing is added.
-    Raises CaptureError."""
-    return _Proof(ops, given, shards, gradients, kept, size, on_meshes).proved()
-
-
 @dataclass(slots=True)
-class _Proof:
+class Proof:
+    """See the module. given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and
+    `buffer/<name>` -> value. on_meshes: the program says what is summed where, and nothing is added."""
+
     ops: Sequence[TracedOp]
     given: Mapping[str, TensorSpec]
     shards: Mapping[str, Shard]
     gradients: Mapping[str, str | None]
     kept: Mapping[str, str]
     size: int
-    on_meshes: bool
+    on_meshes: bool = False
     specs: dict[str, TensorSpec] = field(init=False)
     placers: list[tuple[int, Placer]] = field(init=False)
     made: list[TracedOp] = field(default_factory=list)
@@ -101,6 +89,7 @@ class _Proof:
         self.roots = frozenset((*self.kept.values(), *(v for v in self.gradients.values() if v is not None)))
 
     def proved(self) -> Proved:
+        """Raises CaptureError for what does not fit."""
         for item in self.ops:
             self._add(item)
         for what, value in self.kept.items():
@@ -307,9 +296,8 @@ class _Proof:
                 return
             held = next(p for _, placer in self.placers if (p := placer.of(now)).kind != "equal")
             raise CaptureError(
-                f"{where} differs between {AXIS} ranks: it is {held} ({_made_in(item)}). Name the "
-                f"module whose "
-                "output it takes 'colwise_gather_output', or leave it out of tp_plan"
+                f"{where} differs between {AXIS} ranks: it is {held} ({_made_in(item)}). Name the module "
+                "whose output it takes 'colwise_gather_output', or leave it out of tp_plan"
             )
         self.renamed[now] = self._summed(replace(item), (now,))(now)
 
@@ -338,17 +326,16 @@ class _Proof:
                     item = self.made[self.at[now]] if now in self.at else None
                     raise CaptureError(
                         f"the gradient of parameter {name!r} is {have}, where the parameter is "
-                        f"{'whole' if want is None else want} ({_made_in(item)}): give its module the "
-                        f"style that its "
-                        "use needs in tp_plan ('colwise', 'rowwise'), or leave the modules around it out"
+                        f"{'whole' if want is None else want} ({_made_in(item)}): give its module the style "
+                        "that its use needs in tp_plan ('colwise', 'rowwise'), or leave the modules around "
+                        "it out"
                     )
             if kinds == {"sum"}:
                 yield name, (AXIS,)
             elif len(kinds) > 1 or (shard is not None and shard.copies > 1 and kinds == {"equal"}):
                 raise CaptureError(
                     f"the gradient of parameter {name!r} is a sum over some {AXIS} ranks and not over "
-                    f"others: "
-                    "leave its module out of tp_plan"
+                    "others: leave its module out of tp_plan"
                 )
 
     # --- words --------------------------------------------------------------------------------------------
@@ -380,9 +367,9 @@ class _Proof:
         return CaptureError(
             f"{_made_in(item)} makes a tensor of shape {list(item.whole or ())} in the model alone, and "
             f"{list(self.specs[op.name].shape)} on each of {self.size} {AXIS} ranks, where it is {held} "
-            f"({op.name}, {op.target}): the code counts what is spread otherwise than tp_plan spreads "
-            f"it. Divide "
-            "the count by the style 'attributes:NAME', write -1 for it, or leave the module out of tp_plan"
+            f"({op.name}, {op.target}): the code counts what is spread otherwise than tp_plan spreads it. "
+            "Divide the count by the style 'attributes:NAME', write -1 for it, or leave the module out of "
+            "tp_plan"
         )
 
 

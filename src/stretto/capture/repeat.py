@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -142,10 +141,6 @@ class _StandIn(torch.autograd.Function):
         return (None, *found)
 
 
-class _Slot:
-    """Where a tensor stands in a layer's result."""
-
-
 _one_at_a_time = threading.RLock()
 """Classes are changed, and calls numbered, for one trace at a time."""
 
@@ -244,7 +239,7 @@ class Layers:
             raise NotRepeatedError(f"{name} returns more than tensors with a gradient")
         call.outputs = [_spec(x) for x in results]
         left = [_marked(x, "leave", number, at) for at, x in enumerate(results)]
-        call.result = _replaced(made, repeat(_Slot()))
+        call.result = made
         return _replaced(made, iter(left))
 
     def _observed(
@@ -337,7 +332,7 @@ def _structure(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
 
 def _replaced(value: Any, parts: Iterator[Any]) -> Any:
     """The value with other things in the places of tensors, in the order of `_structure`."""
-    if isinstance(value, (Tensor, _Slot)):
+    if isinstance(value, Tensor):
         return next(parts)
     if type(value) in (tuple, list):
         return type(value)(_replaced(item, parts) for item in value)

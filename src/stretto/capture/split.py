@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from stretto.capture.trace import Traced
@@ -44,16 +44,10 @@ def op_cost(op: Op) -> float:
     return 0.0 if op.alias is not None else max(float(op.flops), BYTE_FLOPS * 2.0 * op.nbytes)
 
 
-def split(
-    traced: Traced,
-    stages: int,
-    how: str | Sequence[str] = "auto",
-    cost: Callable[[Op], float] = op_cost,
-) -> Placement:
+def split(traced: Traced, stages: int, how: str | Sequence[str] = "auto") -> Placement:
     """Assign every op to a stage.
 
     how: "auto", or the names of the modules that begin stages 1, 2, ... in the order of execution.
-    cost: time of an op in any unit, for "auto".
 
     Raises UsageError for names that do not exist, are never called, are out of order, or do not make
     `stages` stages.
@@ -63,7 +57,7 @@ def split(
     if isinstance(how, str) and how != "auto":
         raise UsageError(f'split must be "auto" or a list of module names, not {how!r}')
     if isinstance(how, str):
-        cuts = _auto_cuts(traced, stages, cost, _free(traced))
+        cuts = _auto_cuts(traced, stages, _free(traced))
     else:
         cuts = _named_cuts(traced, stages, how)
     return place(traced, stages, cuts)
@@ -109,7 +103,7 @@ def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
     return found
 
 
-def _auto_cuts(traced: Traced, stages: int, cost: Callable[[Op], float], free: frozenset[str]) -> list[int]:
+def _auto_cuts(traced: Traced, stages: int, free: frozenset[str]) -> list[int]:
     """Step 1, automatic: minimise the dearest stage by dynamic programming over the places to cut."""
     if stages == 1:
         return []
@@ -118,7 +112,7 @@ def _auto_cuts(traced: Traced, stages: int, cost: Callable[[Op], float], free: f
     last_use: dict[str, int] = {}
     for item in traced.ops:
         if item.segment is not None:
-            load[item.segment] += cost(item.op)
+            load[item.segment] += op_cost(item.op)
             if not item.backward:
                 for name in item.op.uses:
                     last_use[name] = max(last_use.get(name, 0), item.segment)

@@ -12,7 +12,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.batch.loss import Loss, loss_and_count
-from stretto.capture.calls_adapter import buffers_in_place
+from stretto.capture.calls_adapter import buffers_in_place, replaced
 from stretto.capture.carried import Calls
 from stretto.capture.explain import at_fault
 from stretto.capture.graphs import JointGraph
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
+from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
 from stretto.parallelize.unseen import OWN
 
@@ -45,14 +46,13 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-@contextmanager
 def fake_state(
     module: nn.Module,
     mode: FakeTensorMode,
     device: torch.device,
     param_dtype: torch.dtype | None,
     parts: Mapping[int, tuple[int, ...]] | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Put fake tensors on `device` in the place of all parameters and buffers while the context lasts.
 
     Ties stay ties. The originals, of whatever device ("meta" too), are put back untouched.
@@ -60,37 +60,19 @@ def fake_state(
     parts: id of a parameter -> the shape of the part of it that a rank holds.
     """
     shapes = parts or {}
-    fakes: dict[int, torch.Tensor] = {}
-    restore: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    tables: list[tuple[dict[str, Any], bool]] = []
-    for sub in module.modules():
-        tables += [(sub._parameters, True), (sub._buffers, False)]
 
-    def fake(tensor: torch.Tensor, is_parameter: bool) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            dtype = tensor.dtype
-            if is_parameter and param_dtype is not None and dtype.is_floating_point:
-                dtype = param_dtype
-            with mode:
-                if id(tensor) in shapes:
-                    made = torch.empty(shapes[id(tensor)], dtype=dtype, device=device)
-                else:
-                    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-                fakes[id(tensor)] = (
-                    nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-                )
-        return fakes[id(tensor)]
+    def fake(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        parameter, dtype = isinstance(tensor, nn.Parameter), tensor.dtype
+        if parameter and param_dtype is not None and dtype.is_floating_point:
+            dtype = param_dtype
+        with mode:
+            if id(tensor) in shapes:
+                made = torch.empty(shapes[id(tensor)], dtype=dtype, device=device)
+            else:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+            return nn.Parameter(made, requires_grad=tensor.requires_grad) if parameter else made
 
-    try:
-        for table, is_parameter in tables:
-            for name, tensor in list(table.items()):
-                if tensor is not None:
-                    restore.append((table, name, tensor))
-                    table[name] = fake(tensor, is_parameter)
-        yield
-    finally:
-        for table, name, tensor in restore:
-            table[name] = tensor
+    return replaced(module, fake)
 
 
 class _Segments:
@@ -170,62 +152,33 @@ def mark_call(number: int | None) -> None:
         fx_traceback.current_meta["custom"] = kept if number is None else {**kept, CALL: number}
 
 
-class _Step(nn.Module):
-    """Model and loss as one module whose inputs are the microbatch's tensors."""
+Leaves = Sequence[torch.Tensor]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        rebuild: Callable[[Sequence[torch.Tensor]], Any],
-        segments: _Segments,
-        layers: Layers | None,
-        program: MeshProgram | None,
-        calls: Calls,
-        beside: Beside | None,
-    ) -> None:
+
+class _Step(nn.Module):
+    """Model and loss as one module whose inputs are the microbatch's tensors. run: (buffers, leaves) -> its
+    results."""
+
+    def __init__(self, model: nn.Module, run: Callable[[Mapping[str, Any], Leaves], Any]) -> None:
         super().__init__()
         self.model = model
-        self._calls = calls
-        self._program = program
-        self._beside = beside
-        self._layers = layers
-        self._loss = loss
-        self._rebuild = rebuild
-        self._segments = segments
-        self.count: float | None = None
+        self._run = run
 
-    def forward(self, *leaves: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if self._layers is not None:
-            self._layers.begin(self._segments)
-        program = self._program
-        with (
-            self._calls.one(self._buffers),
-            nullcontext() if program is None else program.state(self.model),
-            self._segments.forward(),
-            buffers_in_place(self.model),
-            nullcontext() if self._beside is None else self._beside.forward(),
-        ):
-            returned = self._loss(self.model, self._rebuild(leaves))
-            loss, count = loss_and_count(returned, self._loss)
-            if program is not None:
-                loss = program.loss(loss)
-                count = program.loss(count) if isinstance(count, torch.Tensor) else count
-        if loss.is_complex():
-            raise ValueError(f"the loss{self._where()} is a complex number: return a real one")
-        if not loss.requires_grad:
-            raise ValueError(
-                f"the loss{self._where()} does not depend on any parameter that requires a gradient (all are "
-                "frozen, or it is computed under torch.no_grad, of detached values or of whole numbers)"
-            )
-        if isinstance(count, torch.Tensor):
-            return loss.reshape(()), count.reshape(()) if count.dim() else count
-        self.count = count
-        return loss.reshape(())
+    def forward(self, *leaves: torch.Tensor) -> Any:
+        return self._run(self._buffers, leaves)
 
-    def _where(self) -> str:
-        code = getattr(self._loss, "__code__", None)
-        return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+
+def _check_loss(loss: torch.Tensor, function: Loss) -> None:
+    """Raises CaptureError for a loss that has no gradient."""
+    code = getattr(function, "__code__", None)
+    where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+    if loss.is_complex():
+        raise CaptureError(f"the loss{where} is a complex number: return a real one")
+    if not loss.requires_grad:
+        raise CaptureError(
+            f"the loss{where} does not depend on any parameter that requires a gradient (all are "
+            "frozen, or it is computed under torch.no_grad, of detached values or of whole numbers)"
+        )
 
 
 def export_joint(
@@ -247,14 +200,37 @@ def export_joint(
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
     calls = Calls(("", model), ("the loss", loss))
-    step = _Step(model, loss, rebuild, segments, layers, program, calls, beside)
+    number: float | None = None
+
+    def run(left: Mapping[str, Any], given: Leaves) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        nonlocal number
+        if layers is not None:
+            layers.begin(segments)
+        with (
+            calls.one(left),
+            nullcontext() if program is None else program.state(model),
+            segments.forward(),
+            buffers_in_place(model),
+            nullcontext() if beside is None else beside.forward(),
+        ):
+            value, count = loss_and_count(loss(model, rebuild(given)), loss)
+            if program is not None:
+                value = program.loss(value)
+                count = program.loss(count) if isinstance(count, torch.Tensor) else count
+        _check_loss(value, loss)
+        if isinstance(count, torch.Tensor):
+            return value.reshape(()), count.reshape(()) if count.dim() else count
+        number = count
+        return value.reshape(())
+
+    step = _Step(model, run)
 
     def export(left: Mapping[str, torch.Tensor]) -> JointGraph:
         for name, tensor in left.items():
             step.register_buffer(name, tensor)
         with ExitStack() as stack:
             joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
-        return _joint(joint.graph_module, segments, step)
+        return _joint(joint.graph_module, segments, number)
 
     with (
         torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
@@ -275,7 +251,7 @@ def export_joint(
     return joint
 
 
-def _joint(module: torch.fx.GraphModule, segments: _Segments, step: _Step) -> JointGraph:
+def _joint(module: torch.fx.GraphModule, segments: _Segments, count: float | None) -> JointGraph:
     inputs: dict[torch.fx.Node, tuple[str, str | int]] = {}
     for node in module.graph.find_nodes(op="placeholder"):
         inputs[node] = _input(node.meta["desc"])
@@ -285,7 +261,7 @@ def _joint(module: torch.fx.GraphModule, segments: _Segments, step: _Step) -> Jo
         for desc, node in zip(output.meta["desc"], output.args[0], strict=True)
         if desc is not None
     ]
-    return JointGraph(module, inputs, outputs, list(segments.names), dict(segments.borders), count=step.count)
+    return JointGraph(module, inputs, outputs, list(segments.names), dict(segments.borders), count)
 
 
 def _plain(name: str) -> str:
@@ -302,7 +278,7 @@ def _input(desc: Any) -> tuple[str, str | int]:
         return "batch", desc.idx
     if isinstance(desc, described.TangentAOTInput):
         return "tangent", ""
-    raise ValueError(f"the graph has an input of a kind that is not supported: {desc}")
+    raise CaptureError(f"the graph has an input of a kind that is not supported: {desc}")
 
 
 def _output(desc: Any) -> tuple[str, str]:
@@ -314,17 +290,17 @@ def _output(desc: Any) -> tuple[str, str]:
     if isinstance(desc, described.InputMutationAOTOutput):
         kind, name = _input(desc.mutated_input)
         if kind == "batch":
-            raise ValueError(
+            raise CaptureError(
                 f"the model writes into the batch in place (tensor {int(name) + 1} of it); "
                 "let it write into a copy (x = x.clone())"
             )
         if kind != "buffer":
-            raise ValueError(
+            raise CaptureError(
                 f"the model writes into its {kind} {name!r} in the forward (nn.Embedding with max_norm does "
                 "so, too): write into a copy, or into a buffer"
             )
         return "update", str(name)
-    raise ValueError(f"the graph has an output of a kind that is not supported: {desc}")
+    raise CaptureError(f"the graph has an output of a kind that is not supported: {desc}")
 
 
 def call_of(node: torch.fx.Node) -> int | None:

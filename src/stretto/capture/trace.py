@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,17 +28,25 @@ from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.accepts import check_batch, check_model
 from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.count import count_of, mean_over
+from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
-from stretto.capture.explain import explain
+from stretto.capture.explain import explained
 from stretto.capture.mesh_program import OnMeshes
-from stretto.capture.proof import prove
+from stretto.capture.proof import Proof
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.capture.state import State
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
-from stretto.parallelize.alone import Beside, Found, Key, leaves_of, with_logits_of_one
+from stretto.parallelize.alone import (
+    Beside,
+    Found,
+    Key,
+    leaves_of,
+    with_gathered_logits,
+)
 from stretto.parallelize.parts import local_shape
+from stretto.parallelize.split_logits import WrittenError
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
@@ -105,17 +114,25 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    attempt = partial(
-        _trace, model, batch, loss, microbatches, param_dtype, device, tensor, skip_passes, meshes
-    )
-    # Layers that are repeated would number the borders of meshes anew.
-    if equal_layers and meshes is None:
-        try:
-            return attempt(repeats=True)
-        except (NotRepeatedError, CaptureError) as reason:
-            # Whether a model can be captured is for the trace of all of it to say.
-            _log.debug("all layers are traced: %s", reason)
-    return attempt(repeats=False)
+
+    def attempt(how: TensorParallel | None) -> Traced:
+        traced = partial(
+            _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
+        )
+        # Layers that are repeated would number the borders of meshes anew.
+        if equal_layers and meshes is None:
+            try:
+                return traced(repeats=True)
+            except (NotRepeatedError, CaptureError) as reason:
+                # Whether a model can be captured is for the trace of all of it to say.
+                _log.debug("all layers are traced: %s", reason)
+        return traced(repeats=False)
+
+    try:
+        return attempt(tensor)
+    except WrittenError:
+        assert tensor is not None, "without, no logits are split"
+        return attempt(with_gathered_logits(model, tensor))
 
 
 def _trace(
@@ -156,10 +173,8 @@ def _trace(
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     beside = None
     if tensor is not None and meshes is None:
-        found, like = _alone(
-            model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats
-        )
-        beside = Beside(model, leaves_of(tensor), tensor.size, found, like, torch_adapter.mark_call)
+        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats)
+        beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
         nullcontext() if tensor is None else spread(model, tensor),
@@ -171,15 +186,13 @@ def _trace(
         layers = layers_of(model) if repeats else None
         if repeats and layers is None:
             raise NotRepeatedError("no layers are equal")
-        try:
-            with CudaChoices() if absent else nullcontext():
-                joint = torch_adapter.export_joint(
-                    model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
-                )
-        except NotRepeatedError:
-            raise
-        except Exception as error:
-            raise explain(model, error, tensor) from error
+        with (
+            explained(model, tensor, (NotRepeatedError, WrittenError)),
+            CudaChoices() if absent else nullcontext(),
+        ):
+            joint = torch_adapter.export_joint(
+                model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
+            )
 
     names: dict[torch.fx.Node, str] = {}
     parameters: dict[str, tuple[TensorSpec, str, str | None]] = {}
@@ -214,7 +227,7 @@ def _trace(
     shards = {} if tensor is None else dict(tensor.shards)
     parts: dict[str, tuple[str, ...]] = {}
     if tensor is not None:
-        proved = prove(ops, given, shards, gradients, kept, tensor.size, meshes is not None)
+        proved = Proof(ops, given, shards, gradients, kept, tensor.size, meshes is not None).proved()
         ops, parts = list(proved.ops), dict(proved.partial)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
@@ -251,16 +264,6 @@ def _trace(
     )
 
 
-class _Unnumbered:
-    """Segments of a run of which nothing is kept."""
-
-    def __init__(self) -> None:
-        self.names = [""]
-
-    def follow(self, names: list[str]) -> None:
-        self.names.extend(names)
-
-
 def _alone(
     model: nn.Module,
     loss: Loss,
@@ -271,15 +274,14 @@ def _alone(
     param_dtype: torch.dtype | None,
     tensor: TensorParallel,
     repeats: bool,
-) -> tuple[Mapping[Key, Found], Mapping[str, str]]:
-    """The calls of the model alone; of equal layers, the first stand for the others, which are named."""
+) -> Mapping[Key, Found]:
+    """The calls of the model alone; those of equal layers are those of the first."""
     calls = Beside(model, leaves_of(tensor), tensor.size)
     layers = layers_of(model) if repeats else None
     if layers is not None:
-        layers.begin(_Unnumbered())
+        layers.begin(SimpleNamespace(names=[""], follow=lambda names: None))
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype),
-        with_logits_of_one(model, tensor),
         alone(),
         mode,
         tracing_state(),
@@ -290,19 +292,18 @@ def _alone(
     ):
         before = State(("", model), ("the loss", loss))
         try:
-            loss(model, rebuild(fakes))
-        except NotRepeatedError:
-            raise
-        except Exception as error:
-            raise explain(model, error) from error
+            with explained(model, passed=(NotRepeatedError,)):
+                loss(model, rebuild(fakes))
         finally:
             before.restore()
-    if layers is None:
-        return calls.found, {}
+    found = dict(calls.found)
     first: dict[int, str] = {}
-    for call in layers.calls:
-        first.setdefault(call.kind, call.layer)
-    return calls.found, {call.layer: first[call.kind] for call in layers.calls if not call.template}
+    for call in () if layers is None else layers.calls:
+        like = first.setdefault(call.kind, call.layer)
+        if not call.template:
+            inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
+            found.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
+    return found
 
 
 def _parts(model: nn.Module, tensor: TensorParallel | None) -> dict[int, tuple[int, ...]]:

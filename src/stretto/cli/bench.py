@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 
 from stretto.cli import bench_tables as tables
-from stretto.cli.outputs import check_output, saving
+from stretto.cli.outputs import check_output
 from stretto.errors import StrettoError, UsageError
-from stretto.files.whole_file import write_file
+from stretto.files.whole_file import saving, write_file
 from stretto.ir.program import OVERLAP_MODES
 
 bench = typer.Typer(
@@ -93,7 +93,7 @@ def reshard(
     cases(chosen)
     setup = Setup(rate, mib, rounds, chosen, in_flight_mib << 20)
     lab = Lab(hosts=HOSTS, rate=rate, ranks_per_host=RANKS_PER_HOST)
-    result = result_of(lab, "stretto.bench.reshard", asdict(setup))
+    result = result_of(lab, "reshard", asdict(setup))
     tables.reshard_table(result).print()
     write_json(result, json_out)
 
@@ -111,7 +111,7 @@ def pipeline(
 
     _begin(rounds, 5, json_out)
     setup = Setup(rate=rate, rounds=rounds)
-    result = result_of(Lab(hosts=setup.ranks, rate=rate), "stretto.bench.pipeline", asdict(setup))
+    result = result_of(Lab(hosts=setup.world, rate=rate), "pipeline", asdict(setup))
     tables.pipeline_table(result).print()
     tables.warn_of_noise(result["rows"])
     write_json(result, json_out)

@@ -19,8 +19,9 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 
 if TYPE_CHECKING:
+    from stretto.measure.calibrate import Outcome
     from stretto.price.calibration import Calibration
-    from stretto.price.op_cache import Machine
+    from stretto.price.op_times import Machine
 
 SHOWN = 12
 """Warnings that are printed; of the others the count."""
@@ -50,10 +51,6 @@ def run(
     ] = None,
     ops_only: Annotated[bool, typer.Option(help="Measure no collectives and no messages.")] = False,
     fresh: Annotated[bool, typer.Option(help="Measure again what is known.")] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Threads of an op on a processor; PyTorch's own number if unset."),
-    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; what the inputs were captured for if unset.")
     ] = None,
@@ -69,7 +66,7 @@ def run(
         raise UsageError(f"--cluster-out {cluster_out}: a calibration is a .json file")
     check_output("--cluster-out", cluster_out)
     jobs = [job_of(path) for path in inputs or []]
-    _calibrate(jobs, cluster_out, from_profile or [], ops_only, fresh, threads, device)
+    _calibrate(jobs, cluster_out, from_profile or [], ops_only, fresh, device)
 
 
 def job_of(path: Path) -> Job:
@@ -93,7 +90,6 @@ def _calibrate(
     traces: list[Path],
     ops_only: bool,
     fresh: bool,
-    threads: int | None,
     kind: str | None,
 ) -> None:
     import torch
@@ -102,13 +98,14 @@ def _calibrate(
     from stretto.measure.calibrate import Outcome, calibrate_communication, calibrate_ops
     from stretto.measure.time_ops import machine_of
     from stretto.price.calibration import save_calibration
-    from stretto.price.op_cache import Machine, OpCache
+    from stretto.price.op_times import Machine
     from stretto.price.profiler_trace import read_trace
 
     found = [read_trace(trace) for trace in traces]
     # A trace alone is an input as good as a plan. Nothing is measured then: it may be of another machine.
     alone = bool(found) and not jobs
-    kind = kind or (found[0].kind if alone else _kind_of(jobs))
+    captured_for = [one.kind for one in found if alone] + [job.device for job in jobs]
+    kind = kind or next(iter(captured_for), "cuda" if torch.cuda.is_available() else "cpu")
     for trace, name in zip(found, traces, strict=True):
         if trace.kind != kind:
             raise UsageError(
@@ -119,8 +116,6 @@ def _calibrate(
         raise UsageError(
             "the ops are for cuda, and this machine has no such device: run it where there is one"
         )
-    if threads is not None:
-        torch.set_num_threads(threads)
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     on = torch.device("cpu" if alone else kind)
     if on.type == "cuda":
@@ -136,39 +131,34 @@ def _calibrate(
     traced = {op.key: op.us for trace in found for op in trace.ops}
     outcome = Outcome(_begun(path, machine, fresh, rank, alone))
     outcome.calibration.traced.update(traced)
-    cache = OpCache.open(machine)
-    if fresh:
-        cache.ops.clear()
-    # A run that was killed has written the file, and not the cache.
-    cache.ops = {**outcome.calibration.ops, **cache.ops}
     stopped = False
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=rank != 0, transient=True) as bar:
         task = bar.add_task("calibrating")
-
         kept_s = time.monotonic()
 
-        def progress(what: str, done: int, of: int) -> None:
+        def keep() -> None:
             nonlocal kept_s
-            bar.update(task, description=what, completed=done, total=of)
-            if rank == 0 and time.monotonic() - kept_s > KEEP_S:
+            if rank == 0:
                 save_calibration(outcome.calibration, path)
-                kept_s = time.monotonic()
+            kept_s = time.monotonic()
+
+        def progress(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+            if time.monotonic() - kept_s > KEEP_S:
+                keep()
 
         try:
             if not alone:
-                calibrate_ops(outcome, jobs, cache, on, progress)
+                calibrate_ops(outcome, jobs, on, progress)
             if not alone and not ops_only:
                 calibrate_communication(outcome, jobs, on, progress)
         except KeyboardInterrupt:
             stopped = True
-        except Exception:
-            if rank == 0:
-                save_calibration(outcome.calibration, path)
-            raise
+        finally:
+            keep()
     if rank == 0:
-        save_calibration(outcome.calibration, path)
-        _tell(console, outcome.calibration, outcome.measured, outcome.cached, outcome.warnings)
+        _tell(console, outcome)
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     if stopped:
         raise StrettoError(
@@ -176,13 +166,6 @@ def _calibrate(
         )
     if started:
         dist.destroy_process_group()
-
-
-def _kind_of(jobs: list[Job]) -> str:
-    """What the jobs were captured for; without any, this machine's best device."""
-    import torch
-
-    return jobs[0].device if jobs else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _begun(path: Path, machine: Machine, fresh: bool, rank: int, alone: bool) -> Calibration:
@@ -208,14 +191,16 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, alone: bool) ->
     return found
 
 
-def _tell(console: Console, found: Calibration, measured: int, cached: int, warnings: list[str]) -> None:
+def _tell(console: Console, outcome: Outcome) -> None:
+    found, more = outcome.calibration, len(outcome.warnings) - SHOWN
     console.print(f"{found.machine}", highlight=False)
     console.print(
-        f"{len(found.ops)} ops ({measured} measured now, {cached} known), {len(found.traced)} traced",
+        f"{len(found.ops)} ops ({outcome.measured} measured now, {outcome.cached} known), "
+        f"{len(found.traced)} traced",
         highlight=False,
     )
     print_communication(console, found)
-    for warning in warnings[:SHOWN]:
+    for warning in outcome.warnings[:SHOWN]:
         console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
-    if len(warnings) > SHOWN:
-        console.print(f"and {len(warnings) - SHOWN} more warnings", highlight=False)
+    if more > 0:
+        console.print(f"and {more} more warnings", highlight=False)

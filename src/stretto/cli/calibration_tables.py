@@ -1,4 +1,4 @@
-"""What a calibration says of communication and of ranks, as tables for the terminal. Thin."""
+"""What a calibration says of communication, as tables for the terminal. Thin."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.console import Console
 from stretto.report.grid import Grid
 
 if TYPE_CHECKING:
-    from stretto.price.calibration import Calibration, RankTiming
+    from stretto.price.calibration import Calibration
 
 
 def print_communication(console: Console, found: Calibration) -> None:
-    """Collectives, messages and ranks, as far as they were measured."""
+    """Collectives and messages, as far as they were measured."""
     if found.collectives:
         Grid(
             "",
@@ -43,18 +43,8 @@ def print_communication(console: Console, found: Calibration) -> None:
                     " / ".join(f"{way.latency_us:.0f}" for way in ways) + " us",
                     " / ".join(f"{way.bytes_per_us:.1f}" for way in ways) + " MB/s",
                     f"{link.link.processor_us_per_mb / 1000:.2f} ms",
-                    f"{link.both_ways:.2f} times as long",
                     f"{100 * link.spread:.0f} %",
                 )
             )
-        head = ("messages", "hosts", "latency", "rate", "compute loses, 1 MB", "both ways at once", "noise")
+        head = ("messages", "hosts", "latency", "rate", "compute loses, 1 MB", "noise")
         Grid("", head, rows).print(console)
-    if found.ranks is not None:
-        console.print(_ranks_in_words(found.ranks), highlight=False, soft_wrap=True)
-
-
-def _ranks_in_words(ranks: RankTiming) -> str:
-    words = f"ranks: the slowest rank of a place is {100 * ranks.skew:.1f} % behind"
-    if ranks.processor is not None:
-        words += f", a quota leaves {100 * ranks.processor.share:.0f} % of the processors"
-    return words

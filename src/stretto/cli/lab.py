@@ -93,16 +93,12 @@ def run(
 
 @lab.command()
 def check() -> None:
-    """Say what this machine can emulate, and measure it; ends with 0 if the lab can run."""
+    """Try what this machine can emulate; ends with 0 if the lab can run."""
     console = Console(highlight=False, soft_wrap=True)
     able = True
     for finding in examine():
-        mark = (
-            "[green]ok[/]     "
-            if finding.ok
-            else ("[red]missing[/]" if finding.required else "[yellow]no[/]     ")
-        )
-        console.print(f"{mark} {finding.what:<30}", end="")
+        mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.required else "[yellow]no[/]"
+        console.print(f"{mark:<17} {finding.what:<20}", end="")
         console.print(finding.says, markup=False)
         able = able and (finding.ok or not finding.required)
     console.print(

@@ -6,12 +6,11 @@ library. Errors that a user can mend end with one message and status 1 or 2, nev
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from importlib import import_module, metadata
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -19,32 +18,24 @@ from typer.core import TyperGroup
 from stretto.errors import StrettoError
 
 COMMANDS = {
-    # name: (module, attribute, one line of help)
-    "train": ("stretto.cli.train", "train", "Train a model as a settings file says."),
-    "plan": ("stretto.cli.plan", "plan", "Plan a training step and save the plan."),
-    "check": ("stretto.cli.check", "check", "Compare one step with the plain model's, in this process."),
-    "verify": ("stretto.cli.verify", "verify", "Prove a plan or a schedule free of faults."),
-    "simulate": ("stretto.cli.simulate", "simulate", "Walk a plan with no device and say how long it takes."),
-    "rehearse": (
-        "stretto.cli.rehearse",
-        "rehearse",
-        "Run one rank of a plan alone, its communication emulated.",
-    ),
-    "schedule": ("stretto.cli.schedule", "schedule", "Print, draw or time a schedule."),
-    "calibrate": (
-        "stretto.cli.calibrate",
-        "calibrate",
-        "Measure this machine or cluster for later planning.",
-    ),
-    "cost": ("stretto.cli.cost", "cost", "List a plan's costliest ops and collectives."),
-    "cluster": ("stretto.cli.cluster", "cluster", "List and show clusters that can be planned for."),
-    "reshard": ("stretto.cli.reshard", "reshard", "Plan how a tensor goes from one mesh to another."),
-    "lab": ("stretto.cli.lab", "lab", "Emulate a slow cluster on this machine."),
-    "bench": ("stretto.cli.bench", "bench", "Race Stretto against other systems."),
-    "show": ("stretto.cli.show", "show", "List the ops of one phase of one stage of a plan."),
-    "report": ("stretto.cli.report", "report", "Show a finished run: predicted against measured."),
-    "export": ("stretto.cli.export", "export", "Write a checkpoint as safetensors."),
+    "train": "Train a model as a settings file says.",
+    "plan": "Plan a training step and save the plan.",
+    "check": "Compare one step with the plain model's, in this process.",
+    "verify": "Prove a plan or a schedule free of faults.",
+    "simulate": "Walk a plan with no device and say how long it takes.",
+    "rehearse": "Run one rank of a plan alone, its communication emulated.",
+    "schedule": "Print, draw or time a schedule.",
+    "calibrate": "Measure this machine or cluster for later planning.",
+    "cost": "List a plan's costliest ops and collectives.",
+    "cluster": "List and show clusters that can be planned for.",
+    "reshard": "Plan how a tensor goes from one mesh to another.",
+    "lab": "Emulate a slow cluster on this machine.",
+    "bench": "Race Stretto against other systems.",
+    "show": "List the ops of one phase of one stage of a plan.",
+    "report": "Show a finished run: predicted against measured.",
+    "export": "Write a checkpoint as safetensors.",
 }
+"""Name -> one line of help. The command is the app of this name in the module of this name."""
 
 
 class LazyGroup(TyperGroup):
@@ -59,9 +50,7 @@ class LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module, attribute, _ = COMMANDS[cmd_name]
-        found: Any = getattr(import_module(module), attribute)
-        command = typer.main.get_command(found) if isinstance(found, typer.Typer) else found
+        command: Any = typer.main.get_command(getattr(import_module(f"stretto.cli.{cmd_name}"), cmd_name))
         command.name = cmd_name
         return command
 
@@ -69,7 +58,7 @@ class LazyGroup(TyperGroup):
         # The listing must not import every command's module, so it is written from the table.
         wide = max(map(len, COMMANDS))
         typer.echo("Usage: stretto [--version] COMMAND [ARGS]...\n\nCommands:")
-        for name, (_, _, text) in COMMANDS.items():
+        for name, text in COMMANDS.items():
             typer.echo(f"  {name.ljust(wide)}  {text}")
 
 
@@ -83,12 +72,13 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a failed write of standard output may say. Files that commands write name themselves."""
+
+
 def main() -> None:
     """Run the command line; the process ends with status 0, 1 (failed or refused) or 2 (wrong usage)."""
     status: Any = 0
-    stdout = sys.stdout
-    if stdout is not None:  # it is None where the process began with it closed
-        sys.stdout = cast(TextIO, Told(stdout))
     try:
         try:
             # standalone: typer itself shows wrong usage and ends with 2
@@ -96,50 +86,21 @@ def main() -> None:
         except SystemExit as end:
             status = end.code
         # Here and not at the interpreter's end, where a failure could only show as a traceback.
-        if sys.stdout is not None:
+        if sys.stdout is not None:  # it is None where the process began with it closed
             sys.stdout.flush()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
         status = error.exit_status
     except BrokenPipeError:  # a reader that has seen enough, as `head`, is no failure
         status = status or 1
-    finally:
-        sys.stdout = stdout
-        _drop(stdout)
-    sys.exit(status)
-
-
-class Told:
-    """A stream whose failed writes are errors that `main` prints in one line. Whoever writes to a stream by
-    itself, as tables do, says not which one has failed."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with _told():
-            return self._stream.write(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        with _told():
-            self._stream.writelines(lines)
-
-    def flush(self) -> None:
-        with _told():
-            self._stream.flush()
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
     except OSError as error:
-        raise StrettoError(f"cannot write to standard output: {error.strerror}") from None
+        if error.errno not in DISK or error.filename is not None:
+            raise
+        print(f"stretto: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        status = 1
+    finally:
+        _drop(sys.stdout)
+    sys.exit(status)
 
 
 def _drop(stream: TextIO | None) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import UsageError
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -44,14 +42,3 @@ def _trouble(path: Path) -> str | None:
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"the folder {folder} may not be written; name another place"
     return None
-
-
-@contextmanager
-def saving(path: Path) -> Iterator[None]:
-    """Around what writes `path`: turns OSError into StrettoError that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise StrettoError(
-            f"cannot write {path}: {error.strerror}. Free space or choose another place"
-        ) from None

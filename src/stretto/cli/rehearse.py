@@ -7,13 +7,10 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.outputs import check_output, saving
-from stretto.errors import UsageError
+from stretto.cli.outputs import check_output
+from stretto.files.whole_file import saving
 from stretto.ir.serialize import load_plan
 from stretto.report.perfetto import ops_left_out, save_perfetto
-
-DEVICES = ("cpu", "cuda")
-"""What a plan can be captured for."""
 
 rehearse = typer.Typer(add_completion=False)
 
@@ -28,21 +25,10 @@ def run(
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline as a trace for ui.perfetto.dev (.perfetto-trace).")
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|cuda", help="What to run on; it must be what the plan was captured for."),
-    ] = None,
 ) -> None:
     """Run one rank of a plan alone: real compute, communication that takes the predicted time."""
     check_output("--trace", trace)
-    if device not in (None, *DEVICES):
-        raise UsageError(f"--device {device}: give {' or '.join(DEVICES)}")
     loaded = load_plan(plan)
-    if device is not None and device != loaded.job.device:
-        raise UsageError(
-            f"--device {device}: the plan was captured for {loaded.job.device}, whose kernels differ; "
-            f"capture with device={device!r} and plan again"
-        )
 
     from stretto.runtime.rehearse import rehearse as walk  # loads PyTorch: not for a wrong plan
 

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output, saving
+from stretto.cli.outputs import check_output
 from stretto.errors import UsageError
-from stretto.files.whole_file import write_file
+from stretto.files.whole_file import saving, write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.costliest import costliest_ops
 from stretto.report.findings import findings
@@ -26,6 +26,8 @@ WIDTH = 100
 """Columns of the terminal that are used at most, so that a report can be pasted anywhere."""
 
 COSTLIEST = 8
+
+TRACE = ".perfetto-trace"
 
 report = typer.Typer(add_completion=False)
 
@@ -44,21 +46,21 @@ def run(
     ] = None,
 ) -> None:
     """Show a run, or a plan: predicted against measured, what is hidden, the bound, the costliest ops."""
-    writers: dict[str, Callable[[Run, Path], str]] = {
-        ".html": _write_page,
-        ".perfetto-trace": _write_trace,
-        ".svg": _write_picture,
+    writers: dict[str, Callable[[Run, Path], object]] = {
+        ".html": lambda run, path: write_file(path, render(run)),
+        TRACE: lambda run, path: save_perfetto(_timelines(run), path, run.plan),
+        ".svg": lambda run, path: write_file(path, draw(_timelines(run))),
     }
     if output is not None and output.suffix not in writers:
         raise UsageError(f"--output {output}: its suffix says the kind: give one of {', '.join(writers)}")
     check_output("--output", output)
     found = load_run(path)
-    left_out = ""
     if output is not None:
         with saving(output):
-            left_out = writers[output.suffix](found, output)
+            writers[output.suffix](found, output)
     _print(found)
     if output is not None:
+        left_out = ops_left_out(_timelines(found), found.plan) if output.suffix == TRACE else ""
         Console().print(f"wrote {output}{left_out}", highlight=False, soft_wrap=True)
 
 
@@ -83,25 +85,6 @@ def _print(found: Run) -> None:
         console.print(timeline_text(timeline, console.width), highlight=False)
     for note in found.notes:
         console.print(note, style="dim", highlight=False)
-
-
-# Each writes a file, and returns in words what it left out.
-
-
-def _write_page(found: Run, path: Path) -> str:
-    write_file(path, render(found))
-    return ""
-
-
-def _write_trace(found: Run, path: Path) -> str:
-    timelines = _timelines(found)
-    save_perfetto(timelines, path, found.plan)
-    return ops_left_out(timelines, found.plan)
-
-
-def _write_picture(found: Run, path: Path) -> str:
-    write_file(path, draw(_timelines(found)))
-    return ""
 
 
 def _timelines(found: Run) -> list[Timeline]:

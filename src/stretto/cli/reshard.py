@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated
 
 import torch
 import typer
@@ -13,28 +12,21 @@ from rich.console import Console
 
 from stretto.errors import UsageError
 from stretto.lab.rates import parse_rate
-from stretto.report.grid import WIDTH, Grid
+from stretto.report.grid import WIDTH, Columns, Grid, Row, grid_of
 from stretto.report.words import format_bytes, format_us
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import MODES, Mode
+from stretto.tensor.reshard.modes import MODES
 from stretto.tensor.reshard.notation import HELP, between_meshes, read
 from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
 
 SHOWN = 64
 """Transfers that are listed at most; `--json` lists all."""
 
+CHOICES: tuple[Choice, ...] = ("naive", "balanced")
 NAMES = {"broadcast": "broadcast", "point_to_point": "point to point"}
 
 reshard = typer.Typer(add_completion=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A plan under its name. choice: naive, or balanced (the default of the planner)."""
-
-    choice: str
-    plan: ReshardPlan
 
 
 @reshard.command()
@@ -71,30 +63,49 @@ def run(
         raise UsageError("--rate unlimited: nothing would take time; give a rate such as 100gbit")
     source, target, hosts = between_meshes(src, dst, Hosts((), bits_per_s / 8, latency_us))
 
-    def planned(name: Mode, choice: Choice) -> ReshardPlan:
-        return plan_reshard(
-            sizes,
-            itemsize_bytes,
-            source,
-            target,
-            hosts,
-            name,
-            choice=choice,
-            piece_bytes=piece_kib << 10,
+    plans = [
+        (
+            choice,
+            plan_reshard(
+                sizes,
+                itemsize_bytes,
+                source,
+                target,
+                hosts,
+                name,
+                choice=choice,
+                piece_bytes=piece_kib << 10,
+            ),
         )
-
-    rows = []
-    for name in MODES if mode is None else [m for m in MODES if m == mode]:
-        rows.append(Row("naive", planned(name, "naive")))
-        rows.append(Row("balanced", planned(name, "balanced")))
+        for name in MODES
+        if mode in (None, name)
+        for choice in CHOICES
+    ]
+    rows = [{"choice": choice, **{name: getattr(plan, name) for name in FIGURES}} for choice, plan in plans]
     if as_json:
-        typer.echo(json.dumps(_document(sizes, dtype, src, dst, hosts, rows), indent=1))
+        document = {
+            "shape": list(sizes),
+            "dtype": dtype,
+            "src": src,
+            "dst": dst,
+            "link_bytes_per_s": hosts.link_bytes_per_s,
+            "latency_us": hosts.latency_us,
+            "host_of": list(hosts.host_of),
+            "plans": [{**row, "transfers": [asdict(one) for one in row["transfers"]]} for row in rows],
+        }
+        typer.echo(json.dumps(document, indent=1))
         return
     console = Console(width=WIDTH)
-    _table(f"{shape} {dtype}: {src} to {dst}", rows).print(console)
-    console.print(_note(rows[0].plan), style="dim", highlight=False)
+    title = f"{shape} {dtype}: {src} to {dst}"
+    grid_of(title, COLUMNS, rows, words=("mode", "senders, order"), absent="-").print(console)
+    console.print(
+        f"A unit is the whole tensor over the link of one host: {format_us(rows[0]['whole_us'])}. "
+        f"Ranks need {format_bytes(rows[0]['needed_bytes'])} that they do not hold.",
+        style="dim",
+        highlight=False,
+    )
     if mode is not None:
-        _transfers(rows[-1], hosts).print(console)
+        _transfers(*plans[-1], hosts).print(console)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -111,34 +122,34 @@ def _itemsize(name: str) -> int:
     return found.itemsize
 
 
-def _table(title: str, rows: Sequence[Row]) -> Grid:
-    head = ("mode", "senders, order", "tasks", "transfers", "between hosts", "makespan", "units", "bound")
-    cells = []
-    for row in rows:
-        plan = row.plan
-        some = [NAMES[plan.mode], row.choice, f"{plan.tasks:,}", f"{len(plan.transfers):,}"]
-        some += [format_bytes(plan.link_bytes), format_us(plan.makespan_us), _units(plan, plan.makespan_us)]
-        above = f"{plan.makespan_us / plan.bound_us:.2f}" if plan.bound_us else "-"
-        cells.append((*some, _units(plan, plan.bound_us), above))
-    return Grid(title, (*head, "of bound"), cells, words=(0, 1))
+def _over(row: Row, key: str, unit: str) -> float | None:
+    """A time in another; None where that is nothing."""
+    return row[key] / row[unit] if row[unit] else None
 
 
-def _units(plan: ReshardPlan, us: float) -> str:
-    return f"{us / plan.whole_us:.3f}" if plan.whole_us else "-"
+FIGURES = (
+    *("mode", "tasks", "makespan_us", "bound_us", "whole_us", "needed_bytes", "bytes_sent", "link_bytes"),
+    *("sent_bytes", "received_bytes", "piece_bytes", "transfers"),
+)
+"""Of a plan, as `--json` has them."""
+
+COLUMNS: Columns = {
+    "mode": (lambda row: NAMES[row["mode"]], "{}"),
+    "senders, order": ("choice", "{}"),
+    "tasks": ("tasks", "{:,}"),
+    "transfers": (lambda row: len(row["transfers"]), "{:,}"),
+    "between hosts": ("link_bytes", format_bytes),
+    "makespan": ("makespan_us", format_us),
+    "units": (lambda row: _over(row, "makespan_us", "whole_us"), "{:.3f}"),
+    "bound": (lambda row: _over(row, "bound_us", "whole_us"), "{:.3f}"),
+    "of bound": (lambda row: _over(row, "makespan_us", "bound_us"), "{:.2f}"),
+}
 
 
-def _note(plan: ReshardPlan) -> str:
-    return (
-        f"A unit is the whole tensor over the link of one host: {format_us(plan.whole_us)}. "
-        f"Ranks need {format_bytes(plan.needed_bytes)} that they do not hold."
-    )
-
-
-def _transfers(row: Row, hosts: Hosts) -> Grid:
-    plan = row.plan
+def _transfers(choice: Choice, plan: ReshardPlan, hosts: Hosts) -> Grid:
     more = len(plan.transfers) - SHOWN
     return Grid(
-        f"{NAMES[plan.mode]}, {row.choice}: transfers in order; rank@host",
+        f"{NAMES[plan.mode]}, {choice}: transfers in order; rank@host",
         ("start", "end", "from", "along", "box", "bytes"),
         [
             (
@@ -158,35 +169,3 @@ def _transfers(row: Row, hosts: Hosts) -> Grid:
 
 def _box(region: Region) -> str:
     return ", ".join(f"{start}:{stop}" for start, stop in region) or "the number"
-
-
-def _document(
-    sizes: tuple[int, ...], dtype: str, src: str, dst: str, hosts: Hosts, rows: Sequence[Row]
-) -> dict[str, Any]:
-    return {
-        "shape": list(sizes),
-        "dtype": dtype,
-        "src": src,
-        "dst": dst,
-        "link_bytes_per_s": hosts.link_bytes_per_s,
-        "latency_us": hosts.latency_us,
-        "host_of": list(hosts.host_of),
-        "plans": [
-            {
-                "mode": row.plan.mode,
-                "choice": row.choice,
-                "tasks": row.plan.tasks,
-                "makespan_us": row.plan.makespan_us,
-                "bound_us": row.plan.bound_us,
-                "whole_us": row.plan.whole_us,
-                "needed_bytes": row.plan.needed_bytes,
-                "bytes_sent": row.plan.bytes_sent,
-                "link_bytes": row.plan.link_bytes,
-                "sent_bytes": dict(row.plan.sent_bytes),
-                "received_bytes": dict(row.plan.received_bytes),
-                "piece_bytes": row.plan.piece_bytes,
-                "transfers": [asdict(one) for one in row.plan.transfers],
-            }
-            for row in rows
-        ],
-    }

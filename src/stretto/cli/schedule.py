@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.outputs import check_output, saving
+from stretto.cli.outputs import check_output
 from stretto.errors import UsageError
-from stretto.files.whole_file import write_file
+from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
 from stretto.report.svg import draw_schedule
 from stretto.schedule.csv import read_csv, to_csv

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.serialize import load_plan
+from stretto.report.grid import Grid
 from stretto.report.program import Line, notes_of, program_lines, totals_of
 from stretto.report.words import format_bytes, format_flops, format_us
 
@@ -49,7 +49,7 @@ def run(
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
-    console.print(_table(lines, f"{stage}{wanted}: {wanted.meaning} of stage {stage}"))
+    console.print(_table(lines, f"{stage}{wanted}: {wanted.meaning} of stage {stage}").rich())
     saved, freed = format_bytes(totals["saved_bytes"]), format_bytes(totals["freed_bytes"])
     lanes = f"{format_us(totals['predicted_us'])} on the compute lane"
     if totals["collectives"]:
@@ -67,23 +67,21 @@ def _predicted(line: Line) -> str:
     return format_us(us) if us else "-"
 
 
-def _table(lines: list[Line], title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="bold")
-    for head in ("name", "op", "reads → makes"):
-        table.add_column(head, overflow="fold")
-    for head in ("bytes", "flops", "lane", "predicted"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("memory", overflow="fold")
+def _table(lines: list[Line], title: str) -> Grid:
+    rows = []
     for line in lines:
         op = line.row.op
-        table.add_row(
-            op.name,
-            op.target.removeprefix("aten."),
-            f"{line.reads} → {line.makes}",
-            format_bytes(op.nbytes) if op.nbytes else "view" if op.alias is not None else "-",
-            format_flops(op.flops) if op.flops else "-",
-            op.lane,
-            _predicted(line),
-            "; ".join(notes_of(line)),
+        rows.append(
+            (
+                op.name,
+                op.target.removeprefix("aten."),
+                f"{line.reads} → {line.makes}",
+                "; ".join(notes_of(line)),
+                format_bytes(op.nbytes) if op.nbytes else "view" if op.alias is not None else "-",
+                format_flops(op.flops) if op.flops else "-",
+                op.lane,
+                _predicted(line),
+            )
         )
-    return table
+    head = ("name", "op", "reads → makes", "memory", "bytes", "flops", "lane", "predicted")
+    return Grid(title, head, rows, words=range(4))

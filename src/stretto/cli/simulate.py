@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output, saving
+from stretto.cli.outputs import check_output
+from stretto.files.whole_file import saving
 from stretto.ir.serialize import load_plan
 from stretto.report import save_json, save_perfetto, save_svg
 from stretto.report.perfetto import ops_left_out

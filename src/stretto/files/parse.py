@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 LARGEST = (1 << 63) - 1
@@ -16,20 +15,29 @@ LARGEST = (1 << 63) - 1
 TOO_DEEP = "it is nested too deeply"
 
 
-def parse_json(
-    text: str | bytes,
-    *,
-    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
-    parse_constant: Callable[[str], NoReturn] | None = None,
-) -> Any:
+def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     """The data of a JSON text. Raises ValueError with the reason (JSONDecodeError, with the place, for what
-    is not JSON). The hooks are those of `json.loads`."""
+    is not JSON); where it is strict, also for an object that has a key twice, of which Python's reader drops
+    one, and for numbers that JSON does not have."""
     try:
-        return json.loads(
-            text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant, parse_int=_whole
-        )
+        if strict:
+            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refused, parse_int=_whole)
+        return json.loads(text, parse_int=_whole)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice; keep one of them")
+    return found
+
+
+def _refused(word: str) -> NoReturn:
+    raise ValueError(f'{word} is not JSON; write infinite numbers as text, for example "inf"')
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from stretto.errors import UsageError
 from stretto.files.parse import parse_toml
+from stretto.files.typed_file import read_text
 
 Tree = TypeVar("Tree", bound=BaseModel)
 
@@ -33,7 +34,7 @@ def read_settings(
     `defaults` fill top-level keys that neither gives. Raises UsageError that lists every fault with the
     file or override, the key, the value, and what is allowed.
     """
-    values = _read_toml(Path(path))
+    values = read_toml(Path(path), "settings file")
     origin = _apply_overrides(values, overrides)
     for key, value in (defaults or {}).items():
         values.setdefault(key, value)
@@ -50,19 +51,13 @@ def read_settings(
         raise UsageError("\n".join(_join(start, rests) for start, rests in lines.items())) from None
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The data of a TOML file; what: of which kind it is, for messages. Raises UsageError."""
+    text = read_text(path, what)
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such settings file") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path}: is a folder; name the settings file in it") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is not UTF-8 text (byte {error.start}); settings are TOML") from None
+        return parse_toml(text)
     except ValueError as error:
         raise UsageError(f"{path}: is not TOML: {error}") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, str]:

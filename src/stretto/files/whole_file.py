@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from stretto.errors import StrettoError
 
 
 def write_file(path: str | os.PathLike[str], data: str | bytes) -> None:
@@ -28,3 +31,14 @@ def write_file(path: str | os.PathLike[str], data: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+@contextlib.contextmanager
+def saving(what: str | os.PathLike[str]) -> Iterator[None]:
+    """Around what writes a file: turns OSError into StrettoError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise StrettoError(
+            f"cannot write {os.fspath(what)}: {error.strerror}. Free space or choose another place"
+        ) from None

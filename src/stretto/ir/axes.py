@@ -1,14 +1,16 @@
 """One row an axis of the mesh: what is split over it, what must be summed over it, how ranks are numbered.
 
 Rows stand outermost first, and ranks are numbered with the last axis fastest, so that tensor-parallel peers
-are neighbours (Megatron-LM's order, arXiv 2104.04473: they share a node). Touches nothing.
+are neighbours (Megatron-LM's order, arXiv 2104.04473: they share a node).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Annotated, Literal
+
+from stretto.files.form import Fits
 
 
 class Sums(IntEnum):
@@ -41,6 +43,9 @@ BY_NAME = {axis.name: axis for axis in (PP, DP, CP, EP, TP)}
 
 AXES = tuple(BY_NAME)
 """All names, outermost first."""
+
+OtherAxis = Annotated[str, Fits(lambda axis: axis in AXES[1:], f"an axis of {', '.join(AXES[1:])}")]
+"""The name of one beside pp."""
 
 PIPELINE = PP.name
 """Its coordinate is a rank's place: other ranks of a place do equal work on other data."""

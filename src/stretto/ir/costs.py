@@ -8,12 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from stretto.files.form import Amount, Fits, Share
 from stretto.ir.curve import Curve
 from stretto.ir.processor import Processor
 
 BYTES_PER_MB = 10**6
 """The megabyte of all that is told for each of them."""
+
+LEAST_RATE = 1e-6
+"""Bytes a microsecond. A link that is slower is none, and what it takes is no finite time."""
+
+Rate = Annotated[
+    float, Fits(lambda rate: rate >= LEAST_RATE, f"a rate of at least {LEAST_RATE} bytes a microsecond")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +35,9 @@ class Link:
         transport copies on the cores that compute; 0 on accelerators with their own engines).
     """
 
-    latency_us: float
-    bytes_per_us: float
-    processor_us_per_mb: float = 0.0
+    latency_us: Amount
+    bytes_per_us: Rate
+    processor_us_per_mb: Amount = 0.0
     source: str = "assumed"
 
 
@@ -45,10 +54,10 @@ class CollectiveCost:
     """
 
     curve: Curve
-    processor_us_per_mb: float = 0.0
-    slowdown: float = 0.0
+    processor_us_per_mb: Amount = 0.0
+    slowdown: Share = 0.0
     source: str = "assumed"
-    processor_us: float = 0.0
+    processor_us: Amount = 0.0
 
     def lost_us(self, nbytes: float) -> float:
         """Processor time that every member loses to one of `nbytes`, in microseconds."""
@@ -75,14 +84,14 @@ class Costs:
         (`stretto.price.priced`).
     """
 
-    op_us: Mapping[tuple[int, str], float] = field(repr=False)
+    op_us: Mapping[tuple[int, str], Amount] = field(repr=False)
     links: Mapping[tuple[int, int], Link]
     default_link: Link
-    action_us: float
+    action_us: Amount
     source: str
     collectives: Mapping[tuple[str, str], CollectiveCost] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
-    skew: float = 0.0
+    skew: Amount = 0.0
     processor: Processor | None = None
     op_how: Mapping[tuple[int, str], str] = field(default_factory=dict, repr=False)
 

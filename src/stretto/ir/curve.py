@@ -6,7 +6,7 @@ Knows nothing of collectives or devices; numbers and their text form only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,22 +61,6 @@ class Curve:
             return y1  # exactly, where the line's arithmetic may be a rounding off
         us = y0 + (nbytes - x0) * ((y1 - y0) / (x1 - x0))
         return us if nbytes > x1 else min(us, y1)
-
-    def to_list(self) -> list[list[float]]:
-        """The text form: a list of [bytes, us] pairs."""
-        return [[nbytes, us] for nbytes, us in self.points]
-
-    @staticmethod
-    def of(pairs: Iterable[Sequence[float]]) -> Curve:
-        """Read the text form. Raises ValueError that names the pair that is wrong."""
-        points: list[tuple[float, float]] = []
-        for index, pair in enumerate(pairs):
-            try:
-                nbytes, us = pair
-                points.append((float(nbytes), float(us)))
-            except (TypeError, ValueError):
-                raise ValueError(f"point {index} of a curve, {pair!r}: expected [bytes, us]") from None
-        return Curve(tuple(points))
 
     @staticmethod
     def fitted(samples: Iterable[tuple[float, float]]) -> Curve:

@@ -38,7 +38,7 @@ quotas, and what a collective takes of the processor whatever its size; 5 a quot
 unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfer's loss is slower ops;
 12 what links buffer; 13 counts, and leaves that every microbatch is given whole; 14 one section for what only
 processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
-window; 16 sums are ops of a program that runs once a step."""
+window; 16 is written by the types of its parts, and sums are ops of a program that runs once a step."""
 
 
 class ItemKind(StrEnum):

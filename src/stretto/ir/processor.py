@@ -1,18 +1,11 @@
 """The plan file's section on processors that others share; absent on accelerators.
 
-What is measured of them is in `stretto.processor`, as is what a clock and a bound make of it. Touches
-`stretto.ir` only.
+What is measured of them is in `stretto.processor`, as is what a clock and a bound make of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from stretto.ir.op_text import encode_float
-from stretto.ir.reading import Cursor
-
-KEYS = ("period_us", "share", "speed", "skew")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +38,3 @@ class Processor:
     def fastest(self) -> float:
         """How many times as fast as its op times say a rank computes while the quota lasts."""
         return self.speed / self.share
-
-
-def encode_processor(processor: Processor) -> dict[str, Any]:
-    return {name: encode_float(getattr(processor, name)) for name in KEYS}
-
-
-def decode_processor(cursor: Cursor) -> Processor | None:
-    """Raises UsageError for figures that no quota has."""
-    if cursor.value is None:
-        return None
-    parts = cursor.fields(KEYS)
-    try:
-        return Processor(*(parts[name].number() for name in KEYS))
-    except ValueError as error:
-        raise cursor.error(str(error)) from None

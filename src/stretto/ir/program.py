@@ -37,10 +37,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from stretto.files.form import Fits, Keyword, Natural
 from stretto.ir.action import Phase
-from stretto.ir.axes import BY_NAME, DP, PIPELINE, Sums, sums_of
+from stretto.ir.axes import BY_NAME, DP, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.parameters import Buffer as Buffer
@@ -87,6 +88,9 @@ VIEWS = (VIEW, "aten._unsafe_view.default")
 Arg = Any
 """Ref | Const | None | bool | int | float | str | tuple of Arg."""
 
+Flops = Annotated[int, Fits(lambda count: 0 <= count <= 10**30, "a count from 0 to 1e+30")]
+"""No op has more: a year of a million devices of 10**16 flops a second is less."""
+
 
 def refs(arg: Arg) -> Iterator[str]:
     """The names of the values that an argument uses, in order."""
@@ -113,11 +117,11 @@ class Op:
     name: str
     target: str
     args: tuple[Arg, ...]
-    kwargs: tuple[tuple[str, Arg], ...] = ()
+    kwargs: tuple[tuple[Keyword, Arg], ...] = ()
     outputs: tuple[TensorSpec | None, ...] = ()
     alias: str | None = None
     random: bool = False
-    flops: int = 0
+    flops: Flops = 0
     module: str = ""
     repeats: str = ""
     _uses: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
@@ -267,7 +271,7 @@ class Job:
     pp: int | None = None
     device: str = "cpu"
     fixed: tuple[tuple[str, str], ...] = ()
-    axes: tuple[tuple[str, int], ...] = ()
+    axes: tuple[tuple[OtherAxis, Natural], ...] = ()
     recompute: str | int = "none"
     overlap: OverlapMode = "window"
     split_ops: bool = False

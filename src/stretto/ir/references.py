@@ -6,14 +6,21 @@ were never a file. After this check, every other look-up in a plan succeeds. Tou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_REDUCE
-from stretto.ir.flow import PHASES, defined, is_external
+from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import CHUNK, INDEX, STEP_LOSS, WAIT, Edge, Job, Op, Ref
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STEP_LOSS, WAIT, Count, Edge, Job, Op, Ref
+
+STAGE = "there is no stage {}; the job has {}"
+RANK = "there is no rank {}; the plan has {}"
+EDGE = "there is no edge e{}; the job has {}"
+PART = "there is no part {}; the window has {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,237 +35,227 @@ class BrokenReference:
         return f"{self.path}: {self.what}"
 
 
+class _Found(list[BrokenReference]):
+    """What is broken. rank: whose order is looked at."""
+
+    rank: int | None = None
+
+    def unless(self, right: bool, path: str, what: str) -> bool:
+        if not right:
+            self.append(BrokenReference(path, what, self.rank))
+        return right
+
+    def points(self, path: str, value: Any, known: Collection[Any], what: str) -> bool:
+        """what: words for a value that is not among those known, and for how many there are."""
+        return value in known or self.unless(False, path, what.format(value, len(known)))
+
+
 def broken_references(plan: Plan) -> list[BrokenReference]:
     """Every reference of the plan that points at nothing, in the order of the plan file."""
-    found = list(_in_stages(plan.job))
+    found = _Found()
+    _programs(found, plan.job)
     if found:
         return found  # what follows looks ops up by stage and phase
-    found += _in_job(plan.job)
-    found += _in_schedule(plan)
+    _job(found, plan.job)
+    _schedule(found, plan)
     for name, window in plan.windows.items():
-        found += _in_window(plan.job, name, window)
-    found += _in_sums(plan)
+        _window(found, plan, name, window)
     for rank, order in enumerate(plan.orders):
+        found.rank = rank
         for at, instruction in enumerate(order):
-            what = _in_instruction(plan, instruction)
-            if what:
-                found.append(BrokenReference(f"orders[{rank}][{at}]", what, rank))
-    found += _in_communicators_and_costs(plan)
+            _instruction(found, plan, f"orders[{rank}][{at}]", instruction)
+    found.rank = None
+    _communicators(found, plan)
+    _sums(found, plan)
+    _costs(found, plan)
     return found
 
 
-def _in_stages(job: Job) -> Iterator[BrokenReference]:
-    if not job.stages:
-        yield BrokenReference("job.stages", "a job has at least one stage")
+def _programs(found: _Found, job: Job) -> None:
+    found.unless(bool(job.stages), "job.stages", "a job has at least one stage")
     for at, stage in enumerate(job.stages):
         path = f"job.stages[{at}]"
-        if stage.index != at:
-            yield BrokenReference(f"{path}.index", f"stages are numbered in order; expected {at}")
+        found.unless(stage.index == at, f"{path}.index", f"stages are numbered in order; expected {at}")
         for phase in PHASES:
-            if phase not in stage.ops:
-                yield BrokenReference(f"{path}.ops", f"the program {phase} is missing")
+            found.points(f"{path}.ops", phase, stage.ops, "the program {} is missing")
+        for phase in stage.ops:
+            found.points(f"{path}.ops", phase, (*PHASES, Phase.REDUCE_GRAD), "there is no program {}")
         # I and W may run as one action, so their ops share one name space.
         for phases in ((Phase.F,), (Phase.I, Phase.W), (Phase.REDUCE_GRAD,)):
             seen: set[str] = set()
             for phase in phases:
                 for number, op in enumerate(stage.ops.get(phase, ())):
-                    if op.name in seen:
-                        yield BrokenReference(
-                            f"{path}.ops.{phase}[{number}]", f"op {op.name!r} is there twice"
-                        )
-                    seen.add(op.name)
+                    _op(found, f"{path}.ops.{phase}[{number}]", op, seen)
 
 
-def _in_job(job: Job) -> Iterator[BrokenReference]:
-    stages = len(job.stages)
-    made = {(s.index, phase): defined(s.ops[phase]) for s in job.stages for phase in PHASES}
+def _op(found: _Found, path: str, op: Op, seen: set[str]) -> None:
+    if op.name in seen:
+        found.unless(False, path, f"op {op.name!r} is there twice")
+    seen.add(op.name)
+    if op.kwargs and len(dict(op.kwargs)) < len(op.kwargs):
+        found.unless(False, path, "a keyword argument is there twice")
+    if op.target == GETITEM:
+        match op.args:
+            case (Ref(), int(index)) if type(index) is int and index >= 0 and not op.kwargs:
+                return
+        found.unless(False, path, f'a {GETITEM} takes a value and which of its parts, from 0: ["%name", 0]')
 
-    def missing(stage: int, phase: Phase, value: str) -> str | None:
-        if not 0 <= stage < stages:
-            return f"there is no stage {stage}; the job has {stages}"
-        if value not in made.get((stage, phase), ()):
-            return f"stage {stage} makes no value {value!r} in its {phase} program"
-        return None
 
-    what = missing(job.loss[0], Phase.F, job.loss[1])
-    if what:
-        yield BrokenReference("job.loss", what)
+def _job(found: _Found, job: Job) -> None:
+    stages = range(len(job.stages))
+    made = {
+        (s.index, phase): {op.name for op in s.ops[phase] if any(op.outputs) and len(op.outputs) == 1}
+        for s in job.stages
+        for phase in PHASES
+    }
+
+    def makes(path: str, stage: int, phase: Phase, value: str) -> bool:
+        what = f"stage {stage} makes no value {{!r}} in its {phase} program"
+        return found.points(path, stage, stages, STAGE) and found.points(
+            path, value, made.get((stage, phase), ()), what
+        )
+
+    makes("job.loss", job.loss[0], Phase.F, job.loss[1])
     arrivals: dict[tuple[str, int], int] = {}
     for at, edge in enumerate(job.edges):
-        for what in _in_edge(job, at, edge, missing(edge.source, edge.phase, edge.value), arrivals):
-            yield BrokenReference(f"job.edges[{at}]", what)
-    yield from _counts(job)
-    yield from _given(job)
-    yield from _aliases(job)
+        path = f"job.edges[{at}]"
+        what = f"edges are numbered in order; expected index {at}, found {edge.index}"
+        found.unless(edge.index == at, path, what)
+        if makes(path, edge.source, edge.phase, edge.value):
+            _carries(found, job, path, edge)
+        if found.points(path, edge.target, stages, STAGE):
+            first = arrivals.setdefault((edge.value, edge.target), at)
+            what = f"brings {edge.value!r} to stage {edge.target}, as edge {first} does"
+            found.unless(first == at, path, what)
+            _arrives(found, job, path, edge)
+    leaves = [name for name, _ in job.batch]
+    for at, leaf in enumerate(job.whole):
+        found.points(f"job.whole[{at}]", leaf, leaves, "the batch has no leaf {!r}")
+    for key, count in (("count", job.count), ("mean_over", job.mean_over)):
+        if count is not None:
+            _count(found, job, f"job.{key}", count)
+    _reads(found, job)
     names = {parameter.name for parameter in job.parameters}
     for at, parameter in enumerate(job.parameters):
-        path = f"job.parameters[{at}]"
-        if parameter.tied_to not in names:
-            yield BrokenReference(f"{path}.tied_to", f"there is no parameter {parameter.tied_to!r}")
-        yield from _stages_exist(f"{path}.stages", parameter.stages, stages)
-        for k, (stage, phase, value) in enumerate(parameter.grads):
-            what = missing(stage, phase, value)
-            if what:
-                yield BrokenReference(f"{path}.grads[{k}]", what)
-    for at, buffer in enumerate(job.buffers):
-        path = f"job.buffers[{at}]"
-        yield from _stages_exist(f"{path}.stages", buffer.stages, stages)
-        for k, (stage, phase, value) in enumerate(buffer.updates):
-            what = missing(stage, phase, value)
-            if what:
-                yield BrokenReference(f"{path}.updates[{k}]", what)
+        what = "there is no parameter {!r}"
+        found.points(f"job.parameters[{at}].tied_to", parameter.tied_to, names, what)
+    held = [("parameters", "grads", p.stages, p.grads) for p in job.parameters]
+    held += [("buffers", "updates", b.stages, b.updates) for b in job.buffers]
+    for at, (kind, key, holders, values) in enumerate(held):
+        path = f"job.{kind}[{at if kind == 'parameters' else at - len(job.parameters)}]"
+        for k, stage in enumerate(holders):
+            found.points(f"{path}.stages[{k}]", stage, stages, STAGE)
+        for k, value in enumerate(values):
+            makes(f"{path}.{key}[{k}]", *value)
+    for at, constant in enumerate(job.constants):
+        what = f"{constant.spec} has {constant.spec.numel} elements, found {len(constant.data)}"
+        found.unless(len(constant.data) == constant.spec.numel, f"job.constants[{at}].data", what)
 
 
-def _counts(job: Job) -> Iterator[BrokenReference]:
+def _carries(found: _Found, job: Job, path: str, edge: Edge) -> None:
+    """A receive's buffer is allocated by the edge's spec: another size would write past it or hang."""
+    op = next(op for op in job.stages[edge.source].ops[edge.phase] if op.name == edge.value)
+    same = [(s.shape, s.dtype) for s in op.outputs if s is not None] == [(edge.spec.shape, edge.spec.dtype)]
+    made = ", ".join(map(str, op.outputs)) or "no tensor"
+    found.unless(same, path, f"carries {edge.spec}, but {edge.value!r} is {made}")
+
+
+def _arrives(found: _Found, job: Job, path: str, edge: Edge) -> None:
+    what = f"leads from stage {edge.source} to itself; an edge joins two stages"
+    found.unless(edge.target != edge.source, path, what)
+    programs = job.stages[edge.target].ops
+    reader = next((p for p in PHASES if any(edge.value in op.uses for op in programs[p])), None)
+    who = f"no op of stage {edge.target} reads" if reader is None else f"{reader} is the first to read"
+    what = f"user_phase is {edge.user_phase}, but {who} {edge.value!r}"
+    found.unless(reader is edge.user_phase, path, what)
+
+
+def _count(found: _Found, job: Job, path: str, count: Count) -> None:
     """Counts are made from the batch alone, by ops of their own."""
-    leaves = [name for name, _ in job.batch]
-    for at, name in enumerate(job.whole):
-        if name not in leaves:
-            yield BrokenReference(f"job.whole[{at}]", f"the batch has no leaf {name!r}")
-    for key, count in (("count", job.count), ("mean_over", job.mean_over)):
-        if count is None:
-            continue
-        made = {f"batch/{name}" for name in leaves} | {f"const/{c.name}" for c in job.constants}
-        for number, op in enumerate(count.ops):
-            path = f"job.{key}.ops[{number}]"
-            if op.random or op.lane != "compute" or op.target in (WAIT, INDEX, CHUNK):
-                yield BrokenReference(
-                    path, "a count is made of plain ops, which neither draw nor communicate"
-                )
-            if op.name in made:
-                yield BrokenReference(path, f"op {op.name!r} is there twice")
-            for name in op.uses:
-                if name not in made:
-                    yield BrokenReference(path, f"no op before it makes {name!r}")
-            made.add(op.name)
-        if isinstance(count.value, str):
-            spec = next((op.outputs[0] for op in count.ops if op.name == count.value and op.outputs), None)
-            if spec is None or spec.numel != 1:
-                yield BrokenReference(f"job.{key}.value", f"no op makes one number {count.value!r}")
+    made = {f"batch/{name}" for name, _ in job.batch} | {f"const/{c.name}" for c in job.constants}
+    for number, op in enumerate(count.ops):
+        here = f"{path}.ops[{number}]"
+        plain = not op.random and op.lane == "compute" and op.target not in (WAIT, INDEX, CHUNK)
+        found.unless(plain, here, "a count is made of plain ops, which neither draw nor communicate")
+        for name in op.uses:
+            found.points(here, name, made, "no op before it makes {!r}")
+        _op(found, here, op, made)
+    if not isinstance(count.value, str):
+        what = "expected the name of one of `ops`, or without any a number above 0"
+        found.unless(0 < count.value < math.inf and not count.ops, f"{path}.value", what)
+    else:
+        spec = next((op.outputs[0] for op in count.ops if op.name == count.value and op.outputs), None)
+        one = spec is not None and spec.numel == 1
+        found.unless(one, f"{path}.value", f"no op makes one number {count.value!r}")
 
 
-def _given(job: Job) -> Iterator[BrokenReference]:
-    """Values from outside the step that ops read: parameters, buffers, leaves of the batch, constants."""
+def _reads(found: _Found, job: Job) -> None:
+    """What ops read from outside the step is given to their stage. A view names a value of its stage, and
+    following views ends at one that is none."""
     everywhere = {"tangent"} | {f"batch/{name}" for name, _ in job.batch}
     everywhere |= {f"const/{constant.name}" for constant in job.constants}
     for at, stage in enumerate(job.stages):
-        here = everywhere | {f"param/{p.name}" for p in job.parameters if at in p.stages}
-        here |= {f"buffer/{b.name}" for b in job.buffers if at in b.stages}
-        for phase in PHASES:
-            for number, op in enumerate(stage.ops[phase]):
-                for name in op.uses:
-                    if is_external(name) and name not in here:
-                        yield BrokenReference(
-                            f"job.stages[{at}].ops.{phase}[{number}]", f"stage {at} is not given {name!r}"
-                        )
-
-
-def _aliases(job: Job) -> Iterator[BrokenReference]:
-    """A view names a value of its stage, and following views ends at one that is none."""
-    for at, stage in enumerate(job.stages):
+        given = everywhere | {f"param/{p.name}" for p in job.parameters if at in p.stages}
+        given |= {f"buffer/{b.name}" for b in job.buffers if at in b.stages}
         views = {op.name: op.alias for phase in PHASES for op in stage.ops[phase]}
+        nothing = {o.name for phase in PHASES for o in stage.ops[phase] if not any(o.outputs)}
+        several = {o.name for phase in PHASES for o in stage.ops[phase] if len(o.outputs) > 1}
         here = views.keys() | {edge.value for edge in job.edges if edge.target == at}
-        for phase in PHASES:
-            for number, op in enumerate(stage.ops[phase]):
-                path = f"job.stages[{at}].ops.{phase}[{number}]"
-                seen = {op.name}
-                name = op.alias
-                while name is not None and name in views and name not in seen:
-                    seen.add(name)
-                    name = views[name]
-                if name in seen:
-                    yield BrokenReference(path, f"is a view of itself, by way of {name!r}")
-                elif op.alias is not None and op.alias not in here and not is_external(op.alias):
-                    yield BrokenReference(path, f"is a view of {op.alias!r}, which stage {at} does not have")
+        for path, op in (
+            (f"job.stages[{at}].ops.{phase}[{number}]", op)
+            for phase in PHASES
+            for number, op in enumerate(stage.ops[phase])
+        ):
+            for name in op.uses:
+                if is_external(name) and name not in given:
+                    found.unless(False, path, f"stage {at} is not given {name!r}")
+                elif name in nothing or (name in several and op.target != GETITEM):
+                    found.unless(False, path, f"reads {name!r}, which is no tensor")
+            seen = {op.name}
+            base = op.alias
+            while base is not None and base in views and base not in seen:
+                seen.add(base)
+                base = views[base]
+            if base in seen:
+                found.unless(False, path, f"is a view of itself, by way of {base!r}")
+            elif op.alias is not None and op.alias not in here and not is_external(op.alias):
+                found.unless(False, path, f"is a view of {op.alias!r}, which stage {at} does not have")
 
 
-def _in_edge(
-    job: Job, at: int, edge: Edge, source: str | None, arrivals: dict[tuple[str, int], int]
-) -> Iterator[str]:
-    if edge.index != at:
-        yield f"edges are numbered in order; expected index {at}, found {edge.index}"
-    if source:
-        yield source
-    else:
-        op = next(op for op in job.stages[edge.source].ops[edge.phase] if op.name == edge.value)
-        # A receive's buffer is allocated by the edge's spec: another size would write past it or hang.
-        if [(s.shape, s.dtype) for s in op.outputs if s is not None] != [(edge.spec.shape, edge.spec.dtype)]:
-            made = ", ".join(map(str, op.outputs))
-            yield f"carries {edge.spec}, but {edge.value!r} is {made or 'no tensor'}"
-    if not 0 <= edge.target < len(job.stages):
-        yield f"there is no stage {edge.target}; the job has {len(job.stages)}"
-        return
-    if edge.target == edge.source:
-        yield f"leads from stage {edge.source} to itself; an edge joins two stages"
-    first = arrivals.setdefault((edge.value, edge.target), at)
-    if first != at:
-        yield f"brings {edge.value!r} to stage {edge.target}, as edge {first} does"
-    programs = job.stages[edge.target].ops
-    reader = next((p for p in PHASES if any(edge.value in op.uses for op in programs[p])), None)
-    if reader is not edge.user_phase:
-        yield (
-            f"user_phase is {edge.user_phase}, but "
-            + (f"no op of stage {edge.target} reads" if reader is None else f"{reader} is the first to read")
-            + f" {edge.value!r}"
-        )
+def _schedule(found: _Found, plan: Plan) -> None:
+    schedule, ranks, stages = plan.schedule, plan.ranks, len(plan.job.stages)
+    what = f"orders of {schedule.ranks} ranks, but the plan has orders of {ranks} ranks"
+    found.unless(schedule.ranks == ranks, "schedule.orders", what)
+    for stage, rank in enumerate(schedule.stage_ranks):
+        found.points(f"schedule.stage_ranks[{stage}]", rank, range(ranks), RANK)
+    what = f"places {len(schedule.stage_ranks)} stages, but the job has {stages}"
+    found.unless(len(schedule.stage_ranks) == stages, "schedule.stage_ranks", what)
 
 
-def _stages_exist(path: str, stages: tuple[int, ...], count: int) -> Iterator[BrokenReference]:
-    for k, stage in enumerate(stages):
-        if not 0 <= stage < count:
-            yield BrokenReference(f"{path}[{k}]", f"there is no stage {stage}; the job has {count}")
-
-
-def _in_schedule(plan: Plan) -> Iterator[BrokenReference]:
-    ranks = len(plan.orders)
-    if plan.schedule.ranks != ranks:
-        yield BrokenReference(
-            "schedule.orders",
-            f"orders of {plan.schedule.ranks} ranks, but the plan has orders of {ranks} ranks",
-        )
-    for stage, rank in enumerate(plan.schedule.stage_ranks):
-        if not 0 <= rank < ranks:
-            yield BrokenReference(
-                f"schedule.stage_ranks[{stage}]", f"there is no rank {rank}; the plan has {ranks}"
-            )
-    if len(plan.schedule.stage_ranks) != len(plan.job.stages):
-        yield BrokenReference(
-            "schedule.stage_ranks",
-            f"places {len(plan.schedule.stage_ranks)} stages, but the job has {len(plan.job.stages)}",
-        )
-
-
-def _in_window(job: Job, name: str, window: Window) -> Iterator[BrokenReference]:
+def _window(found: _Found, plan: Plan, name: str, window: Window) -> None:
+    job, parts = plan.job, range(len(window.parts))
     path = f"windows.{name}" if name.isidentifier() else f'windows["{name}"]'
-    if window.name != name:
-        yield BrokenReference(path, f"the window calls itself {window.name!r}")
-    if not window.parts:
-        yield BrokenReference(f"{path}.parts", "a window has at least one part")
-    for k, (stage, _) in enumerate(window.parts):
-        if not 0 <= stage < len(job.stages):
-            yield BrokenReference(
-                f"{path}.parts[{k}]", f"there is no stage {stage}; the job has {len(job.stages)}"
-            )
-            return
-    if window.shares and not _sound_shares(window):
-        yield BrokenReference(
-            f"{path}.shares", "names, for each part, the first part of its stage and microbatch"
-        )
+    found.unless(window.name == name, path, f"the window calls itself {window.name!r}")
+    found.unless(bool(parts), f"{path}.parts", "a window has at least one part")
+    stages = range(len(job.stages))
+    places = [found.points(f"{path}.parts[{k}]", s, stages, STAGE) for k, (s, _) in enumerate(window.parts)]
+    if not all(places):
+        return
+    if window.shares:
+        what = "names, for each part, the first part of its stage and microbatch"
+        found.unless(_sound_shares(window), f"{path}.shares", what)
     made = [
         {op.name for sub in phase.parts for op in job.stages[s].ops.get(sub, ())} for s, phase in window.parts
     ]
     for at, item in enumerate(window.items):
-        what = None
-        if not 0 <= item.part < len(window.parts):
-            what = f"there is no part {item.part}; the window has {len(window.parts)}"
-        elif item.kind is ItemKind.OP:
-            if item.ref not in made[item.part]:
-                stage, phase = window.parts[item.part]
-                what = f"stage {stage} has no op {item.ref!r} in its {phase} program"
-        elif not isinstance(item.ref, int) or not 0 <= item.ref < len(job.edges):
-            what = f"there is no edge e{item.ref}; the job has {len(job.edges)}"
-        if what:
-            yield BrokenReference(f"{path}.items[{at}]", what)
+        here = f"{path}.items[{at}]"
+        if not found.points(here, item.part, parts, PART):
+            continue
+        if item.kind is not ItemKind.OP:
+            found.points(here, item.ref, range(len(job.edges)), EDGE)
+        elif item.ref not in made[item.part]:
+            stage, phase = window.parts[item.part]
+            found.unless(False, here, f"stage {stage} has no op {item.ref!r} in its {phase} program")
 
 
 def _sound_shares(window: Window) -> bool:
@@ -270,88 +267,73 @@ def _sound_shares(window: Window) -> bool:
     )
 
 
-def _in_instruction(plan: Plan, instruction: Instruction) -> str | None:
-    kind, ref = instruction.kind, instruction.ref
+def _instruction(found: _Found, plan: Plan, path: str, instruction: Instruction) -> None:
+    kind, ref, bound = instruction.kind, instruction.ref, len(instruction.microbatches)
     if kind is InstructionKind.RUN:
-        window = plan.windows.get(str(ref))
-        if window is None:
-            return f"there is no window {ref!r}"
-        if len(instruction.microbatches) != len(window.parts):
-            return (
-                f"window {ref} takes {len(window.parts)} microbatches, found {len(instruction.microbatches)}"
-            )
-    elif kind in (InstructionKind.RECV, InstructionKind.SENT):
-        if not isinstance(ref, int) or not 0 <= ref < len(plan.job.edges):
-            return f"there is no edge e{ref}; the job has {len(plan.job.edges)}"
-        if len(instruction.microbatches) != 1:
-            return f"{kind} takes one microbatch, found {len(instruction.microbatches)}"
-    return None
+        if found.points(path, ref, plan.windows, "there is no window {!r}"):
+            parts = len(plan.windows[str(ref)].parts)
+            what = f"window {ref} takes {parts} microbatches, found {bound}"
+            found.unless(bound == parts, path, what)
+    elif found.points(path, ref, range(len(plan.job.edges)), EDGE):
+        found.unless(bound == 1, path, f"{kind} takes one microbatch, found {bound}")
 
 
-def _in_sums(plan: Plan) -> Iterator[BrokenReference]:
+def _communicators(found: _Found, plan: Plan) -> None:
+    sizes = dict(plan.mesh.sizes)
+    for at, communicator in enumerate(plan.communicators):
+        path = f"communicators[{at}]"
+        known = [
+            found.points(f"{path}.axes", axis, sizes, "there is no axis {}") for axis in communicator.axes
+        ]
+        if found.unless(bool(known), f"{path}.axes", "name an axis") and all(known):
+            axis = communicator.axes[0]
+            what = f"there is no rank {{}} on {axis}, which has {{}}"
+            for k, rank in enumerate(communicator.ranks):
+                found.points(f"{path}.ranks[{k}]", rank, range(sizes[axis]), what)
+
+
+def _sums(found: _Found, plan: Plan) -> None:
     """Programs of sums: starts over a communicator of the plan, and waits for them."""
     known = {parameter.tied_to for parameter in plan.job.parameters} | {STEP_LOSS}
     lanes = {communicator.name for communicator in plan.communicators}
     for at, stage in enumerate(plan.job.stages):
-        started: set[str] = set()
+        started: list[tuple[Ref]] = []
         for k, op in enumerate(stage.ops.get(Phase.REDUCE_GRAD, ())):
-            what = ""
+            path, name = f"job.stages[{at}].ops.{Phase.REDUCE_GRAD}[{k}]", op.name
             if op.target == WAIT:
-                if op.args not in [(Ref(name),) for name in started]:
-                    what = "waits for no sum that starts before it"
-            elif not _is_sum(op):
-                what = f"is no sum of gradients or of the loss, and no wait for one: {op.target}"
-            elif op.lane not in lanes:
-                what = f"there is no communicator {op.lane!r}"
-            else:
-                what = "".join(f"there is no tied group {name!r}" for name in op.sums if name not in known)
-                started.add(op.name)
-            if what:
-                path = f"job.stages[{at}].ops.{Phase.REDUCE_GRAD}[{k}]"
-                yield BrokenReference(path, f"{op.name}: {what}")
+                found.unless(op.args in started, path, f"{name}: waits for no sum that starts before it")
+                continue
+            what = f"{name}: is no sum of gradients or of the loss, and no wait for one: {op.target}"
+            if found.unless(_is_sum(op), path, what):
+                found.points(path, op.lane, lanes, f"{name}: there is no communicator {{!r}}")
+                for group in op.sums:
+                    found.points(path, group, known, f"{name}: there is no tied group {{!r}}")
+                started.append((Ref(name),))
 
 
 def _is_sum(op: Op) -> bool:
-    if op.target != ALL_REDUCE.target or len(op.args) != 4 or op.kwargs or None in (op.outputs or (None,)):
-        return False
-    read, how, lane, size = op.args
-    return (
-        (type(read), how, type(lane), type(size), len(op.outputs)) == (tuple, "sum", str, int, 1)
-        and bool(op.sums)
-        and len(op.sums) == len(op.uses)
-        and all(isinstance(one, Ref) for one in read)
-    )
+    match op.args:
+        case (tuple(read), "sum", str(), int(size)) if type(size) is int:
+            refs = all(isinstance(one, Ref) for one in read) and bool(op.sums)
+            whole = len(op.outputs) == 1 and op.outputs[0] is not None and not op.kwargs
+            return op.target == ALL_REDUCE.target and refs and whole and len(op.sums) == len(op.uses)
+    return False
 
 
-def _in_communicators_and_costs(plan: Plan) -> Iterator[BrokenReference]:
-    ranks = len(plan.orders)
-    for at, communicator in enumerate(plan.communicators):
-        path = f"communicators[{at}]"
-        unknown = [axis for axis in communicator.axes if axis not in dict(plan.mesh.sizes)]
-        if unknown or not communicator.axes:
-            yield BrokenReference(
-                f"{path}.axes", f"there is no axis {', '.join(unknown)}" if unknown else "name an axis"
-            )
-            continue
-        size = plan.mesh.size(communicator.axes[0])
-        for k, rank in enumerate(communicator.ranks):
-            if not 0 <= rank < size:
-                yield BrokenReference(
-                    f"{path}.ranks[{k}]",
-                    f"there is no rank {rank} on {communicator.axes[0]}, which has {size}",
-                )
-    names = [{op.name for phase in PHASES for op in stage.ops[phase]} for stage in plan.job.stages]
-    for stage, name in plan.costs.op_us:
-        if not 0 <= stage < len(names) or name not in names[stage]:
-            yield BrokenReference("costs.op_us", f"stage {stage} has no op {name!r}")
-    for stage, name in plan.costs.op_how:
-        if (stage, name) not in plan.costs.op_us:
-            yield BrokenReference("costs.op_how", f"op {name!r} of stage {stage} has no time in op_us")
-    for sender, receiver in plan.costs.links:
-        if not (0 <= sender < ranks and 0 <= receiver < ranks):
-            yield BrokenReference("costs.links", f"there is no link from rank {sender} to rank {receiver}")
+def _costs(found: _Found, plan: Plan) -> None:
+    ops = {(s.index, op.name) for s in plan.job.stages for phase in PHASES for op in s.ops[phase]}
+    costs, ranks = plan.costs, range(plan.ranks)
+    for key in costs.op_us:
+        if key not in ops:
+            found.unless(False, "costs.op_us", f"stage {key[0]} has no op {key[1]!r}")
+    for key in costs.op_how:
+        if key not in costs.op_us:
+            found.unless(False, "costs.op_how", f"op {key[1]!r} of stage {key[0]} has no time in op_us")
+    for sender, receiver in costs.links:
+        what = f"there is no link from rank {sender} to rank {receiver}"
+        found.unless(sender in ranks and receiver in ranks, "costs.links", what)
     if plan.prediction is not None:
-        for key in ("compute_us", "exposed_us", "bubble_us", "peak_bytes"):
-            count = len(getattr(plan.prediction, key))
-            if count != ranks:
-                yield BrokenReference(f"prediction.{key}", f"{count} ranks, but the plan has {ranks}")
+        for name in ("compute_us", "exposed_us", "bubble_us", "peak_bytes"):
+            count = len(getattr(plan.prediction, name))
+            what = f"{count} ranks, but the plan has {plan.ranks}"
+            found.unless(count == plan.ranks, f"prediction.{name}", what)

@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -24,11 +23,12 @@ from typing import IO, BinaryIO
 from stretto.errors import StrettoError, UsageError
 from stretto.lab import enter, leftovers, network, quota, rates, tools
 from stretto.lab.names import Owner
-from stretto.lab.output import Prefixer, Screen
+from stretto.lab.output import Printer
 from stretto.lab.signals import StopSignals, blocked, ending_by_exit
-from stretto.lab.wait import Statuses, Waiter, signal_group
+from stretto.lab.wait import Statuses, signal_group, wait_for
 
 MASTER_PORT = 29500  # torchrun's default; free in every lab, since each has its own network
+ALONE = "STRETTO_ALONE"  # as `stretto.backend.idle_class` reads it, which loads PyTorch
 _Target = int | IO[bytes] | None
 
 
@@ -108,12 +108,12 @@ class Lab:
         try:
             network.shape(owner, self.hosts, self._rate_bits_per_s, self.delay_ms)
         except StrettoError as error:
-            if self.delay_ms > 0 and "netem" in str(error):
+            if "netem" in str(error):
                 raise StrettoError(
                     f"--delay {self.delay_ms:g}: this kernel has no netem, so delay cannot be emulated; "
                     f"leave --delay out, or `modprobe sch_netem` (package linux-modules-extra)\n  {error}"
                 ) from error
-            raise
+            raise StrettoError(f"load the kernel module sch_tbf (`modprobe sch_tbf`): {error}") from error
 
     def _make_groups(self, owner: Owner, controller: quota.CpuController) -> list[Path]:
         """A control group for each host. Without a limit they are no more than a nicety: none if refused."""
@@ -160,26 +160,6 @@ class Lab:
         """Name of a host's network namespace, for `ip netns exec NAME COMMAND`."""
         return self._require_open().host(host)
 
-    def settings(self) -> dict[str, object]:
-        """What the lab emulates, as hosts find it in STRETTO_LAB; rate_bits_per_s is None if unlimited."""
-        return {
-            "hosts": self.hosts,
-            "ranks_per_host": self.ranks_per_host,
-            "rate": self.rate,
-            "rate_bits_per_s": self._rate_bits_per_s,
-            "cpus": self.cpus,
-            "delay_ms": self.delay_ms,
-            "pin": self.pin,
-        }
-
-    def set_rate(self, rate: str) -> None:
-        """Change the rate of all links at once, while commands run. Raises UsageError for a wrong rate."""
-        owner = self._require_open()
-        rate_bits_per_s = rates.parse_rate(rate)
-        with blocked():
-            network.shape(owner, self.hosts, rate_bits_per_s, self.delay_ms)
-        self.rate, self._rate_bits_per_s = rate, rate_bits_per_s
-
     def name_of(self, rank: int) -> str:
         """A rank in messages: its host, and which rank it is where hosts have several."""
         host = rank // self.ranks_per_host
@@ -201,7 +181,18 @@ class Lab:
             "GLOO_SOCKET_IFNAME": network.INTERFACE,
             "NCCL_SOCKET_IFNAME": network.INTERFACE,
             "TP_SOCKET_IFNAME": network.INTERFACE,
-            "STRETTO_LAB": json.dumps(self.settings()),
+            "STRETTO_LAB": json.dumps(
+                {
+                    "hosts": self.hosts,
+                    "ranks_per_host": self.ranks_per_host,
+                    "rate": self.rate,
+                    "rate_bits_per_s": self._rate_bits_per_s,
+                    "cpus": self.cpus,
+                    "delay_ms": self.delay_ms,
+                    "pin": self.pin,
+                }
+            ),
+            **({ALONE: "1"} if self._groups and self.ranks_per_host == 1 else {}),
             **(env or {}),
         }
 
@@ -268,41 +259,40 @@ class Lab:
         When one fails, the others have `grace_s` seconds before SIGTERM.
         Signals noted by `signals` end the run. Raises UsageError if there is no such command.
         """
-        screens = [Screen.of(stream) for stream in (sys.stdout, sys.stderr)]
         processes: list[subprocess.Popen[bytes]] = []
-        prefixers: list[tuple[int, Prefixer]] = []
-        kept: dict[int, BinaryIO] = {}
-        with contextlib.ExitStack() as opened:
-            try:
-                for rank in range(self.hosts * self.ranks_per_host):
-                    host, local_rank = divmod(rank, self.ranks_per_host)
-                    out: _Target = subprocess.PIPE
-                    err: _Target = subprocess.PIPE
-                    if output is not None:
-                        out = opened.enter_context(_log_file(output, self.name_of(rank)))
-                        err = subprocess.STDOUT
-                    elif quiet_others and rank > 0:
-                        out = kept[rank] = opened.enter_context(tempfile.TemporaryFile())
-                        err = subprocess.STDOUT
-                    process = self.popen(host, command, env, local_rank=local_rank, stdout=out, stderr=err)
-                    processes.append(process)
-                    for stream, screen in zip((process.stdout, process.stderr), screens):
-                        if stream is not None:
-                            opened.enter_context(stream)
-                            prefixers.append((stream.fileno(), Prefixer(screen, rank, self.name_of(rank))))
-                statuses = Waiter(processes, grace_s, signals).wait(prefixers)
-            finally:
-                for process in processes:
-                    if process.poll() is None:
-                        signal_group(process, signal.SIGKILL)
-                        process.wait()
-                    self._processes.remove(process)
-            for rank, file in kept.items():
-                if statuses[rank] != 0:
-                    file.seek(0)
-                    prefixer = Prefixer(screens[1], rank, self.name_of(rank))
-                    prefixer.feed(file.read())
-                    prefixer.close()
+        printers: list[Printer] = []
+        kept: dict[int, list[str]] = {}
+        try:
+            for rank in range(self.hosts * self.ranks_per_host):
+                host, local_rank = divmod(rank, self.ranks_per_host)
+                name = self.name_of(rank)
+                if output is not None:
+                    with _log_file(output, name) as log:
+                        process = self.popen(
+                            host, command, env, local_rank=local_rank, stdout=log, stderr=subprocess.STDOUT
+                        )
+                else:
+                    if quiet_others and rank > 0:
+                        kept[rank] = []
+                    err = subprocess.STDOUT if rank in kept else subprocess.PIPE
+                    process = self.popen(
+                        host, command, env, local_rank=local_rank, stdout=subprocess.PIPE, stderr=err
+                    )
+                processes.append(process)
+                for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    if stream is not None:
+                        printers.append(Printer(stream, target, name, kept.get(rank)))
+            statuses = wait_for(processes, printers, grace_s, signals)
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    signal_group(process, signal.SIGKILL)
+                    process.wait()
+                self._processes.remove(process)
+        for rank, lines in kept.items():
+            if statuses[rank] != 0:
+                sys.stderr.writelines(lines)
+                sys.stderr.flush()
         return statuses
 
     def _require_open(self) -> Owner:

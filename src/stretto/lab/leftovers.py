@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stretto.errors import StrettoError
-from stretto.lab import network, quota
+from stretto.lab import network, quota, tools
 from stretto.lab.names import Owner
 
 _KILL_S = 5.0  # assumed: SIGKILL takes milliseconds unless a process sits in a broken device
@@ -18,21 +18,9 @@ _KILL_S = 5.0  # assumed: SIGKILL takes milliseconds unless a process sits in a 
 
 def processes_in(namespace: str) -> list[int]:
     """Ids of the processes whose network is the named namespace; empty if there is none of that name."""
-    try:
-        wanted = os.stat(network.NETNS_DIR / namespace)
-    except OSError:
+    if namespace not in network.namespaces():
         return []
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            have = os.stat(f"/proc/{entry}/ns/net")
-        except OSError:
-            continue  # it ended, or is a zombie: neither holds a namespace
-        if (have.st_dev, have.st_ino) == (wanted.st_dev, wanted.st_ino):
-            found.append(int(entry))
-    return found
+    return [int(word) for word in tools.run_tool("ip", ["netns", "pids", namespace]).split()]
 
 
 def kill_all(find: Callable[[], list[int]], what: str) -> None:

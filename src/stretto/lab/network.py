@@ -20,7 +20,6 @@ from stretto.lab.tools import run_tool
 NETNS_DIR = Path("/run/netns")  # where iproute2 mounts named namespaces
 INTERFACE = "lab0"  # not eth0: /sys still shows the machine's own devices, and the two must not be mixed up
 MAX_HOSTS = 254
-_GSO_DEFAULT_BYTES = 65536  # Linux's default `gso_max_size`
 
 # Written in each host's namespace; a file that a kernel lacks is passed over.
 _SYSCTLS = {
@@ -84,41 +83,27 @@ def build(owner: Owner, hosts: int) -> None:
 def shape(owner: Owner, hosts: int, rate_bits_per_s: int | None, delay_ms: float = 0.0) -> None:
     """Hold every link to a rate in both directions, and delay what it delivers by `delay_ms`.
 
-    May be called again on a running lab; packets in the queues stay there when only the rate changes.
     The delay is at the switch's end alone, so that each packet meets it once on its way.
     """
     bucket = None if rate_bits_per_s is None else Bucket.of(rate_bits_per_s)
-    gso_bytes = _GSO_DEFAULT_BYTES if bucket is None else bucket.gso_max_bytes
     ports = [f"h{host}" for host in range(hosts)]
-    switch = owner.switch
-    run_tool(
-        "ip", ["-n", switch, "-batch", "-"], [f"link set {port} gso_max_size {gso_bytes}" for port in ports]
-    )
-    _set_qdiscs(switch, ports, bucket, delay_ms)
-    for host in range(hosts):
-        name = owner.host(host)
-        run_tool("ip", ["-n", name, "link", "set", INTERFACE, "gso_max_size", str(gso_bytes)])
-        _set_qdiscs(name, [INTERFACE], bucket, delay_ms=0.0)
+    for name, devices, late_ms in (
+        (owner.switch, ports, delay_ms),
+        *((owner.host(host), [INTERFACE], 0.0) for host in range(hosts)),
+    ):
+        if bucket is not None:
+            sizes = [f"link set {device} gso_max_size {bucket.gso_max_bytes}" for device in devices]
+            run_tool("ip", ["-n", name, "-batch", "-"], sizes)
+        if lines := [line for device in devices for line in qdisc_lines(device, bucket, late_ms)]:
+            run_tool("tc", ["-n", name, "-batch", "-"], lines)
 
 
-def _set_qdiscs(namespace: str, devices: list[str], bucket: Bucket | None, delay_ms: float) -> None:
-    shown = run_tool("tc", ["-n", namespace, "qdisc", "show"])
-    lines = []
-    for device in devices:
-        shaped = f"tbf 1: dev {device} root" in shown
-        if bucket is None and any(f"{kind} dev {device} root" in shown for kind in ("tbf 1:", "netem 2:")):
-            lines.append(f"qdisc del dev {device} root")
-        lines += qdisc_lines(device, bucket, delay_ms, shaped)
-    if lines:
-        run_tool("tc", ["-n", namespace, "-batch", "-"], lines)
-
-
-def qdisc_lines(device: str, bucket: Bucket | None, delay_ms: float, shaped: bool = False) -> list[str]:
-    """The `tc` commands that shape one device; `shaped` says that it has a bucket already."""
+def qdisc_lines(device: str, bucket: Bucket | None, delay_ms: float) -> list[str]:
+    """The `tc` commands that shape one device."""
     lines = []
     if bucket is not None:
-        lines.append(f"qdisc replace dev {device} root handle 1: tbf {bucket.tbf()}")
-    if delay_ms > 0 and not (shaped and bucket is not None):
+        lines.append(f"qdisc add dev {device} root handle 1: tbf {bucket.tbf()}")
+    if delay_ms > 0:
         place = "root" if bucket is None else "parent 1:1"
         # netem counts its queue in packets; a million never drops before the senders' windows are full.
         lines.append(f"qdisc add dev {device} {place} handle 2: netem delay {delay_ms}ms limit 1000000")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from stretto.errors import StrettoError
 from stretto.lab.names import Owner
+from stretto.processor.control_groups import MOUNTS
 
 PERIOD_US = 10_000
 MIN_CPUS = 0.1  # the kernel takes no quota below 1 ms
@@ -37,19 +38,9 @@ class CpuController:
 
 def find_controller() -> CpuController | None:
     """The mounted `cpu` controller: version 1 if it is there, else 2; None if neither is."""
-    unified = None
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return None
-    for line in mounts:
-        _, where, kind, options, *_ = line.split()
-        root = Path(where)
-        if kind == "cgroup" and "cpu" in options.split(","):
-            return CpuController(root, 1)
-        if kind == "cgroup2" and unified is None and "cpu" in _words(root / "cgroup.controllers"):
-            unified = CpuController(root, 2)
-    return unified
+    if (MOUNTS / "cpu" / "cpu.shares").exists():
+        return CpuController(MOUNTS / "cpu", 1)
+    return CpuController(MOUNTS, 2) if "cpu" in _words(MOUNTS / "cgroup.controllers") else None
 
 
 def why_no_quota() -> str:

@@ -1,13 +1,12 @@
-"""Turns Ctrl-C, SIGTERM and SIGHUP into something to read, so that nothing is ever interrupted halfway.
+"""Ctrl-C, SIGTERM and SIGHUP, so that nothing is ever interrupted halfway.
 
-While a `StopSignals` is entered, these signals raise nothing: they are noted, and `fd` becomes readable.
-Making and removing namespaces then always runs to its end; only waiting for commands is cut short.
+While a `StopSignals` is entered, these signals raise nothing: they are noted. Making and removing namespaces
+then always runs to its end; only waiting for commands is cut short.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,34 +22,17 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self._before: dict[int, Any] = {}
-        self.fd = -1
-        self._write_fd = -1
 
     def __enter__(self) -> StopSignals:
-        self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in STOP:
             # What the caller ignores stays ignored: `nohup stretto lab run` outlives its terminal.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, lambda got, _: self.received.append(got))
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.close(self.fd)
-        os.close(self._write_fd)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-        with contextlib.suppress(BlockingIOError):  # a full pipe is readable, which is all that it is for
-            os.write(self._write_fd, b"s")
-
-    def take(self) -> list[int]:
-        """The signals that have arrived since the last call; empties the pipe."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 4096)
-        taken, self.received = self.received, []
-        return taken
 
 
 @contextlib.contextmanager

@@ -1,21 +1,8 @@
 """What compute loses while communication is in flight, measured by doing both.
 
-    processor    The rank computes for as long as a given number of collectives, one after the other, are in
-                 flight: the ops of the step, if they are known (`compute_loop`), else small products.
-                 1. Under a quota, and on a core that hosts share, what counts is processor time: the
-                    process' in flight less what as much work takes alone. It holds the transport's threads,
-                    and is no less than they took, and what its packets and copies make ops slower by. A
-                    clock would count in whole periods of the quota, or turns of the others, which are as
-                    long as what is lost.
-                 2. Elsewhere the time by the clock counts, less what as much work takes alone, and no less
-                    than what the process' other threads took, where the computing thread stood for them.
-                    Where other cores are free, nothing stands.
-                 The machine has another speed every few seconds: work is timed alone before and after each
-                 flight.
-                 Whenever a transport's thread has had the core, an op finds the caches changed. Measured with
-                 four hosts of half a core, all-reducing at 70 Mbit/s: products of 192 rows and columns take
-                 as long as alone, those of 256 rows and 4096 columns 11 % longer, element-wise ops of 4 MB
-                 16 to 28 %, forward and backward of a block 10 to 30 %.
+    processor    Products are computed for as long as a number of collectives, one after the other, are in
+                 flight; what as much work takes alone, just before and after, is taken off. Under a quota the
+                 process' time counts and not the clock, which counts in whole periods.
     accelerator  As many products as last about as long as the collectives, with them and without; the
                  difference is the part of the device's speed that the collectives take.
 
@@ -36,12 +23,12 @@ from typing import Any
 import torch
 
 from stretto.backend.idle_class import lanes_first
-from stretto.processor.core_share import has_quota, part_of
 from stretto.processor.products import products_on
+from stretto.processor.quota import quota_share
 
 ALONE_S = 0.2
-"""Length of the compute that is timed alone, before and after. Assumed: many ops, and twenty periods of a
-control group."""
+"""Length of the compute that is timed alone, before and after. Assumed: many products, and twenty periods of
+a control group."""
 
 FLIGHT_S = 0.3
 """How long collectives are kept in flight, if that takes no more than `MOST_COLLECTIVES`. Assumed."""
@@ -50,15 +37,6 @@ MOST_COLLECTIVES = 64
 
 REPEATS = 5
 """The median of as many measurements is taken."""
-
-SLOW_US = 80_000.0
-"""Of a transfer that takes so long alone, `SLOW_REPEATS` measurements are taken; the limit is assumed.
-Compute loses a few hundredths of such a time. With four hosts of half a core at 76 Mbit/s, whose speeds were
-unsteady by 12 %, the median of 5 said in one run of four that all-reduces of 2 MB take nothing, instead of
-6 ms for each megabyte."""
-
-SLOW_REPEATS = 15
-"""Assumed: three times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,112 +49,57 @@ class Loss:
     start_us: float = 0.0
 
 
-Compute = Callable[[], float]
-"""Does some work, a few milliseconds of it at most, or one op, and says how much it was, in any unit."""
-
-
 def compute_loss(
-    start: Callable[[], Any],
-    alone_us: float,
-    meet: Callable[[], None],
-    device: torch.device,
-    compute: Compute | None = None,
+    start: Callable[[], Any], alone_us: float, meet: Callable[[], None], device: torch.device
 ) -> Loss:
     """What this rank's compute loses to a collective, or to whatever else is under way.
 
     start: begins the collective and returns its handle, which has `wait()`; alone_us: how long it takes from
-    that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together;
-    compute: what a processor computes meanwhile, products if nothing is known. What the transport does before
-    the call returns, because it goes first, is a loss like any other. What a wait has left to do is left out.
-
-    The call is timed here, among ops and with ranks that come apart: of two ranks that started an all-gather
-    of 256 KiB at one time each called for 390 us, and in the steps of another run for 190.
+    that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together. What
+    the transport does before the call returns is a loss like any other. What a wait has left to do is left
+    out.
     """
     count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
-    with torch.no_grad():
-        if device.type == "cpu":
-            compute = compute or _products(device)
-            found = []
-            before = _alone(compute, meet)
-            limited = has_quota() or before.part < 1.0
-            for _ in range(REPEATS if alone_us < SLOW_US else SLOW_REPEATS):
-                flight = _flight(start, count, compute, meet)
-                after = _alone(compute, meet)
-                found.append(_lost(flight, before.mean(after), limited))
-                before = after
-            lost_us, start_us = (statistics.median(times) for times in zip(*found, strict=True))
-            return Loss(max(0.0, lost_us), 0.0, start_us)
-        product = products_on(device)
-        slowdowns = [_slowdown(start, count, alone_us, product, meet, device) for _ in range(REPEATS)]
-        return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))))
-
-
-def _products(device: torch.device) -> Compute:
-    """One product after the other, each counted as one."""
     product = products_on(device)
-
-    def compute() -> float:
-        product()
-        return 1.0
-
-    return compute
+    with torch.no_grad():
+        if device.type != "cpu":
+            slowdowns = [_slowdown(start, count, alone_us, product, meet, device) for _ in range(REPEATS)]
+            return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))))
+        found = []
+        before = _alone(product, meet)
+        for _ in range(REPEATS):
+            flight = _flight(start, count, product, meet)
+            after = _alone(product, meet)
+            found.append(_lost(flight, count, before, after))
+            before = after
+        lost_us, start_us = (statistics.median(times) for times in zip(*found, strict=True))
+        return Loss(max(0.0, lost_us), 0.0, start_us)
 
 
 @dataclass(frozen=True, slots=True)
-class _Alone:
-    """Work while all ranks do nothing else: what one unit of it takes by the clock, of the computing thread,
-    and of the process, in microseconds."""
+class _Stretch:
+    """Some products, and what they and all that went on meanwhile took: by the clock, of the process, and of
+    the computing thread in calls that start a collective."""
 
+    products: int
     clock_us: float
-    thread_us: float
     process_us: float
-
-    @property
-    def part(self) -> float:
-        """Of a processor that the thread had."""
-        return part_of(self.thread_us, self.clock_us)
-
-    def mean(self, other: _Alone) -> _Alone:
-        return _Alone(
-            (self.clock_us + other.clock_us) / 2.0,
-            (self.thread_us + other.thread_us) / 2.0,
-            (self.process_us + other.process_us) / 2.0,
-        )
+    calls_us: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """`collectives` one after the other, and the `work` done meanwhile, in its units: the time in all, and
-    what was taken of the computing thread, in its calls as
-    well, and of the process. What waiting for the collectives took is left out."""
-
-    collectives: int
-    work: float
-    took_us: float
-    thread_us: float
-    calls_us: float
-    process_us: float
-
-
-def _lost(flight: _Flight, alone: _Alone, limited: bool) -> tuple[float, float]:
+def _lost(flight: _Stretch, collectives: int, before: _Stretch, after: _Stretch) -> tuple[float, float]:
     """(compute that one collective takes away, what its call takes), in microseconds."""
-    # A thread that shares its core with other processes is as much slower than its processor time says.
-    stretch = alone.clock_us / alone.thread_us
-    calls_us = flight.calls_us / flight.collectives * stretch
-    helpers_us = flight.work * (alone.process_us - alone.thread_us)
-    others_us = flight.process_us - flight.thread_us - helpers_us
-    if limited:
-        taken_us = max(others_us + flight.calls_us, flight.process_us - flight.work * alone.process_us)
-        return taken_us * alone.clock_us / alone.process_us / flight.collectives - calls_us, calls_us
-    others_us *= stretch
-    stalled_us = flight.took_us - flight.thread_us * stretch
-    lost_us = (flight.took_us - flight.work * alone.clock_us) / flight.collectives - calls_us
-    if stalled_us > others_us / 2.0:
-        lost_us = max(lost_us, others_us / flight.collectives)
-    return lost_us, calls_us
+    products = before.products + after.products
+    clock_us, process_us = before.clock_us + after.clock_us, before.process_us + after.process_us
+    stopped = clock_us / process_us if quota_share() < 1.0 else 1.0
+    took_us = flight.process_us * stopped if stopped != 1.0 else flight.clock_us
+    calls_us = flight.calls_us * stopped / collectives
+    return (took_us - flight.products * clock_us / products) / collectives - calls_us, calls_us
 
 
-def _flight(start: Callable[[], Any], count: int, compute: Compute, meet: Callable[[], None]) -> _Flight:
+def _flight(
+    start: Callable[[], Any], count: int, product: Callable[[], None], meet: Callable[[], None]
+) -> _Stretch:
     """Work for as long as `count` collectives, one after the other, are in flight."""
     # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
     # It is no part of a step: what it takes, and what asking it takes, is left out.
@@ -184,9 +107,8 @@ def _flight(start: Callable[[], Any], count: int, compute: Compute, meet: Callab
         waited = -waiter.submit(time.thread_time_ns).result()
         with lanes_first():
             meet()
-            begin = _clocks()
-            asking = calling = 0
-            work_done = 0.0
+            begin, process = time.perf_counter_ns(), time.process_time_ns()
+            asking = calling = products = 0
             for _ in range(count):
                 called = time.thread_time_ns()
                 work = start()
@@ -195,36 +117,27 @@ def _flight(start: Callable[[], Any], count: int, compute: Compute, meet: Callab
                 done = waiter.submit(work.wait)
                 asking += time.thread_time_ns() - asked
                 while not done.done():
-                    work_done += compute()
+                    product()
+                    products += 1
                 done.result()
-            took, mine, process = (now - then for now, then in zip(_clocks(), begin, strict=True))
+            took, mine = time.perf_counter_ns() - begin, time.process_time_ns() - process
         waited += waiter.submit(time.thread_time_ns).result()
-    return _Flight(
-        count,
-        work_done,
-        (took - asking - waited) / 1e3,
-        (mine - asking) / 1e3,
-        calling / 1e3,
-        (process - asking - waited) / 1e3,
-    )
+    left_out = asking + waited
+    return _Stretch(products, (took - left_out) / 1e3, (mine - left_out) / 1e3, calling / 1e3)
 
 
-def _alone(compute: Compute, meet: Callable[[], None]) -> _Alone:
+def _alone(product: Callable[[], None], meet: Callable[[], None]) -> _Stretch:
     """Work while all ranks do nothing but compute."""
     meet()
     with lanes_first():
-        compute()
-        begin = _clocks()
-        work, until = 0.0, begin[0] + ALONE_S * 1e9
-        while time.perf_counter_ns() < until:
-            work += compute()
-        took, mine, process = (now - then for now, then in zip(_clocks(), begin, strict=True))
-    return _Alone(took / 1e3 / work, mine / 1e3 / work, process / 1e3 / work)
-
-
-def _clocks() -> tuple[int, int, int]:
-    """Now, the time that this thread has computed, and that the process has; in nanoseconds."""
-    return time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()
+        product()
+        begin, process = time.perf_counter_ns(), time.process_time_ns()
+        products = 0
+        while time.perf_counter_ns() - begin < ALONE_S * 1e9:
+            product()
+            products += 1
+        took, mine = time.perf_counter_ns() - begin, time.process_time_ns() - process
+    return _Stretch(products, took / 1e3, mine / 1e3)
 
 
 def _slowdown(

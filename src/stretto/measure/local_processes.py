@@ -1,31 +1,30 @@
 """Processes of this machine started to measure between: Gloo over loopback, one thread each.
 
 A single process that plans for several ranks has nobody to talk to. `measure_between` starts as many as are
-needed, has each run `python -m stretto.measure.local_processes`, and hands back what rank 0 told.
+needed, has each run `python -m stretto.measure.local_processes`, and hands back what rank 0 found. Touches a
+folder for that time.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from stretto.errors import StrettoError
-from stretto.ir.costs import CollectiveCost, Link
-from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.measure.measure_collectives import Measured, measure_collectives
-from stretto.measure.messages import measure_both_ways, measure_links
-from stretto.price.calls import Calls
+from stretto.measure.messages import FoundLink, measure_links
 from stretto.price.roofline import scaled
 from stretto.price.wanted import Wanted
 
@@ -35,19 +34,12 @@ MOST_PROCESSES = 8
 TIMEOUT_S = 300.0
 
 
-BOTH_WAYS_BYTES = 1_048_576
-"""Bytes of the messages that go both ways at once: an activation's size."""
-
-
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What was found between processes. link: None when it was not asked for; both_ways as
-    `messages.measure_both_ways` tells it; spread as in `messages.FoundLink`; collectives by (axis, kind)."""
+    """What was found between processes. link: None when it was not asked for; collectives by (axis, kind)."""
 
-    link: Link | None
-    both_ways: float
-    spread: float
-    collectives: dict[tuple[str, str], Measured]
+    link: FoundLink | None = None
+    collectives: dict[tuple[str, str], Measured] = field(default_factory=dict)
 
 
 def measure_between(
@@ -61,28 +53,21 @@ def measure_between(
     Raises StrettoError when the processes cannot be started or fail.
     """
     small = fitting(mesh)
-    asked = {
-        "mesh": small.sizes,
-        "wanted": [[w.axis, w.kind, list(w.sizes), w.dtype] for w in wanted],
-        "link": link,
-    }
-    told = _run(max(small.world, 2 if link else 1), json.dumps(asked), timeout_s)
-    found: dict[tuple[str, str], Measured] = {}
-    for entry in told["collectives"]:
-        cost = CollectiveCost(
-            Curve.of(entry["curve"]),
-            entry["processor_us_per_mb"],
-            entry["slowdown"],
-            f"{entry['source']}, loopback",
-            entry["processor_us"],
-        )
-        axis, kind = entry["axis"], entry["kind"]
+    world = max(small.world, 2 if link else 1)
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told = Path(folder, "asked"), Path(folder, "told")
+        asked.write_bytes(pickle.dumps((small, wanted, link)))
+        _run(world, [str(asked), str(told)], timeout_s)
+        found: Between = pickle.loads(told.read_bytes())
+    collectives = {}
+    for (axis, kind), one in found.collectives.items():
+        cost = replace(one.cost, source=f"{one.cost.source}, loopback")
         cost = scaled(cost, small.size(axis), mesh.size(axis))
-        found[axis, kind] = Measured(cost, Calls(*entry["calls"]), entry["spread"])
-    if not link:
-        return Between(None, 1.0, 0.0, found)
-    measured = Link(**told["link"])
-    return Between(measured, told["both_ways"], told["spread"], found)
+        collectives[axis, kind] = replace(one, cost=cost)
+    if found.link is None:
+        return Between(None, collectives)
+    measured = replace(found.link.link, source="measured, loopback")
+    return Between(replace(found.link, link=measured), collectives)
 
 
 def fitting(mesh: Mesh) -> Mesh:
@@ -94,7 +79,8 @@ def fitting(mesh: Mesh) -> Mesh:
     return Mesh(tuple(sizes.items()))
 
 
-def _run(world: int, asked: str, timeout_s: float) -> Any:
+def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
+    """Run this module once for each rank, and wait until all have ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -103,10 +89,10 @@ def _run(world: int, asked: str, timeout_s: float) -> Any:
     theirs, mine = os.pipe()  # nothing is written: that this process is there keeps it open
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "stretto.measure.local_processes", asked],
+            [sys.executable, "-m", "stretto.measure.local_processes", *arguments],
             env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdin=theirs,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -114,7 +100,7 @@ def _run(world: int, asked: str, timeout_s: float) -> Any:
     ]
     os.close(theirs)
     try:
-        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+        complaints = [process.communicate(timeout=timeout_s)[1] for process in processes]
     except subprocess.TimeoutExpired:
         raise StrettoError(
             f"measuring communication between {world} local processes took over {timeout_s:.0f} s; give "
@@ -125,50 +111,23 @@ def _run(world: int, asked: str, timeout_s: float) -> Any:
             process.kill()
             process.wait()
         os.close(mine)
-    failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    if failed:
-        lines = [line for rank in failed for line in outputs[rank][1].strip().splitlines()[-1:]]
-        raise StrettoError(
-            f"measuring communication between {world} local processes failed: {lines[0] if lines else ''}"
-        )
-    return json.loads(outputs[0][0].strip().splitlines()[-1])
+    for process, complaint in zip(processes, complaints, strict=True):
+        if process.returncode:
+            last = "".join(complaint.strip().splitlines()[-1:])
+            raise StrettoError(f"measuring communication between {world} local processes failed: {last}")
 
 
-def _probe(asked: Any) -> None:
+def _measure(asked: Path, told: Path) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
-    told: dict[str, Any] = {"collectives": []}
-    if asked["link"]:
-        # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
-        link = measure_links([(0, 1)], cpu).get((0, 1))
-        both_ways = measure_both_ways(0, 1, BOTH_WAYS_BYTES, cpu)
-        if link is not None:
-            told["both_ways"] = both_ways
-            told["link"] = asdict(replace(link.link, source="measured, loopback"))
-            told["spread"] = link.spread
-    mesh = Mesh(tuple((axis, size) for axis, size in asked["mesh"]))
-    wanted = [Wanted(axis, kind, tuple(sizes), dtype) for axis, kind, sizes, dtype in asked["wanted"]]
-    if mesh.world < dist.get_world_size():
-        assert not wanted, "a mesh of one rank has no collectives"
-    for (axis, kind), one in measure_collectives(mesh, wanted, cpu).items():
-        cost = one.cost
-        told["collectives"].append(
-            {
-                "axis": axis,
-                "kind": kind,
-                "curve": cost.curve.to_list(),
-                "processor_us_per_mb": cost.processor_us_per_mb,
-                "processor_us": cost.processor_us,
-                "slowdown": cost.slowdown,
-                "source": cost.source,
-                "calls": astuple(one.calls),
-                "spread": one.spread,
-            }
-        )
+    mesh, wanted, link = pickle.loads(asked.read_bytes())
+    # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
+    found = measure_links([(0, 1)], cpu).get((0, 1)) if link else None
+    between = Between(found, measure_collectives(mesh, wanted, cpu))
     if dist.get_rank() == 0:
-        print(json.dumps(told))
+        told.write_bytes(pickle.dumps(between))
     dist.destroy_process_group()
 
 
@@ -185,4 +144,6 @@ def _end_with_the_asker() -> None:
 
 if __name__ == "__main__":
     _end_with_the_asker()
-    _probe(json.loads(sys.argv[1]))
+    from stretto.measure import local_processes  # as its classes are named in what the asker reads
+
+    local_processes._measure(*map(Path, sys.argv[1:]))

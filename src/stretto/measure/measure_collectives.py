@@ -2,17 +2,10 @@
 
     1. A process group for every group of an axis. All groups work at once, as they do in a step, so links and
        processors that they share are shared here.
-    2. Each size several times in a row. Without a pause, as on a lane that is never idle: what an idle link
-       lets through at once (a token bucket's content) is not counted on. Where compute before it matters,
-       again as in a step: ranks compute for a while, all as much, start and wait; with it come the members
-       that compute a little longer, and a quota that computing has spent. Measured at 300 Mbit/s between
-       hosts of 0.8 processors: 9.2 ms, where one that follows no compute takes 6.9. Where it is known how far
-       ranks come apart (`Costs.skew`), the time of the member that comes last counts. Of the rounds, the mean
-       without the slowest tenth; of both ways the longer. The sizes give a `Curve`.
-    3. What it takes on the thread that computes: its wait when it is done, and the first look at its result
-       (`timed_end`); the wait's part is in step 2's time too, and taken off. Its start, and what else compute
-       loses to it, while the step's ops run (`cost.contention`). All at the least size and at one that stays
-       in flight for a while.
+    2. Each size several times in a row (`measure.time_collectives`). The sizes give a `Curve`.
+    3. What it takes on the thread that computes, on processors: its wait when it is done, and the first look
+       at its result; the wait's part is in step 2's time too, and taken off. Its start, and what else compute
+       loses to it (`measure.contention`). All at the least size and at one that stays in flight for a while.
     4. All ranks take the median over groups, so they hold equal costs.
 
 `torch.distributed` is used as it is: the transport that will carry the plan's collectives. On Gloo the start
@@ -39,24 +32,11 @@ from stretto.ir.collectives import KINDS, PRICED
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
-from stretto.measure.contention import Compute, compute_loss
-from stretto.measure.time_collectives import (
-    agree_max,
-    agree_median,
-    meet,
-    pace,
-    timed,
-    timed_end,
-)
+from stretto.measure.contention import compute_loss
+from stretto.measure.time_collectives import agree_median, meet, tell, timed, timed_end
 from stretto.price.calls import Calls, line_through
 from stretto.price.sharing import sharing
 from stretto.price.wanted import Wanted, elements
-
-COMPUTE_US = 5_000.0
-"""Compute before a collective when nobody knows how much the step has."""
-
-MOST_COMPUTE_US = 10_000.0
-"""And at most: a control group's period, after which a quota's state repeats itself."""
 
 BUDGET_US = 4_000_000.0
 """Time for one kind on one axis; when it is gone, no further size is begun (the asked ones come first)."""
@@ -74,8 +54,7 @@ measurements differ by. Measured with Gloo: 4 to 8 ms for each megabyte, and som
 class Measured:
     """One kind of collective on one axis.
 
-    spread: of rounds at the worst size, the range of those that count over their mean, with no
-    compute before.
+    spread: of rounds at the worst size, the range of those that count over their mean.
     """
 
     cost: CollectiveCost
@@ -83,38 +62,14 @@ class Measured:
     spread: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What ranks compute while collectives are measured. products: before each; part: of a processor that the
-    computing thread has; compute: beside them."""
-
-    products: float
-    part: float
-    compute: Compute | None
-
-
 def measure_collectives(
-    mesh: Mesh,
-    wanted: Sequence[Wanted],
-    device: torch.device,
-    compute_us: float = COMPUTE_US,
-    compute: Compute | None = None,
-    *,
-    lateness: bool = True,
+    mesh: Mesh, wanted: Sequence[Wanted], device: torch.device
 ) -> dict[tuple[str, str], Measured]:
     """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
-
-    compute_us: how long a step computes between two collectives (ranks may differ; the median counts); 0
-        where that does nothing to a collective that is not counted elsewhere. compute: what it computes, as
-        `contention.compute_loss` takes it.
-    lateness: what members are late by, after their compute, is a part of the cost; not where `Costs.skew`
-        and `Processor.skew` say it.
 
     Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
     slow links.
     """
-    products_per_us, part = pace(device)
-    load = _Load(min(MOST_COMPUTE_US, agree_median(compute_us)) * products_per_us, part, compute)
     found: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     try:
@@ -124,7 +79,7 @@ def measure_collectives(
                     groups[item.axis] = _group(mesh, item.axis, device)
             group = groups[item.axis]
             size = mesh.size(item.axis)
-            found[item.axis, item.kind] = _measure(item, size, group, device, load, lateness)
+            found[item.axis, item.kind] = _measure(item, size, group, device)
     finally:
         for group in groups.values():
             dist.destroy_process_group(group)
@@ -137,7 +92,7 @@ def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
     They leave the host: a host is told by its boot and its network namespace, so that processes of one
     machine share none, and hosts emulated on it are told apart.
     """
-    hosts = hosts_of()
+    hosts = tell(host())
 
     def leaves(axis: str) -> bool:
         size = mesh.size(axis)
@@ -145,13 +100,6 @@ def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
 
     leaving = [axis for axis, size in mesh.sizes if size > 1 and leaves(axis)]
     return sharing(axes, leaving, pipelined=mesh.size(PIPELINE) > 1)
-
-
-def hosts_of() -> list[Any]:
-    """What names the host of each rank; all ranks must call it."""
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, _host())
-    return hosts
 
 
 def collective_call(
@@ -182,59 +130,42 @@ def collective_call(
 
 def _group(mesh: Mesh, axis: str, device: torch.device) -> dist.ProcessGroup:
     """Step 1: this rank's group; all ranks make all groups in one order."""
-    mine: dist.ProcessGroup | None = None
-    for ranks in mesh.groups((axis,), range(mesh.size(axis))):
-        made = dist.new_group(
-            list(ranks), backend=gloo_adapter.lane_backend() if device.type == "cpu" else None
-        )
-        if dist.get_rank() in ranks:
-            assert isinstance(made, dist.ProcessGroup)
-            mine = made
-    assert mine is not None, f"rank {dist.get_rank()} is in no group of {axis}"
+    backend = gloo_adapter.lane_backend() if device.type == "cpu" else None
+    groups = [list(ranks) for ranks in mesh.groups((axis,), range(mesh.size(axis)))]
+    mine, _ = dist.new_subgroups_by_enumeration(groups, backend=backend)  # type: ignore[no-untyped-call]
+    assert isinstance(mine, dist.ProcessGroup)
     return mine
 
 
-def _measure(
-    item: Wanted,
-    members: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    load: _Load,
-    lateness: bool,
-) -> Measured:
+def _measure(item: Wanted, members: int, group: dist.ProcessGroup, device: torch.device) -> Measured:
     samples: list[tuple[int, float]] = []
-    launches: list[tuple[int, float]] = []
+    starts: list[tuple[int, float]] = []
     spread = 0.0
     begin = time.perf_counter_ns()
     for size in item.sizes:
         nbytes, start, _ = collective_call(item.kind, size, item.dtype, members, group, device)
-        us, launch_us, range_of = timed(start, group, device, load.products, lateness)
-        if load.products:
-            # Behind compute, ranks come apart, and that is part of the cost; noise is what is there without.
-            at_once_us, _, range_of = timed(start, group, device, 0.0, lateness)
-            us = max(us, at_once_us)
+        us, start_us, range_of = timed(start, group, device)
         samples.append((nbytes, us))
-        launches.append((nbytes, launch_us))
+        starts.append((nbytes, start_us))
         spread = max(spread, range_of)
-        if agree_max((time.perf_counter_ns() - begin) / 1000.0, device) > BUDGET_US:
+        if max(tell((time.perf_counter_ns() - begin) / 1000.0)) > BUDGET_US:
             break
     losses: list[tuple[int, float]] = []
-    starts: list[tuple[int, float]] = []
-    waits: list[tuple[int, float]] = []
-    finishes: list[tuple[int, float]] = []
+    waits, finishes = [(0, 0.0)], [(0, 0.0)]
+    if device.type == "cpu":  # elsewhere the host runs ahead: only its calls count
+        starts, waits, finishes = [], [], []
     # What is lost whatever the size is seen at the least bytes; slowdown at the most.
     for nbytes, alone_us in ends_of(samples):
         _, start, result = collective_call(item.kind, nbytes, item.dtype, members, group, device)
+        meet(device)
         if device.type == "cpu":
-            meet(device)
-            end = timed_end(start, result, alone_us, load.part)
-            waits.append((nbytes, end.wait_us))
-            finishes.append((nbytes, end.wait_us + end.read_us))
-        loss = compute_loss(start, alone_us, lambda: meet(device), device, load.compute)
+            wait_us, finish_us = timed_end(start, result, alone_us)
+            waits.append((nbytes, wait_us))
+            finishes.append((nbytes, finish_us))
+        loss = compute_loss(start, alone_us, lambda: meet(device), device)
         losses.append((nbytes, agree_median(loss.processor_us)))
-        starts.append((nbytes, agree_median(loss.start_us)))
-    if device.type != "cpu":  # the host runs ahead: only its calls count
-        starts, waits, finishes = launches, [(0, 0.0)], [(0, 0.0)]
+        if device.type == "cpu":
+            starts.append((nbytes, agree_median(loss.start_us)))
     processor_us, processor_us_per_mb = line_through(losses)
     wait_us, wait_us_per_mb = line_through(waits)
     finish_us, finish_us_per_mb = line_through(finishes)
@@ -247,8 +178,7 @@ def _measure(
         f"measured, {members} ranks" + (", all groups at once" if dist.get_world_size() > members else ""),
         processor_us,
     )
-    calls = Calls(*line_through(starts), finish_us_per_mb, finish_us)
-    return Measured(cost, calls, spread)
+    return Measured(cost, Calls(*line_through(starts), finish_us_per_mb, finish_us), spread)
 
 
 def ends_of(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -262,7 +192,7 @@ def ends_of(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return sorted({min(samples), max(fits) if fits else min(use)})
 
 
-def _host() -> tuple[str, str]:
+def host() -> tuple[str, str]:
     """Names the host of this process: the machine since it booted, and its network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -14,24 +14,22 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.costs import NO_LINK, CollectiveCost, Costs, Link
+from stretto.ir.costs import NO_LINK, Costs, Link
 from stretto.ir.mesh import Mesh
-from stretto.ir.processor import Processor
-from stretto.ir.program import WAIT, Job, Stage
-from stretto.measure.compute_loop import looped_ops
-from stretto.measure.local_processes import measure_between
+from stretto.ir.program import WAIT, Job
+from stretto.measure.local_processes import Between, measure_between
 from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.measure.messages import measure_links
-from stretto.measure.profile import STOLEN, Profile, device_name, profile
+from stretto.measure.profile import STOLEN, device_name, profile
+from stretto.measure.time_collectives import tell
 from stretto.price.calls import calls_us
 from stretto.price.roofline import ACTION_US
 from stretto.price.wanted import wanted_collectives
@@ -54,19 +52,11 @@ def measured_costs(job: Job, schedule: Schedule) -> Costs:
         )
     found = profile(job, device)
     wanted = wanted_collectives(job)
-    link: Link = NO_LINK
-    collectives: dict[tuple[str, str], Measured] = {}
+    between = Between()
     if schedule.ranks > 1 or wanted:
         between = measure_between(Mesh(job.axes), wanted, link=schedule.ranks > 1)
-        link, collectives = between.link or NO_LINK, between.collectives
-    return Costs(
-        with_calls(job, found.op_us, collectives),
-        {},
-        link,
-        ACTION_US,
-        found.source,
-        costs_by_lane(collectives),
-    )
+    link = NO_LINK if between.link is None else between.link.link
+    return _costs(job, found.op_us, {}, link, between.collectives, found.source)
 
 
 def device_of(job: Job) -> torch.device:
@@ -89,126 +79,63 @@ def memory_here(job: Job) -> int | None:
     device = device_of(job)
     if device.type != "cuda":
         return None
-    found: list[Any] = [torch.cuda.get_device_properties(device).total_memory]
-    if dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, found[0])
-    return int(min(found))
+    return int(min(tell(torch.cuda.get_device_properties(device).total_memory)))
 
 
 def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) -> Costs:
-    place = mesh.place(dist.get_rank())
+    stages = schedule.stages_of(mesh.place(dist.get_rank()))
     dist.barrier()  # so that all ranks load the machine at the same time, as in a step
-    mine = profile(job, device, schedule.stages_of(place))
-    communication = measure_communication(job, schedule, mine.op_us)
-    dist.barrier()
-    mine = profile(job, device, schedule.stages_of(place), mine)
-    source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
-    return communication.costs(job, agreed_ops(job, mine), source)
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """What all ranks found of a job's computing ops.
-
-    skew: how much longer the slowest rank of a place takes than they do on average; thread_skew: the same of
-    the time in which their threads computed, without that in which they were stopped.
-    """
-
-    op_us: Mapping[tuple[int, str], float]
-    skew: float = 0.0
-    thread_skew: float = 0.0
-
-    def on(self, costs: Costs) -> Costs:
-        """The costs with what is known of how ranks compute. Under a quota what ranks differ by in time, and
-        not in what their threads compute, is what they are stopped for."""
-        if costs.processor is None:
-            return replace(costs, skew=self.skew)
-        skew = min(self.skew, self.thread_skew)
-        return replace(costs, skew=skew, processor=replace(costs.processor, skew=self.skew - skew))
-
-
-@dataclass(frozen=True, slots=True)
-class Communication:
-    """What all ranks found of a job's messages and collectives: links by pair of places, collectives by
-    (axis, kind); `shared` and `processor` as in `stretto.ir.costs.Costs`."""
-
-    links: Mapping[tuple[int, int], Link]
-    collectives: Mapping[tuple[str, str], Measured]
-    shared: tuple[str, ...]
-    processor: Processor | None
-
-    def costs(self, job: Job, compute: Compute, source: str) -> Costs:
-        """With what is known of the job's computing ops."""
-        costs = Costs(
-            with_calls(job, compute.op_us, self.collectives),
-            self.links,
-            next(iter(self.links.values()), NO_LINK),
-            ACTION_US,
-            source,
-            costs_by_lane(self.collectives),
-            self.shared,
-            processor=self.processor,
-        )
-        return compute.on(costs)
-
-
-def measure_communication(
-    job: Job, schedule: Schedule, op_us: Mapping[tuple[int, str], float]
-) -> Communication:
-    """Measure a job's messages and collectives between the running ranks; each of them calls this.
-
-    op_us: what the ops of the calling rank's stages take; ranks may differ.
-    """
-    device = device_of(job)
-    mesh = job.mesh(schedule.ranks)
-    place = mesh.place(dist.get_rank())
+    mine = profile(job, device, stages)
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
-    here = [job.stages[stage] for stage in schedule.stages_of(place)]
-    busiest = max(here, key=lambda stage: compute_between_us([stage], op_us))
-    computes = device.type == "cpu" and compute_between_us([busiest], op_us) > 0.0
-    compute = looped_ops(job, busiest, device, op_us) if computes else None
-    links = measure_links([(a, b) for a, b in pairs if a != b], device, mesh, compute)
-    # Under a quota a collective pays for what the compute before it has spent. All else that compute does to
-    # it is to let ranks come apart, which `skew` says.
-    processor = agreed_quota(device)
-    between_us = compute_between_us(here, op_us) if processor is not None else 0.0
-    collectives = measure_collectives(
-        mesh, wanted_collectives(job), device, between_us, compute, lateness=False
-    )
+    links: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    for some in tell(measure_links([(a, b) for a, b in pairs if a != b], device, mesh)):
+        for pair, one in some.items():
+            links[pair].append(one.link)
+    typical = {pair: typical_link(links[pair]) for pair in sorted(links)}
+    collectives = measure_collectives(mesh, wanted_collectives(job), device)
     shared = shared_axes(mesh, [axis for axis, _ in job.axes])
-    told: list[Any] = [None] * mesh.world
-    dist.all_gather_object(told, links)
-    found: dict[tuple[int, int], list[Link]] = defaultdict(list)
-    for some in told:
-        for pair, link in some.items():
-            found[pair].append(link.link)
-    merged = {pair: typical_link(found[pair]) for pair in sorted(found)}
-    return Communication(merged, collectives, shared, processor)
-
-
-def compute_between_us(stages: Sequence[Stage], op_us: Mapping[tuple[int, str], float]) -> float:
-    """How long a place computes between two of its collectives, on average."""
-    ops = [(stage.index, op) for stage in stages for ops in stage.ops.values() for op in ops]
-    starts = sum(op.collective is not None for _, op in ops)
-    return sum(op_us[index, op.name] for index, op in ops) / max(starts, 1)
-
-
-def agreed_ops(job: Job, mine: Profile) -> Compute:
-    """What all ranks found together, equal on all of them; every running rank calls it with its own.
-
-    Ranks are compared from one wait to the next. Under a quota, whose periods begin for each rank in its own
-    time, one rank stands in this stretch and the other in the next.
-    """
-    told: list[Any] = [None] * dist.get_world_size()
-    by_clock = stretches(job, {index: of.met_shares for index, of in mine.rounds.items()})
-    by_thread = stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()})
-    dist.all_gather_object(told, (dict(mine.op_us), by_clock, by_thread))
-    return Compute(
-        _merged(op_us for op_us, _, _ in told),
-        skew_of([of for _, of, _ in told]),
-        skew_of([of for _, _, of in told]),
+    processor = agreed_quota(device)
+    dist.barrier()
+    mine = profile(job, device, stages, mine)
+    costs = _costs(
+        job,
+        _merged(tell(dict(mine.op_us))),
+        typical,
+        next(iter(typical.values()), NO_LINK),
+        collectives,
+        f"measured on {device_name(device)}, {mesh.world} ranks at once",
     )
+    by_clock = skew_of(tell(stretches(job, {index: of.shares for index, of in mine.rounds.items()})))
+    by_thread = skew_of(tell(stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()})))
+    return with_skew(replace(costs, shared=shared, processor=processor), by_clock, by_thread)
+
+
+def _costs(
+    job: Job,
+    op_us: Mapping[tuple[int, str], float],
+    links: Mapping[tuple[int, int], Link],
+    link: Link,
+    collectives: Mapping[tuple[str, str], Measured],
+    source: str,
+) -> Costs:
+    """With what the transport's calls take added to every op that starts a collective or waits."""
+    times = dict(op_us)
+    for key, us in calls_us(job, {name: one.calls for name, one in collectives.items()}).items():
+        if key in times:
+            times[key] += us
+    # An axis' communicator has the axis' name.
+    return Costs(
+        times, links, link, ACTION_US, source, {key: measured.cost for key, measured in collectives.items()}
+    )
+
+
+def with_skew(costs: Costs, by_clock: float, by_thread: float) -> Costs:
+    """The costs with how much longer the slowest rank of a place takes than they do on average. Under a quota
+    what ranks differ by in time, and not in what their threads compute, is what they are stopped for."""
+    if costs.processor is None:
+        return replace(costs, skew=by_clock)
+    skew = min(by_clock, by_thread)
+    return replace(costs, skew=skew, processor=replace(costs.processor, skew=by_clock - skew))
 
 
 def stretches(
@@ -277,21 +204,3 @@ def typical_link(links: list[Link]) -> Link:
         statistics.median(link.processor_us_per_mb for link in links),
         links[0].source,
     )
-
-
-def with_calls(
-    job: Job, op_us: Mapping[tuple[int, str], float], collectives: Mapping[tuple[str, str], Measured]
-) -> dict[tuple[int, str], float]:
-    """Op times with what the transport's calls take added to every op that starts a collective or waits."""
-    found = dict(op_us)
-    for key, us in calls_us(job, {name: one.calls for name, one in collectives.items()}).items():
-        if key in found:
-            found[key] += us
-    return found
-
-
-def costs_by_lane(
-    collectives: Mapping[tuple[str, str], Measured],
-) -> dict[tuple[str, str], CollectiveCost]:
-    """As a plan's costs hold them: an axis' communicator has the axis' name."""
-    return {key: measured.cost for key, measured in collectives.items()}

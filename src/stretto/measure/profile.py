@@ -10,10 +10,7 @@
     5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
     6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
        while it is multiplied, which takes less than a product and a sum.
-    7. Where others share the core (`processor.core_share`), or a quota stops the rank, an op's share is its
-       thread's time. By the clock a short op takes its own time in most rounds and a stop on top in some,
-       which look like theft (`STOLEN`), and a long one always has its stops: of one rate of arithmetic a
-       quota of half a core made two, 60 and 32 GFLOP/s below and above three milliseconds.
+    7. Under a quota (`stretto.processor`) an op's share is its thread's time: the clock has stops in it.
 Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in the runtime.
 """
 
@@ -23,8 +20,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -33,9 +31,10 @@ from stretto.backend.synchronise import synchronise
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
+from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 from stretto.measure.fake_collectives import function_of
-from stretto.processor.core_share import has_quota, part_of
+from stretto.processor.quota import quota_share
 
 ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
@@ -51,9 +50,6 @@ LEAST_ROUND_US = 20_000.0
 MOST_ROUNDS = 25
 
 
-_Key = TypeVar("_Key")
-
-
 @dataclass(frozen=True, slots=True)
 class Profile:
     """Times of one job on one device. op_us[(stage, op name)]; rounds: by stage, what they were made from."""
@@ -66,39 +62,11 @@ class Profile:
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """What the rounds of one stage took. shares: by op, with clocks; thread_shares: the same of the computing
-    thread, on a processor; totals: by phase, without clocks; straight_us: of the computing thread, all
-    phases."""
+    thread, under a quota; totals: by phase, without clocks."""
 
     shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     thread_shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
-    straight_us: list[float] = field(default_factory=list)
-
-    def copy(self) -> Rounds:
-        """The same rounds, to which others can be added."""
-        return Rounds(
-            _copied(self.shares),
-            _copied(self.thread_shares),
-            _copied(self.totals),
-            list(self.straight_us),
-        )
-
-    @property
-    def op_shares(self) -> Mapping[str, list[float]]:
-        """Step 7: by op, what it took in each round."""
-        clock_us = sum(map(sum, self.totals.values()))
-        held_back = part_of(sum(self.straight_us), clock_us) < 1.0 and self.thread_shares
-        return self.thread_shares if held_back else self.shares
-
-    @property
-    def met_shares(self) -> Mapping[str, list[float]]:
-        """By op, what it took in each round for who waits for this rank: a quota's stops are in it, at which
-        ranks come apart; turns of a shared core are not, which are others' compute."""
-        return self.shares if has_quota() else self.op_shares
-
-
-def _copied(lists: Mapping[_Key, Sequence[float]]) -> dict[_Key, list[float]]:
-    return defaultdict(list, {key: list(of) for key, of in lists.items()})
 
 
 def profile(
@@ -119,10 +87,11 @@ def profile(
         keep_freed_memory()  # as the step does
     op_us: dict[tuple[int, str], float] = {}
     rounds: dict[int, Rounds] = {}
-    done: dict[Any, tuple[int, list[str]]] = {}
+    done: dict[tuple[tuple[Phase, str], ...], tuple[int, list[str]]] = {}
+    specs = specs_of(job)
     for index in stages if stages is not None else range(len(job.stages)):
         stage = job.stages[index]
-        key = _shape_of(job, stage)
+        key = tuple((phase, signature(op, specs)) for phase in PHASES for op in stage.ops[phase])
         names = [op.name for phase in PHASES for op in stage.ops[phase]]
         if key in done:
             like, like_names = done[key]
@@ -132,7 +101,7 @@ def profile(
         done[key] = (index, names)
         # Dropout draws; the user's generator must not notice.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            rounds[index] = before.rounds[index].copy() if before is not None else Rounds()
+            rounds[index] = deepcopy(before.rounds[index]) if before is not None else Rounds()
             measured = _measure(job, stage, device, rounds[index], least_rounds)
         op_us.update(((index, name), us) for name, us in measured.items())
     return Profile(op_us, f"measured on {device_name(device)}", rounds)
@@ -158,12 +127,10 @@ def _measure(
         count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
         for _ in range(count):
             _run(calls, made, grads, device, rounds)
-            begin_ns = time.thread_time_ns()
             for phase, us in _run(calls, made, grads, device, None).items():
                 rounds.totals[phase].append(us)
-            rounds.straight_us.append((time.thread_time_ns() - begin_ns) / 1000.0)
     result: dict[str, float] = {}
-    found = rounds.op_shares
+    found = rounds.thread_shares or rounds.shares
     for phase in PHASES:
         shares = {op.name: typical(found[op.name]) for op in stage.ops[phase]}
         total = sum(shares.values())
@@ -181,10 +148,7 @@ def typical(times: Sequence[float]) -> float:
 
 def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
     """Step 1: every value that the stage reads and does not make."""
-    specs: dict[str, TensorSpec] = {f"param/{p.name}": p.spec for p in job.parameters}
-    specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-    specs |= {f"batch/{name}": spec for name, spec in job.batch}
-    specs |= {edge.value: edge.spec for edge in job.edges if edge.target == stage.index}
+    specs = specs_of(job)
     constants = {f"const/{c.name}": c for c in job.constants}
     made_here = {op.name for ops in stage.ops.values() for op in ops}
     made: dict[str, torch.Tensor] = {}
@@ -228,35 +192,30 @@ class OpCall:
     dead: tuple[str, ...]
     addends: tuple[Addend, ...]
 
-    def __call__(self, values: Mapping[str, Any]) -> Any:
-        arguments = [_value(a, values) for a in self.args]
-        return self.function(*arguments, **{key: _value(a, values) for key, a in self.kwargs})
-
     def run(self, values: dict[str, Any], grads: dict[str, torch.Tensor]) -> None:
-        """Call it, keep what it makes, and drop what is dead then."""
-        values[self.op.name] = self._add(values, grads) if self.addends else self(values)
+        """Call it, keep what it makes, and drop what is dead then. Step 6: an op that makes a gradient, or
+        several, which are added to `grads`."""
+        arguments = [value_of(a, values) for a in self.args]
+        held = grads.get(self.op.name)
+        if held is not None and self.addends[0].product:
+            made = torch.addmm(held, *arguments, out=held)
+        else:
+            made = self.function(*arguments, **{key: value_of(a, values) for key, a in self.kwargs})
+            if held is not None:
+                held.add_(made)
+            elif self.addends:
+                grads[self.op.name] = made.clone() if self.addends[0].copied else made
+        values[self.op.name] = made
         for name in self.dead:
             values.pop(name, None)
 
-    def _add(self, values: Mapping[str, Any], grads: dict[str, torch.Tensor]) -> Any:
-        """Step 6: the call of an op that makes a gradient, or several, which are added to `grads`."""
-        held = grads.get(self.op.name)
-        if held is not None and self.addends[0].product:
-            left, right = (_value(a, values) for a in self.args)
-            return torch.addmm(held, left, right, out=held)
-        value = self(values)
-        if held is not None:
-            held.add_(value)
-        else:
-            grads[self.op.name] = value.clone() if self.addends[0].copied else value
-        return value
 
-
-def _value(arg: Arg, values: Mapping[str, Any]) -> Any:
+def value_of(arg: Arg, values: Mapping[str, Any]) -> Any:
+    """What an argument is, on a table of values."""
     if isinstance(arg, Ref):
         return values[arg.name]
     if isinstance(arg, tuple):
-        return [_value(item, values) for item in arg]
+        return [value_of(item, values) for item in arg]
     return arg
 
 
@@ -310,7 +269,7 @@ def _run(
     Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
     fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
     """
-    threads = rounds is not None and device.type == "cpu"  # on an accelerator the thread computes nothing
+    threads = rounds is not None and device.type == "cpu" and quota_share() < 1.0
     values: dict[str, Any] = dict(given)
     result: dict[Phase, float] = {}
     for phase in PHASES:
@@ -327,26 +286,3 @@ def _run(
         synchronise(device)
         result[phase] = (time.perf_counter_ns() - begin) / 1000.0
     return result
-
-
-def _shape_of(job: Job, stage: Stage) -> Any:
-    """What makes two stages equal in cost: the ops' targets, arguments and shapes, names aside."""
-    number: dict[str, int] = {}
-    specs = {f"param/{p.name}": p.spec for p in job.parameters}
-    specs |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-
-    def plain(arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            known = number.setdefault(arg.name, len(number))
-            return ("ref", known, specs.get(arg.name, arg.name if arg.name.startswith("batch/") else None))
-        if isinstance(arg, tuple):
-            return tuple(plain(item) for item in arg)
-        return arg
-
-    found: list[Any] = []
-    for phase in PHASES:
-        for op in stage.ops[phase]:
-            number.setdefault(op.name, len(number))
-            kwargs = tuple((key, plain(a)) for key, a in op.kwargs)
-            found.append((phase, op.target, plain(op.args), kwargs, op.outputs))
-    return tuple(found)

@@ -13,17 +13,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
 from stretto.backend.synchronise import synchronise
 from stretto.errors import StrettoError
 from stretto.ir.prices import made_bytes, signature, specs_of
-from stretto.ir.program import Arg, Job, Op, Ref, TensorSpec
+from stretto.ir.program import Job, Op, TensorSpec
 from stretto.measure.fake_collectives import function_of
-from stretto.measure.profile import device_name, fixed_argument, random_tensor
-from stretto.price.op_cache import Machine, Timing
+from stretto.measure.profile import device_name, fixed_argument, random_tensor, value_of
+from stretto.price.op_times import Machine, Timing
 from stretto.price.roofline import FREE
 
 ROUNDS = 7
@@ -88,15 +87,11 @@ def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:
         for _ in range(sets)
     ]
 
-    def value(arg: Arg, given: Mapping[str, torch.Tensor]) -> Any:
-        if isinstance(arg, Ref):
-            return given[arg.name]
-        if isinstance(arg, tuple):
-            return [value(item, given) for item in arg]
-        return arg
-
     calls = [
-        ([value(arg, given) for arg in arguments], {key: value(arg, given) for key, arg in keywords.items()})
+        (
+            [value_of(arg, given) for arg in arguments],
+            {key: value_of(arg, given) for key, arg in keywords.items()},
+        )
         for given in inputs
     ]
 

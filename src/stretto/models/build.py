@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,10 @@ from stretto.models.gpt import (
     count_targets,
     cross_entropy,
     inputs_and_targets,
-    next_token_loss,
     next_token_sum,
 )
 
 ModelSettings = GPTSettings | HuggingFaceSettings
-Mean = Callable[[nn.Module, Any], Tensor]
 
 END_OF_TEXT_ID = 0
 """The token between documents, as `stretto.train.tokenizer` numbers it; architectures' own numbers for the
@@ -45,27 +42,12 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
         raise UsageError(
             f"model.vocab_size = {rows} is too small: the tokenizer has {vocab_size} tokens; leave it out"
         )
-    config = GPTConfig(
-        vocab_size=rows,
-        layers=settings.layers,
-        hidden=settings.hidden,
-        heads=settings.heads,
-        context=settings.context,
-        mlp_ratio=settings.mlp_ratio,
-        dropout=settings.dropout,
-        tie_embeddings=settings.tie_embeddings,
-        positions=settings.positions,
-    )
-    return GPT(config, seed)
-
-
-def loss_function(settings: ModelSettings) -> Mean:
-    """`loss(model, batch)`: the mean next-token loss in nats; for `batch` see `gpt.inputs_and_targets`."""
-    return huggingface_loss if isinstance(settings, HuggingFaceSettings) else next_token_loss
+    return GPT(GPTConfig(rows, **settings.model_dump(exclude={"kind", "vocab_size"})), seed)
 
 
 def counted_loss_function(settings: ModelSettings) -> Loss:
-    """`loss(model, batch)`: (sum, count) of the same, as a training takes it: every token weighs alike."""
+    """`loss(model, batch)`: (sum, count) of the next-token loss in nats, as a training takes it: every token
+    weighs alike. For `batch` see `gpt.inputs_and_targets`."""
     return huggingface_sum if isinstance(settings, HuggingFaceSettings) else next_token_sum
 
 

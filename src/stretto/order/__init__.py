@@ -8,10 +8,9 @@ from stretto.order.at_once import waits_at_once
 from stretto.order.depend import NOTHING, Node, Outside, Role, WindowGraph, make_graph
 from stretto.order.exact import exact_order
 from stretto.order.follow import Replay, replay
-from stretto.order.improve import improve_order
 from stretto.order.policies import POLICIES, Policy, legal_order, policy_of, register
 from stretto.order.storages import Storage
-from stretto.order.window import list_order
+from stretto.order.window import improve_order, list_order
 
 __all__ = [
     "NOTHING",

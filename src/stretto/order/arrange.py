@@ -12,8 +12,8 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Window
 from stretto.ir.program import Job
 from stretto.order.depend import NOTHING, Outside, WindowGraph, make_graph
-from stretto.order.improve import improve_order
 from stretto.order.policies import DEFAULT, legal_order
+from stretto.order.window import improve_order
 
 
 class Arranger:
@@ -62,6 +62,6 @@ class Arranger:
             if self._rounds is None:
                 order = legal_order(self._policy, graph)
             else:
-                order = improve_order(graph, rounds=self._rounds)
+                order = improve_order(graph, walks=self._rounds)
             self._orders[key] = order
         return replace(window, items=tuple(graph.nodes[index].item for index in order))

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 
 from stretto.order.depend import Role, WindowGraph
 from stretto.order.follow import replay
-from stretto.order.improve import improve_order
-from stretto.order.window import captured_limit, list_order, urgencies
+from stretto.order.window import captured_limit, improve_order, list_order, urgencies
 
 ROUNDS = 30
 """Of the local search of step 3; it begins with orders that serve. Assumed."""
@@ -34,7 +33,7 @@ def early_sums(graph: WindowGraph) -> tuple[int, ...]:
         list_order(graph, urgency=_sums_first(graph), limit_bytes=limit_bytes),
     ]
     if graph.communicates:
-        tried.append(improve_order(graph, limit_bytes=limit_bytes, rounds=ROUNDS))
+        tried.append(improve_order(graph, limit_bytes=limit_bytes, walks=ROUNDS))
 
     def measure(order: Sequence[int]) -> tuple[float, float, int]:
         played = replay(graph, order)

@@ -20,8 +20,7 @@ from typing import Any
 from stretto.errors import TooLargeError, UsageError
 from stretto.order.depend import Role, WindowGraph
 from stretto.order.follow import replay
-from stretto.order.improve import improve_order
-from stretto.order.window import captured_limit, list_order, urgencies
+from stretto.order.window import captured_limit, improve_order, list_order, urgencies
 
 TICKS = 100
 """Whole numbers that CP-SAT counts with, per microsecond."""

@@ -5,31 +5,20 @@
        all nodes.
     2. The lane waits until what the next node waits for has arrived, even if another could go.
 
-May touch `stretto.ir`, `stretto.simulate` and this room.
+May touch this room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from stretto.ir.plan import Plan
-from stretto.order.depend import Role, WindowGraph
+from stretto.order.depend import WindowGraph
 from stretto.order.scope import Whole, make_whole
 from stretto.order.storages import Memory
-from stretto.order.walk import Chosen, Rank, walk
-from stretto.order.worlds import StepWorld, WindowWorld, World
-
-
-def follow(plan: Plan, wholes: Sequence[Whole], orders: Sequence[Sequence[int]]) -> Chosen | None:
-    """Walk the step; None when ranks wait for ever. wholes, orders: by rank; each order names every named
-    node once, behind its ancestors."""
-    world = StepWorld(plan)
-    each = enumerate(zip(wholes, orders, strict=True))
-    return walk(
-        world, [_Rank(world, rank, whole, order, whole.needs, whole.rest) for rank, (whole, order) in each]
-    )
+from stretto.order.walk import Rank, walk
+from stretto.order.worlds import WindowWorld, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,68 +27,57 @@ class Replay:
     most that it held, above what it held at its begin.
 
     late_us: when the window, what must follow its messages (`Node.tail_us`) and the sums that it starts have
-    ended; never before `end_us`. reached_us: by RECEIVE, when the lane came to it.
+    ended; never before `end_us`.
     """
 
     end_us: float
     stands_us: float
     peak_bytes: int
     late_us: float
-    reached_us: Mapping[int, float] = field(repr=False)
 
 
 def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
     """Walk a legal order of the graph's nodes."""
     world, memory = WindowWorld(graph), Memory(len(graph.nodes), graph.storages)
-    needs = [(index,) for index in range(len(graph.nodes))]
-    rank = _Rank(world, 0, make_whole(graph), order, needs, (), memory)
+    rank = Following(world, 0, make_whole(graph), order, memory)
     made = walk(world, [rank])
     assert made is not None, "a legal order of one window comes to its end"
-    end_us = made.step_us
-    return Replay(end_us, end_us - rank.worked_us, memory.peak, max(end_us, rank.late_us), rank.reached_us)
+    end_us = rank.end_us
+    return Replay(end_us, end_us - rank.worked_us, memory.peak, made.step_us)
 
 
-class _Rank(Rank):
-    """needs: by node of the order, what is placed with it, itself last; rest: what is placed at the end.
-    reached_us: by RECEIVE, when the lane came to it."""
+class Following(Rank):
+    """One rank's compute lane, whose ops come in the order that is given: of all nodes, or of those that
+    stand for themselves."""
 
     def __init__(
-        self,
-        world: World,
-        rank: int,
-        whole: Whole,
-        given: Sequence[int],
-        needs: Sequence[Sequence[int]],
-        rest: Sequence[int],
-        memory: Memory | None = None,
+        self, world: World, rank: int, whole: Whole, given: Sequence[int], memory: Memory | None = None
     ) -> None:
         super().__init__(world, rank, whole, memory)
         self._given = given
-        self._needs = needs
-        self._rest = rest
+        self._all = len(given) == len(whole.named)
         self._next = 0
-        self.reached_us: dict[int, float] = {}
 
     def _go_on(self) -> None:
         while self._next < len(self._given):
             index = self._given[self._next]
-            missing = [n for n in self._needs[index] if not self._placed[n]]
+            needs = (index,) if self._all else self.whole.needs[index]
+            missing = [n for n in needs if not self._placed[n]]
             if self._awaits(missing):
                 return
             self._next += 1
             if self._busy(index, *self._put(missing)):
                 return
             self._done(index)
-        if not self.end_us and not self._awaits(self._rest):
+        rest = () if self._all else self.whole.rest
+        if not self.end_us and not self._awaits(rest):
             self._waits_now()
-            self._put(self._rest)
+            self._put(rest)
             self.end_us = self._clock.now_us
 
     def _awaits(self, nodes: Sequence[int]) -> bool:
         """Step 2: whether something has not arrived; then the lane goes on when it has."""
         for index in nodes:
-            if self.graph.nodes[index].role is Role.RECEIVE:
-                self.reached_us.setdefault(index, self._clock.now_us)
             arrival = self._arrival(index)
             if arrival is not None:
                 self._waits_now()

@@ -5,7 +5,7 @@ The contract: a legal order, the same for the same graph and urgencies.
     1. A send that can go, goes, and so does a gradient's sum; a send that is paired, when its partner can go
        as well (`whole_step.pairs`). Of the ops whose values are there the most urgent is next, but before
        those for which the lane would have to wait until the slowest rank of its place has done its part of a
-       collective.
+       collective; and before those that take more memory than there is.
     2. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile. Not
        more: lanes keep their order, and something more urgent may be ready after the op.
     3. Not if a start that is more urgent could be made soon after the lane is free: within `patience` times
@@ -50,8 +50,11 @@ class Listing(Rank):
         patience: float = 0.0,
         meet: Meet | None = None,
         memory: Memory | None = None,
+        limit_bytes: int = 0,
     ) -> None:
+        """limit_bytes: of `memory`, if that is counted."""
         super().__init__(world, rank, whole, memory)
+        self._limit_bytes = limit_bytes
         self._meet = meet
         self._urgency = urgency
         self._patience = patience
@@ -59,8 +62,6 @@ class Listing(Rank):
         self._exists = [False] * len(self.graph.nodes)
         self._to_come = sum(whole.named) + sum(whole.waits)
         """Of waits and of what stands for itself, how many do not exist yet."""
-        self._coming = 0
-        """What is under way: it will wake the lane."""
         self._sends: list[tuple[float, int]] = []
         self._starts: dict[str, list[tuple[float, int]]] = {}
         """Lane -> starts that can go: (-urgency, node)."""
@@ -71,7 +72,7 @@ class Listing(Rank):
 
     def begin(self) -> None:
         # Those that can go at once; what they let go, they let go themselves.
-        whole = self._whole
+        whole = self.whole
         for index in [n for n, missing in enumerate(self._missing) if not missing]:
             if whole.named[index] or whole.waits[index]:
                 self._can_go(index)
@@ -81,14 +82,12 @@ class Listing(Rank):
 
     def _can_go(self, index: int) -> None:
         """All that a node needs is there."""
-        if self._whole.waits[index]:
+        if self.whole.waits[index]:
             arrival = self._arrival(index)
             if arrival is None:
                 self._there(index)
                 return
-            self._coming += 1
             arrival.then(partial(self._arrives, index))
-            self._awaits(index)
         elif self.graph.nodes[index].role is Role.SEND:
             node = self.graph.nodes[index]
             message = int(node.item.ref), self._microbatch(node)
@@ -97,22 +96,11 @@ class Listing(Rank):
         elif self.graph.nodes[index].role is Role.SUM:
             heapq.heappush(self._sends, (-self._urgency[index], index))
         else:
-            self._queue(index)
-
-    def _awaits(self, index: int) -> None:
-        """What a node waits for is under way."""
-
-    def _launched(self, index: int) -> None:
-        """A start has gone."""
-
-    def _queue(self, index: int) -> None:
-        """An op or a start can run."""
-        node = self.graph.nodes[index]
-        queue = self._starts.setdefault(node.lane, []) if node.role is Role.START else self._ready
-        heapq.heappush(queue, (-self._urgency[index], index))
+            node = self.graph.nodes[index]
+            queue = self._starts.setdefault(node.lane, []) if node.role is Role.START else self._ready
+            heapq.heappush(queue, (-self._urgency[index], index))
 
     def _arrives(self, index: int) -> None:
-        self._coming -= 1
         self._there(index)
         self._wake(index)
 
@@ -125,7 +113,7 @@ class Listing(Rank):
         self._exists[index] = True
         self._to_come -= 1
         missing = self._missing
-        for user in self._whole.after[index]:
+        for user in self.whole.after[index]:
             missing[user] -= 1
             if not missing[user]:
                 self._can_go(user)
@@ -133,7 +121,7 @@ class Listing(Rank):
     # --- steps 1 to 5 ---------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        placed, needs = self._placed, self._whole.needs
+        placed, needs = self._placed, self.whole.needs
         while True:
             if self._sends:
                 index = heapq.heappop(self._sends)[1]
@@ -141,8 +129,6 @@ class Listing(Rank):
                 index = self._chosen()
             elif (start := self._dry(0.0)) is not None:
                 index = start
-            elif self._let_go():
-                continue
             else:
                 self._stand()
                 return
@@ -152,43 +138,48 @@ class Listing(Rank):
                 return
             self._done(index)
 
-    def _let_go(self) -> bool:
-        """Nothing can run; whether something that was kept can now."""
-        return False
-
     def _chosen(self) -> int:
         """Steps 1 to 3: the next of the ops that are ready, or a start before it."""
         start = self._dry(self.graph.nodes[self._ready[0][1]].work_us)
         return self._soonest() if start is None else start
 
     def _soonest(self) -> int:
-        """Step 1: not one for which the lane would wait, if there is another."""
-        late: list[tuple[float, int]] = []
+        """Step 1: not one for which the lane would wait, or that takes more memory than there is, if there is
+        another. Of those that take more, the one after which least is held."""
+        aside: list[tuple[float, int]] = []
         while self._ready:
             entry = heapq.heappop(self._ready)
-            if self._late_us(entry[1]) <= 0.0:
+            if not self._over(entry[1]) and self._late_us(entry[1]) <= 0.0:
                 break
-            late.append(entry)
+            aside.append(entry)
         else:
-            entry = late.pop(0)
-        for other in late:
+            entry = min(aside, key=lambda one: (self._over(one[1]), one))
+            aside.remove(entry)
+        for other in aside:
             heapq.heappush(self._ready, other)
         return entry[1]
+
+    def _over(self, index: int) -> int:
+        """By how much more is held after the op, where that is more than there is; else 0."""
+        memory = self.memory
+        if memory is None or memory.held + self.whole.held_bytes[index] <= self._limit_bytes:
+            return 0
+        return max(0, self.whole.held_bytes[index] - memory.frees(index))
 
     def _late_us(self, index: int) -> float:
         """How long the lane would wait for the slowest rank of its place before this op."""
         landed_us = float("-inf")
-        for needed in self._whole.needs[index]:
+        for needed in self.whole.needs[index]:
             start = self.graph.nodes[needed].start
             if start >= 0 and not self._placed[needed]:
                 landed_us = max(landed_us, self._started[start].done_us)
         return self._straggler.late_us(self._clock.now_us - landed_us)
 
-    def _dry(self, work_us: float, others: bool = False) -> int | None:
-        """Steps 2 and 3, before the next op of so much work. others: there is one, beside those ready."""
+    def _dry(self, work_us: float) -> int | None:
+        """Steps 2 and 3, before the next op of so much work."""
         for lane, starts in self._starts.items():
             if starts and self._free(lane) <= self._clock.now_us + AHEAD * work_us:
-                idle = not others and not self._ready and not self._flying[lane]
+                idle = not self._ready and not self._flying[lane]
                 if idle or not self._holds(lane, starts[0][1]):
                     return heapq.heappop(starts)[1]
         return None
@@ -202,7 +193,7 @@ class Listing(Rank):
             return False
         nodes, now_us = self.graph.nodes, self._clock.now_us
         latest_us = self._free(lane) + self._patience * nodes[index].time_us
-        for leads in self._whole.leads:
+        for leads in self.whole.leads:
             lead = next((lead for lead in leads if lead.start not in self._started), None)
             if lead is None or nodes[lead.start].lane != lane or not self._missing[lead.start]:
                 continue
@@ -231,13 +222,10 @@ class Listing(Rank):
             self._free_us[node.lane] = self._free(node.lane) + node.time_us
             if not self._started[index].done.happened:
                 self._flying[node.lane] += 1
-                self._coming += 1
                 self._started[index].done.then(partial(self._landed, index))
-            self._launched(index)
         self._there(index)
 
     def _landed(self, index: int) -> None:
         """A lane has done what a node started."""
         self._flying[self.graph.nodes[index].lane] -= 1
-        self._coming -= 1
         self._wake(index)

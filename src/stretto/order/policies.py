@@ -25,8 +25,7 @@ from reprlib import repr as short
 from stretto.errors import StrettoError, UsageError
 from stretto.order.depend import WindowGraph
 from stretto.order.exact import exact_order
-from stretto.order.improve import improve_order
-from stretto.order.window import list_order
+from stretto.order.window import improve_order, list_order
 
 Policy = Callable[[WindowGraph], Sequence[int]]
 

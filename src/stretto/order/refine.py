@@ -1,29 +1,28 @@
-"""Orders of windows for the whole step: heads and tails of each window from simulations, the best kept.
+"""Orders of windows for the whole step: heads and tails of each window, searched with the simulated step.
 
 A window by itself knows nothing of other ranks: when messages arrive, and how urgent those are that it sends.
 Both depend on all windows together, so they are searched for, with the simulated step as the measure:
 
-    1. Every window in its order with no arrivals and no tails; simulate.
-    2. What the simulation shows (`order.observed`): each window ordered again with that, all at once and
-       one by one. What makes the step shorter is kept.
-    3. Then each arrival and each tail by itself, as a part of the window's work (GRID). With shared network
+    1. Every window in its order with no arrivals and no tails; simulate. From there the search
+       (`order.search`) goes on:
+    2. Each arrival and each tail by itself, as a part of the window's work (GRID). With shared network
        cards it may pay that messages go later than they could, and no window by itself shows this.
-    4. 2 and 3 again until nothing is gained, or as many steps have been simulated as are allowed.
+    3. 2 again until nothing is gained, or as many steps have been simulated as are allowed.
 
-Simulations are counted, not timed, so equal jobs get equal plans on every machine. May touch `stretto.ir`,
-`stretto.schedule` and `stretto.simulate`.
+May touch `stretto.ir`, `stretto.simulate` and this room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from stretto.errors import PlanError
 from stretto.ir.plan import InstructionKind, Plan, Window
-from stretto.ir.timeline import Timeline
 from stretto.order import NOTHING, Arranger, Outside, Role
-from stretto.order.observed import observe
+from stretto.order.search import GAIN, Budget, Point, Scope, Search
+from stretto.order.walk import Chosen
 from stretto.simulate import simulate
 
 GRID = (0.0, 0.3, 0.6, 0.9, 1.3)
@@ -41,9 +40,6 @@ FEWEST = 20
 ROUNDS = 10
 """Rounds of local search for an order that is tried: more serve a window, and not the step. Assumed."""
 
-GAIN = 0.0005
-"""Share of a step that counts as a gain. Assumed."""
-
 Build = Callable[[Mapping[str, Window]], Plan]
 """The plan with these windows."""
 
@@ -54,16 +50,6 @@ class Refined:
 
     step_us: float
     windows: Mapping[str, Window]
-
-
-@dataclass(frozen=True, slots=True)
-class _Knob:
-    """A message of a window: its arrival, or its tail."""
-
-    window: str
-    sends: bool
-    key: tuple[int, int]
-    work_us: float
 
 
 def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Refined | None:
@@ -82,96 +68,79 @@ def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Ref
     allowed = min(MOST, WORK // max(1, sum(items)))
     if plan.ranks == 1 or allowed < FEWEST:
         return None
-    search = _Search(build, captured, quick, plan, allowed)
-    if not search.knobs or not search.begin():
+    scope = _Windows(build, captured, quick)
+    knobs = [knob for name, window in captured.items() for knob in _knobs(plan, quick, name, window)]
+    search = Search(scope, Budget(allowed))
+    if not knobs or not scope.new({}) or not search.tried(search.point):
         return None
-    while search.seen() | search.each() and search.left():
-        pass
-    return Refined(search.best_us, search.windows)
+
+    before_us = float("inf")
+    while search.measure_us < (1.0 - GAIN) * before_us:
+        before_us = search.measure_us
+        search.go(partial(_each, scope, knobs), 1, allowed)
+    return Refined(search.measure_us, scope.windows(search.point.outside))
 
 
-class _Search:
-    def __init__(
-        self, build: Build, captured: Mapping[str, Window], quick: Arranger, plan: Plan, allowed: int
-    ) -> None:
+class _Windows(Scope):
+    """A step whose windows run many times, each with what its runs see of other ranks."""
+
+    def __init__(self, build: Build, captured: Mapping[str, Window], quick: Arranger) -> None:
+        super().__init__((), 0.0, 0.0)
         self._build = build
         self._captured = captured
         self._quick = quick
-        self._outside: dict[str, Outside] = {}
-        self._known: dict[tuple[object, ...], float] = {}
-        self.windows = {name: quick.arrange(window) for name, window in captured.items()}
-        self._plan = plan
-        self._allowed = allowed
-        self._timeline: Timeline | None = None
-        self.best_us = float("inf")
-        self.knobs = [knob for name, window in captured.items() for knob in self._knobs(name, window)]
+        self._known: set[tuple[object, ...]] = set()
 
-    def _knobs(self, name: str, window: Window) -> list[_Knob]:
-        graph = self._quick.graph(window)
-        return [
-            _Knob(name, node.role is Role.SEND, (node.item.part, int(node.item.ref)), graph.work_us)
-            for node in graph.nodes
-            if node.role in (Role.SEND, Role.RECEIVE) and self._travels(int(node.item.ref))
-        ]
-
-    def _travels(self, edge: int) -> bool:
-        ends = self._plan.job.edges[edge]
-        return self._plan.rank_of(ends.source) != self._plan.rank_of(ends.target)
-
-    def left(self) -> bool:
-        """Whether more steps may be simulated."""
-        return len(self._known) < self._allowed
-
-    def begin(self) -> bool:
-        """Step 1; False for a plan whose ranks wait for each other."""
-        return self._try(self.windows, self._outside)
-
-    def seen(self) -> bool:
-        """Step 2. Whether anything was gained, as in the steps that follow."""
-        assert self._timeline is not None
-        found = observe(self._plan, self._timeline, self._quick)
-        gained = self._arranged({**self._outside, **found})
-        for name, outside in found.items():
-            gained |= self._arranged({**self._outside, name: outside})
-        return gained
-
-    def each(self) -> bool:
-        """Step 3."""
-        gained = False
-        for knob in self.knobs:
-            now = self._outside.get(knob.window, NOTHING)
-            for part in GRID:
-                changed = {**(now.tails if knob.sends else now.arrivals), knob.key: part * knob.work_us}
-                new = Outside(now.arrivals, changed) if knob.sends else Outside(changed, now.tails)
-                gained |= self._arranged({**self._outside, knob.window: new})
-        return gained
-
-    def _arranged(self, outside: Mapping[str, Outside]) -> bool:
-        """Try these heads and tails."""
-        if not self.left():
-            return False
-        windows = {
-            name: self.windows[name]
-            if outside.get(name, NOTHING) == self._outside.get(name, NOTHING)
-            else self._quick.arrange(window, outside.get(name, NOTHING))
+    def windows(self, outside: Mapping[str, Outside]) -> dict[str, Window]:
+        """Ordered with that."""
+        return {
+            name: self._quick.arrange(window, outside.get(name, NOTHING))
             for name, window in self._captured.items()
         }
-        return self._try(windows, outside)
 
-    def _try(self, windows: Mapping[str, Window], outside: Mapping[str, Outside]) -> bool:
-        """Simulate the step with these windows, and keep them when it gets shorter."""
-        key = tuple(window.items for window in windows.values())
-        if key in self._known:
-            return False
-        plan = self._build(windows)
+    def new(self, outside: Mapping[str, Outside]) -> bool:
+        """Whether windows get orders that no walk had."""
+        key = tuple(window.items for window in self.windows(outside).values())
+        known = key in self._known
+        self._known.add(key)
+        return not known
+
+    def walk(self, point: Point, most_us: float = float("inf")) -> Chosen | None:
         try:
-            timeline = simulate(plan)
+            step_us = simulate(self._build(self.windows(point.outside))).step_us
         except PlanError:
-            self._known[key] = float("inf")
-            return False
-        self._known[key] = timeline.step_us
-        if timeline.step_us >= self.best_us * (1.0 - GAIN):
-            return False
-        self.best_us, self._plan, self._timeline = timeline.step_us, plan, timeline
-        self.windows, self._outside = dict(windows), dict(outside)
-        return True
+            return None
+        # What gains nothing is not worth that windows are ordered anew.
+        return Chosen(step_us, (), 0.0) if step_us < most_us else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    """A message of a window: its arrival, or its tail."""
+
+    window: str
+    sends: bool
+    key: tuple[int, int]
+    work_us: float
+
+
+def _knobs(plan: Plan, quick: Arranger, name: str, window: Window) -> Iterator[_Knob]:
+    graph = quick.graph(window)
+    for node in graph.nodes:
+        if node.role in (Role.SEND, Role.RECEIVE):
+            ends = plan.job.edges[int(node.item.ref)]
+            if plan.rank_of(ends.source) != plan.rank_of(ends.target):
+                key = node.item.part, int(node.item.ref)
+                yield _Knob(name, node.role is Role.SEND, key, graph.work_us)
+
+
+def _each(scope: _Windows, knobs: Sequence[_Knob], search: Search) -> Iterator[Point]:
+    """Step 2: what has not been tried."""
+    for knob in knobs:
+        now = search.point.outside.get(knob.window, NOTHING)
+        for part in GRID:
+            changed = {**(now.tails if knob.sends else now.arrivals), knob.key: part * knob.work_us}
+            new = Outside(now.arrivals, changed) if knob.sends else Outside(changed, now.tails)
+            outside = {**search.point.outside, knob.window: new}
+            if scope.new(outside):
+                yield Point(outside=outside)

@@ -62,6 +62,16 @@ class Whole:
         return tuple(found)
 
     @cached_property
+    def work_us(self) -> float:
+        """All work on the compute lane."""
+        return self.graph.work_us
+
+    @cached_property
+    def held_bytes(self) -> tuple[int, ...]:
+        """By node, what it allocates with all that is placed with it, at most."""
+        return tuple(sum(map(self.memory.allocates.__getitem__, needs)) for needs in self.needs)
+
+    @cached_property
     def memory(self) -> Memory:
         """What the window holds, at its begin."""
         return Memory(len(self.graph.nodes), self.graph.storages)
@@ -71,6 +81,22 @@ class Whole:
         """Nodes that no named one needs; they stand at the end."""
         needed = {index for one, needs in enumerate(self.needs) if self.named[one] for index in needs}
         return tuple(index for index in range(len(self.named)) if index not in needed)
+
+    @cached_property
+    def stretches(self) -> list[list[int]]:
+        """Nodes that share part and next communication; work that leads to none is a group by itself."""
+        graph = self.graph
+        leads: list[int] = [-1] * len(graph.nodes)
+        for index in reversed(range(len(graph.nodes))):
+            if graph.nodes[index].role in (Role.START, Role.SEND, Role.SUM):
+                leads[index] = index
+            else:
+                leads[index] = min((leads[n] for n in graph.after[index] if leads[n] >= 0), default=-1)
+        found: dict[int, list[int]] = {}
+        for index, node in enumerate(graph.nodes):
+            if leads[index] >= 0 or node.work_us:
+                found.setdefault(leads[index] if leads[index] >= 0 else -1 - index, []).append(index)
+        return list(found.values())
 
     def names(self, order: Iterable[int]) -> list[int]:
         """Of an order of all nodes, those that stand for themselves."""

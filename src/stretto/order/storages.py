@@ -115,14 +115,14 @@ class _Places:
 
 
 class Memory:
-    """Bytes that a window holds above what it held at its begin, item by item."""
+    """Bytes that a window holds above what it held at its begin, item by item. allocates: by node."""
 
-    __slots__ = ("_allocates", "_freed", "_left", "_touches", "held", "peak")
+    __slots__ = ("_freed", "_left", "_touches", "allocates", "held", "peak")
 
     def __init__(self, count: int, storages: Sequence[Storage]) -> None:
         self.held = 0
         self.peak = 0
-        self._allocates = [0] * count
+        self.allocates = [0] * count
         self._touches: list[list[int]] = [[] for _ in range(count)]
         self._freed = [storage for storage in storages if not storage.kept]
         self._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
@@ -132,16 +132,11 @@ class Memory:
                 self._touches[user].append(at)
         for storage in storages:
             if storage.maker >= 0:
-                self._allocates[storage.maker] += storage.nbytes
+                self.allocates[storage.maker] += storage.nbytes
 
-    def needs(self, index: int) -> int:
-        """Bytes that are held while the node runs."""
-        return self.held + self._allocates[index]
-
-    def grows(self, index: int) -> int:
-        """By how much more is held after the node than before."""
-        freed = sum(self._left[at][1] for at in self._touches[index] if self._left[at][0] == 1)
-        return self._allocates[index] - freed
+    def frees(self, index: int) -> int:
+        """Bytes that nobody reads after the node."""
+        return sum(self._left[at][1] for at in self._touches[index] if self._left[at][0] == 1)
 
     def empty(self) -> Memory:
         """The same window's at its begin."""
@@ -152,7 +147,7 @@ class Memory:
 
     def take(self, index: int) -> None:
         """The node has run."""
-        self.held += self._allocates[index]
+        self.held += self.allocates[index]
         if self.held > self.peak:
             self.peak = self.held
         for at in self._touches[index]:

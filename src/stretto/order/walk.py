@@ -38,13 +38,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """How long the step took, and by rank the order of its window's nodes. exposed_us: of all ranks, how long
-    lanes stood for collectives; timings: by rank."""
+    """How long the step took, or a window with what must follow its messages (`Node.tail_us`) and the sums
+    that it starts; and by rank the order of the window's nodes. exposed_us: of all ranks, how long lanes
+    stood for collectives; timings: by rank; peak_bytes: the most that a rank held, where that is counted."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]
     exposed_us: float
     timings: tuple[Timing, ...] = field(default=(), repr=False)
+    peak_bytes: int = 0
 
     @property
     def measure_us(self) -> float:
@@ -53,25 +55,38 @@ class Chosen:
         return self.step_us + STANDING * self.exposed_us
 
 
-def walk(world: World, ranks: Sequence[Rank]) -> Chosen | None:
-    """Let the ranks of a world go to their end; None when they stand for ever."""
-    for rank in ranks:
-        rank.begin()
-    world.clock.run()
-    if any(len(rank.order) < len(rank.graph.nodes) for rank in ranks):
+class TooLongError(Exception):
+    """A walk was given up."""
+
+
+def walk(world: World, ranks: Sequence[Rank], most_us: float = float("inf")) -> Chosen | None:
+    """Let the ranks of a world go to their end; None when they wait for ever, or take longer than most_us."""
+    most_us *= 1.0 + 1e-9  # sums of floats in another order
+    try:
+        for rank in ranks:
+            rank.last_us = most_us - rank.whole.work_us
+            rank.begin()
+        world.clock.run()
+    except TooLongError:
+        return None
+    step_us = max(max(rank.end_us, rank.late_us) for rank in ranks)
+    if step_us > most_us or any(len(rank.order) < len(rank.graph.nodes) for rank in ranks):
         return None
     return Chosen(
-        max(rank.end_us for rank in ranks),
+        step_us,
         tuple(tuple(rank.order) for rank in ranks),
         sum(rank.exposed_us for rank in ranks),
         tuple(rank.timing() for rank in ranks),
+        max(rank.memory.peak if rank.memory is not None else 0 for rank in ranks),
     )
 
 
 class Rank(ABC):
     """One rank's compute lane. order: the nodes so far; late_us: when what must follow its messages
     (`Node.tail_us`), and the sums that it starts, have ended; worked_us: how long the lane has worked;
-    memory: of what is held, if any."""
+    memory: of what is held, if any; last_us: the most that the lane may have waited when it goes on."""
+
+    last_us: float
 
     def __init__(self, world: World, rank: int, whole: Whole, memory: Memory | None = None) -> None:
         self.graph = whole.graph
@@ -81,7 +96,7 @@ class Rank(ABC):
         self._world = world
         self._clock = world.clock
         self._rank = rank
-        self._whole = whole
+        self.whole = whole
         self._placed = [False] * len(self.graph.nodes)
         self._started: dict[int, Flight] = {}
         self._straggler = world.straggler()
@@ -116,7 +131,7 @@ class Rank(ABC):
         """The lane is free: place what comes next, until the lane works or waits."""
 
     def _microbatch(self, node: Node) -> int:
-        return self._whole.microbatches[node.item.part]
+        return self.whole.microbatches[node.item.part]
 
     def _arrival(self, index: int) -> Moment | None:
         """What a wait or a receive waits for; None when it is there."""
@@ -139,6 +154,8 @@ class Rank(ABC):
 
     def _resume(self) -> None:
         if not self._working:
+            if self._clock.now_us - self._work_us > self.last_us:
+                raise TooLongError
             self._go_on()
 
     def _put(self, nodes: Iterable[int]) -> tuple[float, float]:
@@ -213,7 +230,7 @@ class Rank(ABC):
             self.late_us = max(self.late_us, now_us + node.tail_us)
             self._world.send(node, self._microbatch(node))
         elif node.role is Role.START:
-            self._started[index] = self._world.start(self._rank, self._whole, index)
+            self._started[index] = self._world.start(self._rank, self.whole, index)
         elif node.role is Role.SUM:
-            self._started[index] = self._world.start(self._rank, self._whole, index)
+            self._started[index] = self._world.start(self._rank, self.whole, index)
             self.late_us = max(self.late_us, self._started[index].done_us)

@@ -1,27 +1,46 @@
-"""One window by itself, listed: how urgent its nodes are, and what a search can ask beside.
+"""One window by itself: how urgent its nodes are, its list order, and where the search begins.
 
-    1. Where `sequence` gives a lane's order, each start goes as soon as it is the next of it. An op that is
-       `held` for a start is not there before it: it is kept to fill a later gap.
-    2. The memory limit is kept wherever something else than what would exceed it can run. Where it allows
-       nothing else, nothing is held any more.
-    3. With `fit`, if something more urgent arrives soon, one that is done by then is preferred: the longest.
+    1. The captured order, and list orders (`order.listing`) with the longest path as urgency. The memory
+       limit is kept wherever something else than what would exceed it can run.
+    2. From the best of these the search (`order.search`) goes on by other urgencies, then by single ops.
 
 May touch this room.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from stretto.order.depend import Role, WindowGraph
 from stretto.order.follow import replay
-from stretto.order.listing import Listing
-from stretto.order.scope import Whole, make_whole
-from stretto.order.storages import Memory
-from stretto.order.walk import Rank, walk
-from stretto.order.worlds import WindowWorld
+from stretto.order.moves import by_op, relisted
+from stretto.order.push import Pushing
+from stretto.order.scope import make_whole
+from stretto.order.search import Budget, Point, Scope, Search
+
+LITTLE = 0.0005
+"""Of the window's work, what ops take at most that the search places directly before their first user. On
+GPTs that is two ops of three, and 2 % of the time."""
+
+WALKS = 600
+"""The most walks for a window."""
+
+WORK = 100_000
+"""Walks times nodes that stand for themselves: large windows get fewer walks."""
+
+FEWEST = 30
+"""Walks of even the largest window."""
+
+STALE = 100, 60, 150
+"""So many walks without a gain end other urgencies, pushes, and single ops. Assumed."""
+
+CHANGE = 2.0
+"""By how much urgencies are changed, in parts of a typical collective and a typical stretch of ops.
+Assumed."""
+
+CLOSE = 1.001
+"""An order this close to what no order can beat needs no improvement."""
 
 
 def urgencies(graph: WindowGraph) -> list[float]:
@@ -45,180 +64,53 @@ def captured_limit(graph: WindowGraph) -> int:
 
 
 def list_order(
-    graph: WindowGraph,
-    *,
-    urgency: Sequence[float] | None = None,
-    fit: bool = False,
-    limit_bytes: int | None = None,
-    sequence: Sequence[int] | None = None,
-    held: Mapping[int, int] | None = None,
+    graph: WindowGraph, *, urgency: Sequence[float] | None = None, limit_bytes: int | None = None
 ) -> tuple[int, ...]:
     """An order of the graph's nodes.
 
-    urgency: by node; `urgencies` without it. fit: see step 3. limit_bytes: above what is held at the
-    window's begin; what the captured order needs without it. sequence: all starts, in an order that does not
-    go against what they need. held: op -> the start before which it does not run; no start needs such an op.
+    urgency: by node; `urgencies` without it. limit_bytes: above what is held at the window's begin; what the
+    captured order needs without it.
     """
-    if limit_bytes is None:
-        limit_bytes = captured_limit(graph)
-    urgency = urgencies(graph) if urgency is None else urgency
-    made = list_window(make_whole(graph), urgency, fit, limit_bytes, sequence, held or {})
-    return tuple(made.order)
-
-
-def list_window(
-    whole: Whole,
-    urgency: Sequence[float],
-    fit: bool,
-    limit_bytes: int,
-    sequence: Sequence[int] | None,
-    held: Mapping[int, int],
-    most_us: float = float("inf"),
-) -> Rank:
-    """A window by itself, walked to its end. Arguments as in `list_order`.
-
-    Raises TooLongError once it is known that the window takes longer than most_us.
-    """
-    world = WindowWorld(whole.graph)
-    rank = _Window(world, whole, urgency, fit, limit_bytes, sequence, held)
-    rank.last_us = most_us * (1.0 + 1e-9) - whole.graph.work_us  # sums of floats in another order
-    made = walk(world, [rank])
+    limit = captured_limit(graph) if limit_bytes is None else limit_bytes
+    scope = Scope((make_whole(graph),), 0.0, 0.0, limit_bytes=limit)
+    made = scope.walk(Point((urgencies(graph) if urgency is None else urgency,), (0.0,)))
     assert made is not None, "a window by itself comes to its end"
-    return rank
+    return made.orders[0]
 
 
-class TooLongError(Exception):
-    """A walk was given up."""
+def improve_order(
+    graph: WindowGraph, *, limit_bytes: int | None = None, walks: int | None = None
+) -> tuple[int, ...]:
+    """The best order found. limit_bytes: as in `list_order`; walks: instead of the constants above."""
+    fine = Scope((make_whole(graph),), CLOSE * floor_us(graph), 0.0)
+    captured = replace(fine, limit_bytes=0).walk(Point(orders=(range(len(graph.nodes)),)))
+    assert captured is not None, "a legal order of one window comes to its end"
+    fine = replace(fine, limit_bytes=captured.peak_bytes if limit_bytes is None else limit_bytes)
+    # All ops where they can run, also the small ones: by the longest path, and as the search then finds them.
+    tried = Search(fine, Budget(0))
+    tried.best = captured
+    tried.tried(Point((urgencies(graph),), (0.0,)))
+    if not tried.close and walks != 0:
+        found = _searched(graph, fine, walks)
+        tried.tried(Point(orders=(found,)))
+        places = {index: -float(at) for at, index in enumerate(found)}
+        tried.tried(Point(([places[index] for index in range(len(found))],), (0.0,)))
+    return tried.best.orders[0]
 
 
-class _Window(Listing):
-    """last_us: the most that the lane may have waited when it goes on."""
+def _searched(graph: WindowGraph, fine: Scope, walks: int | None) -> tuple[int, ...]:
+    """Step 2, with few ops placed for themselves."""
+    whole = make_whole(graph, little=LITTLE)
+    budget = Budget(walks or max(FEWEST, min(WALKS, WORK // max(1, sum(whole.named)))))
+    starts_us = [node.time_us for node in graph.nodes if node.role is Role.START]
+    typical_us = sum(starts_us) / max(1, len(starts_us)) + graph.work_us / max(1, len(whole.stretches))
+    search = Search(replace(fine, wholes=(whole,), change_us=CHANGE * typical_us), budget)
+    for patience in (0.0, 0.5):
+        search.tried(Point((urgencies(graph),), (patience,)))
+    search.go(relisted, budget.left // 2, STALE[0]).go(Pushing((whole,)), budget.left // 4, STALE[1])
+    return by_op(search, budget.left, STALE[2]).orders[0]
 
-    last_us: float
 
-    def __init__(
-        self,
-        world: WindowWorld,
-        whole: Whole,
-        urgency: Sequence[float],
-        fit: bool,
-        limit_bytes: int,
-        sequence: Sequence[int] | None,
-        held: Mapping[int, int],
-    ) -> None:
-        self._memory = whole.memory.empty()
-        super().__init__(world, 0, whole, urgency, memory=self._memory)
-        self._limit_bytes = limit_bytes
-        self._fit = fit
-        self._held = held
-        self._kept: dict[int, list[int]] = {}
-        """Start -> ops that could run, and are held for it."""
-        self._arriving: list[tuple[float, int]] = []
-        """With `fit`: (when it is there, node)."""
-        self._waiting: set[int] = set()
-        """Starts that can go but for their place in the queue."""
-        self._queues: dict[str, deque[int]] | None = None
-        """Lane -> starts that are still to go, where their order is given."""
-        if sequence is not None:
-            self._queues = {}
-            for index in sequence:
-                self._queues.setdefault(whole.graph.nodes[index].lane, deque()).append(index)
-
-    def _resume(self) -> None:
-        if self._clock.now_us - self._work_us > self.last_us:
-            raise TooLongError
-        super()._resume()
-
-    # --- what can go ----------------------------------------------------------------------------------
-
-    def _awaits(self, index: int) -> None:
-        if self._fit:
-            node = self.graph.nodes[index]
-            when_us = self._started[node.start].done_us if node.start >= 0 else node.time_us
-            heapq.heappush(self._arriving, (when_us, index))
-
-    def _queue(self, index: int) -> None:
-        """Step 1."""
-        if self._queues is not None and self.graph.nodes[index].role is Role.START:
-            self._waiting.add(index)
-        elif index in self._held and not self._placed[self._held[index]]:
-            self._kept.setdefault(self._held[index], []).append(index)
-        else:
-            super()._queue(index)
-
-    def _launched(self, index: int) -> None:
-        for kept in self._kept.pop(index, ()):
-            heapq.heappush(self._ready, (-self._urgency[kept], kept))
-
-    def _let_go(self) -> bool:
-        """Nothing is held any more, if nothing else is under way."""
-        return bool(self._kept) and not self._coming and self._release()
-
-    def _release(self) -> bool:
-        for kept in (index for held in self._kept.values() for index in held):
-            heapq.heappush(self._ready, (-self._urgency[kept], kept))
-        self._kept, self._held = {}, {}
-        return True
-
-    # --- what is next ---------------------------------------------------------------------------------
-
-    def _chosen(self) -> int:
-        best = self._fits_memory(self._memory)
-        chosen = (self._fitting(best, self._memory) if self._fit else best)[1]
-        start = self._dry(self.graph.nodes[chosen].work_us, others=True)
-        if start is None:
-            return chosen
-        heapq.heappush(self._ready, (-self._urgency[chosen], chosen))
-        return start
-
-    def _dry(self, work_us: float, others: bool = False) -> int | None:
-        if self._queues is None:
-            return super()._dry(work_us, others)
-        if self._waiting:
-            for queue in self._queues.values():
-                if queue and queue[0] in self._waiting:
-                    self._waiting.remove(queue[0])
-                    return queue.popleft()
-        return None
-
-    def _fits_memory(self, memory: Memory) -> tuple[float, int]:
-        best = heapq.heappop(self._ready)
-        set_aside: list[tuple[float, int]] = []
-        over = best
-        while memory.needs(best[1]) > self._limit_bytes and memory.grows(best[1]) > 0:
-            set_aside.append(best)
-            if memory.grows(best[1]) < memory.grows(over[1]):
-                over = best
-            if not self._ready:
-                self._release()
-            if not self._ready:
-                set_aside.remove(over)
-                best = over
-                break
-            best = heapq.heappop(self._ready)
-        for other in set_aside:
-            heapq.heappush(self._ready, other)
-        return best
-
-    def _fitting(self, best: tuple[float, int], memory: Memory) -> tuple[float, int]:
-        """The op itself, or one that is done before something more urgent arrives."""
-        while self._arriving and self._exists[self._arriving[0][1]]:
-            heapq.heappop(self._arriving)
-        if not self._arriving or self._urgency[self._arriving[0][1]] <= -best[0]:
-            return best
-        nodes = self.graph.nodes
-        gap_us = self._arriving[0][0] - self._clock.now_us
-        if nodes[best[1]].work_us <= gap_us:
-            return best
-        fits = [
-            entry
-            for entry in self._ready
-            if 0.0 < nodes[entry[1]].work_us <= gap_us and memory.needs(entry[1]) <= self._limit_bytes
-        ]
-        if not fits:
-            return best
-        found = max(fits, key=lambda entry: (nodes[entry[1]].work_us, -entry[0], -entry[1]))
-        self._ready.remove(found)
-        heapq.heapify(self._ready)
-        heapq.heappush(self._ready, best)
-        return found
+def floor_us(graph: WindowGraph) -> float:
+    """No order is faster: all work, and what collectives take of the processor meanwhile."""
+    return graph.work_us + sum(n.load * n.time_us for n in graph.nodes if n.role is Role.START)

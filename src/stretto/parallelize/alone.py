@@ -11,24 +11,23 @@ part, where the model alone counts the whole. So the model alone is run first, o
     3. each result's shape in the model alone goes to the op that makes it (`Found.whole`). The proof of
        placements (`stretto.capture.proof`) must come to it from the rank's shape and what is spread.
 
-Modules that are spread by a style are one call each: what is in them is the library's own. The model alone
-has its logits behind `SplitLogits`, too, of a single part, so that both run the same code.
+Modules that are spread by a style are one call each: what is in them is the library's own, as is what split
+logits do for a function that is called with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stretto.parallelize.functions import functions_given, put_forward
-from stretto.parallelize.split_logits import SplitLogits, whole_of
-from stretto.parallelize.styles import COLWISE, ROWWISE
-from stretto.parallelize.tensor import AXIS, TensorParallel
+from stretto.parallelize.split_logits import SplitLogits
+from stretto.parallelize.styles import COLWISE, ROWWISE, Style
+from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import hidden, is_unseen
 
 Shape = tuple[int, ...]
@@ -122,7 +121,6 @@ class _Frame:
 class Beside(TorchFunctionMode):
     """Records the calls of a model that runs, or compares them with those that `alone` recorded.
 
-    like: a layer whose calls were not recorded -> an equal one whose were.
     leaves: names of modules that are one call each. mark: told the number of the call that runs, then None.
     """
 
@@ -132,7 +130,6 @@ class Beside(TorchFunctionMode):
         leaves: Collection[str],
         size: int,
         alone: Mapping[Key, Found] | None = None,
-        like: Mapping[str, str] | None = None,
         mark: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         super().__init__()
@@ -143,7 +140,6 @@ class Beside(TorchFunctionMode):
         self._leaves = {id(m) for n, m in model.named_modules(remove_duplicate=False) if n in leaves}
         self._size = size
         self._alone = alone
-        self._like = like or {}
         self._mark = mark
         self._frames: list[_Frame] = []
         self._visits: dict[str, int] = {}
@@ -169,18 +165,15 @@ class Beside(TorchFunctionMode):
         def enter(module: nn.Module, _args: Any) -> None:
             if is_unseen() or not self._frames:
                 return
-            name = self._names[id(module)]
-            if self._like:
-                name = self._recorded(name)
             if id(module) in self._leaves:
                 context = hidden()
                 context.__enter__()
                 self._mark(len(self.matched))
                 open_leaves.append((id(module), context))
                 return
-            own = self._names[id(module)]
-            visit = self._visits.get(own, 0)
-            self._visits[own] = visit + 1
+            name = self._names[id(module)]
+            visit = self._visits.get(name, 0)
+            self._visits[name] = visit + 1
             self._frames.append(_Frame(name, visit))
 
         def leave(module: nn.Module, _args: Any, output: Any) -> None:
@@ -228,16 +221,6 @@ class Beside(TorchFunctionMode):
         self._note(name, tuple(numbers), output)
         return output
 
-    def _recorded(self, name: str) -> str:
-        """The name of a module in the layer that was recorded in the place of its own."""
-        end = len(name)
-        while end > 0:
-            layer = self._like.get(name[:end])
-            if layer is not None:
-                return layer + name[end:]
-            end = name.rfind(".", 0, end)
-        return name
-
     def _note(self, function: str, numbers: tuple[Any, ...], output: Any) -> None:
         shapes = _shapes(output)
         if not shapes and function != "__setitem__":
@@ -271,8 +254,7 @@ class Beside(TorchFunctionMode):
 
     def _repeats_left_out(self, key: Key) -> int:
         """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys
-        as
-        of queries leaves out: an unsqueeze behind the heads, `expand`, and a view that puts both dims
+        as of queries leaves out: an unsqueeze behind the heads, `expand`, and a view that puts both dims
         together, or `repeat_interleave`."""
         assert self._alone is not None
         name, visit, at = key
@@ -304,8 +286,7 @@ class Beside(TorchFunctionMode):
         raise ValueError(
             f"tp: {function!r} {where} is called with {_first(here, alone)}, where the model alone calls it "
             f"with {_first(alone, here)}: the number comes from the shape of what is spread. Give the "
-            f"module a number of its own, or leave the "
-            "modules around it out of tp_plan"
+            "module a number of its own, or leave the modules around it out of tp_plan"
         )
 
 
@@ -339,25 +320,15 @@ def _shapes(output: Any) -> tuple[Shape, ...]:
     return tuple(tuple(int(n) for n in item.shape) for item in held if isinstance(item, Tensor))
 
 
-@contextmanager
-def with_logits_of_one(model: nn.Module, how: TensorParallel) -> Iterator[None]:
-    """While the context lasts, output heads give `SplitLogits` of one part, the whole."""
+def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:
+    """The same parts of parameters, with output heads that give whole logits."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    undo: list[Callable[[], None]] = []
-    for name, style in how.modules.items():
-        module = modules[name]
-        if style.kind == "vocabulary" and not isinstance(module, nn.Embedding):
-
-            def forward(*args: Any, own: Callable[..., Any] = module.forward, **kwargs: Any) -> SplitLogits:
-                return SplitLogits(own(*args, **kwargs), AXIS, 1)
-
-            undo.append(put_forward(module, forward))
-    try:
-        with functions_given(whole_of):
-            yield
-    finally:
-        for action in reversed(undo):
-            action()
+    heads = {
+        name: Style("colwise_gather_output")
+        for name, style in how.modules.items()
+        if style.kind == "vocabulary" and not isinstance(modules[name], nn.Embedding)
+    }
+    return replace(how, modules={**how.modules, **heads})
 
 
 def leaves_of(how: TensorParallel) -> frozenset[str]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,16 +90,6 @@ KEYS = re.compile(r"(^|_)w?(k|v|kv|keys?|values?|key_value)(_|$)", re.IGNORECASE
 """Names of attention modules, and of what makes keys or values in one."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedHeads:
-    """copies: module -> ranks that hold the same of its output features, more than one; some of these modules
-    have no style, or one that makes their output whole, and are to be 'colwise'. counts: their attention
-    module -> integer attribute -> the value on a rank."""
-
-    copies: Mapping[str, int] = field(default_factory=dict)
-    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-
-
 class _Attention:
     """A module with a colwise matrix in it, and what is said about its heads."""
 
@@ -149,8 +138,12 @@ class _Attention:
 
 def shared_heads(
     model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style], size: int
-) -> SharedHeads:
-    """What ranks share. Raises UsageError where heads of keys cannot be spread, with what can be done."""
+) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """What ranks share: module -> ranks that hold the same of its output features, more than one; and their
+    attention module -> integer attribute -> the value on a rank. Some of the modules have no style, or one
+    that makes their output whole, and are to be 'colwise'.
+
+    Raises UsageError where heads of keys cannot be spread, with what can be done."""
     copies: dict[str, int] = {}
     counts: dict[str, dict[str, int]] = {}
     unknown: list[_Attention] = []
@@ -176,7 +169,7 @@ def shared_heads(
             unknown.append(attention)
     for attention in unknown:
         _refuse_unknown(attention, size)
-    return SharedHeads(copies, counts)
+    return copies, counts
 
 
 def _attentions(

@@ -25,7 +25,7 @@ from stretto.parallelize import ops
 from stretto.parallelize.functions import functions_given, put_forward
 from stretto.parallelize.sequence import whole_inside
 from stretto.parallelize.slices import SEQUENCE_DIM, Slices
-from stretto.parallelize.split_logits import SplitLogits, whole_of
+from stretto.parallelize.split_logits import SplitLogits, gathered, whole_of
 from stretto.parallelize.styles import COLWISE, ROWWISE
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.parallelize.vocabulary import embed
@@ -164,13 +164,13 @@ def _sequence(
 def _colwise(
     module: nn.Module, name: str, how: TensorParallel, state: _Forward, gathers: bool
 ) -> Callable[..., Any]:
-    own, gathered = _own(module), any(name.startswith(f"{parent}.") for parent in _gathering(how))
+    own, inside = _own(module), any(name.startswith(f"{parent}.") for parent in _gathering(how))
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if gathered:
+        if inside:
             state.slices.check_inside(name)
-        y = own(x if gathered else _let_in(x, how, state, False), *args, **kwargs)
-        return ops.collect(y, -1, AXIS, how.size) if gathers else y
+        y = own(x if inside else _let_in(x, how, state, False), *args, **kwargs)
+        return gathered(y, AXIS, how.size) if gathers else y
 
     return forward
 

@@ -129,16 +129,12 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
     if not isinstance(given, str) or kind not in KNOWN:
         shown = given if isinstance(given, str) else type(given).__name__
         raise UsageError(f"{where}: unknown style {shown!r}; {known}. Give another plan with tp_plan")
-    if kind == "packed_colwise":
+    if kind in ("packed_colwise", "colwise"):
+        packed = kind == "packed_colwise"
         if rest and not (rest.isdigit() and int(rest) > 0):
-            raise UsageError(f"{where}: {given!r} must name how many matrices are packed: packed_colwise:3")
-        return Style(kind, blocks=int(rest or 2))
-    if kind == "colwise" and rest:
-        if not (rest.isdigit() and int(rest) > 0):
-            raise UsageError(
-                f"{where}: {given!r} must name how many heads the output features are: colwise:2"
-            )
-        return Style(kind, heads=int(rest))
+            what = "matrices are packed: " if packed else "heads the output features are: "
+            raise UsageError(f"{where}: {given!r} must name how many {what}{kind}:{3 if packed else 2}")
+        return Style(kind, blocks=int(rest or 2)) if packed else Style(kind, heads=int(rest or 0))
     if kind == "attributes":
         names = tuple(name for name in rest.split(",") if name)
         if not names:

@@ -53,17 +53,17 @@ def tensor_parallel(
     modules = dict(model.named_modules(remove_duplicate=False))
     styles = _vocabulary_fits(model, plan_of(model, plan), modules, size)
     _check_heads(model, size)
-    heads = shared_heads(model, modules, styles, size)
-    whole = (name for name in heads.copies if name not in styles or styles[name].kind not in SPREAD)
+    copies, counts = shared_heads(model, modules, styles, size)
+    whole = (name for name in copies if name not in styles or styles[name].kind not in SPREAD)
     styles |= dict.fromkeys(whole, Style("colwise"))
     first, tails = sequence_region(model, modules, styles) if sequence else (None, ())
     shards: dict[str, Shard] = {}
     for name, style in styles.items():
-        for key, shard in _shards(name, modules[name], style, size, heads.copies.get(name, 1)).items():
+        for key, shard in _shards(name, modules[name], style, size, copies.get(name, 1)).items():
             shards[f"{name}.{key}" if name else key] = shard
     _check_ties(model, shards)
     _check_worth(model, shards, size)
-    return TensorParallel(size, styles, shards, first, tails, heads.counts)
+    return TensorParallel(size, styles, shards, first, tails, counts)
 
 
 def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:

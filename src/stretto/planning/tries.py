@@ -35,7 +35,7 @@ times the fastest. Measured on GPTs over pp=2 tp=2: the winner was up to 8 % beh
 
 WITHIN = 1.2
 
-REFINED = 0.99
+REFINED = 0.992
 """Of the fastest of them, what a variant takes at most that is ordered again. The search fits orders to
 costs that are off by a percent, and lets a rank wait wherever the step of these costs does not need it; an
 order of each window by itself hides what can be hidden everywhere. Assumed."""

@@ -85,6 +85,8 @@ def whole_step(step: Step, context: Context) -> Step:
                 raise LeftOutError(
                     f"one window a rank holds {holds:,} bytes, and the limit is {step.max_bytes:,}"
                 )
+        if found.ended:
+            break
     return made
 
 

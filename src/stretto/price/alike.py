@@ -27,7 +27,7 @@ from stretto.ir.prices import FREE as FREE_WORD
 from stretto.ir.prices import Priced, Pricer, Specs, signature, specs_of, traffic_bytes
 from stretto.ir.program import WAIT, Job, Op
 from stretto.price.matmul_fit import MatmulFit
-from stretto.price.op_cache import Timing
+from stretto.price.op_times import Timing
 from stretto.price.roofline import FREE
 
 BEYOND = 4.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stretto.files.form import Amount
 from stretto.ir.costs import BYTES_PER_MB
 from stretto.ir.program import WAIT, Job
 
@@ -24,10 +25,10 @@ class Calls:
     """start_us, start_us_per_mb: of the call that starts a collective; finish_us, finish_us_per_mb: of the
     wait for one that is done. Microseconds, and microseconds for each 10**6 bytes of the whole tensor."""
 
-    start_us: float
-    start_us_per_mb: float = 0.0
-    finish_us_per_mb: float = 0.0
-    finish_us: float = 0.0
+    start_us: Amount
+    start_us_per_mb: Amount = 0.0
+    finish_us_per_mb: Amount = 0.0
+    finish_us: Amount = 0.0
 
     def starting_us(self, nbytes: float) -> float:
         """What the call that starts takes, in microseconds, for a whole tensor of `nbytes`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.errors import UsageError
-from stretto.files.parse import parse_toml
+from stretto.files.settings_file import read_toml
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.prices import Pricer
@@ -67,14 +67,9 @@ def describe(cluster: str | Description) -> Description | None:
 
 
 def _from_toml(path: Path) -> Cluster | Hardware:
-    try:
-        found = parse_toml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be read: {error.strerror}; give a cluster file, a name, or local"
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"{path}: is not TOML: {error}") from None
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file; give a cluster file, a name, or local")
+    found = read_toml(path, "cluster file")
     if "device" in found:
         return load_cluster(path)
     try:

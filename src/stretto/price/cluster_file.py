@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from stretto.errors import UsageError
 from stretto.files.settings_file import read_settings
-from stretto.files.whole_file import write_file
+from stretto.files.whole_file import saving, write_file
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import SEND
 from stretto.ir.costs import CollectiveCost, Link
@@ -217,7 +217,7 @@ def find_cluster(name_or_path: str) -> Hardware:
 
 
 def save_cluster(hardware: Hardware, path: str | Path) -> None:
-    """Write the cluster file that `load_cluster` reads back. Raises UsageError when it cannot be written."""
+    """Write the cluster file that `load_cluster` reads back. Raises StrettoError where it cannot."""
     text = hardware.text
     lines = [f'device = "{text.device}"', f"count = {text.count}"]
     if text.node_devices is not None:
@@ -228,10 +228,8 @@ def save_cluster(hardware: Hardware, path: str | Path) -> None:
     if text.measured.nccl_tests:
         names = ", ".join(f'"{name}"' for name in text.measured.nccl_tests)
         lines += ["", "[measured]", f"nccl_tests = [{names}]"]
-    try:
+    with saving(path):
         write_file(path, "\n".join(lines) + "\n")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _resolve(name: str, text: ClusterFile, folder: Path) -> Hardware:

@@ -54,7 +54,7 @@ class Product:
 
     @staticmethod
     def of(signature: str) -> Product | None:
-        """The product of an op's signature (`op_cache.signature`); None for an op that is none."""
+        """The product of an op's signature (`stretto.ir.prices.signature`); None for an op that is none."""
         target, _, rest = signature.partition("(")
         specs = [TensorSpec.parse(text) for text in _SPEC.findall(rest)]
         try:

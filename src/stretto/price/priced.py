@@ -23,9 +23,9 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import Priced, Specs, price_list, specs_of, traffic_bytes
 from stretto.ir.program import Job, Op
 from stretto.price.alike import AlikePricer
-from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, RankTiming
+from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
 from stretto.price.calls import Calls
-from stretto.price.op_cache import Timing
+from stretto.price.op_times import Timing
 from stretto.price.profiler_trace import trace_key
 from stretto.price.roofline import ACTION_US, FREE, scaled
 from stretto.price.sharing import sharing
@@ -112,7 +112,6 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
     stride = mesh.world // schedule.ranks
     links = {(a, b): find_link(calibration, abs(a - b) * stride) for a, b in pairs if a != b}
     default = find_link(calibration, stride).link if schedule.ranks > 1 else NO_LINK
-    ranks = calibration.ranks or RankTiming()
     leaving = {axis for (axis, _), group in groups.items() if group.hosts > 1}
     if any(link.hosts > 1 for link in links.values()):
         leaving.add(PIPELINE)
@@ -126,9 +125,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
         f"calibration {calibration.name} of {calibration.machine}: ops {told}",
         {key: group.cost for key, group in groups.items()},
         sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1),
-        ranks.skew,
-        ranks.processor,
-        {key: priced.how for key, priced in ops.items() if priced.how != "free"},
+        op_how={key: priced.how for key, priced in ops.items() if priced.how != "free"},
     )
 
 

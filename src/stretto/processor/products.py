@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from itertools import cycle
 
@@ -30,15 +29,3 @@ def products_on(device: torch.device) -> Callable[[], None]:
         torch.mm(factor, factor, out=product)
 
     return compute
-
-
-def us_each(compute: Callable[[], None], us: float) -> float:
-    """What a product takes on average, in microseconds, while nothing else is done for so many."""
-    with torch.no_grad():
-        compute()
-        begin = time.perf_counter_ns()
-        products = 0
-        while time.perf_counter_ns() - begin < us * 1e3:
-            compute()
-            products += 1
-        return (time.perf_counter_ns() - begin) / 1e3 / products

@@ -1,6 +1,6 @@
 """The quota under which running ranks compute, and how fast they are while it lasts.
 
-    1. What each rank's control group says (`stretto.backend.control_groups`); the tightest counts for all.
+    1. What each rank's control group says (`stretto.processor.control_groups`); the tightest counts for all.
     2. Its speed: ranks rest for a while and then compute for a part of what they may, again and again, each
        in its own time. A rank that has a core for itself then has a whole processor; one whose neighbours are
        allowed the rest of its core shares it with those that happen to compute.
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.backend.control_groups import own_share, processor_quota
 from stretto.backend.idle_class import lanes_first
 from stretto.ir.processor import Processor
+from stretto.processor.control_groups import own_share, processor_quota
 from stretto.processor.products import products_on
 
 BURSTS = 40
@@ -33,13 +33,19 @@ BURST = 0.6
 """Of what a rank may compute in a period, so that no burst meets the end of it. Assumed."""
 
 
+def quota_share() -> float:
+    """The share of a processor that a quota leaves to each thread that this process computes with; 1 without
+    one."""
+    return own_share(torch.get_num_threads())
+
+
 def agreed_quota(device: torch.device) -> Processor | None:
     """The quota under which all ranks compute, equal on all of them; every running rank calls it.
 
     None when one of them has none that holds back the threads that it computes with.
     """
     found = processor_quota() if device.type == "cpu" else None
-    share = own_share(torch.get_num_threads())
+    share = quota_share()
     mine = (found[0], share) if found is not None and share < 1.0 else None
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)

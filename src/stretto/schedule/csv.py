@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import UsageError
-from stretto.files.whole_file import write_file
+from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
 
 
@@ -97,11 +97,9 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write the schedule to a file. Raises UsageError if the file cannot be written."""
-    try:
+    """Write the schedule to a file. Raises StrettoError if the file cannot be written."""
+    with saving(path):
         write_file(path, to_csv(schedule))
-    except OSError as error:
-        raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 
 
 def _load(source: str | os.PathLike[str]) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from filelock import FileLock, Timeout
 
 from stretto.errors import StrettoError, UsageError
 from stretto.files.parse import parse_json
-from stretto.price.op_cache import cache_folder
 from stretto.train.text import Say
 
 MANIFEST = "manifest.json"
@@ -29,7 +29,10 @@ READ_BYTES = 1 << 20
 
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto`."""
-    return cache_folder().parent
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification of base directories says that a relative path is not to be used.
+    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "stretto"
 
 
 def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: Say) -> Path:

@@ -18,13 +18,13 @@ from stretto.runtime.shards import Part
 from stretto.saving import face, tensors
 from stretto.saving.folder import Writing
 from stretto.train.checkpoint_files import (
+    FILE,
     STATE,
     TOKENIZER,
     State,
     latest_in,
     mark,
     name_of,
-    state_text,
     tidy,
 )
 
@@ -58,7 +58,7 @@ def save(
             mark(place, keep)
 
     on_first(runner.transport, begin)
-    files = {TOKENIZER: tokenizer.encode(), STATE: state_text(state).encode()}
+    files = {TOKENIZER: tokenizer.encode(), STATE: FILE.to_text(state).encode()}
     face.write(place, runner, optimizer, None, writing=writing, setting="checkpoint.dir", files=files)
     on_first(runner.transport, end)
     return place

@@ -13,7 +13,6 @@ Touches these folders and nothing else; what is in the tensors is for `stretto.t
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -21,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
-from stretto.files.parse import parse_json
+from stretto.files.typed_file import TypedFile
 from stretto.saving.folder import recover, sync_folder, write_synced
 
-FORMAT = "stretto checkpoint"
-VERSION = 1
 STATE = "state.json"
 TOKENIZER = "tokenizer.json"
 METADATA = ".metadata"
@@ -45,6 +42,9 @@ class State:
     draws: int
     vocab_size: int
     settings: dict[str, Any]
+
+
+FILE = TypedFile(State, "stretto checkpoint", 1, "checkpoint", "Take another one")
 
 
 def name_of(step: int) -> str:
@@ -102,19 +102,7 @@ def find(path: Path) -> Path:
 
 def read_state(checkpoint: Path) -> State:
     """What the checkpoint says of itself. Raises UsageError for a file that is not one of ours."""
-    path = checkpoint / STATE
-    try:
-        data = parse_json(path.read_text(encoding="utf-8"))
-        if data["format"] != FORMAT or data["version"] != VERSION:
-            raise UsageError(
-                f"{path}: format {data['format']!r}, version {data['version']}; this Stretto reads "
-                f"{FORMAT!r}, version {VERSION}"
-            )
-        return State(int(data["step"]), int(data["draws"]), int(data["vocab_size"]), dict(data["settings"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint"
-        ) from None
+    return FILE.load(checkpoint / STATE)
 
 
 def identity(checkpoint: Path) -> str:
@@ -157,12 +145,6 @@ def tidy(folder: Path) -> None:
     put_back(folder)
     for left in folder.glob("step-*.tmp") if folder.is_dir() else ():
         shutil.rmtree(left)
-
-
-def state_text(state: State) -> str:
-    """The file of what a checkpoint says of itself."""
-    head = {"format": FORMAT, "version": VERSION, "step": state.step, "draws": state.draws}
-    return json.dumps({**head, "vocab_size": state.vocab_size, "settings": state.settings}, indent=1) + "\n"
 
 
 def mark(place: Path, keep: int) -> None:

@@ -5,17 +5,17 @@ May touch the folder of notes that the launcher gives.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import torch.distributed as dist
 
 from stretto.errors import LostRankError, StrettoError
+from stretto.files.typed_file import from_text, read_text, to_line
 from stretto.train.interrupt import Interrupted
 
 NOTES_DIR = "STRETTO_NOTES_DIR"
@@ -84,7 +84,7 @@ def leave_note(note: Note) -> bool:
         return False
     path = Path(folder) / f"rank-{note.rank}.json"
     try:
-        path.with_suffix(".tmp").write_text(json.dumps(asdict(note)), encoding="utf-8")
+        path.with_suffix(".tmp").write_text(to_line(note), encoding="utf-8")
         path.with_suffix(".tmp").rename(path)
     except OSError:
         return False
@@ -93,8 +93,5 @@ def leave_note(note: Note) -> bool:
 
 def read_notes(folder: Path) -> list[Note]:
     """The notes that ranks left, in the order in which they failed."""
-    found = []
-    for path in folder.glob("rank-*.json"):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found.append(Note(**{**data, "cause": Cause(data["cause"])}))
+    found = [from_text(Note, read_text(path), str(path)) for path in folder.glob("rank-*.json")]
     return sorted(found, key=lambda note: note.at_s)

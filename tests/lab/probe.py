@@ -1,4 +1,4 @@
-"""The small programs that `stretto lab check` runs inside hosts to measure them; standard library only.
+"""The small programs that tests run inside hosts to measure them; standard library only.
 
 probe.py receive PORT               take one connection, read to its end, answer one byte
 probe.py send ADDRESS PORT BYTES    send that much, wait for the answer, print the seconds it took

@@ -1,4 +1,4 @@
-"""A step in which each rank has one window, made ready to be searched: graphs, urgencies, groups of ops.
+"""A step in which each rank has one window, made ready to be searched: graphs and urgencies.
 
 How urgent an op is at first: the longest path from it to the end of its microbatch, over all ranks and lanes.
 May touch `stretto.ir`, `stretto.schedule`, `stretto.simulate` and this room.
@@ -15,7 +15,6 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Item, Plan
 from stretto.ir.program import Job
 from stretto.order.depend import Node, Role, WindowGraph, make_graph
-from stretto.order.improve import stretches
 from stretto.order.scope import Whole, make_whole
 from stretto.schedule.windows import make_window, window_name
 from stretto.simulate.windows import Call, make_ready
@@ -53,24 +52,14 @@ def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Key,
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A step ready to be searched. tails_us: by rank and node, `tails_us`; groups: the
-    stretches of ops that lead to one communication, as (rank, nodes)."""
-
-    wholes: tuple[Whole, ...]
-    tails_us: tuple[tuple[float, ...], ...]
-    groups: tuple[tuple[int, list[int]], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Graphs:
-    """What does not depend on which ops are placed for themselves; fields as in `Ready`."""
+    """What does not depend on which ops are placed for themselves. By rank: graphs, microbatches, calls as in
+    `order.scope.Whole`, and by node `tails_us`."""
 
     graphs: tuple[WindowGraph, ...]
     microbatches: tuple[tuple[int, ...], ...]
     calls: tuple[tuple[Call | None, ...], ...]
     tails_us: tuple[tuple[float, ...], ...]
-    groups: tuple[tuple[int, list[int]], ...]
 
     @staticmethod
     def of(plan: Plan) -> Graphs:
@@ -88,12 +77,10 @@ class Graphs:
             return known_us[stage, phase is Phase.F, replace(node.item, part=0)]
 
         tails = tuple(tuple(tail_us(graph, node) for node in graph.nodes) for graph in graphs)
-        groups = tuple((rank, group) for rank, graph in enumerate(graphs) for group in stretches(graph))
         calls = tuple(make_ready(plan, graph.window.name).calls for graph in graphs)
-        return Graphs(graphs, microbatches, calls, tails, groups)
+        return Graphs(graphs, microbatches, calls, tails)
 
-    def ready(self, little: float) -> Ready:
-        """The step with one size of ops that are placed for themselves."""
+    def wholes(self, little: float) -> tuple[Whole, ...]:
+        """By rank, with one size of ops that are placed for themselves."""
         mine = zip(self.graphs, self.microbatches, self.calls, strict=True)
-        wholes = tuple(make_whole(*one, little) for one in mine)
-        return Ready(wholes, self.tails_us, self.groups)
+        return tuple(make_whole(*one, little) for one in mine)

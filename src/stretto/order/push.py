@@ -1,4 +1,4 @@
-"""Better orders of a step in which each rank has one window, by pushing it to its end and back to its begin.
+"""A move of the search for orders (`order.search`): a step is pushed to its end, and back to its begin.
 
 Double justification, as for projects with scarce resources (Valls, Ballestin and Quintanilla, "Justification
 and RCPSP: a technique that pays", European Journal of Operational Research 165, 2005):
@@ -7,120 +7,39 @@ and RCPSP: a technique that pays", European Journal of Operational Research 165,
        late as what needs it and its lane allow, into gaps that later ops have left, too: a step pushed to its
        end.
     2. By where ops begin in it, they are ordered, and the step is walked again: in that order
-       (`order.follow`), and with what begins first as the most urgent (`order.listing`). The shorter of
-       both is pushed again, as long as that makes steps shorter.
-    3. Then with ends that are a little off, by another draw for each stretch of ops, from the best step so
-       far.
+       (`order.follow`), and with what begins first as the most urgent (`order.listing`).
+    3. Where the last push was in vain, ends are a little off, by another draw for each stretch of ops.
 
 What pushes is rougher than the walk: lanes take one thing at a time, for as long as it took in the walk, and
 nothing slows another. It makes orders; how long they take the walk says.
-
-Steps are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every machine. May
-touch `stretto.ir`, `stretto.order` and this room.
+May touch this room.
 """
 
 from __future__ import annotations
 
 import heapq
-import random
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from stretto.ir.plan import Plan
-from stretto.order import Role
-from stretto.order.follow import follow
-from stretto.order.improve import stretches
+from stretto.order.depend import Role
 from stretto.order.scope import Whole
+from stretto.order.search import Point, Search
 from stretto.order.walk import Chosen
-from stretto.order.whole_step.budget import Budget
-from stretto.order.whole_step.choose import choose
-from stretto.order.whole_step.pairs import Borders
 
-MOST = 300
-"""Pushes for one job. Measured on GPTs over pp=2 tp=2: 60 gain 1 to 7 % of what the search before has found,
-in a second or two, and 300 up to another 2 %."""
-
-STALE = 100
-"""So many pushes without a gain end it. Assumed."""
-
-GAIN = 0.0005
-"""Share of a step that counts as a gain. Assumed."""
-
-FAR = 1.02
-"""Of the best step, what a step takes at most from which it goes on; else from the best. Assumed."""
-
-OFF = (0.02, 0.1, 0.3, 0.6)
-"""How far ends are off in step 3: standard deviations, as shares of a microbatch's part of the step. Measured
-on the same GPTs: without the large ones steps are up to 5 % longer, with larger ones as well."""
+OFF = (0.05, 0.25, 0.75, 1.5)
+"""How far ends are off in step 3: standard deviations, as shares of what urgencies are changed by. Measured
+on GPTs over pp=2 tp=2: without the large ones steps are up to 5 % longer, with larger ones as well."""
 
 Place = tuple[int, int]
 """(rank, node)."""
 
 
-def justify(
-    plan: Plan,
-    wholes: Sequence[Whole],
-    found: Chosen,
-    enough_us: float,
-    budget: Budget,
-    pairs: Borders = (),
-) -> Chosen:
-    """The orders that were found, or better ones. A step of `enough_us` need not be improved. pairs: messages
-    that leave together where ops are ordered by urgency."""
-    pushing = _Pushing(plan, wholes)
-    groups = [(rank, group) for rank, whole in enumerate(wholes) for group in stretches(whole.graph)]
-    each_us = found.step_us / plan.job.microbatches
-    draw = random.Random(0)
-    best = here = found
-    stale = 0
-    for _ in range(MOST):
-        if best.step_us <= enough_us or stale >= STALE or not budget.left:
-            break
-        budget.spend(2)
-        # 1, and 3 where the last push was in vain.
-        off: dict[Place, float] = {}
-        if stale:
-            spread_us = draw.choice(OFF) * each_us
-            for rank, group in groups:
-                by_us = draw.gauss(0.0, spread_us)
-                off.update({(rank, index): by_us for index in group})
-        begins = pushing.begins_us(here, off)
-        # 2.
-        made = _shorter(plan, wholes, begins, pairs)
-        stale += 1
-        if made is None:
-            here = best
-            continue
-        if made.measure_us < best.measure_us * (1.0 - GAIN):
-            stale = 0
-        if made.measure_us < best.measure_us:
-            best = made
-        here = made if made.measure_us <= FAR * best.measure_us else best
-    return best if best.step_us <= found.step_us else found
+class Pushing:
+    """The move, for the steps of one scope. What does not change from step to step is prepared once."""
 
-
-def _shorter(
-    plan: Plan,
-    wholes: Sequence[Whole],
-    begins: Sequence[Sequence[float]],
-    pairs: Borders,
-) -> Chosen | None:
-    """Step 2, once."""
-    # Of ops that begin at one time those that are needed come first: nodes stand behind what they use.
-    orders = [
-        sorted(mine.names(range(len(of))), key=of.__getitem__)
-        for mine, of in zip(wholes, begins, strict=True)
-    ]
-    urgencies = [[-us for us in of] for of in begins]
-    made = [follow(plan, wholes, orders), choose(plan, wholes, urgencies, (0.0,) * len(wholes), pairs)]
-    return min((one for one in made if one is not None), key=lambda one: one.measure_us, default=None)
-
-
-class _Pushing:
-    """Step 1. What does not change from step to step is prepared once."""
-
-    def __init__(self, plan: Plan, wholes: Sequence[Whole]) -> None:
+    def __init__(self, wholes: Sequence[Whole]) -> None:
+        self._wholes = wholes
         self._graphs = [whole.graph for whole in wholes]
         receives: dict[tuple[int, int], Place] = {}
         sends: list[tuple[tuple[int, int], Place]] = []
@@ -143,6 +62,26 @@ class _Pushing:
             for index, users in enumerate(graph.after)
         }
         self._sent = {receive: send for send, receive in self._arrives.items()}
+
+    def __call__(self, search: Search) -> Iterator[Point]:
+        """Where the last push was in vain, step 3."""
+        best, draw = search.best, search.draw
+        assert best is not None
+        off: dict[Place, float] = {}
+        if search.stale:
+            spread_us = draw.choice(OFF) * search.scope.change_us
+            for rank, group in search.groups:
+                by_us = draw.gauss(0.0, spread_us)
+                off.update({(rank, index): by_us for index in group})
+        begins = self.begins_us(best, off)
+        # Of ops that begin at one time those that are needed come first: nodes stand behind what they use.
+        mine = zip(self._wholes, begins, strict=True)
+        yield Point(
+            orders=tuple(sorted(one.names(range(len(of))), key=of.__getitem__) for one, of in mine),
+            pairs=search.point.pairs,
+        )
+        urgency = tuple([-us for us in of] for of in begins)
+        yield Point(urgency, (0.0,) * len(self._wholes), search.point.pairs)
 
     def begins_us(self, found: Chosen, off_us: Mapping[Place, float]) -> list[list[float]]:
         """By rank and node, when it begins in the pushed step. off_us: by how much later than in `found` an

@@ -1,4 +1,4 @@
-"""What the kernel's control groups say of this process: where it is, and how much processor time it may have.
+"""What the kernel's control groups say of this process: how much processor time it may have.
 
 Linux, versions 1 and 2 of the `cpu` controller; elsewhere nothing is known. Reads only.
 """
@@ -9,13 +9,6 @@ from pathlib import Path
 
 PROC = Path("/proc")
 MOUNTS = Path("/sys/fs/cgroup")
-
-
-def own_group(proc: Path = PROC, mounts: Path = MOUNTS) -> Path | None:
-    """The directory of the control group that weighs this process's processor time; None for the group that
-    holds all. Raises OSError or ValueError where the kernel does not tell."""
-    root, path = _place(proc, mounts)
-    return root / path if path else None
 
 
 def processor_quota(proc: Path = PROC, mounts: Path = MOUNTS) -> tuple[float, float] | None:

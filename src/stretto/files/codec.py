@@ -1,0 +1,197 @@
+"""Dataclasses as JSON data, and back, by the types of their fields: what typed files are made of.
+
+    str, int, bool, None         themselves
+    float                        a number, or one of the texts "inf", "-inf" and "nan"
+    Literal, Enum                one of its values
+    X | None, str | int          whichever it is
+    tuple, list                  a list
+    Mapping[str, X]              an object, its keys in order
+    Mapping[tuple[K, L], X]      a list of [K, L, X], in the order of the keys
+    dataclass                    an object that has every field (but those of UNWRITTEN), and no other key
+    Annotated[X, Fits(...)]      X, of which not all values are allowed
+
+A codec may have other forms for some types: a text, a row. Lists of dataclasses, and whatever holds them,
+have an entry a line; all else is on one line. Touches no other room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from itertools import repeat
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from stretto.errors import StrettoError
+from stretto.files.form import WORDS, Form, Layout, Misfit, checked, one_of, read_list, read_members
+
+T = TypeVar("T")
+
+UNWRITTEN = {"unwritten": True}
+"""Metadata of a field that files do not have; it has a default."""
+
+
+class Lines(list[Any]):
+    """A list with an element a line."""
+
+
+class Members(dict[str, Any]):
+    """An object with a member a line."""
+
+
+class Codec:
+    """The forms of types. forms: of those that are not written as this module says."""
+
+    def __init__(self, forms: Mapping[Any, Form] | None = None) -> None:
+        self._forms: dict[Any, Form] = {**WORDS, **(forms or {})}
+
+    def form(self, hint: Any) -> Form:
+        """How values of that type are written. Raises TypeError where nothing says it."""
+        if hint not in self._forms:
+            self._forms[hint] = self._make(hint)
+        return self._forms[hint]
+
+    def row(self, kind: type, count: int, layout: Layout) -> None:
+        """Write a dataclass as a list of its first `count` fields, and of an object of the others that are
+        not at their defaults, if any."""
+        forms = self._fields(kind)
+        names, rest = list(forms)[:count], dict(list(forms.items())[count:])
+        first = _fixed([forms[name] for name in names], f"[{', '.join(names)}] and perhaps an object")
+        defaults = {f.name: f.default for f in fields(kind)}
+
+        def read(value: Any) -> Any:
+            extended = type(value) is list and len(value) == count + 1
+            found = first.read(value[:count] if extended else value)
+            try:
+                others = read_members(value[count], rest, optional=True) if extended else {}
+            except Misfit as misfit:
+                raise misfit.within(count) from None
+            return _made(kind, *found, **others)
+
+        def write(thing: Any) -> list[Any]:
+            try:
+                found: list[Any] = first.write([getattr(thing, name) for name in names])
+            except StrettoError as error:
+                raise StrettoError(f"{kind.__name__.lower()} {getattr(thing, names[0])}: {error}") from None
+            others = {}
+            for name, form in rest.items():
+                value = getattr(thing, name)
+                if value != defaults[name]:
+                    others[name] = form.write(value)
+            return [*found, others] if others else found
+
+        self._forms[kind] = Form(read, write, layout)
+
+    def _make(self, hint: Any) -> Form:
+        origin, args = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            return checked(self.form(args[0]), args[1])
+        if origin in (Union, UnionType):
+            return _either({kind: self.form(kind) for kind in args})
+        if origin is tuple and args[1:] != (...,):
+            return self._fixed(args)
+        if origin in (tuple, list):
+            return _sequence(origin, self.form(args[0]))
+        if origin in (dict, Mapping) and get_origin(args[0]) is tuple:
+            return _table(self._fixed((*get_args(args[0]), args[1])))
+        if origin in (dict, Mapping):
+            return _mapping(self.form(args[0]), self.form(args[1]))
+        if origin is Literal:
+            return one_of({value: value for value in args})
+        if is_dataclass(hint):
+            return self._object(hint)
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            return one_of({one.value: one for one in hint})
+        raise TypeError(f"no form is known for {hint}")
+
+    def _fields(self, kind: Any) -> dict[str, Form]:
+        hints = get_type_hints(kind, include_extras=True)
+        return {f.name: self.form(hints[f.name]) for f in fields(kind) if f.init and f.metadata != UNWRITTEN}
+
+    def _fixed(self, kinds: tuple[Any, ...]) -> Form:
+        return _fixed([self.form(kind) for kind in kinds], f"a list of {len(kinds)}")
+
+    def _object(self, kind: Any) -> Form:
+        forms = self._fields(kind)
+        block = any(form.layout is Layout.BLOCK for form in forms.values())
+        holder = Members if block else dict
+
+        def write(thing: Any) -> dict[str, Any]:
+            return holder({name: form.write(getattr(thing, name)) for name, form in forms.items()})
+
+        layout = Layout.BLOCK if block else Layout.ENTRY
+        return Form(lambda value: _made(kind, **read_members(value, forms)), write, layout)
+
+
+def _made(kind: Callable[..., T], /, *args: Any, **members: Any) -> T:
+    """What a dataclass itself refuses is a misfit too."""
+    try:
+        return kind(*args, **members)
+    except ValueError as error:
+        raise Misfit(str(error)) from None
+
+
+def _either(forms: Mapping[Any, Form]) -> Form:
+    """By the type of the JSON value; what is of none is left to a type that is no word, or to a float."""
+    other = next((form for kind, form in forms.items() if kind not in WORDS), forms.get(float))
+
+    def form_of(value: Any) -> Form:
+        form = forms.get(type(value), other)
+        if form is None:
+            raise Misfit(" or ".join(kind.__name__ for kind in forms), value)
+        return form
+
+    return Form(
+        lambda value: form_of(value).read(value),
+        lambda value: form_of(value).write(value),
+        max(form.layout for form in forms.values()),
+    )
+
+
+def _fixed(forms: list[Form], expected: str) -> Form:
+    readers = [form.read for form in forms]
+    writers = [form.write for form in forms]
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) != len(readers):
+            raise Misfit(expected, value)
+        return tuple(read_list(value, readers))
+
+    return Form(read, lambda parts: [write(part) for write, part in zip(writers, parts, strict=True)])
+
+
+def _sequence(kind: Callable[[Iterable[Any]], Any], element: Form) -> Form:
+    read, write, several = element.read, element.write, element.layout is not Layout.WORD
+    holder = Lines if several else list
+    return Form(
+        lambda value: kind(read_list(value, repeat(read))),
+        lambda parts: holder([write(part) for part in parts]),
+        Layout.BLOCK if several else Layout.ENTRY,
+    )
+
+
+def _mapping(keys: Form, values: Form) -> Form:
+    def read(value: Any) -> Any:
+        found = read_members(value, dict.fromkeys(value, values) if type(value) is dict else {})
+        return {keys.read(key): part for key, part in found.items()}
+
+    def write(found: Any) -> Any:
+        return Members({keys.write(key): values.write(found[key]) for key in sorted(found)})
+
+    return Form(read, write, Layout.BLOCK)
+
+
+def _table(row: Form) -> Form:
+    def read(rows: Any) -> Any:
+        found: dict[Any, Any] = {}
+        for at, (*key, part) in enumerate(read_list(rows, repeat(row.read))):
+            if tuple(key) in found:
+                raise Misfit(f"{', '.join(map(str, key))} is there twice; keep one of them").within(at)
+            found[tuple(key)] = part
+        return found
+
+    def write(found: Any) -> Any:
+        return Lines([row.write((*key, found[key])) for key in sorted(found)])
+
+    return Form(read, write, Layout.BLOCK)

@@ -1,0 +1,131 @@
+"""Kinds of files that hold one dataclass: a plan, a calibration, a timeline. They are written whole, equal
+things to equal bytes, and read strictly.
+
+Every trouble is a UsageError that names the file and the place in it, such as
+`plan.json: orders[1][17]: expected text, found 3`. Touches the one file that it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from stretto.errors import UsageError
+from stretto.files.codec import Codec, Lines, Members
+from stretto.files.form import Misfit
+from stretto.files.parse import parse_json
+from stretto.files.whole_file import saving, write_file
+
+T = TypeVar("T")
+Head = Callable[[Any], None]
+PLAIN = Codec()
+
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+def laid_out(value: Any, indent: str = "") -> str:
+    """What a form wrote, as text."""
+    deeper = indent + "  "
+    if type(value) is Members and value:
+        entries = [f"{deeper}{_encode(key)}: {laid_out(part, deeper)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+    if type(value) is Lines and value:
+        return "[\n" + ",\n".join([deeper + laid_out(part, deeper) for part in value]) + f"\n{indent}]"
+    return _encode(value)
+
+
+def read_text(path: str | os.PathLike[str], what: str = "") -> str:
+    """A file's text. what: of which kind it is, for messages. Raises UsageError."""
+    shown = f"{what} {os.fspath(path)}".lstrip()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {shown}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or a path with a null byte
+        raise UsageError(f"cannot read {shown}: not a text file ({error})") from None
+
+
+def to_line(thing: Any, codec: Codec = PLAIN) -> str:
+    """A dataclass as one line of JSON. Raises StrettoError for what that cannot hold."""
+    return _encode(codec.form(type(thing)).write(thing))
+
+
+def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: Head | None = None) -> T:
+    """Read a dataclass; `where` names the text. head: takes out and judges what stands before it.
+
+    Raises UsageError for what is not JSON, misses keys or has others, or has a value that is not of its type.
+    """
+    try:
+        data = parse_json(text, strict=True)
+        if head is not None:
+            head(data)
+        found: T = codec.form(kind).read(data)
+    except Misfit as misfit:
+        place = f"{where}: {misfit.path.removeprefix('.')}" if misfit.path else where
+        raise UsageError(f"{place}: {misfit}") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{where}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}). "
+            "Write the file again, or mend that place"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{where}: not readable as JSON ({error})") from None
+    return found
+
+
+@dataclass(frozen=True)
+class TypedFile(Generic[T]):
+    """A kind of file: a dataclass, with two keys before its own that say which kind and version it is.
+
+    what: in a word; make: where one comes from, for who has another kind or version.
+    """
+
+    kind: type[T]
+    format: str
+    version: int
+    what: str
+    make: str
+    codec: Codec = PLAIN
+
+    def to_text(self, thing: T) -> str:
+        """Raises StrettoError for what files cannot hold."""
+        head = {"format": self.format, "version": self.version}
+        return laid_out(Members({**head, **self.codec.form(self.kind).write(thing)})) + "\n"
+
+    def from_text(self, text: str, where: str) -> T:
+        """Read a text. Raises UsageError as the function of this name, and for other formats and versions."""
+        return from_text(self.kind, text, where, self.codec, self._head)
+
+    def _head(self, data: Any) -> None:
+        if type(data) is not dict:
+            raise Misfit("an object", data)
+        given, version = data.pop("format", None), data.pop("version", None)
+        if given != self.format:
+            raise Misfit(f'not a {self.what} file: expected "format": "{self.format}". {self.make}')
+        if type(version) is not int or version != self.version:
+            raise Misfit(
+                f"{self.what} format version {version!r} cannot be read: this Stretto reads version "
+                f"{self.version}. {self.make}"
+            )
+
+    def load(self, path: str | os.PathLike[str]) -> T:
+        """Read the file. Raises UsageError as `from_text`, and for a file that cannot be read."""
+        return self.from_text(read_text(path, self.what), os.fspath(path))
+
+    def save(self, thing: T, path: str | os.PathLike[str]) -> None:
+        """Write the file whole or not at all.
+
+        Raises StrettoError if it cannot be written, for example because the disk is full; UsageError if its
+        folder does not exist.
+        """
+        written = self.to_text(thing)
+        folder = Path(os.path.realpath(path)).parent
+        shown = f"{self.what} {os.fspath(path)}"
+        if not folder.is_dir():
+            raise UsageError(f"cannot write {shown}: the folder {folder} does not exist; create it")
+        with saving(shown):
+            write_file(path, written)

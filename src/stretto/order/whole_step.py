@@ -1,0 +1,211 @@
+"""Orders for a step in which each rank has one window: where the search (`order.search`) begins, and how far
+it goes.
+
+    1. How urgent an op is: the longest path to the end of its microbatch (`order.graphs`), less part of
+       the step for every microbatch before its own. Without that part all forwards come first; with much of
+       it, microbatches follow one another as in 1F1B.
+    2. That part (SLOPES) and the patience of each rank (`order.listing`) are tried: first equal for all
+       ranks, then rank by rank, the best kept. This for each way to let messages leave in pairs
+       (`order.pairs`), and without pairs, and with more and with fewer of the small ops placed for themselves
+       (LITTLE): with fewer, a move changes more.
+    3. The most promising go on by other urgencies, the best of these by pushes and single ops, and last the
+       best of all, as long as there are walks.
+
+The search takes the time that the step is worth (EFFORT) and says how far it came. May touch `stretto.ir`
+and this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stretto.ir.plan import Plan, Window
+from stretto.order.graphs import Graphs
+from stretto.order.moves import by_op, relisted
+from stretto.order.pairs import MORE, Borders, borders, paired
+from stretto.order.push import Pushing
+from stretto.order.search import Budget, Point, Scope, Search
+
+SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
+"""Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
+
+PATIENCE = (0.0, 0.5, 1.0)
+"""Tried for each rank. Assumed."""
+
+EFFORT = 12.0
+"""Items walked for each microsecond of the step: planning takes about as long as 50 of its steps, once."""
+
+LEAST, LARGEST = 1_200_000, 30_000_000
+"""Items walked for even the shortest step, and for the longest. Measured: 5 s and 120 s on one core."""
+
+SEARCHING = 0.7
+"""Part of them that step 2 and other urgencies may take; the rest is for the best of them. Assumed."""
+
+MOST, STALE = 300, 150
+"""Other urgencies from one beginning, at most, and walks without a gain that end them. Assumed."""
+
+PUSHES, PUSHES_STALE = 300, 200
+"""The same of pushes, which take two walks each. Measured on GPTs over pp=2 tp=2: 60 gain 1 to 7 % of what
+the search before has found, in a second or two, and 300 up to another 2 %."""
+
+MOVES, MOVES_STALE = 4_000, 1_000
+"""The same of single ops."""
+
+A_MOVE_US = 2_000.0
+"""Of a step, what is worth moving an op once. A move takes some 10 ms, once, and the first thousand gain 1 %:
+short steps would have to be run many times to pay for that. Assumed."""
+
+CHANGE = 0.4
+"""Of a microbatch's part of the step, by how much urgencies are changed. Assumed."""
+
+LITTLE = (0.0005, 0.003, 0.01)
+"""Of a microbatch's work on a rank, what ops take at most that are placed directly before their first user,
+as views are. On GPTs over pp=2 tp=2 the first is five ops of six and 2 % of the time. Measured on the tensor
+race of hidden 2048: the search comes to 1.176, 1.133 and 1.126 of the bound, to 1.138 with 0.02 and 1.157
+with 0.04; when ops have been moved 1.146, 1.118 and 1.113 are left."""
+
+PROMISING = 2
+"""Ways to pair messages, for each of LITTLE, that are searched beyond slopes. Where a search ends is within
+2 % a matter of luck. Measured on the tensor race of hidden 2048 over pp=2: of eight with other draws, 300
+moves each, the worst came to 1.140 of the bound and the best to 1.121."""
+
+FINALISTS = 3
+"""Searches that go on by pushes and single ops, at most. Assumed."""
+
+A_FINALIST_US = 1_000_000.0
+"""Of a step, what is worth one finalist beyond the first: it takes some 20 s, once. Assumed."""
+
+LONGER = 1_000
+"""Other urgencies more for each of FINALISTS. On the same step these gain up to another 2 %."""
+
+A_WALK_US = 10_000.0
+"""Of a step, what is worth one of these. They take some 10 ms, once. Assumed."""
+
+TRIAL = 0.25
+"""Of the moves of single ops, those by which finalists are compared. Assumed."""
+
+CLOSE = 1.01
+"""A step this close to its bound needs no search. Assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The windows with the shortest step that was found. walks: how many steps were walked for it; allowed:
+    how many could have been."""
+
+    windows: Mapping[str, Window]
+    walks: int
+    allowed: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search ended by itself, and not because its time was up."""
+        return self.walks < self.allowed
+
+
+def order_together(plan: Plan, bound_us: float, walks: int | None = None) -> Found | None:
+    """The windows with the shortest step that the search finds in its time (EFFORT).
+
+    plan: each rank has one window, in the captured order. bound_us: no order is faster. walks: at most
+    so many, instead. None where no order lets all ranks reach their end.
+    """
+    items = sum(len(window.items) for window in plan.windows.values())
+    allowed = walks or max(1, int(min(LARGEST, max(LEAST, EFFORT * bound_us))) // items)
+    budget = Budget(allowed)
+    later = budget.keep(1.0 - SEARCHING)
+    found = _begun(plan, bound_us, budget)
+    budget.left += later
+    found.sort(key=_measure_us)
+    finalists = found[: min(FINALISTS, 1 + int(found[0].measure_us / A_FINALIST_US))] if found else []
+    ends = [_longer(search) for search in budget.shared(finalists)]
+    if not ends:
+        return None
+    last = min(ends, key=_measure_us)
+    best = by_op(last, _moves(last, 1.0), MOVES_STALE)
+    windows = {
+        whole.graph.window.name: replace(
+            whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
+        )
+        for whole, order in zip(last.scope.wholes, best.orders, strict=True)
+    }
+    return Found(windows, budget.spent, allowed)
+
+
+def _measure_us(search: Search) -> float:
+    return search.measure_us
+
+
+def _begun(plan: Plan, bound_us: float, budget: Budget) -> list[Search]:
+    """Step 2, and other urgencies; searches that let all ranks reach their end."""
+    apart = borders(plan)
+    ways = list(dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)]))
+    graphs = Graphs.of(plan)
+    each_us = bound_us / plan.job.microbatches
+    found: list[Search] = []
+    for little in budget.shared(LITTLE):
+        scope = Scope(graphs.wholes(little), CLOSE * bound_us, CHANGE * each_us, plan)
+        tried = [sloped(scope, graphs, each_us, budget, pairs) for pairs in ways if budget.left or not found]
+        tried = [search for search in tried if search.best is not None]
+        found += [search.go(relisted, MOST, STALE) for search in sorted(tried, key=_measure_us)[:PROMISING]]
+        if any(search.close for search in found):
+            break
+    return found
+
+
+def sloped(scope: Scope, graphs: Graphs, each_us: float, budget: Budget, pairs: Borders = ()) -> Search:
+    """Step 2 of one scope, and of one way to let messages leave in pairs."""
+    ranks = range(len(scope.wholes))
+    search = Search(scope, budget)
+
+    def tries(one: tuple[tuple[float, ...], tuple[float, ...]]) -> bool:
+        return not search.ended and search.tried(point_of(scope, graphs, each_us, *one, pairs))
+
+    equal = [((slope,) * len(ranks), (wait,) * len(ranks)) for slope in SLOPES for wait in PATIENCE[:2]]
+    best = equal[0]
+    for one in equal:
+        best = one if tries(one) else best
+    for rank in ranks:
+        for slope in SLOPES:
+            one = _with(best[0], rank, slope), best[1]
+            best = one if one != best and tries(one) else best
+        for wait in PATIENCE:
+            one = best[0], _with(best[1], rank, wait)
+            best = one if one != best and tries(one) else best
+    return search
+
+
+def _with(values: tuple[float, ...], rank: int, value: float) -> tuple[float, ...]:
+    return (*values[:rank], value, *values[rank + 1 :])
+
+
+def point_of(
+    scope: Scope,
+    graphs: Graphs,
+    each_us: float,
+    slopes: Sequence[float],
+    patience: tuple[float, ...],
+    pairs: Borders = (),
+) -> Point:
+    """Step 1. each_us: the bound of a microbatch."""
+    urgency = tuple(
+        tuple(
+            us - slopes[rank] * each_us * whole.microbatches[node.item.part]
+            for us, node in zip(graphs.tails_us[rank], whole.graph.nodes, strict=True)
+        )
+        for rank, whole in enumerate(scope.wholes)
+    )
+    return Point(urgency, patience, pairs)
+
+
+def _longer(search: Search) -> Search:
+    """A finalist goes on."""
+    search.go(relisted, min(LONGER, int(search.measure_us / A_WALK_US)), 2 * STALE)
+    search.go(Pushing(search.scope.wholes), PUSHES, PUSHES_STALE)
+    search.best = by_op(search, _moves(search, TRIAL), MOVES_STALE)
+    return search
+
+
+def _moves(search: Search, share: float) -> int:
+    """How many moves of single ops the step is worth."""
+    return int(share * min(MOVES, search.measure_us / A_MOVE_US))
