@@ -60,12 +60,20 @@ class _Group:
 def with_sums(job: Job, schedule: Schedule) -> Job:
     """The job whose stages, placed as in `schedule`, have the sums of their places."""
     tied = tied_ranks(job, schedule.stage_ranks)
-    stages = [Stage(s.index, {phase: s.ops[phase] for phase in PHASES}) for s in job.stages]
+    stages = list(without_sums(job).stages)
     for place in range(schedule.ranks):
         held = schedule.stages_of(place)
         ops = tuple(_Sums(job, held, place, tied, schedule.ranks).ops()) if held else ()
         if ops:
             stages[held[0]] = Stage(held[0], {**stages[held[0]].ops, Phase.REDUCE_GRAD: ops})
+    return replace(job, stages=tuple(stages))
+
+
+def without_sums(job: Job) -> Job:
+    """The job as it is captured, of one that a plan has."""
+    if all(Phase.REDUCE_GRAD not in stage.ops for stage in job.stages):
+        return job
+    stages = (Stage(s.index, {phase: s.ops[phase] for phase in PHASES}) for s in job.stages)
     return replace(job, stages=tuple(stages))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from stretto.ir.action import Phase, Slot
 from stretto.ir.plan import Item, ItemKind, Window
@@ -80,13 +79,6 @@ def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window
         tuple(items),
         (*window.shares, part) if window.shares else (),
     )
-
-
-def without_sums(window: Window) -> Window:
-    """The window with the items of actions alone."""
-    kept = window.actions
-    items = tuple(item for item in window.items if item.part in kept)
-    return replace(window, parts=window.parts[: len(kept)], items=items, shares=window.shares[: len(kept)])
 
 
 def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
