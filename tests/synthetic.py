@@ -15,7 +15,6 @@ from stretto.ir.gradients import PRODUCT
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.planning.lower import lower
-from stretto.schedule.sums import make_sums
 
 WORK = "made_up.work.default"
 """An op of no library: of any operands, with any result, which nobody infers."""
@@ -92,10 +91,10 @@ def make_costs(
     """Phase times spread evenly over each phase's ops; equal links between all ranks."""
     times = {Phase.F: f_us, Phase.I: i_us, Phase.W: w_us}
     op_us = {
-        (stage.index, op.name): times[phase] / len(ops)
+        (stage.index, op.name): us / len(stage.ops[phase])
         for stage in job.stages
-        for phase, ops in stage.ops.items()
-        for op in ops
+        for phase, us in times.items()
+        for op in stage.ops[phase]
     }
     return Costs(op_us, {}, Link(latency_us, bytes_per_us), 0.0, "made up")
 
@@ -103,6 +102,4 @@ def make_costs(
 def make_plan(schedule: Schedule, **costs: float) -> Plan:
     """Lower `schedule` onto a synthetic job of as many stages and microbatches."""
     job = make_job(schedule.stages, schedule.microbatches)
-    windows, orders, communicators = lower(job, schedule)
-    buckets = make_sums(job, schedule).buckets
-    return Plan(job, schedule, windows, orders, communicators, make_costs(job, **costs), buckets=buckets)
+    return lower(job, schedule, make_costs(job, **costs))

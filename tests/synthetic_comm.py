@@ -19,7 +19,6 @@ from stretto.ir.curve import Curve
 from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.program import Arg, Job, Op, OverlapMode, Parameter, Ref, Shard, Stage, TensorSpec
 from stretto.planning.lower import lower
-from stretto.schedule.sums import make_sums
 from tests.synthetic import ACTIVATION, WORK, chain
 
 WEIGHT = TensorSpec((512, 256), "float32")
@@ -140,18 +139,8 @@ def make_comm_costs(
 
 
 def plan_with(job: Job, schedule: Schedule, costs: Costs, *, overlap: OverlapMode = "local") -> Plan:
-    """Lower `schedule` onto `job`, with buckets."""
-    windows, orders, communicators = lower(job, schedule, overlap=overlap)
-    return Plan(
-        job,
-        schedule,
-        windows,
-        orders,
-        communicators,
-        costs,
-        buckets=make_sums(job, schedule).buckets,
-        overlap=overlap,
-    )
+    """Lower `schedule` onto `job`."""
+    return lower(job, schedule, costs, overlap=overlap)
 
 
 def make_comm_plan(
@@ -173,7 +162,11 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     Collectives of one axis start in another order as well; messages keep theirs, as peers post for it.
     """
     draw = random.Random(seed)
-    windows = {name: _shuffled(plan, window, draw) for name, window in plan.windows.items()}
+    # Sums of one gradient are in one round after the other.
+    windows = {
+        name: _shuffled(plan, window, draw) if window.actions else window
+        for name, window in plan.windows.items()
+    }
     return replace(plan, windows=windows)
 
 
@@ -199,12 +192,11 @@ def _shuffled(plan: Plan, window: Window, draw: random.Random) -> Window:
         reads: tuple[str, ...] = ()
         if item.kind is ItemKind.OP:
             reads = ops[item.part, str(item.ref)].uses
-        elif item.kind is ItemKind.SEND:
-            reads = (job.edges[int(item.ref)].value,)
-        elif item.kind is ItemKind.REDUCE:
-            groups = plan.bucket(str(item.ref)).parameters
+            groups = ops[item.part, str(item.ref)].sums
             adds = {(s, value) for p in job.parameters if p.tied_to in groups for s, _, value in p.grads}
             needs[at] |= {n for (part, name), n in made.items() if (window.parts[part][0], name) in adds}
+        elif item.kind is ItemKind.SEND:
+            reads = (job.edges[int(item.ref)].value,)
         mates = (item.part, *window.mates(item.part))
         needs[at] |= {made[part, name] for part in mates for name in reads if (part, name) in made}
         if item.kind is ItemKind.OP and window.parts[item.part][1] is not Phase.F:

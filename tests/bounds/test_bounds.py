@@ -204,8 +204,8 @@ def test_no_simulated_step_beats_the_bound_and_accounts_add_up(plan: Plan) -> No
                 assert span.start_us == pytest.approx(at_us)
                 at_us = span.end_us
     # Nothing but parameters and gradients is left on any rank. Tied names are one parameter, and two
-    # gradients until they are summed: by a bucket, where they are on several ranks.
-    summed = {name for bucket in plan.buckets for name in bucket.parameters}
+    # gradients until they are summed, where they are on several ranks.
+    summed = {name for rank in range(plan.ranks) for op in plan.sums(rank) for name in op.sums}
     for rank, steps in enumerate(timeline.memory):
         here = [p for p in plan.job.parameters if any(plan.rank_of(s) == rank for s in p.stages)]
         held = {p.tied_to for p in here}
@@ -218,7 +218,7 @@ def test_no_simulated_step_beats_the_bound_and_accounts_add_up(plan: Plan) -> No
 def test_zero_bubble_reaches_the_bound() -> None:
     order = make_schedule("zb-h2", 4, 8)
     job = make_job(4, 8)
-    plan = Plan(job, order, *lower(job, order), make_costs(job))
+    plan = lower(job, order, make_costs(job))
     prediction = predict(plan)
     assert prediction.step_us == pytest.approx(prediction.bound_us)
     assert prediction.gap == pytest.approx(0.0)

@@ -11,7 +11,7 @@ from typing import Any
 from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Link, Prediction
 from stretto.ir.curve import Curve
-from stretto.ir.plan import Bucket, Communicator, Plan
+from stretto.ir.plan import Communicator, Plan
 from stretto.ir.program import Buffer, Const, Constant, Op, Ref, Shard, Stage, TensorSpec
 from stretto.ir.serialize import plan_to_text
 from stretto.schedule.families import make_schedule
@@ -44,7 +44,14 @@ def odd_plan() -> Plan:
     """A plan that uses everything that the format has."""
     plan = make_plan(make_schedule("zb-h1", 2, 3), latency_us=3.5)
     stage = plan.job.stages[0]
-    ops = {**stage.ops, Phase.F: (*stage.ops[Phase.F], ODD_OP)}
+    start = Op(
+        *("tp.0.0", "comm.all_reduce", ((Ref("grad/w0"),), "sum", "tp", 2), ()),
+        (TensorSpec((4,), "float32"),),
+        "grad/w0",
+    )
+    wait = Op("tp.0.0.sum", "comm.wait", (Ref("tp.0.0"),), (), start.outputs, "tp.0.0")
+    sums = start, wait, *stage.ops[Phase.REDUCE_GRAD]
+    ops = {**stage.ops, Phase.F: (*stage.ops[Phase.F], ODD_OP), Phase.REDUCE_GRAD: sums}
     job = replace(
         plan.job,
         stages=(Stage(0, ops), *plan.job.stages[1:]),
@@ -82,7 +89,6 @@ def odd_plan() -> Plan:
         ),
         prediction=prediction,
         communicators=(*(c for c in plan.communicators if c.name != "loss"), *axes),
-        buckets=(Bucket("tp 1.0", "tp", ("w1",)), Bucket("none", "loss", ())),
     )
 
 

@@ -15,6 +15,7 @@ from tests.ir.odd import DOCUMENT, TEXT, changed
 
 SUM = ["s", "aten.sum.default", ["%batch/x"], [], ["float32[]"]]
 OPS = ("job", "stages", 0, "ops", "F")
+SUMS = ("job", "stages", 0, "ops", "REDUCE_GRAD")
 US = ("costs", "op_us", 2, 2)
 MALFORMED = [
     # (text, message)
@@ -70,7 +71,7 @@ MALFORMED = [
     (changed("schedule", "orders", 1, 2, to="1X0"), r"schedule\.orders\[1\]\[2\]: cannot read '1X0'"),
     (
         changed("windows", "0F", "parts", 0, 1, to="X"),
-        r'windows\["0F"\]\.parts\[0\]\[1\]: expected F or I or W or B, found',
+        r'windows\["0F"\]\.parts\[0\]\[1\]: expected F or I or W or B or REDUCE_GRAD, found',
     ),
     (changed("windows", "0F", "items", 0, to="wait ex"), r'windows\["0F"\]\.items\[0\]: cannot read'),
     (changed("orders", 1, 4, to="fly e0:0"), r"orders\[1\]\[4\]: cannot read 'fly e0:0'"),
@@ -186,7 +187,7 @@ MALFORMED = [
     (changed("orders", 0, 2, to="run 0F:0,1"), r"orders\[0\]\[2\]: window 0F takes 1 microbatches, found 2"),
     (changed("orders", 0, 0, to="recv e8:0"), r"orders\[0\]\[0\]: there is no edge e8"),
     (changed("orders", 0, 0, to="recv e1:0,1"), r"orders\[0\]\[0\]: recv takes one microbatch, found 2"),
-    (changed("orders", 0, 0, to="reduce w7"), r"orders\[0\]\[0\]: there is no bucket 'w7'"),
+    (changed("orders", 0, 0, to="reduce w7"), r"orders\[0\]\[0\]: .*'reduce' is not a valid"),
     (changed("communicators", 0, "ranks", to=[0, 5]), r"communicators\[0\]\.ranks\[1\]: there is no rank 5"),
     (
         changed("job", "axes", 0, 0, to="pp"),
@@ -199,12 +200,11 @@ MALFORMED = [
     (changed("communicators", 3, "axes", to=["ep"]), r"communicators\[3\]\.axes: there is no axis ep"),
     (changed("communicators", 3, "axes", to=[]), r"communicators\[3\]\.axes: name an axis"),
     (changed("communicators", 3, "ranks", 1, to=2), r"ranks\[1\]: there is no rank 2 on tp, which has 2"),
-    (changed("buckets", 1, "name", to="tp 1.0"), r"buckets\[1\]: bucket 'tp 1.0' is there twice"),
-    (
-        changed("buckets", 0, "communicator", to="q"),
-        r"buckets\[0\]\.communicator: there is no communicator 'q'",
-    ),
-    (changed("buckets", 0, "parameters", 0, to="q"), r"parameters\[0\]: there is no tied group 'q'"),
+    (changed(*SUMS, 2, 0, to="tp.0.0"), r"REDUCE_GRAD\[2\]: op 'tp\.0\.0' is there twice"),
+    (changed(*SUMS, 0, 2, 2, to="'q"), r"REDUCE_GRAD\[0\]: tp\.0\.0: there is no communicator 'q'"),
+    (changed(*SUMS, 0, 2, 0, 0, to="%grad/q"), r"REDUCE_GRAD\[0\]: tp\.0\.0: there is no tied group 'q'"),
+    (changed(*SUMS, 0, 2, 0, 0, to="%h0"), r"REDUCE_GRAD\[0\]: tp\.0\.0: is no sum of gradients or of the"),
+    (changed(*SUMS, 1, 2, 0, to="%h0"), r"REDUCE_GRAD\[1\]: tp\.0\.0\.sum: waits for no sum that starts"),
     (
         changed("costs", "collectives", 0, 1, to="all_reduce"),
         r"collectives\[1\]: tp, all_reduce is there twice; keep one",

@@ -86,7 +86,9 @@ def test_no_search_without_messages_or_where_steps_are_long(monkeypatch: pytest.
         quick = Arranger(job, costs, schedule.stage_ranks, rounds=4)
         plan = make_plan(job, costs, schedule=schedule, overlap="local")
         captured = captured_windows(job, schedule)
-        return refine.refine(lambda windows: replace(plan, windows=dict(windows)), captured, quick)
+        return refine.refine(
+            lambda windows: replace(plan, windows={**plan.windows, **windows}), captured, quick
+        )
 
     job, costs = job_of()
     found = searched(job, costs)

@@ -77,8 +77,7 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
         )
         for one, order in zip(wholes, found.orders, strict=True)
     }
-    done, orders, _ = lower(plan.job, plan.schedule, overlap="window", windows=windows)
-    return replace(plan, windows=done, orders=orders)
+    return lower(plan.job, plan.schedule, plan.costs, overlap="window", windows=windows)
 
 
 def choose(
@@ -478,7 +477,7 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch
     monkeypatch.setattr(whole_step, "MOST", 100)
     monkeypatch.setattr(whole_step, "PUSHES", 60)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
-    assert all(window.shares for window in plan.windows.values())
+    assert all(window.shares for window in plan.windows.values() if window.actions)
     verify(plan)
     text = plan_to_text(plan)
     assert text == plan_to_text(make_plan(job, costs, schedule="1f1b", overlap="window"))
@@ -534,7 +533,7 @@ def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.Mon
 
     wide = planned(None)
     assert walks == [None]
-    assert all(window.shares for window in wide.windows.values())
+    assert all(window.shares for window in wide.windows.values() if window.actions)
     planned(10 * peak_bytes(wide))
     assert walks == [windows.BRIEF, None]
     limit = peak_bytes(planned(None, "local"))
@@ -612,8 +611,7 @@ def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is
         found = order_together(plan, bound_us)
         assert found is not None
         assert found.walks <= found.allowed == walks
-        done, orders, _ = lower(plan.job, plan.schedule, overlap="window", windows=found.windows)
-        made = replace(plan, windows=done, orders=orders)
+        made = lower(plan.job, plan.schedule, plan.costs, overlap="window", windows=found.windows)
         verify(made)
         steps.append(simulate(made).step_us)
     off = make_plan(job, costs, schedule=schedule, overlap="off")

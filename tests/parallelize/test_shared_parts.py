@@ -16,7 +16,7 @@ from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.program import Job
-from stretto.ir.transfers import bucket_bytes, summed_bytes
+from stretto.ir.transfers import summed_bytes
 from stretto.models.build import huggingface_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
@@ -51,7 +51,7 @@ def test_plans_are_proved_kept_simulated_and_rehearsed(tmp_path: Path) -> None:
 
 
 def test_a_sum_moves_what_is_counted() -> None:
-    """Buckets hold shared parts side by side, so that one sum over the axis adds up the copies of each."""
+    """Sums hold shared parts side by side, so that one sum over the axis adds up the copies of each."""
     model, job = small_job(tp=4)
     plan = lowered(job, "1f1b")
     keys = next(p for p in job.parameters if p.name.endswith("layers.0.self_attn.k_proj.weight"))
@@ -62,7 +62,7 @@ def test_a_sum_moves_what_is_counted() -> None:
         runner.step(batch_of())
         return {name: nbytes for name, nbytes, _ in runner.state.marks.starts}
 
-    counted = bucket_bytes(job, plan.buckets)
+    counted = {op.label: op.collective.nbytes for op in plan.sums(0) if op.sums and op.collective}
     assert counted
     for moved in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
         assert {name: moved[name] for name in counted} == counted

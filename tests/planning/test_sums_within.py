@@ -9,9 +9,8 @@ import torch
 
 import stretto
 from stretto.ir.action import Phase
-from stretto.ir.plan import InstructionKind, ItemKind, Plan
+from stretto.ir.plan import Plan, Window
 from stretto.ir.program import Job, OverlapMode
-from stretto.ir.transfers import bucket_bytes
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.order.depend import make_graph
 from stretto.order.early_sums import early_sums
@@ -72,25 +71,31 @@ def test_sums_that_take_as_long_as_the_backward_are_hidden_in_it(job: Job) -> No
     )
 
 
-def test_small_gradients_share_buckets_in_the_order_in_which_they_are_ready(job: Job) -> None:
+def windows_with_sums(plan: Plan) -> list[Window]:
+    """Those of actions in which sums start."""
+    return [w for w in plan.windows.values() if 0 < len(w.actions) < len(w.parts)]
+
+
+def test_small_gradients_share_a_sum_in_the_order_in_which_they_are_ready(job: Job) -> None:
     plan = stretto.plan(job, cluster(102.0))
-    nbytes = bucket_bytes(plan.job, plan.buckets)
     bytes_of = {p.tied_to: p.grad_nbytes for p in plan.job.parameters}
-    shared = [bucket for bucket in plan.buckets if len(bucket.parameters) > 1]
+    sums = [op for op in plan.sums(0) if op.lane == "dp"]
+    shared = [op.name for op in sums if len(op.sums) > 1]
     assert len(shared) > 2
-    for bucket in plan.buckets:
-        assert len(bucket.parameters) == 1 or all(bytes_of[n] < LARGE_BYTES for n in bucket.parameters)
-        assert nbytes[bucket.name] < 2 * LARGE_BYTES or len(bucket.parameters) == 1
-    [window] = [w for w in plan.windows.values() if any(i.kind is ItemKind.REDUCE for i in w.items)]
-    started = [str(item.ref) for item in window.items if item.kind is ItemKind.REDUCE]
-    assert sorted(started) == sorted(bucket.name for bucket in plan.buckets)
-    assert [n for n in started if n in {b.name for b in shared}] == [b.name for b in shared]
+    for op in sums:
+        assert op.collective is not None
+        assert len(op.sums) == 1 or all(bytes_of[name] < LARGE_BYTES for name in op.sums)
+        assert len(op.sums) == 1 or op.collective.nbytes < 2 * LARGE_BYTES
+    [window] = windows_with_sums(plan)
+    started = [str(item.ref) for item in window.items if item.part]
+    assert sorted(started) == sorted(op.name for op in sums)
+    assert [name for name in started if name in shared] == shared
 
 
 def test_an_order_keeps_the_memory_of_the_one_that_it_replaces(job: Job) -> None:
     plan = stretto.plan(job, cluster(102.0), order="captured")
-    [window] = [w for w in plan.windows.values() if any(i.kind is ItemKind.REDUCE for i in w.items)]
-    graph = make_graph(plan.job, plan.costs, window, (0,), buckets=plan.buckets)
+    [window] = windows_with_sums(plan)
+    graph = make_graph(plan.job, plan.costs, window, (0,))
     order = early_sums(graph)
     places = {index: at for at, index in enumerate(order)}
     assert sorted(order) == list(range(len(graph.nodes)))
@@ -106,9 +111,9 @@ def test_sums_start_in_last_runs_only(family: str) -> None:
     made = replace(made, schedule=family)
     plan = make_plan(made, make_comm_costs(made, op_us=100.0, collective_us=80.0))
     verify(plan)
-    starting = {n for n, w in plan.windows.items() if any(i.kind is ItemKind.REDUCE for i in w.items)}
-    for order in plan.orders:
-        runs = [str(i.ref) for i in order if i.kind is InstructionKind.RUN]
+    starting = {window.name for window in windows_with_sums(plan)}
+    for rank in range(plan.ranks):
+        runs = [window.name for _, _, window in plan.runs(rank)]
         inside = [name for name in runs if name in starting]
         assert inside
         assert len(inside) == len(set(inside))
@@ -134,7 +139,7 @@ def test_a_copy_to_which_its_place_adds_nothing_ends_in_no_traceback(overlap: Ov
 def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives of tp and of dp share slow cards: sums that start early make a step longer than waiting at
     once, and those at the end of last runs do not."""
-    monkeypatch.setattr("stretto.schedule.sums.LARGE_BYTES", 3000)  # so that there are several buckets
+    monkeypatch.setattr("stretto.schedule.sums.LARGE_BYTES", 3000)  # so that there are several
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=32, heads=4, context=16))
     parallel = stretto.Parallel(pp=2, dp=2, tp=2, microbatches=3, sequence_parallel=True)

@@ -27,7 +27,6 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import choose_schedule, make_plan
 from stretto.runtime import Runner, run_threads
-from stretto.schedule.sums import make_sums
 
 torch.set_num_threads(1)
 """Ranks are threads of one process here, and machines that test are small."""
@@ -164,9 +163,7 @@ def plan_of(job: Job, schedule: str | Schedule = "1f1b") -> Plan:
 def lowered(job: Job, schedule: str | Schedule) -> Plan:
     """The same orders as `plan_of` (but for the waits for sends) with neither proof nor prediction; fast."""
     order = choose_schedule(job, schedule=schedule)
-    windows, orders, communicators = lower(job, order)
-    buckets = make_sums(job, order).buckets
-    return Plan(job, order, windows, orders, communicators, made_up_costs(job), buckets=buckets)
+    return lower(job, order, made_up_costs(job))
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,9 @@ def writes_what_it_sends(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drops_the_source(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def start(self: RankState, name: str, kind: str, op: str, lane: str, value: Tensor, size: int) -> Started:
-        found: Started = plain(self, name, kind, op, lane, value.clone(), size)
+    def start(self: RankState, *given: Any, **owned: Any) -> Started:
+        *said, value, size = given
+        found: Started = plain(self, *said, value.clone(), size, **owned)
         found.source = torch.empty(0)
         return found
 
@@ -133,8 +134,8 @@ def drops_the_source(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drops_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def start(self: RankState, name: str, kind: str, op: str, lane: str, value: Tensor, size: int) -> Started:
-        found: Started = plain(self, name, kind, op, lane, value, size)
+    def start(self: RankState, *given: Any, **owned: Any) -> Started:
+        found: Started = plain(self, *given, **owned)
         found.result = found.source = torch.empty(0)
         return found
 
@@ -142,8 +143,8 @@ def drops_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def writes_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def start(self: RankState, name: str, kind: str, op: str, lane: str, value: Tensor, size: int) -> Started:
-        found: Started = plain(self, name, kind, op, lane, value, size)
+    def start(self: RankState, *given: Any, **owned: Any) -> Started:
+        found: Started = plain(self, *given, **owned)
         found.result.zero_()
         return found
 

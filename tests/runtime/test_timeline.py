@@ -14,7 +14,7 @@ import torch
 import stretto
 from stretto.capture.trace import trace
 from stretto.ir.action import Phase
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.models.gpt import next_token_loss
@@ -145,7 +145,7 @@ def test_a_wait_belongs_to_the_start_of_its_own_microbatch() -> None:
     assert schedule is not None
     job = make_comm_job(1, 2)
     plan = plan_with(job, schedule, make_comm_costs(job), overlap="window")
-    (window,) = plan.windows.values()
+    (window,) = (found for found in plan.windows.values() if found.actions)
     items = list(window.items)
     start, wait = "fr0.0", next(op.name for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
     at = {(item.ref, window.parts[item.part], item.part): n for n, item in enumerate(items)}
@@ -154,8 +154,8 @@ def test_a_wait_belongs_to_the_start_of_its_own_microbatch() -> None:
     # Both starts, and then the second microbatch's wait before the first's.
     rest = [item for n, item in enumerate(items) if n not in {*starts, *waits}]
     moved = (*(items[n] for n in starts), items[waits[1]], items[waits[0]], *rest)
-    plan = replace(plan, windows={window.name: replace(window, items=moved)})
-    (instruction,) = (i for i in plan.orders[0] if i.kind is InstructionKind.RUN)
+    plan = replace(plan, windows={**plan.windows, window.name: replace(window, items=moved)})
+    ((_, instruction, _),) = plan.runs(0)
     marks = Marks(0, 1_000_000, [(window.name, instruction.microbatches, 0, 1_000_000)])
     marks.parts += [(0, parts[0]), (150_000, parts[1]), (820_000, parts[0])]
     name = f"tp all_reduce {start}"

@@ -17,6 +17,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.posting import latest_posts, post_positions
 from stretto.verify import plan_faults
+from stretto.verify.trace import EventKind, trace_of
 
 
 def job_with_a_value_for_w(stages: int, microbatches: int) -> Job:
@@ -57,20 +58,20 @@ def test_runs_that_never_begin_are_left_out() -> None:
 
 def starts(plan: Plan, rank: int) -> list[str]:
     """What joins places, in the order in which the rank starts it."""
-    tied = {b.name for b in plan.buckets if b.communicator.startswith("tied ")}
-    texts = [(str(i), i.ref) for i in plan.orders[rank]]
-    return [text for text, ref in texts if text == "loss" or (text.startswith("reduce ") and ref in tied)]
+    joined = {found.name for found in plan.communicators if found.joins_places}
+    events = [e.op for e in trace_of(plan, rank) if e.kind is EventKind.REDUCE and e.op is not None]
+    return [op.lane for op in events if op.lane in joined]
 
 
 def test_the_loss_starts_before_sums_of_ties_on_all_ranks() -> None:
     plan = lowered(rich_job(4, 2), LOOPED)
-    assert starts(plan, 0) == starts(plan, 1) == ["loss", "reduce w0"]
+    assert starts(plan, 0) == starts(plan, 1) == ["loss", "tied w0"]
     # A copy that adds nothing could be summed from the first run on.
     job = plan.job
     idle = tuple(replace(p, grads=()) if p.name == "w3" else replace(p, tied_to="w0") for p in job.parameters)
     idle = tuple(replace(p, tied_to="w0") if p.name == "w3" else p for p in idle)
     other = lowered(replace(job, parameters=idle), LOOPED)
-    assert starts(other, 0) == starts(other, 1) == ["loss", "reduce w0"]
+    assert starts(other, 0) == starts(other, 1) == ["loss", "tied w0"]
     assert plan_faults(other) == []
 
 
@@ -82,5 +83,6 @@ def test_parts_along_two_axes_are_summed_one_after_the_other() -> None:
     plan = plan_with(job, make_schedule("1f1b", 2, 3), make_comm_costs(job))
     assert plan_faults(plan) == []
     for place in (0, 1):
-        texts = [str(i) for i in plan.orders[place]]
-        assert texts.index(f"reduced ep {place}.0") < texts.index(f"reduce tp {place}.0")
+        events = [(e.kind, e.op.name) for e in trace_of(plan, place) if e.op is not None]
+        ended, next_one = (EventKind.REDUCED, f"ep.{place}.0"), (EventKind.REDUCE, f"tp.{place}.0")
+        assert events.index(ended) < events.index(next_one)

@@ -32,7 +32,7 @@ NORM_US = 50 * NORM.nbytes / ACTIVATION.nbytes
 def reordered(plan: Plan, window: str, *names: str) -> Plan:
     """The window's ops in another order; where its only run is the last one, sums start at its end."""
     window = window if window in plan.windows else f"{window} last"
-    sums = (item for item in plan.windows[window].items if item.kind is ItemKind.REDUCE)
+    sums = (item for item in plan.windows[window].items if item.part)
     items = (*(Item(ItemKind.OP, 0, name) for name in names), *sums)
     assert set(items) == set(plan.windows[window].items)
     return replace(plan, windows={**plan.windows, window: replace(plan.windows[window], items=items)})
@@ -232,7 +232,7 @@ def test_processor_time_of_a_shared_transfer_does_not_grow_with_its_duration() -
 # --- sums, and the loss -------------------------------------------------------------------------------
 
 
-def test_buckets_are_summed_on_the_lanes_of_their_axes() -> None:
+def test_gradients_are_summed_on_the_lanes_of_their_axes() -> None:
     plan = make_comm_plan(ONE, axes=(("dp", 2), ("tp", 2)), collective_us={"dp": 400.0, "tp": 50.0})
     timeline = simulate(plan)
     tp, dp, late = (message(timeline, name) for name in ("tp 0.0", "dp 0.0", "dp 0.1"))
@@ -322,11 +322,13 @@ def test_a_wait_for_nothing_is_refused() -> None:
         simulate(replace(plan, job=job, windows=windows))
 
 
-def test_a_bucket_that_the_plan_does_not_have_is_refused() -> None:
+def test_a_sum_that_the_plan_does_not_have_is_refused() -> None:
     plan = make_comm_plan(ONE)
-    assert any(item.kind is ItemKind.REDUCE for item in plan.windows["0B last"].items)
-    with pytest.raises(PlanError, match=r"rank 0: `reduce tp 0\.0` needs a bucket"):
-        simulate(replace(plan, buckets=()))
+    assert any(item.part for item in plan.windows["0B last"].items)
+    [stage] = plan.job.stages
+    stage = replace(stage, ops={phase: stage.ops[phase] for phase in (Phase.F, Phase.I, Phase.W)})
+    with pytest.raises(PlanError, match=r"window 0B last: op tp\.0\.0 is not in stage 0's programs"):
+        simulate(replace(plan, job=replace(plan.job, stages=(stage,))))
 
 
 # --- the inside of a window ---------------------------------------------------------------------------

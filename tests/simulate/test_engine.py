@@ -121,7 +121,7 @@ def skip_plan(rate: float, processor_us_per_mb: float = 0.0) -> Plan:
     job = replace(job, stages=(first, middle, last), edges=(*job.edges, edge))
     order = schedule("0F0 0B0", "1F0 1B0", "2F0 2B0")
     costs = replace(make_costs(job, f_us=90), default_link=Link(0, rate, processor_us_per_mb))
-    return Plan(job, order, *lower(job, order), costs)
+    return lower(job, order, costs)
 
 
 def test_one_sender_sends_to_one_receiver_at_a_time() -> None:
@@ -175,7 +175,7 @@ def test_overlapped_actions_have_a_span_for_each_stretch() -> None:
 def test_stages_of_one_rank_need_no_message() -> None:
     job = make_job(2, 1)
     order = schedule("0F0 1F0 1B0 0B0", stage_ranks=(0, 0))
-    plan = Plan(job, order, *lower(job, order), make_costs(job, latency_us=1e6))
+    plan = lower(job, order, make_costs(job, latency_us=1e6))
     timeline = simulate(plan)
     assert timeline.step_us == pytest.approx(600)
     assert {s.kind for s in timeline.spans} == {SpanKind.COMPUTE}
@@ -225,7 +225,7 @@ def test_a_value_that_the_rank_makes_later_stops_the_plan() -> None:
     job = make_job(2, 1)
     order = schedule("1F0 0F0 1B0 0B0", stage_ranks=(0, 0))
     with pytest.raises(PlanError, match="e0:0, which this rank itself makes later"):
-        simulate(Plan(job, order, *lower(job, order), make_costs(job)))
+        simulate(lower(job, order, make_costs(job)))
 
 
 def test_a_missing_cost_is_refused() -> None:

@@ -12,7 +12,7 @@ from stretto.ir.plan import InstructionKind, Plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.simulate import simulate
 from stretto.simulate.collectives import Collective
-from stretto.simulate.live import Live, messages_of, ready_windows, works_of
+from stretto.simulate.live import Live, calls_of, messages_of, ready_windows
 from stretto.simulate.network import Message
 from stretto.simulate.windows import Control
 from stretto.verify.trace import EventKind
@@ -23,7 +23,7 @@ def walked(plan: Plan, place: int, late_us: float = 0.0) -> float:
     """The step when the real rank takes the predicted times, and starts `late_us` late."""
     windows = ready_windows(plan)
     live = Live(plan, place, windows)
-    works = {lane: iter(found) for lane, found in works_of(plan, place, windows).items()}
+    works = {lane: iter(found) for lane, found in calls_of(plan, place, windows).items()}
     started: dict[object, Collective] = {}
     messages: dict[tuple[int, int], Message] = {}
     sent: dict[tuple[int, int], Message] = {}
@@ -38,13 +38,6 @@ def walked(plan: Plan, place: int, late_us: float = 0.0) -> float:
         elif instruction.kind is InstructionKind.SENT:
             found = sent[int(instruction.ref), instruction.microbatches[0]]
             now_us = max(now_us, live.until(found.left, found.name))
-        elif instruction.kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-            lane = "loss" if instruction.kind is InstructionKind.LOSS else plan.bucket(str(instruction.ref))
-            work, _ = next(works[lane if isinstance(lane, str) else lane.communicator])
-            started[work] = live.start(work, -1)
-        elif instruction.kind in (InstructionKind.HEARD, InstructionKind.REDUCED):
-            name = "loss" if instruction.kind is InstructionKind.HEARD else str(instruction.ref)
-            now_us = max(now_us, live.until(started[name].done, name))
         else:
             for segment in windows[str(instruction.ref)].segments:
                 now_us += segment.work_us
@@ -58,10 +51,6 @@ def walked(plan: Plan, place: int, late_us: float = 0.0) -> float:
                 elif segment.control is Control.FINISH and segment.call is not None:
                     done = started[segment.call.key, microbatch].done
                     now_us = max(now_us, live.until(done, segment.call.name))
-                elif segment.control is Control.REDUCE:
-                    work, _ = next(works[plan.bucket(segment.bucket).communicator])
-                    assert work == segment.bucket
-                    started[work] = live.start(work, -1)
                 elif segment.local:
                     made.add(key)
                 elif segment.control is Control.SEND:
@@ -114,7 +103,7 @@ def test_a_wait_that_cannot_end_says_where_all_ranks_stand() -> None:
 
 def test_works_and_messages_are_in_the_order_of_the_plan() -> None:
     plan = late_plan()
-    lanes = works_of(plan, 0, ready_windows(plan))
+    lanes = calls_of(plan, 0, ready_windows(plan))
     assert list(lanes) == ["tp", "loss"]
     phases = [work.phase for work, _ in lanes["tp"] if not isinstance(work, str)]
     assert phases.count(Phase.F) == phases.count(Phase.I) == 4

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from stretto.ir.action import Phase
-from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.planning.lower import lower
+from stretto.schedule import sums
 from stretto.schedule.forward import forward_schedule
 from stretto.simulate import simulate
 from stretto.verify.memory import peak_bytes
@@ -61,7 +64,7 @@ def weight_peaks(job: Job) -> tuple[float, float]:
     for text in ("0F0 0B0", "0F0 0B0 0F1 0B1"):
         order = schedule(text)
         of = replace(job, microbatches=order.microbatches)
-        plan = Plan(of, order, *lower(of, order), make_costs(of))
+        plan = lower(of, order, make_costs(of))
         found.append(simulate(plan).peak_bytes[0])
         assert peak_bytes(plan, 0) == found[-1]
     return found[0] / A, found[1] / A
@@ -104,7 +107,7 @@ def test_results_of_one_op_go_one_by_one() -> None:
         of = replace(job, stages=(replace(stage, ops={Phase.F: (made, *parts, read, end), **NOTHING}),))
         of = replace(of, parameters=())
         order = forward_schedule(1, 1)
-        plan = Plan(of, order, *lower(of, order), make_costs(of))
+        plan = lower(of, order, make_costs(of))
         assert peak_bytes(plan, 0) == simulate(plan).peak_bytes[0]
         return simulate(plan).peak_bytes[0] / A
 
@@ -142,7 +145,7 @@ def test_views_keep_the_result_that_they_belong_to() -> None:
 
     def peak(of: object) -> int:
         assert isinstance(of, type(job))
-        return simulate(Plan(of, order, *lower(of, order), make_costs(of))).peak_bytes[0]
+        return simulate(lower(of, order, make_costs(of))).peak_bytes[0]
 
     # Without the view h0 goes after g0; with it, it stays until dw0: weight 2, p0, dw0 2, and h0.
     assert peak(job) == 5 * A
@@ -152,41 +155,36 @@ def test_views_keep_the_result_that_they_belong_to() -> None:
 def test_a_value_for_another_stage_of_the_rank_lives_until_that_stage_has_read_it() -> None:
     job = make_job(2, 1)
     order = schedule("0F0 1F0 1B0 0B0", stage_ranks=(0, 0))
-    timeline = simulate(Plan(job, order, *lower(job, order), make_costs(job)))
+    timeline = simulate(lower(job, order, make_costs(job)))
     # In the end two weights and two gradients; there are neither receive nor send buffers.
     assert timeline.memory[0][0][1] == 4 * A
     assert timeline.memory[0][-1][1] == 8 * A
 
 
-def test_gradients_that_are_summed_together_are_put_into_one_tensor() -> None:
-    def peak(*buckets: Bucket) -> float:
-        plan = sums_plan(buckets)
+def test_gradients_that_are_summed_together_are_put_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak(large_bytes: int) -> float:
+        monkeypatch.setattr(sums, "LARGE_BYTES", large_bytes)
+        plan = sums_plan()
         assert peak_bytes(plan, 0) == simulate(plan).peak_bytes[0]
         return simulate(plan).peak_bytes[0] / A
 
     # Two weights and two gradients, each of 2, one tensor of both, and none of what made them.
-    assert peak(Bucket("dp 0.0", "dp", ("w0", "v0"))) == 12
+    assert peak(2**30) == 12
     # One by one they are summed where they are; p0 and dw0 were there before (11, as above).
-    assert peak(Bucket("dp 0.0", "dp", ("w0",)), Bucket("dp 0.1", "dp", ("v0",))) == 11
+    assert peak(1) == 11
 
 
 def test_gradients_of_tied_parameters_become_one() -> None:
-    plan = sums_plan((Bucket("dp 0.0", "dp", ("w0",)),), tied_to="w0")
+    plan = sums_plan(tied_to="w0")
     assert peak_bytes(plan, 0) == simulate(plan).peak_bytes[0]
     # One weight (2), p0, dw0 (2) and two gradients (4); then these and their sum, of which one is left.
     assert simulate(plan).peak_bytes[0] == 9 * A
     assert simulate(plan).memory[0][-1][1] == 4 * A
 
 
-def sums_plan(buckets: tuple[Bucket, ...], tied_to: str = "v0") -> Plan:
+def sums_plan(tied_to: str = "v0") -> Plan:
     """One microbatch, whose weight gradient is that of two parameters, and sums over two copies."""
     job = replace(part_of_gradient(), microbatches=1, axes=(("dp", 2),))
     [parameter] = job.parameters
     job = replace(job, parameters=(parameter, replace(parameter, name="v0", tied_to=tied_to)))
-    order = schedule("0F0 0B0")
-    windows, orders, communicators = lower(job, order, overlap="off")
-    reduces = (InstructionKind.REDUCE, InstructionKind.REDUCED)
-    plain = [i for i in orders[0] if i.kind not in reduces]
-    sums = [Instruction(kind, bucket.name) for kind in reduces for bucket in buckets]
-    plan = Plan(job, order, windows, ((*plain, *sums),), communicators, make_comm_costs(job))
-    return replace(plan, buckets=buckets)
+    return lower(job, schedule("0F0 0B0"), make_comm_costs(job), overlap="off")

@@ -15,7 +15,6 @@ from stretto.ir.flow import PHASES
 from stretto.ir.plan import Item, ItemKind, Plan
 from stretto.ir.program import STARTS, WAIT, Arg, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.planning.lower import lower
-from stretto.schedule.sums import make_sums
 from tests.verify.order_mutations import Mutation
 
 Found = tuple[int, Phase, Op]
@@ -34,7 +33,7 @@ def _ops(plan: Plan, *targets: str) -> list[Found]:
 
 def _with_programs(plan: Plan, change: Callable[[int, Phase, Op], Op]) -> Plan:
     stages = tuple(
-        Stage(s.index, {phase: tuple(change(s.index, phase, op) for op in s.ops[phase]) for phase in PHASES})
+        Stage(s.index, {phase: tuple(change(s.index, phase, op) for op in s.ops[phase]) for phase in s.ops})
         for s in plan.job.stages
     )
     return replace(plan, job=replace(plan.job, stages=stages))
@@ -57,9 +56,7 @@ def with_parameter(plan: Plan, at: int, new: Parameter) -> Plan:
 
 
 def lowered_again(plan: Plan) -> Plan:
-    windows, orders, communicators = lower(plan.job, plan.schedule)
-    buckets = make_sums(plan.job, plan.schedule).buckets
-    return replace(plan, windows=windows, orders=orders, communicators=communicators, buckets=buckets)
+    return lower(plan.job, plan.schedule, plan.costs)
 
 
 def wait_becomes_another_op(plan: Plan, chance: Random) -> Plan | None:

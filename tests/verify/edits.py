@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stretto.ir.flow import PHASES
+from stretto.ir.action import Phase
 from stretto.ir.plan import Instruction, Item, Plan
-from stretto.ir.program import Stage
+from stretto.ir.program import WAIT, Op, Ref, Stage, TensorSpec
+from stretto.ir.transfers import summed_bytes
 
 Edit = Callable[[Plan], Plan]
 
@@ -47,7 +49,7 @@ def op(stage: int, name: str, **changes: Any) -> Edit:
         stages = list(plan.job.stages)
         programs = {
             phase: tuple(replace(o, **changes) if o.name == name else o for o in stages[stage].ops[phase])
-            for phase in PHASES
+            for phase in stages[stage].ops
         }
         assert programs != stages[stage].ops
         stages[stage] = Stage(stage, programs)
@@ -72,11 +74,42 @@ def job(**changes: Any) -> Edit:
     return lambda plan: replace(plan, job=replace(plan.job, **changes))
 
 
-def bucket(name: str, **changes: Any) -> Edit:
-    """Change one bucket."""
-    return lambda plan: replace(
-        plan, buckets=tuple(replace(b, **changes) if b.name == name else b for b in plan.buckets)
+def summing(plan: Plan, start: Op, groups: Sequence[str], lane: str = "") -> Op:
+    """The op with other gradients, or on another communicator; in all else as it has to be."""
+    lane = lane or start.lane
+    held = [p for group in groups for p in plan.job.parameters if p.name == group]
+    found = next(found for found in plan.communicators if found.name == lane)
+    size = math.prod([len(found.ranks), *(plan.mesh.size(axis) for axis in found.axes[1:])])
+    nbytes = sum(summed_bytes(plan.job, parameter, lane) for parameter in held)
+    alone = len(held) == 1 and nbytes == held[0].grad_nbytes
+    return replace(
+        start,
+        args=(tuple(Ref(f"grad/{group}") for group in groups), "sum", lane, size),
+        outputs=(TensorSpec((nbytes // 4,), "float32"),),
+        alias=f"grad/{groups[0]}" if alone else None,
     )
+
+
+def with_sum(plan: Plan, new: Op) -> Plan:
+    """The plan whose start of a sum, and the wait for it, are others; both keep their names."""
+    stages = []
+    for stage in plan.job.stages:
+        ops = []
+        for op in stage.ops.get(Phase.REDUCE_GRAD, ()):
+            waits = op.target == WAIT and op.uses == (new.name,)
+            ops.append(replace(op, outputs=new.outputs) if waits else new if op.name == new.name else op)
+        stages.append(Stage(stage.index, {**stage.ops, Phase.REDUCE_GRAD: tuple(ops)}))
+    return replace(plan, job=replace(plan.job, stages=tuple(stages)))
+
+
+def sums(name: str, *groups: str, lane: str = "") -> Edit:
+    """Let a sum be of other gradients, or on another communicator."""
+
+    def edit(plan: Plan) -> Plan:
+        [start] = {op for rank in range(plan.ranks) for op in plan.sums(rank) if op.name == name}
+        return with_sum(plan, summing(plan, start, groups or start.sums, lane))
+
+    return edit
 
 
 def communicator(name: str, **changes: Any) -> Edit:

@@ -50,7 +50,6 @@ class Rank:
     busy: dict[str, str] = field(default_factory=dict)
     sums: dict[str, Gathering] = field(default_factory=dict)
     loss: int = 0
-    told: Gathering | None = None
     heard: int | None = None
     queue: list[Gathering] = field(default_factory=list)
 

@@ -31,7 +31,7 @@ def double_item(plan: Plan, chance: Random) -> Plan | None:
 
 
 def op_before_its_input(plan: Plan, chance: Random) -> Plan | None:
-    window = chance.choice(list(plan.windows.values()))
+    window = chance.choice([window for window in plan.windows.values() if window.actions])
     stage, phase = window.parts[0]
     ops = {op.name: op for sub in phase.parts for op in plan.job.stages[stage].ops[sub]}
     users = [op.name for op in ops.values() if any(name in ops for name in op.uses)]

@@ -67,9 +67,7 @@ def double_instruction(plan: Plan, chance: Random) -> Plan | None:
 
 def swap_runs(plan: Plan, chance: Random) -> Plan | None:
     rank = chance.randrange(plan.ranks)
-    first, second = sorted(
-        chance.sample([at for r, at in _places(plan, InstructionKind.RUN) if r == rank], 2)
-    )
+    first, second = sorted(chance.sample([at for at, _, _ in plan.runs(rank)], 2))
     order = list(plan.orders[rank])
     order[first], order[second] = order[second], order[first]
     return _with_order(plan, rank, order)
@@ -147,15 +145,40 @@ def sent_before_its_run(plan: Plan, chance: Random) -> Plan | None:
     return _moved(plan, place, _run_with(plan, place[0], ItemKind.SEND, int(sent.ref), sent.microbatches[0]))
 
 
+def _sums_alone(plan: Plan) -> list[Place]:
+    """Runs of windows of sums alone."""
+    return [
+        (rank, at)
+        for rank, at in _places(plan, InstructionKind.RUN)
+        if not plan.windows[str(plan.orders[rank][at].ref)].actions
+    ]
+
+
+def _run_of(plan: Plan, rank: int, name: str) -> Place:
+    """The run of sums alone in which an op runs."""
+    [found] = [
+        (r, at)
+        for r, at in _sums_alone(plan)
+        if r == rank and any(i.ref == name for i in plan.windows[str(plan.orders[r][at].ref)].items)
+    ]
+    return found
+
+
+def _loss_of(plan: Plan, rank: int) -> str:
+    """The op that starts the sum of the loss; "" where there is none."""
+    return next((op.name for op in plan.sums(rank) if op.lane == "loss"), "")
+
+
 def loss_before_the_last_forward(plan: Plan, chance: Random) -> Plan | None:
     rank = plan.rank_of(plan.job.loss[0])
-    places = [place for place in _places(plan, InstructionKind.LOSS) if place[0] == rank]
-    return _moved(plan, places[0], 0) if places else None
+    loss = _loss_of(plan, rank)
+    return _moved(plan, _run_of(plan, rank, loss), 0) if loss else None
 
 
 def heard_before_loss(plan: Plan, chance: Random) -> Plan | None:
-    place = _pick(chance, _places(plan, InstructionKind.HEARD))
-    return None if place is None else _moved(plan, place, 0)
+    rank = chance.randrange(plan.ranks)
+    loss = _loss_of(plan, rank)
+    return _moved(plan, _run_of(plan, rank, f"{loss}.sum"), 0) if loss else None
 
 
 def hear_the_loss_before_working(plan: Plan, chance: Random) -> Plan | None:
@@ -164,19 +187,20 @@ def hear_the_loss_before_working(plan: Plan, chance: Random) -> Plan | None:
     first = plan.rank_of(0)
     if first == holder:
         return None
-    places = [place for place in _places(plan, InstructionKind.HEARD) if place[0] == first]
-    early = _moved(plan, places[0], 0)
-    loss = [place for place in _places(early, InstructionKind.LOSS) if place[0] == first]
-    return _moved(early, loss[0], 0)
+    loss = _loss_of(plan, first)
+    rank, at = _run_of(plan, first, loss)
+    begin, end = (plan.windows[str(plan.orders[rank][k].ref)] for k in (at, -1))
+    items = {item.ref: item for item in end.items}
+    heard = replace(begin, items=(*begin.items, items.pop(f"{loss}.sum")))
+    windows = {**plan.windows, begin.name: heard, end.name: replace(end, items=tuple(items.values()))}
+    return _moved(replace(plan, windows=windows), (rank, at), 0)
 
 
-def reduce_before_its_gradient(plan: Plan, chance: Random) -> Plan | None:
-    place = _pick(chance, _places(plan, InstructionKind.REDUCE))
-    return None if place is None else _moved(plan, place, 0)
-
-
-def reduced_before_reduce(plan: Plan, chance: Random) -> Plan | None:
-    place = _pick(chance, _places(plan, InstructionKind.REDUCED))
+def sums_before_their_gradients(plan: Plan, chance: Random) -> Plan | None:
+    """All but those of the loss, which a rank without one may start at any time."""
+    losses = [_run_of(plan, rank, loss) for rank in range(plan.ranks) if (loss := _loss_of(plan, rank))]
+    places = [place for place in _sums_alone(plan) if place not in losses]
+    place = _pick(chance, places)
     return None if place is None else _moved(plan, place, 0)
 
 
@@ -203,8 +227,7 @@ ORDER_MUTATIONS: tuple[Mutation, ...] = (
     loss_before_the_last_forward,
     heard_before_loss,
     hear_the_loss_before_working,
-    reduce_before_its_gradient,
-    reduced_before_reduce,
+    sums_before_their_gradients,
     swap_ranks,
 )
 """Every way to break an order."""

@@ -9,7 +9,6 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage
 from stretto.planning.lower import lower
 from stretto.schedule.families import make_schedule
-from stretto.schedule.sums import make_sums
 from tests.synthetic import ACTIVATION, WEIGHT, WORK, make_costs, make_job
 
 
@@ -42,9 +41,7 @@ def rich_job(stages: int, microbatches: int) -> Job:
 
 
 def lowered(job: Job, schedule: Schedule) -> Plan:
-    windows, orders, communicators = lower(job, schedule)
-    buckets = make_sums(job, schedule).buckets
-    return Plan(job, schedule, windows, orders, communicators, make_costs(job), buckets=buckets)
+    return lower(job, schedule, make_costs(job))
 
 
 def rich_plan(family: str, stages: int, microbatches: int) -> Plan:

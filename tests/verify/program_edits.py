@@ -43,6 +43,18 @@ def items_of(plan: Plan, kind: ItemKind, targets: Sequence[str] = ()) -> list[tu
     return found
 
 
+def sums_of(plan: Plan) -> list[tuple[Window, int]]:
+    """(window, index) of starts of sums and waits for them."""
+    found = items_of(plan, ItemKind.OP)
+    return [(window, at) for window, at in found if window.items[at].part not in window.actions]
+
+
+def sums_alone(plan: Plan) -> list[Place]:
+    """Runs of windows of sums alone."""
+    places = instructions_of(plan, InstructionKind.RUN)
+    return [(r, at) for r, at in places if not plan.windows[str(plan.orders[r][at].ref)].actions]
+
+
 def with_items(plan: Plan, window: Window, items: Sequence[Item], *names: object) -> Broken:
     changed = replace(plan, windows={**plan.windows, window.name: replace(window, items=tuple(items))})
     return Broken(changed, (f"window {window.name}", f"windows.{window.name}", *map(str, names)))

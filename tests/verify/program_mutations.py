@@ -11,8 +11,9 @@ from dataclasses import replace
 from random import Random
 
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan
+from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan
 from stretto.ir.program import STARTS, WAIT, Stage
+from tests.verify.edits import summing, with_sum
 from tests.verify.program_edits import (
     Broken,
     Mutation,
@@ -24,6 +25,8 @@ from tests.verify.program_edits import (
     items_of,
     ops_of,
     pair_exchanged,
+    sums_alone,
+    sums_of,
     with_items,
     with_order,
 )
@@ -180,56 +183,66 @@ def run_of_another_microbatch(plan: Plan, chance: Random) -> Broken | None:
     return with_order(plan, rank, order, f"rank {rank}")
 
 
-def reduce_before_the_last_gradient(plan: Plan, chance: Random) -> Broken | None:
-    places = instructions_of(plan, InstructionKind.REDUCE)
+def sums_before_the_last_gradient(plan: Plan, chance: Random) -> Broken | None:
+    places = sums_alone(plan)
     if not places:
         return None
     rank, at = chance.choice(places)
     order = list(plan.orders[rank])
     moved = order.pop(at)
     order.insert(chance.randint(0, at), moved)
-    return with_order(plan, rank, order, f"rank {rank}, {moved}", moved)
+    return with_order(plan, rank, order, f"rank {rank}, window {moved.ref}", f"rank {rank}, {moved}")
 
 
 def sum_in_a_window_moved(plan: Plan, chance: Random) -> Broken | None:
-    found = items_of(plan, ItemKind.REDUCE)
+    """Where it starts among what adds to the gradient, if any does."""
+    found = sums_of(plan)
     if not found:
         return None
-    window, at = chance.choice(found)
+    window, at = chance.choice([(w, at) for w, at in found if w.actions] or found)
     items = list(window.items)
     moved = items.pop(at)
     items.insert(chance.randint(0, at), moved)
-    return with_items(plan, window, items, moved)
+    return with_items(plan, window, items, moved.ref)
 
 
 def drop_sum_in_a_window(plan: Plan, chance: Random) -> Broken | None:
-    return item_dropped(plan, chance, items_of(plan, ItemKind.REDUCE))
+    return item_dropped(plan, chance, sums_of(plan))
 
 
 def sum_in_a_window_twice(plan: Plan, chance: Random) -> Broken | None:
-    return item_doubled(plan, chance, items_of(plan, ItemKind.REDUCE))
+    return item_doubled(plan, chance, sums_of(plan))
 
 
 def swap_sums_on_one_rank(plan: Plan, chance: Random) -> Broken | None:
-    """Of one kind: those that join places, or those within a place."""
-
-    def kind(instruction: Instruction) -> object:
-        return plan.bucket(str(instruction.ref)).communicator.startswith("tied ")
-
-    return pair_exchanged(plan, chance, InstructionKind.REDUCE, kind)
+    """Two starts or waits, of one window or of two."""
+    found = sums_of(plan)
+    windows = [{str(i.ref) for i in order} for order in plan.orders]
+    pairs = [
+        (one, other)
+        for one in found
+        for other in found
+        if one != other and any({one[0].name, other[0].name} <= names for names in windows)
+    ]
+    if not pairs:
+        return None
+    (one, k), (other, m) = chance.choice(pairs)
+    first, second = one.items[k], other.items[m]
+    items = list(one.items)
+    items[k] = replace(first, ref=second.ref)
+    changed = {**plan.windows, one.name: replace(one, items=tuple(items))}
+    items = list(changed[other.name].items)
+    items[m] = replace(second, ref=first.ref)
+    plan = replace(plan, windows=changed)
+    return with_items(plan, changed[other.name], items, first.ref, second.ref)
 
 
 def swap_loss_and_tied_sum(plan: Plan, chance: Random) -> Broken | None:
     """On one rank the loss is told after a sum that joins places, or before it, as no other rank does."""
     found = []
     for rank, order in enumerate(plan.orders):
-        tied = [
-            at
-            for at, i in enumerate(order)
-            if i.kind is InstructionKind.REDUCE and plan.bucket(str(i.ref)).communicator.startswith("tied ")
-        ]
-        loss = [at for at, i in enumerate(order) if i.kind is InstructionKind.LOSS]
-        found += [(rank, a, b) for a in loss for b in tied]
+        loss, *tied = [at for r, at in sums_alone(plan) if r == rank and at < len(order) - 1] or [0]
+        found += [(rank, loss, other) for other in tied]
     if not found:
         return None
     rank, loss, tied_sum = chance.choice(found)
@@ -239,12 +252,22 @@ def swap_loss_and_tied_sum(plan: Plan, chance: Random) -> Broken | None:
 
 
 def drop_sum(plan: Plan, chance: Random) -> Broken | None:
-    return instruction_dropped(plan, chance, InstructionKind.REDUCE, InstructionKind.REDUCED)
+    places = sums_alone(plan)
+    if not places:
+        return None
+    rank, at = chance.choice(places)
+    order = [i for k, i in enumerate(plan.orders[rank]) if k != at]
+    return with_order(plan, rank, order, f"rank {rank}")
 
 
 def sum_twice(plan: Plan, chance: Random) -> Broken | None:
-    kinds = (InstructionKind.REDUCE, InstructionKind.REDUCED, InstructionKind.LOSS)
-    return instruction_doubled(plan, chance, *kinds)
+    places = sums_alone(plan)
+    if not places:
+        return None
+    rank, at = chance.choice(places)
+    order = list(plan.orders[rank])
+    order.insert(chance.randint(at, len(order)), order[at])
+    return with_order(plan, rank, order, f"rank {rank}, window {order[at].ref}", f"rank {rank}, {order[at]}")
 
 
 def communicator_without_a_member(plan: Plan, chance: Random) -> Broken | None:
@@ -258,15 +281,14 @@ def communicator_without_a_member(plan: Plan, chance: Random) -> Broken | None:
     return Broken(replace(plan, communicators=tuple(found)), (f"communicator {found[at].name}",))
 
 
-def gradient_out_of_its_bucket(plan: Plan, chance: Random) -> Broken | None:
-    places = [at for at, bucket in enumerate(plan.buckets) if bucket.parameters]
-    if not places:
+def gradient_out_of_its_sum(plan: Plan, chance: Random) -> Broken | None:
+    found = [op for rank in range(plan.ranks) for op in plan.sums(rank) if len(op.sums) > 1]
+    if not found:
         return None
-    found = list(plan.buckets)
-    at = chance.choice(places)
-    gone = chance.choice(found[at].parameters)
-    found[at] = replace(found[at], parameters=tuple(n for n in found[at].parameters if n != gone))
-    return Broken(replace(plan, buckets=tuple(found)), (f"gradient of {gone}", f"bucket {found[at].name}"))
+    op = chance.choice(found)
+    gone = chance.choice(op.sums)
+    new = summing(plan, op, [name for name in op.sums if name != gone])
+    return Broken(with_sum(plan, new), (f"gradient of {gone}", op.name))
 
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -288,7 +310,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     repeats_nothing,
     w_before_its_i,
     run_of_another_microbatch,
-    reduce_before_the_last_gradient,
+    sums_before_the_last_gradient,
     sum_in_a_window_moved,
     drop_sum_in_a_window,
     sum_in_a_window_twice,
@@ -297,6 +319,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     drop_sum,
     sum_twice,
     communicator_without_a_member,
-    gradient_out_of_its_bucket,
+    gradient_out_of_its_sum,
 )
 """Every way; the fuzz takes each on every plan."""

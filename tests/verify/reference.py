@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan
-from stretto.ir.program import STARTS, WAIT, Op
+from stretto.ir.program import STARTS, STEP_LOSS, WAIT, Op
 from tests.verify.machine import Machine, Pending, Rank, WrongPlanError
 from tests.verify.meaning import PRIME, Results, combined, computed, external
 
@@ -70,7 +70,7 @@ class _World(Machine):
             raise WrongPlanError(f"rank {rank.rank} does not wait for all that it sends")
         if rank.posted.keys() != rank.taken:
             raise WrongPlanError(f"rank {rank.rank} receives what it never uses")
-        if rank.under_way or rank.busy or (rank.told is not None and rank.heard is None):
+        if rank.under_way or rank.busy:
             raise WrongPlanError(f"rank {rank.rank} ends while a collective is under way")
 
     def walk(self, rank: Rank) -> Iterator[str]:
@@ -82,21 +82,8 @@ class _World(Machine):
                     yield from self.item(rank, instruction, item)
             elif kind is InstructionKind.RECV:
                 self.post(rank, (int(ref), instruction.microbatches[0]))
-            elif kind is InstructionKind.SENT:
-                yield from self.gone(rank, (int(ref), instruction.microbatches[0]))
-            elif kind is InstructionKind.LOSS:
-                if rank.told is not None:
-                    raise WrongPlanError("the loss is told twice")
-                rank.told = self.start(rank, "loss", "loss", rank.loss)
-            elif kind is InstructionKind.HEARD:
-                if rank.told is None or rank.heard is not None:
-                    raise WrongPlanError("the loss is heard once, after it is told")
-                parts = yield from self.finish(rank, rank.told)
-                rank.heard = sum(parts)
-            elif kind is InstructionKind.REDUCE:
-                self.reduce(rank, str(ref))
             else:
-                yield from self.reduced(rank, str(ref))
+                yield from self.gone(rank, (int(ref), instruction.microbatches[0]))
             self.steps += 1
 
     # --- ops ----------------------------------------------------------------------------------------
@@ -104,12 +91,14 @@ class _World(Machine):
     def item(self, rank: Rank, run: Instruction, item: Item) -> Iterator[str]:
         stage, phase = self.plan.windows[str(run.ref)].parts[item.part]
         microbatch = run.microbatches[item.part]
+        if phase is Phase.REDUCE_GRAD:
+            if microbatch != -1:
+                raise WrongPlanError("sums are of the step, and of no microbatch")
+            yield from self.sum(rank, stage, item)
+            return
         if self.plan.rank_of(stage) != rank.at["pp"] or not 0 <= microbatch < self.job.microbatches:
             raise WrongPlanError(f"rank {rank.rank} has no stage {stage} or microbatch {microbatch}")
         group = "F" if phase is Phase.F else "B"
-        if item.kind is ItemKind.REDUCE:
-            self.reduce(rank, str(item.ref))
-            return
         if item.kind is not ItemKind.OP:
             edge = self.job.edges[int(item.ref)]
             if item.kind is ItemKind.WAIT:
@@ -147,6 +136,8 @@ class _World(Machine):
             rank.grads[gradient] = rank.grads.get(gradient, 0) + result
         if (stage, name) == self.job.loss and group == "F":
             assert isinstance(result, int)
+            if STEP_LOSS in rank.busy or rank.heard is not None:
+                raise WrongPlanError("the loss is summed before all of it is there")
             rank.loss += result
 
     def find(self, rank: Rank, stage: int, microbatch: int, group: str, name: str) -> int | Pending:
@@ -167,21 +158,34 @@ class _World(Machine):
             raise WrongPlanError(f"{name} is read while it is being filled")
         return found
 
-    def reduce(self, rank: Rank, name: str) -> None:
-        bucket = self.plan.bucket(name)
-        if name in rank.sums:
-            raise WrongPlanError(f"{name} is summed twice")
-        for gradient in bucket.parameters:
-            if gradient in rank.busy:
-                raise WrongPlanError(f"{gradient} is in two sums at once")
-            rank.busy[gradient] = name
-        values = tuple(rank.grads.get(gradient, 0) for gradient in bucket.parameters)
-        rank.sums[name] = self.start(rank, bucket.communicator, bucket, values)  # type: ignore[arg-type]
+    # --- what is summed once a step -----------------------------------------------------------------
 
-    def reduced(self, rank: Rank, name: str) -> Iterator[str]:
-        if name not in rank.sums:
-            raise WrongPlanError(f"{name} is not being summed")
-        parts = yield from self.finish(rank, rank.sums[name])
-        for gradient, values in zip(self.plan.bucket(name).parameters, zip(*parts, strict=True), strict=True):
-            rank.grads[gradient] = sum(values)
-            rank.busy.pop(gradient, None)
+    def sum(self, rank: Rank, stage: int, item: Item) -> Iterator[str]:
+        ops = {op.name: op for op in self.job.stages[stage].ops.get(Phase.REDUCE_GRAD, ())}
+        op = ops.get(str(item.ref))
+        if op is None or item.kind is not ItemKind.OP or self.plan.rank_of(stage) != rank.at["pp"]:
+            raise WrongPlanError(f"stage {stage} has no sum {item.ref} on rank {rank.rank}")
+        start = ops[op.args[0].name] if op.target == WAIT else op
+        names = [ref.name.removeprefix("grad/") for ref in start.args[0]]
+        if op.target == WAIT:
+            if op.args[0].name not in rank.sums:
+                raise WrongPlanError(f"{start.name} is not being summed")
+            parts = yield from self.finish(rank, rank.sums[start.name])
+            for name, values in zip(names, zip(*parts, strict=True), strict=True):  # type: ignore[call-overload]
+                rank.busy.pop(name, None)
+                if name == STEP_LOSS:
+                    rank.heard = sum(values)
+                else:
+                    rank.grads[name] = sum(values)
+            return
+        if start.name in rank.sums:
+            raise WrongPlanError(f"{start.name} is summed twice")
+        for name in names:
+            if name in rank.busy:
+                raise WrongPlanError(f"{name} is in two sums at once")
+            rank.busy[name] = start.name
+        given = tuple(rank.loss if name == STEP_LOSS else rank.grads.get(name, 0) for name in names)
+        what = start.name, *names
+        rank.sums[start.name] = self.start(rank, start.lane, what, given)  # type: ignore[arg-type]
+        if len(self.members(rank.sums[start.name])) != start.args[-1]:
+            raise WrongPlanError(f"{start.name} is for {start.args[-1]} ranks")

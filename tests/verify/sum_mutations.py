@@ -1,7 +1,7 @@
 """Ways to break what a plan says of shards, communicators along axes, and sums of gradients.
 
 Each takes a plan and a source of chance, and gives a plan that must be refused, or None if the plan has no
-place for it (no bucket, for example).
+place for it (no sum, for example).
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan, Window
-from stretto.ir.program import Shard, TensorSpec
+from stretto.ir.action import ONCE, Phase
+from stretto.ir.plan import InstructionKind, Item, Plan, Window
+from stretto.ir.program import WAIT, Op, Ref, Shard, Stage, TensorSpec
 from stretto.schedule.windows import adding_items
 from tests.verify.comm_mutations import lowered_again, with_parameter
+from tests.verify.edits import summing, with_sum
 from tests.verify.order_mutations import Mutation
 
 
@@ -74,20 +76,34 @@ def communicator_along_another_axis(plan: Plan, chance: Random) -> Plan | None:
     return replace(plan, communicators=tuple(found))
 
 
-def drop_bucket(plan: Plan, chance: Random) -> Plan | None:
+def _starts(plan: Plan) -> list[tuple[int, Op]]:
+    """(rank, start of a sum of gradients)."""
+    return [
+        (rank, op) for rank in range(plan.ranks) for op in plan.sums(rank) if op.sums and op.lane != "loss"
+    ]
+
+
+def _with_program(plan: Plan, rank: int, ops: Sequence[Op]) -> Plan:
+    stage = min(plan.schedule.stages_of(rank))
+    stages = list(plan.job.stages)
+    stages[stage] = Stage(stage, {**stages[stage].ops, Phase.REDUCE_GRAD: tuple(ops)})
+    return replace(plan, job=replace(plan.job, stages=tuple(stages)))
+
+
+def drop_sum(plan: Plan, chance: Random) -> Plan | None:
     """It is forgotten by all that name it."""
-    if not plan.buckets:
+    if not _starts(plan):
         return None
-    gone = chance.choice(plan.buckets).name
-    return replace(
-        plan,
-        buckets=tuple(b for b in plan.buckets if b.name != gone),
-        orders=tuple(tuple(i for i in order if i.ref != gone) for order in plan.orders),
-        windows={
-            name: replace(window, items=tuple(item for item in window.items if item.ref != gone))
-            for name, window in plan.windows.items()
-        },
-    )
+    rank, gone = chance.choice(_starts(plan))
+    names = (gone.name, f"{gone.name}.sum")
+    stages = plan.schedule.stages_of(rank)
+    left = _with_program(plan, rank, [op for op in plan.sums(rank) if op.name not in names])
+    windows = {
+        name: replace(window, items=tuple(i for i in window.items if i.ref not in names))
+        for name, window in plan.windows.items()
+        if any(stage in stages for stage, _ in window.parts)
+    }
+    return replace(left, windows={**plan.windows, **windows})
 
 
 def sum_before_its_last_addend(plan: Plan, chance: Random) -> Plan | None:
@@ -96,7 +112,7 @@ def sum_before_its_last_addend(plan: Plan, chance: Random) -> Plan | None:
     if not found:
         return None
     window, at = chance.choice(found)
-    groups = plan.bucket(str(window.items[at].ref)).parameters
+    groups = next(op.sums for _, op in _starts(plan) if op.name == window.items[at].ref)
     added = [k for group in groups for k in adding_items(plan.job, window).get(group, ())]
     items = list(window.items)
     items.insert(chance.randint(0, max(added)), items.pop(at))
@@ -136,10 +152,9 @@ def window_with_sums_run_earlier(plan: Plan, chance: Random) -> Plan | None:
         return None
     rank, early, late = chance.choice(found)
     order = list(plan.orders[rank])
-    order[early], order[late] = (
-        replace(order[early], ref=order[late].ref),
-        replace(order[late], ref=order[early].ref),
-    )
+    first, last = order[early], order[late]
+    order[early] = replace(first, ref=last.ref, microbatches=(*first.microbatches, ONCE))
+    order[late] = replace(last, ref=first.ref, microbatches=last.microbatches[:-1])
     return replace(plan, orders=(*plan.orders[:rank], tuple(order), *plan.orders[rank + 1 :]))
 
 
@@ -148,7 +163,7 @@ def _sums_inside(plan: Plan) -> list[tuple[Window, int]]:
         (window, at)
         for window in plan.windows.values()
         for at, item in enumerate(window.items)
-        if item.kind is ItemKind.REDUCE
+        if window.actions and item.part not in window.actions
     ]
 
 
@@ -157,96 +172,90 @@ def _with_items(plan: Plan, window: Window, items: Sequence[Item]) -> Plan:
     return replace(plan, windows={**plan.windows, window.name: changed})
 
 
-def bucket_that_nobody_starts(plan: Plan, chance: Random) -> Plan | None:
-    if not plan.buckets:
+def sum_that_nobody_starts(plan: Plan, chance: Random) -> Plan | None:
+    if not _starts(plan):
         return None
-    return replace(plan, buckets=(*plan.buckets, replace(chance.choice(plan.buckets), name="more")))
+    rank, op = chance.choice(_starts(plan))
+    wait = Op("more.sum", WAIT, (Ref("more"),), (), op.outputs, "more")
+    return _with_program(plan, rank, (*plan.sums(rank), replace(op, name="more"), wait))
 
 
-def bucket_on_another_communicator(plan: Plan, chance: Random) -> Plan | None:
-    if not plan.buckets:
+def sum_on_another_communicator(plan: Plan, chance: Random) -> Plan | None:
+    if not _starts(plan):
         return None
-    at = chance.randrange(len(plan.buckets))
-    found = list(plan.buckets)
-    others = [c.name for c in plan.communicators if c.name != found[at].communicator]
-    if not others:
+    _, op = chance.choice(_starts(plan))
+    others = [c.name for c in plan.communicators if c.name != op.lane]
+    return with_sum(plan, summing(plan, op, op.sums, chance.choice(others))) if others else None
+
+
+def sum_of_another_size(plan: Plan, chance: Random) -> Plan | None:
+    """A tensor of another shape or dtype, one of its own where it needs none, or another number of ranks."""
+    if not _starts(plan):
         return None
-    found[at] = replace(found[at], communicator=chance.choice(others))
-    return replace(plan, buckets=tuple(found))
+    _, op = chance.choice(_starts(plan))
+    [spec] = op.outputs
+    assert spec is not None
+    changed = [
+        replace(op, outputs=(TensorSpec((spec.shape[0] + 1,), spec.dtype),)),
+        replace(op, outputs=(TensorSpec(spec.shape, "bfloat16"),)),
+        replace(op, alias=None if op.alias else f"grad/{op.sums[0]}"),
+        replace(op, args=(*op.args[:-1], op.args[-1] + 1)),
+    ]
+    return with_sum(plan, chance.choice(changed))
 
 
-def gradient_out_of_its_bucket(plan: Plan, chance: Random) -> Plan | None:
-    if not plan.buckets:
+def gradient_out_of_its_sum(plan: Plan, chance: Random) -> Plan | None:
+    found = [op for _, op in _starts(plan) if len(op.sums) > 1]
+    if not found:
         return None
-    at = chance.randrange(len(plan.buckets))
-    found = list(plan.buckets)
-    gone = chance.choice(found[at].parameters)
-    found[at] = replace(found[at], parameters=tuple(n for n in found[at].parameters if n != gone))
-    return replace(plan, buckets=tuple(found))
+    op = chance.choice(found)
+    gone = chance.choice(op.sums)
+    return with_sum(plan, summing(plan, op, [name for name in op.sums if name != gone]))
 
 
-def gradient_in_another_bucket_too(plan: Plan, chance: Random) -> Plan | None:
+def gradient_in_another_sum_too(plan: Plan, chance: Random) -> Plan | None:
     """Summed twice, or where it is not held, or over an axis that it has nothing on."""
-    if not plan.buckets:
+    if not _starts(plan):
         return None
-    at = chance.randrange(len(plan.buckets))
-    found = list(plan.buckets)
+    _, op = chance.choice(_starts(plan))
     name = chance.choice([p.tied_to for p in plan.job.parameters])
-    found[at] = replace(found[at], parameters=(*found[at].parameters, name))
-    return replace(plan, buckets=tuple(found))
+    return with_sum(plan, summing(plan, op, (*op.sums, name)))
 
 
 def next_sum_before_the_last_has_ended(plan: Plan, chance: Random) -> Plan | None:
-    """`reduced` of one sum and `reduce` of a later one of the same gradient are exchanged."""
-    for rank, order in enumerate(plan.orders):
-        for at, first in enumerate(order):
-            if first.kind is not InstructionKind.REDUCED:
+    """The wait for one sum and the start of a later one of the same gradient are exchanged."""
+    for window in plan.windows.values():
+        starts = {op.name: op for op in plan.sums(plan.rank_of(window.parts[0][0]))}
+        for at, first in enumerate(() if window.actions else window.items):
+            if starts[str(first.ref)].target != WAIT:
                 continue
-            held = set(plan.bucket(str(first.ref)).parameters)
-            for later in range(at + 1, len(order)):
-                second = order[later]
-                if second.kind is InstructionKind.REDUCE and held & set(
-                    plan.bucket(str(second.ref)).parameters
-                ):
-                    changed = list(order)
-                    changed[at], changed[later] = second, first
-                    return replace(
-                        plan, orders=(*plan.orders[:rank], tuple(changed), *plan.orders[rank + 1 :])
-                    )
+            held = set(starts[starts[str(first.ref)].uses[0]].sums)
+            for later in range(at + 1, len(window.items)):
+                if held & set(starts[str(window.items[later].ref)].sums):
+                    items = list(window.items)
+                    items[at], items[later] = items[later], items[at]
+                    return _with_items(plan, window, items)
     return None
 
 
 def sums_in_the_wrong_order(plan: Plan, chance: Random) -> Plan | None:
     """A gradient's two sums are exchanged whole: dp first, then ties or parts."""
-    kinds = (InstructionKind.REDUCE, InstructionKind.REDUCED)
-    for rank, order in enumerate(plan.orders):
-        names = [
-            str(item.ref)
-            for i in order
-            for item in (plan.windows[str(i.ref)].items if i.kind is InstructionKind.RUN else (i,))
-            if item.kind in (ItemKind.REDUCE, InstructionKind.REDUCE)
-        ]
-        for k, first in enumerate(names):
-            for second in names[k + 1 :]:
-                if set(plan.bucket(first).parameters) & set(plan.bucket(second).parameters):
-                    other = {first: second, second: first}
-                    changed = tuple(
-                        replace(i, ref=other.get(str(i.ref), i.ref)) if i.kind in kinds else i for i in order
-                    )
+    for rank in range(plan.ranks):
+        starts = [op for of, op in _starts(plan) if of == rank]
+        for first in starts:
+            for second in starts:
+                if first.name != second.name and set(first.sums) & set(second.sums):
+                    other: dict[str | int, str] = {first.name: second.name, second.name: first.name}
+                    other |= {f"{a}.sum": f"{b}.sum" for a, b in other.items()}
                     windows = {
                         name: replace(
                             window,
-                            items=tuple(
-                                replace(item, ref=other.get(str(item.ref), item.ref))
-                                if item.kind is ItemKind.REDUCE
-                                else item
-                                for item in window.items
-                            ),
+                            items=tuple(replace(i, ref=other.get(i.ref, i.ref)) for i in window.items),
                         )
                         for name, window in plan.windows.items()
+                        if plan.rank_of(window.parts[0][0]) == rank
                     }
-                    orders = (*plan.orders[:rank], changed, *plan.orders[rank + 1 :])
-                    return replace(plan, orders=orders, windows=windows)
+                    return replace(plan, windows={**plan.windows, **windows})
     return None
 
 
@@ -266,15 +275,16 @@ SUM_MUTATIONS: tuple[Mutation, ...] = (
     whole_taken_for_a_part,
     partial_and_spread,
     communicator_along_another_axis,
-    drop_bucket,
+    drop_sum,
     sum_before_its_last_addend,
     sum_in_a_window_left_out,
     sum_in_a_window_doubled,
     window_with_sums_run_earlier,
-    bucket_that_nobody_starts,
-    bucket_on_another_communicator,
-    gradient_out_of_its_bucket,
-    gradient_in_another_bucket_too,
+    sum_that_nobody_starts,
+    sum_on_another_communicator,
+    sum_of_another_size,
+    gradient_out_of_its_sum,
+    gradient_in_another_sum_too,
     next_sum_before_the_last_has_ended,
     sums_in_the_wrong_order,
     cost_of_no_communicator,

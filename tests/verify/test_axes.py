@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stretto
+from stretto.ir.action import Phase
 from stretto.ir.forward import forward_only
-from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
+from stretto.ir.plan import Plan
+from stretto.ir.program import Op, Ref, Stage
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
@@ -22,6 +24,7 @@ from stretto.verify.memory import memory_faults
 from tests.synthetic_comm import make_comm_costs, plan_with, shuffled
 from tests.verify.comm_mutations import COMM_MUTATIONS
 from tests.verify.comm_plans import comm_job, comm_plan, comm_plans, one_of_each
+from tests.verify.edits import window
 from tests.verify.mutations import MUTATIONS
 from tests.verify.order_mutations import Mutation
 from tests.verify.sum_mutations import SUM_MUTATIONS, whole_taken_for_a_part
@@ -65,11 +68,23 @@ def test_evaluations_are_accepted(axes: tuple[tuple[str, int], ...]) -> None:
     job = forward_only(comm_job(2, 3, axes, sequence=True, tied=True))
     plan = plan_with(job, forward_schedule(2, 3), make_comm_costs(job))
     assert [str(fault) for fault in plan_faults(plan)] == []
-    summed = (*plan.orders[0], Instruction(InstructionKind.REDUCE, "more"))
-    more = replace(plan, buckets=(Bucket("more", "tp", ("n0",)),), orders=(summed, *plan.orders[1:]))
-    assert str(plan_faults(more)[0]).startswith(
-        "rank 0, reduce more: sums n0, of which this rank has no gradient. Remove it, or take n0 out"
+    start = Op(
+        *("more", "comm.all_reduce", ((Ref("grad/n0"),), "sum", "tp", 2), ()),
+        (job.parameters[-1].spec,),
+        "grad/n0",
     )
+    wait = Op("more.sum", "comm.wait", (Ref("more"),), (), start.outputs, "more")
+    stage = plan.job.stages[0]
+    ops = {**stage.ops, Phase.REDUCE_GRAD: (*stage.ops[Phase.REDUCE_GRAD], start, wait)}
+    more = replace(plan, job=replace(plan.job, stages=(Stage(0, ops), *plan.job.stages[1:])))
+    end = str(plan.orders[0][-1].ref)
+    found = [str(fault) for fault in plan_faults(window(end, "pp.loss.sum; ", "pp.loss.sum; more; ")(more))]
+    assert any(
+        fault.startswith(
+            f"rank 0, window {end}, more: sums n0, of which this rank has no gradient. Take n0 out"
+        )
+        for fault in found
+    ), found
 
 
 @pytest.mark.parametrize("mutation", [*OF_AXES, *MUTATIONS], ids=lambda mutation: mutation.__name__)

@@ -24,7 +24,7 @@ COMM_JOBS = [
 DOCUMENTS = [json.loads(plan_to_text(rich_plan("zb-h1", 3, 2)))]
 DOCUMENTS += [json.loads(plan_to_text(plan_of(name, 0, 0))) for name in BY_HAND]
 DOCUMENTS += [json.loads(plan_to_text(comm_plan("1f1b", job))) for job in COMM_JOBS]
-PARTS = ("job", "schedule", "windows", "orders", "communicators", "buckets")
+PARTS = ("job", "schedule", "windows", "orders", "communicators")
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stretto.verify import plan_faults
-from tests.verify.edits import order
+from tests.verify.edits import order, window
 from tests.verify.plans import hand_schedule, lowered, rich_job, rich_plan
 
 BASE = rich_plan("1f1b", 2, 2)
@@ -28,20 +28,24 @@ def test_deadlock_of_runs_names_every_stuck_rank() -> None:
 
 
 def test_waiting_for_the_loss_too_early() -> None:
-    edit = order(0, "recv e1:0; ", "loss; heard; recv e1:0; ")
-    broken = edit(order(0, "heard; ", "")(order(0, "loss; ", "")(BASE)))
-    assert [str(fault) for fault in plan_faults(broken)] == [
-        "rank 0, heard: deadlock: waits for the loss, which ranks [1] have not started "
-        "(rank 1 stands at `run 1F:0`). Move this wait later",
+    edit = order(0, "recv e1:0; ", "run 0REDUCE_GRAD:-1; recv e1:0; ")
+    broken = edit(order(0, "run 0REDUCE_GRAD:-1; ", "")(BASE))
+    assert plan_faults(broken) == []  # it starts nothing that would wait
+    heard = window("0REDUCE_GRAD", "pp.loss; ", "pp.loss; pp.loss.sum; ")(broken)
+    heard = window("0REDUCE_GRAD 2", "pp.loss.sum; ", "")(heard)
+    assert [str(fault) for fault in plan_faults(heard)] == [
+        "rank 0, run 0REDUCE_GRAD:-1: deadlock: waits for the sum of step/loss, which ranks [1] have not "
+        "started (rank 1 stands at `run 1F:0`). Move this wait later",
         "rank 1, run 1F:0: deadlock: waits for e2:0 (h0 of microbatch 0), which rank 0 has "
         "not sent "
-        "(rank 0 stands at `heard`). Reorder the runs, so that the sender need not wait for "
+        "(rank 0 stands at `run 0REDUCE_GRAD:-1`). Reorder the runs, so that the sender need not wait for "
         "this rank first",
     ]
 
 
 def test_waiting_for_a_sum_too_early() -> None:
-    moved = order(0, "reduce w0; ", "reduce w0; reduced w0; ")(order(0, "reduced w0; ", "")(BASE))
+    moved = window("0REDUCE_GRAD 1", "tied.w0; ", "tied.w0; tied.w0.sum; ")(BASE)
+    moved = window("0REDUCE_GRAD 2", "tied.w0.sum; ", "")(moved)
     assert plan_faults(moved) == []  # rank 1 needs nothing more of rank 0
     job = rich_job(2, 2)
     # Only w1's gradient is summed, on a rank that has no run before its sum.
@@ -49,14 +53,12 @@ def test_waiting_for_a_sum_too_early() -> None:
         replace(p, grads=p.grads if p.name == "w1" else (), tied_to="w0", stages=(0, 1))
         for p in job.parameters
     )
-    free = replace(BASE, job=replace(job, parameters=both))
-    start = order(0, "loss; ", "")(order(0, "reduce w0; ", "")(free))
-    early = order(0, "recv e1:0; ", "loss; reduce w0; reduced w0; recv e1:0; ")(
-        order(0, "reduced w0; ", "")(start)
-    )
+    free = replace(moved, job=replace(moved.job, parameters=both))
+    early = order(0, "run 0REDUCE_GRAD:-1; ", "")(order(0, "run 0REDUCE_GRAD 1:-1; ", "")(free))
+    early = order(0, "recv e1:0; ", "run 0REDUCE_GRAD:-1; run 0REDUCE_GRAD 1:-1; recv e1:0; ")(early)
     found = [str(fault) for fault in plan_faults(early)]
     assert found[0].startswith(
-        "rank 0, reduced w0: deadlock: waits for the sum of w0, which ranks [1] have not"
+        "rank 0, run 0REDUCE_GRAD 1:-1: deadlock: waits for the sum of w0, which ranks [1] have not"
     )
 
 

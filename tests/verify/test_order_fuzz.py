@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from stretto.ir.action import Overlap, Phase
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import Plan
 from stretto.simulate import simulate
 from stretto.verify import plan_faults, verify
 from stretto.verify.memory import memory_faults
@@ -94,7 +94,7 @@ def test_programs_are_of_all_kinds() -> None:
             kinds.add("skips")
         starts = {op.collective for s in plan.job.stages for ops in s.ops.values() for op in ops} - {None}
         kinds |= {f"{found.kind} on {found.axis}" for found in starts if found is not None}
-        if any(bucket.communicator.startswith("tied ") for bucket in plan.buckets):
+        if any(op.lane.startswith("tied ") for rank in range(plan.ranks) for op in plan.sums(rank)):
             kinds.add("ties")
         if any(op.repeats for s in plan.job.stages for ops in s.ops.values() for op in ops):
             kinds.add("repeated ops")
@@ -167,8 +167,9 @@ def test_the_reference_tells_right_from_wrong() -> None:
     plan, results = random_plan(seed), meant(seed)
     assert wrong(plan, results) == ""
     assert wrong(plan, {**results, next(iter(results)): -1}) == "other numbers"
-    without = tuple(
-        tuple(i for i in order if i.kind is not InstructionKind.LOSS or rank)
-        for rank, order in enumerate(plan.orders)
-    )
-    assert "the loss is heard once" in wrong(replace(plan, orders=without), results)
+    loss = next(op.name for op in plan.sums(0) if op.lane == "loss")
+    without = {
+        name: replace(window, items=tuple(i for i in window.items if i.ref != loss or window.parts[0][0]))
+        for name, window in plan.windows.items()
+    }
+    assert f"{loss} is not being summed" in wrong(replace(plan, windows=without), results)

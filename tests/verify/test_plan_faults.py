@@ -14,6 +14,7 @@ from stretto.planning import variants
 from stretto.planning.pair import pair
 from stretto.schedule.families import make_schedule
 from stretto.verify import plan_faults, verify
+from stretto.verify.trace import EventKind, trace_of
 from tests.capture.zoo import BatchNorm, mean_square, rows
 from tests.passes.steps import step_of
 from tests.runtime.equality import job_of
@@ -154,29 +155,32 @@ REFUSED: list[tuple[Edit, str]] = [
         "rank 0, edge e0 y0 0F>1F: sent twice for microbatches 1. Send it once",
     ),
     # the loss
-    (order(0, "loss; ", ""), "rank 0, loss: missing; the other ranks would wait for this one. Add it"),
-    (order(0, "loss; ", "loss; loss; "), "rank 0, loss: stands 2 times in the order. Keep one"),
     (
-        order(1, "loss; ", "heard; loss; "),
-        "rank 1, heard: waits for `loss`, which comes later. Swap them",
+        order(0, "run 0REDUCE_GRAD:-1; ", ""),
+        "rank 0, loss: is never summed; other ranks would wait. Add its sum",
     ),
     (
-        order(1, "run 1F:1; loss; ", "loss; run 1F:1; "),
-        "rank 1, loss: told before `run 1F:1` has added its microbatch's loss. Move it after instruction 7",
+        order(0, "run 0REDUCE_GRAD:-1; ", "run 0REDUCE_GRAD:-1; run 0REDUCE_GRAD:-1; "),
+        "rank 0, window 0REDUCE_GRAD, pp.loss: starts a second time; instruction 5 did. Keep one",
+    ),
+    (
+        window("1REDUCE_GRAD", "pp.loss; ", "pp.loss.sum; pp.loss; "),
+        "rank 1, window 1REDUCE_GRAD, pp.loss.sum: waits for pp.loss, which does not start before it",
+    ),
+    (
+        order(1, "run 1F:1; run 1REDUCE_GRAD:-1; ", "run 1REDUCE_GRAD:-1; run 1F:1; "),
+        "rank 1, window 1REDUCE_GRAD, pp.loss: starts before `run 1F:1` has added its part of the loss. Move "
+        "it after instruction 7",
     ),
     # tied gradients
     (
-        order(1, "reduced w0; ", ""),
-        "rank 1, reduced w0: missing; the step could end before the sum is there. Add it after `reduce w0`",
+        window("1REDUCE_GRAD 2", "tied.w0.sum; ", ""),
+        "rank 1, tied.w0.sum: missing; the step could end before the sum is there. Add it after tied.w0",
     ),
     (
-        order(1, "reduced w0; ", "reduced w0; reduce w1; "),
-        "rank 1, orders[1][14]: there is no bucket 'w1'. Name something that exists",
-    ),
-    (
-        order(1, "run 1B:1; reduce w0; ", "reduce w0; run 1B:1; "),
-        "rank 1, reduce w0: starts before `run 1B:1` has added its part of the gradient. "
-        "Move it after instruction 9",
+        order(1, "run 1B:1; run 1REDUCE_GRAD 1:-1; ", "run 1REDUCE_GRAD 1:-1; run 1B:1; "),
+        "rank 1, window 1REDUCE_GRAD 1, tied.w0: starts before `run 1B:1` has added its part of the gradient "
+        "of w0. Move it after instruction 9",
     ),
     # communicators
     (
@@ -219,12 +223,13 @@ def test_refusals(edit: Edit, message: str) -> None:
 
 
 def test_the_error_lists_every_fault() -> None:
-    broken = order(1, "reduced w0; ", "")(order(1, "loss; ", "heard; loss; ")(BASE))
-    with pytest.raises(PlanError, match="the plan cannot run: 3 faults") as caught:
+    swapped = window("1REDUCE_GRAD", "pp.loss; ", "pp.loss.sum; pp.loss; ")(BASE)
+    broken = window("1REDUCE_GRAD 2", "tied.w0.sum; ", "")(swapped)
+    with pytest.raises(PlanError, match="the plan cannot run: 2 faults") as caught:
         verify(broken)
-    assert len(caught.value.faults) == 3
-    assert "rank 1, heard: waits" in str(caught.value)
-    assert "rank 1, reduced w0: missing" in str(caught.value)
+    assert len(caught.value.faults) == 2
+    assert "pp.loss.sum: waits" in str(caught.value)
+    assert "rank 1, tied.w0.sum: missing" in str(caught.value)
 
 
 def test_values_that_stay_on_their_rank() -> None:
@@ -275,16 +280,14 @@ def test_tied_gradients_start_in_one_order() -> None:
     # A second pair of tied parameters on the same two ranks.
     tied = tuple(replace(p, tied_to="w1") if p.name == "w2" else p for p in job.parameters)
     both = lowered(replace(job, parameters=tied), LOOPED)
-    names = [[str(i) for i in o if str(i).startswith("reduce ")] for o in both.orders]
-    assert names == [["reduce w0", "reduce w1"]] * 2
+    names = [[e.op.name for e in trace_of(both, r) if e.kind is EventKind.REDUCE and e.op] for r in (0, 1)]
+    assert names == [["pp.loss", "tied.w0", "tied.w1"]] * 2
     assert plan_faults(both) == []
-    swapped = order(
-        1, "reduce w0; run 1B:0; run 1B:1; reduce w1; ", "run 1B:0; run 1B:1; reduce w1; reduce w0; "
-    )(both)
+    swapped = window("0REDUCE_GRAD 1", "tied.w0; tied.w1; ", "tied.w1; tied.w0; ")(both)
     assert [str(fault) for fault in plan_faults(swapped)] == [
-        "rank 1, reduce w1: starts before `reduce w0`, but rank 0 starts `reduce w0` first: the order here "
-        "is the loss, w1, w0, that of rank 0 is the loss, w0, w1. Start tied gradients, and the loss among "
-        "them, in the same order on all ranks"
+        "rank 1, sum on tied w0: starts before that on tied w1, but rank 0 starts tied w1 first: the order "
+        "here is loss, tied w0, tied w1, that of rank 0 is loss, tied w1, tied w0. Start sums of tied "
+        "gradients, and of the loss, in the same order on all ranks"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Every refusal of axes, shards, communicators, buckets and sums, by its message. The base has two places,
+"""Every refusal of axes, shards, communicators and sums, by its message. The base has two places,
 three copies of the data and two tensor-parallel ranks; orders are edited by their text, the rest by name.
 """
 
@@ -10,14 +10,22 @@ from dataclasses import replace
 import pytest
 
 from stretto.ir.action import Phase
-from stretto.ir.plan import Bucket, Communicator
-from stretto.ir.program import Buffer, Job, Shard, Stage, TensorSpec
+from stretto.ir.plan import Communicator
+from stretto.ir.program import Buffer, Job, Ref, Shard, Stage, TensorSpec
 from stretto.verify import plan_faults
 from tests.verify.comm_plans import comm_job, comm_plan, one_of_each
-from tests.verify.edits import Edit, both, bucket, communicator, job, order, parameter, window
+from tests.verify.edits import Edit, both, communicator, job, op, order, parameter, sums, window
 
 BASE = one_of_each()
+END = "0REDUCE_GRAD 2"
+"""The window of the step's end on the first place."""
 SLICE = TensorSpec((256, 512), "float32")
+
+
+def on_one_rank() -> Edit:
+    """All stages lie on one rank, and one that is not the first has sums."""
+    return lambda plan: replace(plan, schedule=replace(plan.schedule, stage_ranks=(1, 1)))
+
 
 REFUSED: list[tuple[Edit, str]] = [
     # axes and shards
@@ -76,7 +84,7 @@ REFUSED: list[tuple[Edit, str]] = [
     # communicators
     (
         lambda plan: replace(plan, communicators=plan.communicators[:-1]),
-        "buckets[2].communicator: there is no communicator 'tp'",
+        "job.stages[0].ops.REDUCE_GRAD[2]: tp.0.0: there is no communicator 'tp'",
     ),
     (
         communicator("tp", ranks=(1, 0)),
@@ -100,117 +108,153 @@ REFUSED: list[tuple[Edit, str]] = [
         ),
         "communicator x: names an axis twice: ['tp', 'tp']. Name each axis once",
     ),
-    # buckets
-    (bucket("dp 0.0", parameters=()), "bucket dp 0.0: sums nothing. Remove it"),
-    (bucket("dp 0.0", parameters=("w0.1", "w0.1")), "bucket dp 0.0: holds a gradient twice: w0.1, w0.1"),
+    # the programs
     (
-        bucket("dp 0.0", communicator="loss"),
-        "bucket dp 0.0: communicator loss joins no parts or copies of gradients. Give it dp, tp, tied",
+        op(0, "dp.0.0", args=((Ref("grad/w0.1"), Ref("grad/w0.1")), "sum", "dp", 3)),
+        "rank 0, dp.0.0: holds a gradient twice: w0.1. Name each once",
     ),
     (
-        bucket("n0", communicator="tied w0.0"),
-        "bucket n0: sums n0 on communicator tied w0.0, which joins the ranks that hold w0.0",
+        op(0, "dp.0.0", args=((), "sum", "dp", 3)),
+        "job.stages[0].ops.REDUCE_GRAD[3]: dp.0.0: is no sum of gradients or of the loss, and no wait",
     ),
     (
-        lambda plan: replace(plan, buckets=(*plan.buckets, Bucket("more", "dp", ("n0",)))),
-        "bucket more: no rank ever starts it. Add its `reduce` and `reduced`, or remove it",
+        op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "max", "dp", 3)),
+        "job.stages[0].ops.REDUCE_GRAD[3]: dp.0.0: is no sum of gradients or of the loss, and no wait",
     ),
+    (
+        op(0, "dp.0.0.sum", args=(Ref("dp.0.9"),)),
+        "job.stages[0].ops.REDUCE_GRAD[7]: dp.0.0.sum: waits for no sum that starts before it",
+    ),
+    (
+        op(0, "dp.0.0", args=((Ref("grad/w0.9"),), "sum", "dp", 3)),
+        "job.stages[0].ops.REDUCE_GRAD[3]: dp.0.0: there is no tied group 'w0.9'",
+    ),
+    (
+        op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "sum", "loss", 6)),
+        "rank 0, dp.0.0: sums w0.1 on communicator loss. Sum the loss, and it alone, on loss",
+    ),
+    (
+        op(0, "pp.loss", args=((Ref("step/loss"),), "sum", "dp", 3)),
+        "rank 0, pp.loss: sums step/loss on communicator dp. Sum the loss, and it alone, on loss",
+    ),
+    (
+        sums("dp.0.0", lane="pp 0>1"),
+        "rank 0, dp.0.0: communicator pp 0>1 joins no parts or copies of gradients. Give it dp, tp, tied",
+    ),
+    (
+        sums("tied.n0", lane="tied w0.0"),
+        "rank 0, tied.n0: sums n0 on communicator tied w0.0, which joins the ranks that hold w0.0",
+    ),
+    (
+        op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "sum", "dp", 2)),
+        "rank 0, dp.0.0: is not the sum of w0.1 over 3 ranks, float32[131072], in place where it is alone",
+    ),
+    (
+        op(0, "dp.0.1", alias="grad/n0"),
+        "rank 0, dp.0.1: is not the sum of n0, w0.0 over 3 ranks, float32[131584], in place where",
+    ),
+    (
+        op(0, "dp.0.1.sum", outputs=(TensorSpec((131584,), "bfloat16"),)),
+        "rank 0, dp.0.1.sum: is something else than the sum that it waits for",
+    ),
+    (on_one_rank(), "rank 1, sums of stage 1: stage 1 is not the first of its rank"),
     # sums
     (
-        both(window("0W last", "reduce tp 0.0; ", ""), order(0, "reduced tp 0.0; ", "")),
-        "rank 0, gradient of n0: is never summed over tp. Add `reduce` and `reduced` of a bucket on "
-        "communicator tp",
+        both(window("0W last", "#1 tp.0.0; ", ""), window(END, "tp.0.0.sum; ", "")),
+        "rank 0, gradient of n0: is never summed over tp. Add a sum on communicator tp that holds it",
     ),
     (
-        both(order(1, "reduce n0; ", ""), order(1, "reduced n0; ", "")),
-        "rank 1, gradient of n0: is never summed over the ranks that hold a copy. Add `reduce` and `reduced` "
-        "of a bucket on communicator tied n0",
+        both(window("0W last", "#1 tp.0.0; ", ""), window(END, "tp.0.0.sum; ", "")),
+        "rank 0, tp.0.0: never starts. Add it to a window, or remove it",
     ),
     (
-        bucket("dp 0.1", parameters=("w0.0",)),
-        "rank 0, gradient of n0: is never summed over dp. Add",
+        window(END, "tied.n0; tied.n0.sum; ", ""),
+        "rank 0, gradient of n0: is never summed over the ranks that hold a copy. Add a sum on communicator "
+        "tied n0",
+    ),
+    (sums("dp.0.1", "w0.0"), "rank 0, gradient of n0: is never summed over dp. Add"),
+    (
+        sums("dp.0.0", "w0.1", "n0"),
+        "rank 0, window 0W last, dp.0.0: sums n0 over dp before its sum over the ranks that hold a "
+        "copy. Move it after the wait for that sum",
     ),
     (
-        bucket("dp 0.0", parameters=("w0.1", "n0")),
-        "rank 0, window 0W last, reduce dp 0.0: sums n0 over dp before its sum over the ranks that hold a "
-        "copy. Move it after the `reduced` of that sum",
+        sums("dp.0.0", "w0.1", "n0"),
+        "rank 0, window 0REDUCE_GRAD 2, dp.0.1: sums n0 over dp a second time. Take n0 out of it",
     ),
     (
-        bucket("dp 0.0", parameters=("w0.1", "n0")),
-        "rank 0, reduce dp 0.1: sums n0 over dp a second time. Remove it, or take n0 out of its bucket",
+        sums("dp.0.0", "w0.1", "w1.1"),
+        "rank 0, window 0W last, dp.0.0: sums w1.1, of which this rank has no gradient. Take w1.1 out of it",
     ),
     (
-        bucket("dp 0.0", parameters=("w0.1", "w1.1")),
-        "rank 0, window 0W last, reduce dp 0.0: sums w1.1, of which this rank has no gradient. Remove it, or "
-        "take w1.1 out",
+        sums("tp.0.0", "n0", "w0.1"),
+        "rank 0, window 0W last, tp.0.0: sums w0.1 over tp though it has no parts or copies there",
     ),
     (
-        bucket("tp 0.0", parameters=("n0", "w0.1")),
-        "rank 0, window 0W last, reduce tp 0.0: sums w0.1 over tp though it has no parts or copies there",
-    ),
-    (
-        order(
-            0, "reduced tp 0.0; reduced dp 0.0; reduce n0; ", "reduced dp 0.0; reduce n0; reduced tp 0.0; "
-        ),
-        "rank 0, reduce n0: starts while bucket tp 0.0 still sums n0. Move it after `reduced tp 0.0`",
+        window(END, "tp.0.0.sum; dp.0.0.sum; tied.n0; ", "dp.0.0.sum; tied.n0; tp.0.0.sum; "),
+        "rank 0, window 0REDUCE_GRAD 2, tied.n0: starts while tp.0.0 still sums n0. Move it after the wait",
     ),
     (
         both(
-            window("0W last", "reduce tp 0.0; ", ""),
-            order(0, "run 0W last:2; ", "reduce tp 0.0; run 0W last:2; "),
+            window("0W last", "#1 tp.0.0; ", ""),
+            window("0REDUCE_GRAD", "pp.loss; ", "pp.loss; tp.0.0; "),
         ),
-        "rank 0, reduce tp 0.0: starts before `run 0W last:2` has added its part of the gradient of n0. "
-        "Move it after instruction 13",
+        "rank 0, window 0REDUCE_GRAD, tp.0.0: starts before `run 0W last:2,-1` has added its part of the "
+        "gradient of n0. Move it after instruction 12",
     ),
     (
-        order(0, "run 0W last:2; reduce w0.0; ", "reduce w0.0; run 0W last:2; "),
-        "rank 0, reduce w0.0: starts before `run 0W last:2` has added its part of the gradient. "
-        "Move it after instruction 13",
+        order(0, "run 0W last:2,-1; run 0REDUCE_GRAD 1:-1; ", "run 0REDUCE_GRAD 1:-1; run 0W last:2,-1; "),
+        "rank 0, window 0REDUCE_GRAD 1, tied.w0.0: starts before `run 0W last:2,-1` has added its part of "
+        "the gradient of w0.0. Move it after instruction 13",
     ),
     (
-        window("0W last", "dw0.1; reduce dp 0.0; ", "reduce dp 0.0; dw0.1; "),
-        "rank 0, window 0W last, reduce dp 0.0: starts before `dw0.1` has added its part of the gradient of "
+        window("0W last", "dw0.1; #1 dp.0.0; ", "#1 dp.0.0; dw0.1; "),
+        "rank 0, window 0W last, dp.0.0: starts before `dw0.1` has added its part of the gradient of "
         "w0.1. Move it after item 3",
     ),
     (
-        both(
-            window("0W last", "reduce tp 0.0; ", ""),
-            window("0W", "dn0; ", "dn0; reduce tp 0.0; "),
-        ),
-        "rank 0, window 0W, reduce tp 0.0: starts before `run 0W last:2` has added its part of the gradient "
-        "of n0. Move it after instruction 12",
+        order(0, "run 0W last:2,-1; ", "run 0W:2; "),
+        "rank 0, window 0REDUCE_GRAD 2, tp.0.0.sum: waits for tp.0.0, which does not start before it",
     ),
     (
-        order(0, "run 0W last:2; ", "run 0W:2; "),
-        "rank 0, reduced tp 0.0: waits for `reduce tp 0.0`, which does not stand before it",
+        order(0, "run 0W:1; ", "run 0W last:1,-1; "),
+        "rank 0, window 0W last, tp.0.0: starts a second time; instruction 9 did. Keep one",
     ),
     (
-        order(0, "run 0W:1; ", "run 0W last:1; "),
-        "rank 0, window 0W last, reduce tp 0.0: starts a second time; instruction 9 did. Keep one",
+        order(0, "run 0W last:2,-1; ", "run 0W last:2,1; "),
+        "rank 0, run 0W last:2,1: binds sums to a microbatch. Bind them to -1",
     ),
     (
-        order(0, "run 0W last:2; ", "run 0W last:2; reduce dp 0.0; "),
-        "rank 0, reduce dp 0.0: starts a second time; instruction 12 did. Keep one",
+        order(0, "run 0REDUCE_GRAD 1:-1; ", "run 1REDUCE_GRAD 1:-1; "),
+        "rank 0, run 1REDUCE_GRAD 1:-1: runs sums of rank 1. Run its own",
     ),
     (
-        window("0W last", "reduce dp 0.0; ", "reduce dp 0.0; reduce dp 0.0; "),
-        "rank 0, window 0W last, reduce dp 0.0: starts a second time; instruction 12 did. Keep one",
+        window("0REDUCE_GRAD 1", "tied.w0.0; ", "tied.w0.0; send e0; "),
+        "rank 0, run 0REDUCE_GRAD 1:-1: has messages among sums. Move them to an action",
     ),
     (
-        window("0W last", "reduce dp 0.0; ", "reduce dp 0.9; "),
-        'windows["0W last"].items[3]: there is no bucket',
+        window("0REDUCE_GRAD 1", "tied.w0.0; ", "tied.w0.0; dp.0.0; "),
+        "rank 0, window 0REDUCE_GRAD 1, dp.0.0: starts a second time; instruction 12 did. Keep one",
     ),
     (
-        order(0, "reduced dp 0.0; ", "reduced dp 0.0; reduced dp 0.0; "),
-        "rank 0, reduced dp 0.0: is waited for twice",
+        window("0W last", "#1 dp.0.0; ", "#1 dp.0.0; #1 dp.0.0; "),
+        "rank 0, window 0W last, dp.0.0: starts a second time; instruction 12 did. Keep one",
     ),
     (
-        order(0, "reduce dp 0.1; reduced dp 0.1; ", "reduced dp 0.1; reduce dp 0.1; "),
-        "rank 0, reduced dp 0.1: waits for `reduce dp 0.1`, which does not stand before it",
+        window("0W last", "#1 dp.0.0; ", "#1 dp.0.9; "),
+        "windows[\"0W last\"].items[3]: stage 0 has no op 'dp.0.9' in its REDUCE_GRAD program",
     ),
     (
-        order(0, "reduced dp 0.0; ", ""),
-        "rank 0, reduced dp 0.0: missing; the step could end before the sum is there. Add it after",
+        window(END, "dp.0.0.sum; ", "dp.0.0.sum; dp.0.0.sum; "),
+        "rank 0, window 0REDUCE_GRAD 2, dp.0.0.sum: is waited for twice",
+    ),
+    (
+        window(END, "dp.0.1; dp.0.1.sum; ", "dp.0.1.sum; dp.0.1; "),
+        "rank 0, window 0REDUCE_GRAD 2, dp.0.1.sum: waits for dp.0.1, which does not start before it",
+    ),
+    (
+        window(END, "dp.0.0.sum; ", ""),
+        "rank 0, dp.0.0.sum: missing; the step could end before the sum is there. Add it after dp.0.0",
     ),
     # costs
     (
@@ -245,7 +289,7 @@ def faults_of(change: Callable[[Job], Job], sequence: bool) -> list[str]:
 
 
 def test_a_gradient_that_differs_is_summed() -> None:
-    """The plan is whole in all else: its buckets fit what the job says."""
+    """The plan is whole in all else: its sums fit what the job says."""
 
     def forget(of: Job) -> Job:
         return replace(of, parameters=tuple(replace(p, partial=()) for p in of.parameters))
@@ -287,14 +331,10 @@ def test_a_loss_and_an_update_that_differ() -> None:
 def test_one_place_with_copies_tells_its_loss() -> None:
     plan = comm_plan("1f1b", comm_job(1, 2, (("dp", 2),)))
     assert plan_faults(plan) == []
-    silent = order(0, "heard; ", "")(order(0, "loss; ", "")(plan))
+    silent = window("0REDUCE_GRAD 1", "dp.loss.sum; ", "")(window("0REDUCE_GRAD", "dp.loss; ", "")(plan))
     assert [str(fault) for fault in plan_faults(silent)] == [
-        "rank 0, loss: missing; the other ranks would wait for this one. Add it",
-        "rank 0, heard: missing; the other ranks would wait for this one. Add it",
+        "rank 0, dp.loss: never starts. Add it to a window, or remove it",
+        "rank 0, loss: is never summed; other ranks would wait. Add its sum",
     ]
     alone = comm_plan("1f1b", comm_job(1, 2, (("tp", 2),)))
-    told = order(0, "run 0B:1; ", "run 0B:1; loss; heard; ")(alone)
-    assert [str(fault) for fault in plan_faults(told)] == [
-        "rank 0, loss: this rank has the whole loss, and no other to tell it. Remove it",
-        "rank 0, heard: this rank has the whole loss, and no other to tell it. Remove it",
-    ]
+    assert all(op.lane != "loss" for op in alone.sums(0))

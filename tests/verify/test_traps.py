@@ -13,7 +13,7 @@ from stretto.ir.program import Job, Ref, Stage
 from stretto.verify import plan_faults, verify
 from tests.synthetic_comm import make_comm_costs, plan_with
 from tests.verify.comm_plans import comm_job
-from tests.verify.edits import order
+from tests.verify.edits import order, sums
 from tests.verify.plans import LOOPED, hand_schedule, lowered, rich_job
 
 PAIRED = hand_schedule((0,), 3, "0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2")
@@ -70,11 +70,13 @@ def test_sums_that_two_ranks_start_in_different_orders() -> None:
     tied = tuple(replace(p, tied_to="w1") if p.name == "w2" else p for p in job.parameters)
     plan = lowered(replace(job, parameters=tied), LOOPED)
     swapped = order(
-        1, "reduce w0; run 1B:0; run 1B:1; reduce w1; ", "run 1B:0; run 1B:1; reduce w1; reduce w0; "
+        1,
+        "run 1REDUCE_GRAD 1:-1; run 1B:0; run 1B:1; run 1REDUCE_GRAD 2:-1; ",
+        "run 1B:0; run 1B:1; run 1REDUCE_GRAD 2:-1; run 1REDUCE_GRAD 1:-1; ",
     )(plan)
     assert said(plan) == []
     (fault,) = said(swapped)
-    assert "the order here is the loss, w1, w0, that of rank 0 is the loss, w0, w1" in fault
+    assert "the order here is loss, tied w1, tied w0, that of rank 0 is loss, tied w0, tied w1" in fault
 
 
 def test_messages_that_two_ranks_start_in_different_orders() -> None:
@@ -88,14 +90,13 @@ def test_messages_that_two_ranks_start_in_different_orders() -> None:
     assert any("on communicator pp 0>1 is e0:1" in fault and "sends e0:0" in fault for fault in said(damaged))
 
 
-def test_two_buckets_on_one_communicator_of_places() -> None:
+def test_two_sums_on_one_communicator_of_places() -> None:
     """Each tied gradient has a communicator of its own, so that no order can differ on it."""
     job = rich_job(4, 2)
     tied = tuple(replace(p, tied_to="w1") if p.name == "w2" else p for p in job.parameters)
     plan = lowered(replace(job, parameters=tied), LOOPED)
-    shared = tuple(replace(b, communicator="tied w0") for b in plan.buckets)
-    (fault, *_) = said(replace(plan, buckets=shared))
-    assert "Give each tied gradient a bucket and a communicator of its own" in fault
+    (fault, *_) = said(sums("tied.w1", lane="tied w0")(plan))
+    assert "Give each tied gradient a sum and a communicator of its own" in fault
 
 
 # Waits that are not their start's.

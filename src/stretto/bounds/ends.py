@@ -2,7 +2,7 @@
 
 May touch `stretto.ir` and `schedule.sums`. A gradient is summed first along the axes on
 which it is partial, then over its ties, then over data-parallel ranks (`schedule.sums`); a sum begins when
-every op that adds to a gradient of its bucket has ended, for all microbatches.
+every op that adds to one of its gradients has ended, for all microbatches.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.ir.action import Schedule
-from stretto.ir.axes import sums_of
+from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import Costs
-from stretto.ir.plan import Bucket, Communicator
-from stretto.ir.program import Job
-from stretto.ir.transfers import CollectiveTime, bucket_bytes, bucket_time, loss_time
-from stretto.schedule.sums import communicators_of, make_sums, tells_loss
+from stretto.ir.plan import Communicator
+from stretto.ir.program import STEP_LOSS, Job, Op
+from stretto.ir.transfers import CollectiveTime, collective_time
+from stretto.schedule.sums import communicators_of, with_sums
 
 
 @dataclass(frozen=True, slots=True)
 class SumTime:
-    """A bucket of gradients and what its sum takes. axis: of its communicator, `pp` for ties."""
+    """Gradients that are summed together and what that takes. axis: of its communicator, `pp` for ties."""
 
     name: str
     axis: str
@@ -49,23 +48,17 @@ def ends_of(
     places = sorted(set(stage_ranks))
     empty: tuple[tuple[()], ...] = tuple(() for _ in range(1 + max(places)))
     where = Schedule("", len(stage_ranks), job.microbatches, tuple(stage_ranks), empty)
-    sums = make_sums(job, where)
+    summing = with_sums(job, where)
     communicators = {found.name: found for found in communicators_of(job, where)}
-    sizes = bucket_bytes(job, sums.buckets)
     chains: list[dict[str, tuple[SumTime, ...]]] = []
     for place in range(where.ranks):
-        here = {*sums.early[place], *(name for names in sums.late[place] for name in names)}
-        chain: dict[str, list[Bucket]] = defaultdict(list)
-        for bucket in sums.buckets:
-            for group in bucket.parameters if bucket.name in here else ():
-                chain[group].append(bucket)
-        times = {bucket.name: _sum_time(costs, communicators, sizes, bucket) for bucket in sums.buckets}
-        chains.append(
-            {
-                group: tuple(times[b.name] for b in sorted(buckets, key=lambda b: _turn(communicators, b)))
-                for group, buckets in chain.items()
-            }
-        )
+        chain: dict[str, tuple[SumTime, ...]] = defaultdict(tuple)
+        for op in (
+            op for s in where.stages_of(place) for op in summing.stages[s].ops.get(Phase.REDUCE_GRAD, ())
+        ):
+            for group in op.sums:
+                chain[group] += (_sum_time(costs, job, communicators[op.lane], op),)
+        chains.append(chain)
     adding: list[dict[tuple[SumTime, ...], dict[int, None]]] = [defaultdict(dict) for _ in job.stages]
     for parameter in job.parameters:
         for stage, _, value in parameter.grads:
@@ -77,18 +70,12 @@ def ends_of(
         for of in adding
     ]
     stage, value = job.loss
-    if tells_loss(job, len(places)) and value in numbers[stage]:
-        ends[stage].append(End((numbers[stage][value],), (), loss_time(costs, job, places).us))
+    if STEP_LOSS in chains[stage_ranks[stage]] and value in numbers[stage]:
+        [told] = chains[stage_ranks[stage]][STEP_LOSS]
+        ends[stage].append(End((numbers[stage][value],), (), told.time.us))
     return ends
 
 
-def _turn(communicators: Mapping[str, Communicator], bucket: Bucket) -> int:
-    """Which of a gradient's sums comes when."""
-    return sums_of(communicators[bucket.communicator].axes[0])
-
-
-def _sum_time(
-    costs: Costs, communicators: Mapping[str, Communicator], sizes: Mapping[str, int], bucket: Bucket
-) -> SumTime:
-    communicator = communicators[bucket.communicator]
-    return SumTime(bucket.name, communicator.axes[0], bucket_time(costs, communicator, sizes[bucket.name]))
+def _sum_time(costs: Costs, job: Job, communicator: Communicator, op: Op) -> SumTime:
+    assert op.collective is not None
+    return SumTime(op.name, communicator.axes[0], collective_time(costs, job, communicator, op.collective))

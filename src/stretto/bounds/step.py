@@ -6,7 +6,7 @@ May touch `stretto.ir` and this room. The contract:
    after it has ended. Both follow from one microbatch alone (`bounds.reach`).
 2. A machine does one thing at a time: a rank's compute lane, the lane of each of its other axes, its network
    card in each direction. Each is bounded as one machine (`bounds.machine`). A card carries
-   messages, and the collectives of axes that share it, less their latency. Buckets of gradients
+   messages, and the collectives of axes that share it, less their latency. Sums of gradients
    are those of `schedule.sums`; each comes once a step, after the last of the ops that add to it.
    Lanes feed the compute lane, which feeds lanes: what a machine can have done early, or late, is
    what the others let it (`bounds.fed`). The k-th microbatch comes later than the first, and goes
@@ -172,7 +172,7 @@ class _Place:
         return found
 
     def _find_sums(self) -> list[tuple[SumTime, float, float]]:
-        """Buckets of gradients along axes beside pp, each with its head and tail."""
+        """Sums of gradients along axes beside pp, each with its head and tail."""
         found: dict[str, tuple[SumTime, float, float]] = {}
         for stage in self._stages:
             for end, before in zip(

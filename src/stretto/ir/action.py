@@ -15,12 +15,14 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What an action computes: forward, input gradient, weight gradient, or both gradients together."""
+    """What a program computes: forward, input gradient, weight gradient, or both gradients together, of a
+    microbatch; sums of gradients, once a step (microbatch `ONCE`; no action of a schedule)."""
 
     F = "F"
     I = "I"  # noqa: E741 - the field's own letter for the input gradient
     W = "W"
     B = "B"
+    REDUCE_GRAD = "REDUCE_GRAD"
 
     @property
     def meaning(self) -> str:
@@ -38,7 +40,11 @@ _MEANINGS = {
     Phase.I: "input gradient",
     Phase.W: "weight gradient",
     Phase.B: "backward (I and W)",
+    Phase.REDUCE_GRAD: "sums of gradients",
 }
+
+ONCE = -1
+"""The microbatch of programs that run once a step."""
 
 _TOKEN = re.compile(r"^(\d{1,18})([FIWB])(\d{1,18})$")
 _OVERLAP = re.compile(r"^\(([^()]*)\)OVERLAP_F_B$")

@@ -157,10 +157,6 @@ class Collective:
     size: int
     nbytes: int
 
-    def label(self, op: str) -> str:
-        """What timelines call the one that this op starts."""
-        return f"{self.axis} {self.kind} {op}"
-
 
 @lru_cache(maxsize=4096)
 def _result_rows(kind: Kind, rows: int, size: int, how: How) -> int | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.ir.action import Phase
-from stretto.ir.program import Job, Op, Stage, TensorSpec
+from stretto.ir.program import GRAD, STEP_LOSS, Job, Op, Stage, TensorSpec
 
-EXTERNAL = ("param/", "buffer/", "batch/", "const/")
+EXTERNAL = ("param/", "buffer/", "batch/", "const/", GRAD, STEP_LOSS)
 """Prefixes of values that no op defines."""
 
 PHASES = (Phase.F, Phase.I, Phase.W)
+"""The programs of a microbatch, in order."""
 
 
 def is_external(name: str) -> bool:

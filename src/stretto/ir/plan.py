@@ -1,18 +1,15 @@
 """The plan: everything that `verify`, `simulate` and `run` walk, for every rank.
 
-A plan has two levels. A *window* is an ordered list of ops, receives to wait for, sends and sums of gradients
-to start, for one action (or several interleaved) of a stage and any microbatch. The last backward of a stage
-is a window of its own, because a gradient's sum starts in it as soon as its last addend is there. A rank's
-*order* is a list of instructions that post receives, run windows with microbatches bound, and wait for sends,
-so that what repeats is written once and planning does not grow with microbatches.
+A plan has two levels. A *window* is an ordered list of ops, receives to wait for and sends to start, for one
+action (or several interleaved) of a stage and any microbatch. The last backward of a stage is a window of its
+own, because a gradient's sum starts in it as soon as its last addend is there; what follows the last backward
+is a window of sums alone. A rank's *order* is a list of instructions that post receives, run windows with
+microbatches bound, and wait for sends, so that what repeats is written once and planning does not grow with
+microbatches.
 
     recv e3:0        post the receive of edge 3 for microbatch 0 into a buffer of its own
     run 1B:0         run window 1B for microbatch 0
     sent e4:0        wait until the message has left; its buffer may go
-    loss             the rank that has the loss starts to tell it to all, the others start to hear it
-    heard            wait for the loss
-    reduce <name>    start to sum a bucket of this step's gradients over the ranks of its communicator
-    reduced <name>   wait for that sum
 
 Ranks start messages on a communicator in the order in which the peer posts its receives; each
 communicator joins two ranks and carries one direction, so no direction can block the other.
@@ -23,7 +20,7 @@ coordinates (`Plan.mesh`) walk the same orders on other shards or other data, ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -32,7 +29,7 @@ from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
-from stretto.ir.program import Job, OverlapMode
+from stretto.ir.program import Job, Op, OverlapMode
 
 VERSION = 16
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
@@ -41,7 +38,7 @@ quotas, and what a collective takes of the processor whatever its size; 5 a quot
 unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfer's loss is slower ops;
 12 what links buffer; 13 counts, and leaves that every microbatch is given whole; 14 one section for what only
 processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
-window; 16 is written by the types of its parts."""
+window; 16 is written by the types of its parts, and sums are ops of a program that runs once a step."""
 
 
 class ItemKind(StrEnum):
@@ -50,16 +47,13 @@ class ItemKind(StrEnum):
     OP = "op"
     WAIT = "wait"
     SEND = "send"
-    REDUCE = "reduce"
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One place of a window: an op by name, the wait for a received edge, the start of a send, or that of a
-    bucket's sum.
+    """One place of a window: an op by name, the wait for a received edge, or the start of a send.
 
-    part: which of the window's parts the item belongs to, of a sum the one that adds to it last; ref: the
-    op's name, the edge's index, or the bucket's name.
+    part: which of the window's parts the item belongs to; ref: the op's name, or the edge's index.
     """
 
     kind: ItemKind
@@ -80,14 +74,14 @@ class Item:
             part = int(head[1:])
         kind, _, ref = rest.partition(" ")
         if ref:
-            what = ItemKind(kind)
-            return Item(what, part, ref if what is ItemKind.REDUCE else int(ref.removeprefix("e")))
+            return Item(ItemKind(kind), part, int(ref.removeprefix("e")))
         return Item(ItemKind.OP, part, rest)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The order of ops of some actions. `parts[k]` = (stage, phase); the microbatch is bound when run.
+    """The order of ops of some actions. `parts[k]` = (stage, phase); the microbatch is bound when run. A part
+    (stage, REDUCE_GRAD) has those of its ops that run in this window, with microbatch `ONCE`.
 
     shares: for each part, the first part of its stage that is bound to the same microbatch (itself, where
         none is before it): B may read what F has saved in the same window. () when all are bound apart.
@@ -97,6 +91,11 @@ class Window:
     parts: tuple[tuple[int, Phase], ...]
     items: tuple[Item, ...] = field(repr=False)
     shares: tuple[int, ...] = ()
+
+    @property
+    def actions(self) -> tuple[int, ...]:
+        """The parts that are actions of the schedule; none for a window of sums alone."""
+        return tuple(k for k, (_, phase) in enumerate(self.parts) if phase is not Phase.REDUCE_GRAD)
 
     def mates(self, part: int) -> tuple[int, ...]:
         """The other parts of a part's stage and microbatch."""
@@ -117,25 +116,17 @@ class InstructionKind(StrEnum):
     RECV = "recv"
     RUN = "run"
     SENT = "sent"
-    LOSS = "loss"
-    HEARD = "heard"
-    REDUCE = "reduce"
-    REDUCED = "reduced"
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction of a rank. ref: edge (recv, sent), window (run), bucket (reduce, reduced)."""
+    """One instruction of a rank. ref: edge (recv, sent), window (run)."""
 
     kind: InstructionKind
-    ref: str | int = ""
-    microbatches: tuple[int, ...] = ()
+    ref: str | int
+    microbatches: tuple[int, ...]
 
     def __str__(self) -> str:
-        if self.kind in (InstructionKind.LOSS, InstructionKind.HEARD):
-            return self.kind.value
-        if self.kind in (InstructionKind.REDUCE, InstructionKind.REDUCED):
-            return f"{self.kind} {self.ref}"
         ref = self.ref if self.kind is InstructionKind.RUN else f"e{self.ref}"
         return f"{self.kind} {ref}:{','.join(map(str, self.microbatches))}"
 
@@ -143,15 +134,15 @@ class Instruction:
     def parse(text: str) -> Instruction:
         word, _, rest = text.partition(" ")
         kind = InstructionKind(word)
-        if kind in (InstructionKind.LOSS, InstructionKind.HEARD):
-            return Instruction(kind)
-        if kind in (InstructionKind.REDUCE, InstructionKind.REDUCED):
-            return Instruction(kind, rest)
         ref, _, tail = rest.rpartition(":")
         microbatches = tuple(int(m) for m in tail.split(","))
         return Instruction(
             kind, ref if kind is InstructionKind.RUN else int(ref.removeprefix("e")), microbatches
         )
+
+
+LOSS = "loss"
+"""The communicator of the step's loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +163,6 @@ class Communicator:
     def joins_places(self) -> bool:
         """Whether places of the pipeline are its members; else ranks of one place are."""
         return self.axes[0] == PIPELINE
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients that are summed together once a step, over the ranks of a communicator. A parameter that a
-    rank does not hold adds nothing there. A tied parameter's bucket holds the names that are tied."""
-
-    name: str
-    communicator: str
-    parameters: tuple[str, ...]
 
 
 _writers: list[Callable[[Plan, Path], None]] = []
@@ -207,7 +188,6 @@ class Plan:
     communicators: tuple[Communicator, ...]
     costs: Costs
     prediction: Prediction | None = None
-    buckets: tuple[Bucket, ...] = ()
     overlap: OverlapMode = "local"
     overlap_why: str = ""
 
@@ -235,12 +215,16 @@ class Plan:
         """Ranks of one place."""
         return self.world // self.ranks
 
-    def bucket(self, name: str) -> Bucket:
-        """The bucket of that name. Raises KeyError."""
-        for bucket in self.buckets:
-            if bucket.name == name:
-                return bucket
-        raise KeyError(name)
+    def runs(self, rank: int) -> Iterator[tuple[int, Instruction, Window]]:
+        """The rank's runs of actions, one a slot of the schedule, with their places in its order."""
+        for at, instruction in enumerate(self.orders[rank]):
+            if instruction.kind is InstructionKind.RUN and self.windows[str(instruction.ref)].actions:
+                yield at, instruction, self.windows[str(instruction.ref)]
+
+    def sums(self, rank: int) -> tuple[Op, ...]:
+        """The program of the rank that sums gradients."""
+        stages = self.schedule.stages_of(rank)
+        return self.job.stages[stages[0]].ops.get(Phase.REDUCE_GRAD, ()) if stages else ()
 
     def communicator(self, name: str) -> Communicator:
         """The communicator of that name. Raises KeyError."""

@@ -4,6 +4,8 @@ Values are in single assignment: a name is defined once in the whole step, so th
 value in every stage. Names of things that no op defines carry a prefix:
 
     param/<name>     a parameter of the model
+    grad/<name>      the gradient of a tied group (`Parameter.tied_to`), as this rank has it so far
+    step/loss        this rank's share of the step's loss; zero where it makes none
     buffer/<name>    a buffer of the model, as it stands when the microbatch begins
     batch/<leaf>     a leaf of the microbatch
     const/<name>     a small constant tensor found in the model's code
@@ -22,6 +24,10 @@ rank's place on an axis of the mesh (`axis` and its `size` are the last argument
     axis.index(axis, size)                               this rank's coordinate, a 0-d int64 tensor
     axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view
 
+The program REDUCE_GRAD sums gradients, once a step: `comm.all_reduce((grad/a, grad/b), "sum", lane, size)`
+sums several at once, side by side in one flat tensor (one alone where it is), and its wait writes them. The
+lane is an axis, or the communicator that joins the places of a tied gradient. The loss is summed so too.
+
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are
 read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[16,32]"]`.
@@ -37,9 +43,13 @@ from typing import Annotated, Any, Literal
 from stretto.files.codec import UNWRITTEN
 from stretto.files.form import Fits, Keyword, Natural
 from stretto.ir.action import Phase
-from stretto.ir.axes import PIPELINE, OtherAxis, Sums, sums_of
+from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
+from stretto.ir.parameters import Buffer as Buffer
+from stretto.ir.parameters import Constant as Constant
+from stretto.ir.parameters import Parameter as Parameter
+from stretto.ir.parameters import Shard as Shard
 from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
 from stretto.ir.tensor_spec import TensorSpec as TensorSpec
 
@@ -68,6 +78,9 @@ GETITEM = "getitem"
 
 INDEX = "axis.index"
 CHUNK = "axis.chunk"
+
+GRAD = "grad/"
+STEP_LOSS = "step/loss"
 
 VIEW = "aten.view.default"
 VIEWS = (VIEW, "aten._unsafe_view.default")
@@ -151,6 +164,20 @@ class Op:
         return str(self.args[-2]) if self.target in STARTS else "compute"
 
     @property
+    def sums(self) -> tuple[str, ...]:
+        """The tied groups whose gradients the op starts to sum, or `STEP_LOSS`."""
+        return tuple(name.removeprefix(GRAD) for name in self.uses if name.startswith((GRAD, STEP_LOSS)))
+
+    @property
+    def label(self) -> str:
+        """What timelines call the communication that the op starts; begins with the axis."""
+        if self.sums:
+            first, _, rest = self.name.partition(".")
+            return f"{first} {rest}" if first in BY_NAME else f"{PIPELINE} {first} {rest}"
+        assert self.collective is not None
+        return f"{self.lane} {self.collective.kind} {self.name}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the result owns: 0 for a view, and for a tuple, whose `getitem` parts own theirs."""
         if self.alias is not None or len(self.outputs) != 1 or self.outputs[0] is None:
@@ -160,7 +187,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order.
+    """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order. In a plan, the
+    first stage of each place has REDUCE_GRAD as well, the sums of all that the place holds.
 
     Which values are received, sent and saved follows from the names alone; `stretto.ir.flow` says.
     """
@@ -186,91 +214,6 @@ class Edge:
 
     def __str__(self) -> str:
         return f"e{self.index} {self.value} {self.source}{self.phase}>{self.target}{self.user_phase}"
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A parameter's rows or columns are spread over an axis. Along `dim` the whole tensor is `blocks` equal
-    blocks (the query, key and value of a fused matrix); a rank holds its equal part of each, in order.
-
-    copies: consecutive ranks that hold the same part (a head of keys that they share). Each has an addend of
-    the part's gradient, and the axis is in `Parameter.partial`.
-    """
-
-    axis: str
-    dim: int
-    blocks: int = 1
-    copies: int = 1
-
-    def parts(self, size: int) -> int:
-        """Different parts over an axis of `size` ranks."""
-        return size // self.copies
-
-    def part(self, coordinate: int) -> int:
-        """Which of them the rank at a coordinate of the axis holds."""
-        return coordinate // self.copies
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter: where it is used, its gradient's value name on each stage, and its tie. `spec` is what
-    one rank holds.
-
-    grads: for each stage that holds it, (stage, phase, value name) of its part of the gradient; the
-        gradient is the sum of the parts over stages and microbatches.
-    tied_to: the first name of a group of names for one tensor (its own name when it has only one).
-    own_dtype: the dtype of the model's parameter where ops read a copy of `spec`'s dtype, else None.
-    shards: how it is spread over axes; a rank along any other axis holds the same values.
-    partial: axes along which every rank's gradient is an addend of the sum (a norm that sees a slice of the
-        sequence); the addends are summed once a step. Along an axis over which the parameter is spread, those
-        of the ranks that hold the same part.
-    frozen: it required no gradient when the step was captured; without `grads` and not frozen, it is one
-        that the loss does not depend on.
-    """
-
-    name: str
-    spec: TensorSpec
-    stages: tuple[int, ...]
-    grads: tuple[tuple[int, Phase, str], ...]
-    tied_to: str
-    own_dtype: str | None = None
-    shards: tuple[Shard, ...] = ()
-    partial: tuple[str, ...] = ()
-    frozen: bool = False
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of the parameter, and of the copy that ops read where there is one."""
-        return self.spec.nbytes + (self.grad_nbytes if self.own_dtype is not None else 0)
-
-    @property
-    def grad_nbytes(self) -> int:
-        """Bytes of the accumulated gradient, which has the parameter's own dtype."""
-        return TensorSpec(self.spec.shape, self.own_dtype or self.spec.dtype).nbytes
-
-    def slots(self, axis: str, size: int) -> int:
-        """Gradients that lie side by side while this one is summed over an axis of `size` ranks: 1, or where
-        only copies add up, as many as there are different parts, so that one sum serves all of them."""
-        return next((s.parts(size) for s in self.shards if s.axis == axis and s.copies > 1), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A buffer: where it is read, and (stage, phase, value) of its update if the model writes it."""
-
-    name: str
-    spec: TensorSpec
-    stages: tuple[int, ...]
-    updates: tuple[tuple[int, Phase, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A constant tensor of the model's code, with its elements in row-major order."""
-
-    name: str
-    spec: TensorSpec
-    data: tuple[float | int | bool, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

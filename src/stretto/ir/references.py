@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.ir.action import Phase
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Count, Edge, Job, Op, Ref
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STEP_LOSS, WAIT, Count, Edge, Job, Op, Ref
 
 STAGE = "there is no stage {}; the job has {}"
 RANK = "there is no rank {}; the plan has {}"
 EDGE = "there is no edge e{}; the job has {}"
 PART = "there is no part {}; the window has {}"
-BUCKET = "there is no bucket {!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def broken_references(plan: Plan) -> list[BrokenReference]:
             _instruction(found, plan, f"orders[{rank}][{at}]", instruction)
     found.rank = None
     _communicators(found, plan)
-    _buckets(found, plan)
+    _sums(found, plan)
     _costs(found, plan)
     return found
 
@@ -79,9 +79,9 @@ def _programs(found: _Found, job: Job) -> None:
         for phase in PHASES:
             found.points(f"{path}.ops", phase, stage.ops, "the program {} is missing")
         for phase in stage.ops:
-            found.points(f"{path}.ops", phase, PHASES, "there is no program {}")
+            found.points(f"{path}.ops", phase, (*PHASES, Phase.REDUCE_GRAD), "there is no program {}")
         # I and W may run as one action, so their ops share one name space.
-        for phases in ((Phase.F,), (Phase.I, Phase.W)):
+        for phases in ((Phase.F,), (Phase.I, Phase.W), (Phase.REDUCE_GRAD,)):
             seen: set[str] = set()
             for phase in phases:
                 for number, op in enumerate(stage.ops.get(phase, ())):
@@ -244,14 +244,14 @@ def _window(found: _Found, plan: Plan, name: str, window: Window) -> None:
     if window.shares:
         what = "names, for each part, the first part of its stage and microbatch"
         found.unless(_sound_shares(window), f"{path}.shares", what)
-    made = [{op.name for sub in phase.parts for op in job.stages[s].ops[sub]} for s, phase in window.parts]
+    made = [
+        {op.name for sub in phase.parts for op in job.stages[s].ops.get(sub, ())} for s, phase in window.parts
+    ]
     for at, item in enumerate(window.items):
         here = f"{path}.items[{at}]"
-        if item.kind is ItemKind.REDUCE:
-            found.points(here, item.ref, {bucket.name for bucket in plan.buckets}, BUCKET)
-        elif not found.points(here, item.part, parts, PART):
+        if not found.points(here, item.part, parts, PART):
             continue
-        elif item.kind is not ItemKind.OP:
+        if item.kind is not ItemKind.OP:
             found.points(here, item.ref, range(len(job.edges)), EDGE)
         elif item.ref not in made[item.part]:
             stage, phase = window.parts[item.part]
@@ -274,11 +274,8 @@ def _instruction(found: _Found, plan: Plan, path: str, instruction: Instruction)
             parts = len(plan.windows[str(ref)].parts)
             what = f"window {ref} takes {parts} microbatches, found {bound}"
             found.unless(bound == parts, path, what)
-    elif kind in (InstructionKind.RECV, InstructionKind.SENT):
-        if found.points(path, ref, range(len(plan.job.edges)), EDGE):
-            found.unless(bound == 1, path, f"{kind} takes one microbatch, found {bound}")
-    elif kind in (InstructionKind.REDUCE, InstructionKind.REDUCED):
-        found.points(path, ref, {bucket.name for bucket in plan.buckets}, BUCKET)
+    elif found.points(path, ref, range(len(plan.job.edges)), EDGE):
+        found.unless(bound == 1, path, f"{kind} takes one microbatch, found {bound}")
 
 
 def _communicators(found: _Found, plan: Plan) -> None:
@@ -295,16 +292,32 @@ def _communicators(found: _Found, plan: Plan) -> None:
                 found.points(f"{path}.ranks[{k}]", rank, range(sizes[axis]), what)
 
 
-def _buckets(found: _Found, plan: Plan) -> None:
-    groups = {parameter.tied_to for parameter in plan.job.parameters}
+def _sums(found: _Found, plan: Plan) -> None:
+    """Programs of sums: starts over a communicator of the plan, and waits for them."""
+    known = {parameter.tied_to for parameter in plan.job.parameters} | {STEP_LOSS}
     lanes = {communicator.name for communicator in plan.communicators}
-    names = [bucket.name for bucket in plan.buckets]
-    for at, bucket in enumerate(plan.buckets):
-        path = f"buckets[{at}]"
-        found.unless(names.index(bucket.name) == at, path, f"bucket {bucket.name!r} is there twice")
-        found.points(f"{path}.communicator", bucket.communicator, lanes, "there is no communicator {!r}")
-        for k, name in enumerate(bucket.parameters):
-            found.points(f"{path}.parameters[{k}]", name, groups, "there is no tied group {!r}")
+    for at, stage in enumerate(plan.job.stages):
+        started: list[tuple[Ref]] = []
+        for k, op in enumerate(stage.ops.get(Phase.REDUCE_GRAD, ())):
+            path, name = f"job.stages[{at}].ops.{Phase.REDUCE_GRAD}[{k}]", op.name
+            if op.target == WAIT:
+                found.unless(op.args in started, path, f"{name}: waits for no sum that starts before it")
+                continue
+            what = f"{name}: is no sum of gradients or of the loss, and no wait for one: {op.target}"
+            if found.unless(_is_sum(op), path, what):
+                found.points(path, op.lane, lanes, f"{name}: there is no communicator {{!r}}")
+                for group in op.sums:
+                    found.points(path, group, known, f"{name}: there is no tied group {{!r}}")
+                started.append((Ref(name),))
+
+
+def _is_sum(op: Op) -> bool:
+    match op.args:
+        case (tuple(read), "sum", str(), int(size)) if type(size) is int:
+            refs = all(isinstance(one, Ref) for one in read) and bool(op.sums)
+            whole = len(op.outputs) == 1 and op.outputs[0] is not None and not op.kwargs
+            return op.target == ALL_REDUCE.target and refs and whole and len(op.sums) == len(op.uses)
+    return False
 
 
 def _costs(found: _Found, plan: Plan) -> None:

@@ -35,7 +35,7 @@ class Span:
     """One interval on one lane of one rank.
 
     `name` is the action's token (`1B0`) for compute. For communication, and for what waits for it, it begins
-    with the axis: `pp 0>1 e3:0`, `pp loss`, `tp all_reduce mm_3_sum`, `dp 0.1` (a bucket of gradients).
+    with the axis: `pp 0>1 e3:0`, `pp loss`, `tp all_reduce mm_3_sum`, `dp 0.1` (a sum of gradients).
     For a message, (sender, sent_us) says who sent it and when the send was started, and `edge` which one of
     the job's it is.
     """

@@ -7,13 +7,13 @@ a link between places says nothing of the ranks that share one, so those are ref
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto.errors import PlanError
-from stretto.ir.collectives import ALL_REDUCE
+from stretto.ir.collectives import ALL_REDUCE, Collective
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost, Costs, Link
-from stretto.ir.plan import Bucket, Communicator
+from stretto.ir.plan import LOSS, Communicator
 from stretto.ir.program import GETITEM, WAIT, Job, Op, Parameter
 
 SUM = ALL_REDUCE.name
@@ -122,22 +122,24 @@ def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
     Raises PlanError when there are data-parallel ranks and no cost of their collectives.
     """
     nbytes = job.loss_spec.nbytes
-    found = costs.collectives.get(("loss", SUM))
+    found = costs.collectives.get((LOSS, SUM))
     if found is not None:
         return _time(found, nbytes)
     total = CollectiveTime(0.0)
     for axis in job.data_axes:
         total += axis_time(costs, axis, SUM, nbytes)
     if len(places) > 1:
-        total += sum_time(costs, "loss", places, 0)
+        total += sum_time(costs, LOSS, places, 0)
     return total
 
 
-def bucket_time(costs: Costs, communicator: Communicator, nbytes: int) -> CollectiveTime:
-    """The sum of a bucket of gradients. Raises PlanError as `axis_time` does."""
+def collective_time(costs: Costs, job: Job, communicator: Communicator, asked: Collective) -> CollectiveTime:
+    """What an op starts on a communicator. Raises PlanError as `axis_time` does."""
+    if communicator.name == LOSS:
+        return loss_time(costs, job, communicator.ranks)
     if communicator.joins_places:
-        return sum_time(costs, communicator.name, communicator.ranks, nbytes)
-    return axis_time(costs, communicator.name, SUM, nbytes)
+        return sum_time(costs, communicator.name, communicator.ranks, asked.nbytes)
+    return axis_time(costs, communicator.name, asked.kind, asked.nbytes)
 
 
 def _time(cost: CollectiveCost, nbytes: int) -> CollectiveTime:
@@ -157,27 +159,15 @@ def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...
     return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
 
-def bucket_bytes(job: Job, buckets: Iterable[Bucket]) -> Mapping[str, int]:
-    """Bucket -> bytes of the tensor that its communicator sums."""
-    parameters = {parameter.tied_to: parameter for parameter in job.parameters}
-    return {
-        bucket.name: sum(
-            summed_bytes(job, parameters[group], bucket.communicator)
-            for group in bucket.parameters
-            if group in parameters
-        )
-        for bucket in buckets
-    }
-
-
 def summed_bytes(job: Job, parameter: Parameter, axis: str) -> int:
     """Bytes that a gradient takes in a sum over an axis, or over a communicator of ties."""
     return parameter.grad_nbytes * parameter.slots(axis, job.size(axis))
 
 
 def is_free(op: Op) -> bool:
-    """Whether an op may be without a cost: views, waits and parts of tuples take no time of their own."""
-    return op.alias is not None or op.target in (GETITEM, WAIT)
+    """Whether an op may be without a cost: views, waits, parts of tuples and starts of sums of gradients take
+    no time of their own."""
+    return op.alias is not None or op.target in (GETITEM, WAIT) or bool(op.sums)
 
 
 def op_time_us(costs: Costs, stage: int, op: Op) -> float | None:

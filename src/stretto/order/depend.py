@@ -2,7 +2,7 @@
 
     1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
        for its time on the lane of its axis; a wait for a collective; a message's wait and its send; the start
-       of a bucket's sum, which nothing in the window waits for.
+       of a sum of gradients, which nothing in the window waits for.
     2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
        value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
        before the backward's first op: lower bounds count on actions of a microbatch in this order.
@@ -23,10 +23,10 @@ from enum import StrEnum
 
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
-from stretto.ir.flow import PHASES
-from stretto.ir.plan import Bucket, Item, ItemKind, Window
+from stretto.ir.flow import ops_of_stage
+from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
-from stretto.ir.transfers import SUM, axis_time, bucket_bytes, message_us, time_of
+from stretto.ir.transfers import axis_time, message_us, time_of
 from stretto.order.storages import Storage, find_storages
 from stretto.schedule.windows import adding_items
 
@@ -130,15 +130,13 @@ def make_graph(
     stage_ranks: Sequence[int],
     outside: Outside = NOTHING,
     microbatches: Sequence[int] = (),
-    buckets: Sequence[Bucket] = (),
 ) -> WindowGraph:
     """The graph of a window. outside: what is known of other ranks. microbatches: of its parts, where it
-    runs once; without them messages that stay on the rank are taken to be for the same. buckets: those whose
-    sums start in it.
+    runs once; without them messages that stay on the rank are taken to be for the same.
 
     Raises PlanError for a collective without a cost.
     """
-    return _Maker(job, costs, window, stage_ranks, outside, microbatches, buckets).make()
+    return _Maker(job, costs, window, stage_ranks, outside, microbatches).make()
 
 
 class _Maker:
@@ -150,7 +148,6 @@ class _Maker:
         stage_ranks: Sequence[int],
         outside: Outside,
         microbatches: Sequence[int],
-        buckets: Sequence[Bucket],
     ) -> None:
         self.microbatches = microbatches or (0,) * len(window.parts)
         self.job = job
@@ -158,15 +155,9 @@ class _Maker:
         self.window = window
         self.stage_ranks = stage_ranks
         self.outside = outside
-        self.buckets = {bucket.name: bucket for bucket in buckets}
         stages = {stage for stage, _ in window.parts}
-        # Where phases use one name, that of the window counts.
         self.ops: list[dict[str, Op]] = [
-            {
-                op.name: op
-                for sub in sorted(PHASES, key=lambda made: made in phase.parts)
-                for op in job.stages[stage].ops[sub]
-            }
+            {name: op for name, (op, _) in ops_of_stage(job.stages[stage], phase).items()}
             for stage, phase in window.parts
         ]
         self.bytes_in = {
@@ -185,26 +176,21 @@ class _Maker:
         sent: dict[tuple[int, int], int] = {}
         last_add: dict[int, int] = {}
         adds = self._adds()
-        adding = adding_items(self.job, self.window) if self.buckets else {}
+        adding = adding_items(self.job, self.window)
         for at, item in enumerate(self.window.items):
             need: set[int] = set()
             if item.kind is ItemKind.OP:
                 op = self.ops[item.part][str(item.ref)]
                 # 2. What it reads.
                 need |= {made for u in op.uses if (made := self._maker(item.part, u)) >= 0}
-                # 3. One order of additions.
+                # 3. One order of additions, and all before their sum.
+                need |= {added for group in op.sums for added in adding.get(group, ())}
                 for parameter in adds.get((item.part, op.name), ()):
                     if parameter in last_add:
                         need.add(last_add[parameter])
                     last_add[parameter] = at
                 self.made[item.part, op.name] = at
                 nodes.append(self._op(item, op))
-            elif item.kind is ItemKind.REDUCE:
-                bucket = self.buckets[str(item.ref)]
-                need |= {added for group in bucket.parameters for added in adding.get(group, ())}
-                nbytes = bucket_bytes(self.job, [bucket])[bucket.name]
-                time = axis_time(self.costs, bucket.communicator, SUM, nbytes)
-                nodes.append(Node(item, Role.SUM, 0.0, bucket.communicator, time.us, time.load))
             else:
                 edge = self.job.edges[int(item.ref)]
                 message = edge.index, self.microbatches[item.part]
@@ -269,7 +255,8 @@ class _Maker:
         asked = op.collective
         if asked is not None:
             time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes)
-            return Node(item, Role.START, work_us, asked.axis, time.us, time.load)
+            role = Role.SUM if op.sums else Role.START
+            return Node(item, role, work_us, asked.axis, time.us, time.load)
         if op.target == WAIT:
             start = self._maker(item.part, op.uses[0])
             us = 0.0

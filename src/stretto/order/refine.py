@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stretto.errors import PlanError
-from stretto.ir.plan import InstructionKind, Plan, Window
+from stretto.ir.plan import Plan, Window
 from stretto.order import NOTHING, Arranger, Outside, Role
 from stretto.order.search import GAIN, Budget, Point, Scope, Search
 from stretto.order.walk import Chosen
@@ -59,12 +59,7 @@ def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Ref
     None where there is nothing to search: no messages between ranks, or steps too long to be simulated often.
     """
     plan = build(captured)
-    items = (
-        len(plan.windows[str(i.ref)].items)
-        for order in plan.orders
-        for i in order
-        if i.kind is InstructionKind.RUN
-    )
+    items = (len(window.items) for rank in range(plan.ranks) for _, _, window in plan.runs(rank))
     allowed = min(MOST, WORK // max(1, sum(items)))
     if plan.ranks == 1 or allowed < FEWEST:
         return None

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
@@ -46,7 +47,7 @@ def find_storages(
     memory = _Places(job, window, ops, made)
     users: dict[tuple[int, str], list[int]] = {}
     for at, item in enumerate(window.items):
-        if item.kind is ItemKind.REDUCE:
+        if window.parts[item.part][1] is Phase.REDUCE_GRAD:
             continue  # gradients are the rank's, and not the window's
         if item.kind is not ItemKind.OP:
             names: tuple[str, ...] = (job.edges[int(item.ref)].value,)
@@ -100,7 +101,8 @@ class _Places:
     def kept(self) -> set[tuple[int, str]]:
         """Step 3."""
         found: set[tuple[int, str]] = set()
-        for part, (stage, phase) in enumerate(self.window.parts):
+        for part in self.window.actions:
+            stage, phase = self.window.parts[part]
             here = {sub for k in (part, *self.window.mates(part)) for sub in self.window.parts[k][1].parts}
             for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
                 if sub not in here:

@@ -11,24 +11,26 @@ knows them may give windows in a better order of items (`stretto.order`).
        its sends. A receive is posted `lookahead` messages before it is needed, so that the transfer
        never waits for the receiver, and no more buffers are held than that.
     4. Sends are waited for at the end, or where `sent_before` says that they have left long ago.
-    5. The loss is told as soon as its last part exists. Gradients are summed (`stretto.schedule.sums`): a sum
-       that waits for no other starts inside the window that completes it, those of ties after it, as they
-       have one order on all ranks. All are waited for at the end of the step.
+    5. The loss and gradients are summed (`stretto.schedule.sums`). A sum that waits for no other starts in
+       the window that completes the gradient; one that joins places, as that of the loss, in a window of its
+       own after that, as these have one order on all ranks. All are waited for in a last window, in which
+       those start that wait for others.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from stretto.ir.action import Phase, Schedule, Slot
-from stretto.ir.plan import Bucket, Communicator, Instruction, InstructionKind, ItemKind, Window
-from stretto.ir.program import Job, OverlapMode
+from stretto.ir.action import ONCE, Phase, Schedule, Slot
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Plan, Window
+from stretto.ir.program import STEP_LOSS, WAIT, Job, Op, OverlapMode
 from stretto.order.at_once import waits_at_once
 from stretto.schedule.posting import Message, latest_posts, post_positions
-from stretto.schedule.sums import Sums, communicators_of, make_sums, tells_loss
-from stretto.schedule.windows import last_name, make_window, window_name, with_sums
+from stretto.schedule.sums import communicators_of, with_sums
+from stretto.schedule.windows import last_name, last_run, make_window, window_name
 
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed. Two keep a saturated link busy (one in transfer, one
@@ -38,32 +40,35 @@ matched); the third absorbs jitter. Assumed; the cost is three activation buffer
 def lower(
     job: Job,
     schedule: Schedule,
+    costs: Costs,
     *,
     overlap: OverlapMode = "local",
     windows: Mapping[str, Window] | None = None,
     sent_before: Mapping[Message, int] | None = None,
-) -> tuple[dict[str, Window], tuple[tuple[Instruction, ...], ...], tuple[Communicator, ...]]:
-    """Windows that are run, by name, orders by rank, and communicators in the order of their creation.
+) -> Plan:
+    """The plan, neither proved nor simulated.
 
     overlap: "off" waits for every message, collective and sum (but of ties) as soon as it is started, and
     posts a receive one message ahead (less would deadlock): the baseline that hides nothing. The others
     differ in schedule and windows alone.
     windows: by name, every kind that the schedule has, in the order of their items; as captured without it.
-    Of last runs, those that are there are taken, and others are made of their kind (`with_sums`).
+    Of last runs, those that are there are taken, and others are made of their kind (`last_run`).
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
     """
-    sums = make_sums(job, schedule)
     if windows is None:
         windows = captured_windows(job, schedule, at_once=overlap == "off")
-    start_order = _start_order(sums, schedule)
+    job = with_sums(job, schedule)
+    communicators = communicators_of(job, schedule)
+    sums = _sums(job, schedule, communicators, overlap != "off")
     windows = dict(windows)
     names = [[window_name(slot) for slot in order] for order in schedule.orders]
-    if overlap != "off":
-        for rank, at, buckets in _inside(sums, start_order):
+    for rank, of_rank in enumerate(sums):
+        for at, inside in of_rank.inside.items():
             plain, names[rank][at] = names[rank][at], last_name(names[rank][at])
             if names[rank][at] not in windows:
-                windows[names[rank][at]] = with_sums(job, windows[plain], buckets)
+                ops = [op for name in inside for op in of_rank.program if op.name == name]
+                windows[names[rank][at]] = last_run(job, windows[plain], of_rank.stage, ops)
     windows = {name: windows[name] for of_rank in names for name in of_rank}
     of_window = {name: _Traffic.of(window) for name, window in windows.items()}
     traffic = [[of_window[name] for name in of_rank] for of_rank in names]
@@ -71,13 +76,13 @@ def lower(
     latest = _latest(job, schedule, traffic) if overlap == "off" else {}
     orders = tuple(
         _order(
-            *(job, schedule, traffic, sends, rank, overlap != "off", sent_before or {}, latest, sums),
-            start_order,
+            *(job, schedule, traffic, sends, rank, overlap != "off", sent_before or {}, latest, sums[rank]),
             names[rank],
         )
         for rank in range(schedule.ranks)
     )
-    return windows, orders, communicators_of(job, schedule)
+    windows.update((window.name, window) for of_rank in sums for window in of_rank.windows)
+    return Plan(job, schedule, windows, orders, communicators, costs, overlap=overlap)
 
 
 def captured_windows(job: Job, schedule: Schedule, *, at_once: bool = False) -> dict[str, Window]:
@@ -160,8 +165,7 @@ def _order(
     overlap: bool,
     sent_before: Mapping[Message, int],
     latest: Mapping[Message, int],
-    sums: Sums,
-    start_order: Sequence[tuple[Bucket, Mapping[int, int]]],
+    sums: _Sums,
     names: Sequence[str],
 ) -> tuple[Instruction, ...]:
     """Steps 2 to 5 for one rank. names: of its runs' windows."""
@@ -190,47 +194,20 @@ def _order(
             instruction = Instruction(InstructionKind.SENT, message[0], (message[1],))
             (end if earliest >= len(order) else before[earliest]).append(instruction)
 
-    # 5. The loss and gradients leave after the last run that adds to them.
-    loss_stage, _ = job.loss
-    finish: list[Instruction] = []
-    last_forward = _last_runs(order).get((loss_stage, Phase.F))
-    told = last_forward or 0
-    if tells_loss(job, schedule.ranks):
-        tell = Instruction(InstructionKind.LOSS)
-        if last_forward is None:
-            # One run before the end, so that the loss travels under that run; but before any sum of ties, as
-            # where the loss is: collectives that join places start in one order on all of them.
-            ties = [last[rank] for bucket, last in start_order if rank in last and _is_tied(bucket)]
-            where = min([len(order) - 1, *ties])
-            (before[where] if order else end).append(tell)
-        else:
-            after[last_forward].append(tell)
-        finish.append(Instruction(InstructionKind.HEARD))
-    earliest = told
-    for bucket, last in start_order:
-        if rank not in last:
-            continue
-        start, wait = (Instruction(k, bucket.name) for k in (InstructionKind.REDUCE, InstructionKind.REDUCED))
-        if _is_tied(bucket):
-            # One order on all ranks, so a sum never starts before those that stand before it. A rank that
-            # holds a copy and adds nothing to it could start at once, but for the loss.
-            earliest = max(earliest, last[rank])
-            after[earliest].append(start)
-        elif not overlap:
-            after[last[rank]] += [start, wait]
-            continue
-        finish.append(wait)
-    for together in sums.late[rank]:
-        finish += [Instruction(InstructionKind.REDUCE, name) for name in together]
-        finish += [Instruction(InstructionKind.REDUCED, name) for name in together]
+    # 5. What is summed.
+    for at, ops in sorted(sums.after.items()):
+        (after[at] if at >= 0 else before[0]).append(sums.run(ops))
+    if sums.end:
+        end.append(sums.run(sums.end))
 
     instructions: list[Instruction] = []
     for at, (slot, name) in enumerate(zip(order, names, strict=True)):
         instructions += before[at]
         microbatches = tuple(action.microbatch for action in slot.actions)
-        instructions.append(Instruction(InstructionKind.RUN, name, microbatches))
+        once = (ONCE,) if at in sums.inside else ()
+        instructions.append(Instruction(InstructionKind.RUN, name, microbatches + once))
         instructions += after[at]
-    return (*instructions, *end, *finish)
+    return (*instructions, *end)
 
 
 def _last_runs(order: Sequence[Slot]) -> dict[tuple[int, Phase], int]:
@@ -243,34 +220,81 @@ def _last_runs(order: Sequence[Slot]) -> dict[tuple[int, Phase], int]:
     }
 
 
-def _is_tied(bucket: Bucket) -> bool:
-    return bucket.communicator.startswith("tied ")
+@dataclass
+class _Sums:
+    """Where a rank's sums of gradients start and are waited for, by the names of ops, in order.
+
+    stage: whose program they are. inside: run -> those that start in it. after: run -> those of a window of
+    its own that follows (-1: before all). end: of the window at the step's end. windows: those of sums alone
+    that were made.
+    """
+
+    stage: int
+    program: tuple[Op, ...]
+    inside: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    after: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    end: list[str] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+
+    def run(self, ops: Sequence[str]) -> Instruction:
+        """A window of sums alone, and its run."""
+        name = f"{self.stage}{Phase.REDUCE_GRAD}" + (f" {len(self.windows)}" if self.windows else "")
+        items = tuple(Item(ItemKind.OP, 0, op) for op in ops)
+        self.windows.append(Window(name, ((self.stage, Phase.REDUCE_GRAD),), items))
+        return Instruction(InstructionKind.RUN, name, (ONCE,))
 
 
-def _inside(
-    sums: Sums, start_order: Sequence[tuple[Bucket, Mapping[int, int]]]
-) -> Iterator[tuple[int, int, list[Bucket]]]:
-    """Runs in which sums start: rank, index of the run, and the buckets."""
-    for rank in range(len(sums.early)):
-        inside: dict[int, list[Bucket]] = defaultdict(list)
-        for bucket, last in start_order:
-            if rank in last and not _is_tied(bucket):
-                inside[last[rank]].append(bucket)
-        for at, buckets in inside.items():
-            yield rank, at, buckets
-
-
-def _start_order(sums: Sums, schedule: Schedule) -> list[tuple[Bucket, dict[int, int]]]:
-    """Buckets that start early with, for each rank that holds one, its last run that adds to the gradient;
-    in the one order in which all ranks start the sums: by the latest last run, then as in the plan."""
-    runs = [_last_runs(order) for order in schedule.orders]
-    found: list[tuple[Bucket, dict[int, int]]] = []
-    for bucket in sums.buckets:
-        last = {
-            rank: max((runs[rank][made] for made in starts[bucket.name] if made in runs[rank]), default=0)
-            for rank, starts in enumerate(sums.early)
-            if bucket.name in starts
-        }
-        if last:
-            found.append((bucket, last))
-    return sorted(found, key=lambda item: max(item[1].values()))
+def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], overlap: bool) -> list[_Sums]:
+    """Step 5, of every rank. The order in which all start what they share is by the latest last run, then as
+    in the programs."""
+    joins = {found.name for found in communicators if found.joins_places}
+    adds: dict[str, set[tuple[int, Phase]]] = defaultdict(set)
+    adds[STEP_LOSS].add((job.loss[0], Phase.F))
+    for parameter in job.parameters:
+        adds[parameter.tied_to].update((stage, phase) for stage, phase, _ in parameter.grads)
+    found: list[_Sums] = []
+    early: dict[str, dict[int, int]] = defaultdict(dict)
+    waits: dict[str, str] = {}
+    for rank, order in enumerate(schedule.orders):
+        stage = min(schedule.stages_of(rank), default=-1)
+        program = job.stages[stage].ops.get(Phase.REDUCE_GRAD, ()) if stage >= 0 else ()
+        found.append(_Sums(stage, program))
+        runs = _last_runs(order)
+        touched: set[str] = set()
+        for op in program:
+            if op.target == WAIT:
+                waits[op.uses[0]] = op.name
+            elif touched.isdisjoint(op.sums):
+                ends = (runs[made] for group in op.sums for made in adds[group] if made in runs)
+                early[op.name][rank] = max(ends, default=-1)
+            touched.update(op.sums)
+    losses = [op.name for of_rank in found for op in of_rank.program if op.sums == (STEP_LOSS,)]
+    in_turn = sorted(early, key=lambda name: (name not in losses, max(0, *early[name].values())))
+    for rank, of_rank in enumerate(found):
+        ops = {op.name: op for op in of_rank.program}
+        here = [name for name in in_turn if rank in early[name]]
+        earliest = 0
+        for name in here:
+            last = max(0, early[name][rank])
+            if name in losses:
+                if early[name][rank] < 0:
+                    # One run before the end, so that the loss travels under that run; but before any sum of
+                    # ties, as where the loss is.
+                    ties = (max(0, early[n][rank]) for n in here if n != name and ops[n].lane in joins)
+                    last = min([len(schedule.orders[rank]) - 1, *ties]) - 1
+                earliest = max(0, last)
+                of_rank.after[last].append(name)
+            elif ops[name].lane in joins:
+                # One order on all ranks, so a sum never starts before those that come before it. A rank that
+                # holds a copy and adds nothing to it could start at once, but for the loss.
+                earliest = max(earliest, last)
+                of_rank.after[earliest].append(name)
+            elif overlap:
+                of_rank.inside[last].append(name)
+            else:
+                of_rank.after[last] += [name, waits[name]]
+                continue
+            of_rank.end.append(waits[name])
+        first = {one for name in here for one in (name, waits[name])}
+        of_rank.end += [op.name for op in of_rank.program if op.name not in first]
+    return found

@@ -37,6 +37,7 @@ from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
+from stretto.schedule.sums import without_sums
 from stretto.schedule.timing import peak_live
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
@@ -111,6 +112,7 @@ def make_plan(
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
+    job = without_sums(job)
     return _made(job, listed(job, costs), schedule, overlap, order, max_bytes)
 
 
@@ -217,6 +219,7 @@ def plan(
     """
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
+    job = without_sums(job)
     chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
     made = [

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stretto.errors import PlanError
-from stretto.ir.plan import ItemKind, Plan, Window
+from stretto.ir.action import Phase
+from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.order.depend import make_graph
 from stretto.order.early_sums import early_sums
 from stretto.passes.step import Context, Step
@@ -52,8 +53,7 @@ def _at_end(plan: Plan) -> dict[str, Window]:
     """By name, windows in which sums start, with these at their end."""
     found: dict[str, Window] = {}
     for name, window in plan.windows.items():
-        sums = tuple(item for item in window.items if item.kind is ItemKind.REDUCE)
-        items = (*(item for item in window.items if item.kind is not ItemKind.REDUCE), *sums)
+        items = tuple(sorted(window.items, key=lambda item: _sums(window, item)))
         if items != window.items:
             found[name] = replace(window, items=items)
     return found
@@ -71,15 +71,17 @@ def _reordered(plan: Plan) -> dict[str, Window]:
     """By name, windows in which sums start that have another order for it."""
     found: dict[str, Window] = {}
     for name, window in plan.windows.items():
-        starts = {str(item.ref) for item in window.items if item.kind is ItemKind.REDUCE}
-        if not starts:
+        if len(window.actions) in (0, len(window.parts)):
             continue
-        buckets = [bucket for bucket in plan.buckets if bucket.name in starts]
-        graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks, buckets=buckets)
+        graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
         items = tuple(graph.nodes[index].item for index in early_sums(graph))
         if items != window.items:
             found[name] = replace(window, items=items)
     return found
+
+
+def _sums(window: Window, item: Item) -> bool:
+    return window.parts[item.part][1] is Phase.REDUCE_GRAD
 
 
 def _sends(window: Window) -> bool:
@@ -88,7 +90,5 @@ def _sends(window: Window) -> bool:
 
 def _with(plan: Plan, windows: Mapping[str, Window]) -> Plan:
     """Lowered again, as receives are posted in the order of the sends."""
-    made, orders, _ = lower(
-        plan.job, plan.schedule, overlap=plan.overlap, windows={**plan.windows, **windows}
-    )
-    return replace(plan, windows=made, orders=orders)
+    windows = {**plan.windows, **windows}
+    return lower(plan.job, plan.schedule, plan.costs, overlap=plan.overlap, windows=windows)

@@ -15,7 +15,6 @@ from stretto.order.refine import ROUNDS, Refined, refine
 from stretto.order.whole_step import order_together
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
-from stretto.schedule.sums import make_sums
 from stretto.simulate import simulate
 
 BRIEF = 20
@@ -97,10 +96,9 @@ def lowered(step: Step, context: Context) -> Plan:
     costs = context.costs_of(job)
     if job.microbatches != microbatches:
         job = replace(job, microbatches=microbatches)
-    windows, orders, communicators = lower(
-        job, step.schedule, overlap=step.overlap, windows=step.windows, sent_before=step.sent_before
-    )
-    buckets = make_sums(job, step.schedule).buckets
-    return Plan(
-        job, step.schedule, windows, orders, communicators, costs, buckets=buckets, overlap=step.overlap
+    return lower(
+        *(job, step.schedule, costs),
+        overlap=step.overlap,
+        windows=step.windows,
+        sent_before=step.sent_before,
     )

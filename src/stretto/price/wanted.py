@@ -1,7 +1,7 @@
 """Which collectives a job's step has, by axis and kind: what is worth measuring, and at which sizes.
 
-Reads programs and parameters only. Once-a-step sums are grouped into buckets when the plan is lowered; here
-they count as a gradient alone and as all gradients of a stage together, between which every bucket lies.
+Reads programs and parameters only. Which gradients are summed together lowering decides; here
+they count as a gradient alone and as all gradients of a stage together, between which every sum lies.
 """
 
 from __future__ import annotations

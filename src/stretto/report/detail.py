@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Phase
-from stretto.ir.plan import InstructionKind, ItemKind, Plan
+from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.prices import specs_of as specs_of
 from stretto.ir.program import Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
@@ -61,7 +61,7 @@ def span_category(span: Span) -> str:
 
 
 def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
-    """Every window's ops in order with their predicted times, without its waits and sends.
+    """The ops of every window's actions in order with their predicted times, without its waits and sends.
 
     An item that names no op is passed over: whether a plan is sound is for `stretto.verify`.
     """
@@ -69,7 +69,8 @@ def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
     for name, window in plan.windows.items():
         programs = {
             (part, op.name): (op, sub)
-            for part, (stage, phase) in enumerate(window.parts)
+            for part in window.actions
+            for stage, phase in (window.parts[part],)
             for sub in phase.parts
             for op in plan.job.stages[stage].ops[sub]
         }
@@ -102,10 +103,10 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
     return tuple(
         tuple(
             Run(str(run.ref), run.microbatches, tuple(spans[rank, at]))
-            for at, run in enumerate(i for i in order if i.kind is InstructionKind.RUN)
+            for at, (_, run, _) in enumerate(plan.runs(rank))
             if (rank, at) in spans
         )
-        for rank, order in enumerate(plan.orders)
+        for rank in range(plan.ranks)
     )
 
 

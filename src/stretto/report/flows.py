@@ -132,7 +132,7 @@ class _Ops:
                     self._runs[rank, stage, microbatch].append((run.window, slices))
         for window, ops in window_ops(plan).items():
             starts = {
-                (row.stage, row.op.name): (at, row.op.collective.label(row.op.name))
+                (row.stage, row.op.name): (at, row.op.label)
                 for at, row in enumerate(ops)
                 if row.op.collective is not None
             }

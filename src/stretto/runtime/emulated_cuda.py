@@ -27,12 +27,10 @@ from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.ir.transfers import bucket_bytes, bucket_time, loss_time, message_us
+from stretto.ir.transfers import message_us
 from stretto.runtime.lone import LoneEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
 from stretto.simulate import simulate
-from stretto.simulate.live import LOSS, Work
-from stretto.simulate.windows import Call
 from stretto.verify.trace import ends_of
 
 LONG_ROWS = 2**18
@@ -171,19 +169,8 @@ class CudaTransport(LoneEnd["Queued"]):
     # Behind them.
 
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Queued:
-        work, _ = self._take(self._next_work, lane)
-        name, us = self._named(work)
-        return self._queue(lane, name, us, fill)
-
-    def _named(self, work: Work) -> tuple[str, float]:
-        plan = self._plan
-        if isinstance(work, Call):
-            return work.name, work.time.us
-        if work == LOSS:
-            return "pp loss", loss_time(plan.costs, plan.job, plan.communicator(LOSS).ranks).us
-        bucket = plan.bucket(work)
-        nbytes = bucket_bytes(plan.job, (bucket,))[work]
-        return work, bucket_time(plan.costs, plan.communicator(bucket.communicator), nbytes).us
+        call, _ = self._take(self._next_work, lane)
+        return self._queue(lane, call.name, call.time.us, fill)
 
     def _message_us(self, edge: int) -> float:
         link: Link = self._plan.costs.link(*ends_of(self._plan, edge))

@@ -11,8 +11,8 @@ The function's text is what it does, op by op; nothing is looked up while it run
        program is started and waited for where its ops stand.
     4. Gradients, the loss and buffer updates go to the rank's state where they arise; updates of buffers
        come last, so that every op of the window reads the microbatch's own version. A gradient that is a
-       matrix product is given as its two factors: the product is added where the gradient is kept. `reduce`
-       starts a bucket's sum there.
+       matrix product is given as its two factors: the product is added where the gradient is kept. A sum of
+       gradients reads them there, and its wait writes them.
     5. Values that later windows read go into the store.
 """
 
@@ -31,7 +31,7 @@ from stretto.ir.axes import TENSOR
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, STEP_LOSS, WAIT, Arg, Const, Job, Op, Ref
 from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
@@ -131,15 +131,15 @@ class Writer:
         item = self.window.items[at]
         self.enter(item.part)
         stage, phase = self.window.parts[item.part]
-        if item.kind is ItemKind.OP:
+        if phase is Phase.REDUCE_GRAD:
+            self.line(self._sum(item.part, self.ops[stage, str(item.ref)]))
+        elif item.kind is ItemKind.OP:
             op = self.ops[stage, str(item.ref)]
             if self.is_product(op, stage):
                 self.product(item.part, op, stage)
             else:
                 self.call(item.part, op)
                 self.keep_results(item.part, op, stage, phase)
-        elif item.kind is ItemKind.REDUCE:
-            self.line(f"hooks.reduce({str(item.ref)!r})")
         elif item.kind is ItemKind.WAIT:
             edge = self.job.edges[int(item.ref)]
             self.line(f"{self.name(item.part, edge.value)} = hooks.wait({edge.index}, m{item.part})")
@@ -152,9 +152,9 @@ class Writer:
 
     def enter(self, part: int) -> None:
         """Where several actions share the window, it is marked whose ops run from here on."""
-        if len(self.window.parts) > 1 and part != self.entered:
+        if len(self.window.actions) > 1 and part in self.window.actions and part != self.entered:
             self.line(f"hooks.enter({part})")
-        self.entered = part
+            self.entered = part
 
     def delete(self, values: Iterable[tuple[int, str]]) -> None:
         """Values that are not used any more."""
@@ -168,14 +168,17 @@ class Writer:
         """Item position -> values of the window that are not used after it (step 2)."""
         last: dict[tuple[int, str], int] = {}
         for at, item in enumerate(self.window.items):
+            if item.part not in self.window.actions:
+                continue
             if item.kind is ItemKind.OP:
                 op = self.ops[self.window.parts[item.part][0], str(item.ref)]
                 for name in (*op.uses, op.name):
                     if not self._is_fixed(name):
                         last[item.part, name] = at
-            elif item.kind is not ItemKind.REDUCE:
+            else:
                 last[item.part, self.job.edges[int(item.ref)].value] = at
-        for part, (stage, phase) in enumerate(self.window.parts):
+        for part in self.window.actions:
+            stage, phase = self.window.parts[part]
             # Buffers are written when the window ends; what they become lives until then.
             for sub in phase.parts:
                 for value, uses in self.results[stage, sub].items():
@@ -313,10 +316,25 @@ class Writer:
             dim = int(op.args[1])
             length = spec.shape[dim]
             return f"{value}.narrow({dim}, {at.get(str(op.args[2]), 0) * length}, {length})"
+        return f"hooks.start({self._asked(op)}, {value}, {size})"
+
+    def _asked(self, op: Op) -> str:
+        """What a start says before the value."""
         assert op.kind is not None
-        assert op.collective is not None
-        name, kind = op.collective.label(op.name), op.kind.name
-        return f"hooks.start({name!r}, {kind!r}, {op.how!r}, {op.args[-2]!r}, {value}, {size})"
+        return f"{op.label!r}, {op.kind.name!r}, {op.how!r}, {op.lane!r}"
+
+    def _sum(self, part: int, op: Op) -> str:
+        """The line for the start of a sum, which goes on over windows, or for its wait."""
+        start = op if op.target != WAIT else self.ops[self.window.parts[part][0], op.uses[0]]
+        of_loss = start.sums == (STEP_LOSS,)
+        grads = f"{start.sums!r}, {start.lane!r}"
+        if op.target == WAIT:
+            total = f"hooks.finish(store{part}.pop({start.name!r}))"
+            return f"hooks.set_loss({total})" if of_loss else f"hooks.set_grads({grads}, {total})"
+        value = "hooks.share_of_loss()" if of_loss else f"hooks.gather_grads({grads})"
+        return (
+            f"store{part}[{op.name!r}] = hooks.start({self._asked(op)}, {value}, {op.args[-1]}, owned=True)"
+        )
 
     def _text(self, part: int, arg: Arg) -> str:
         if isinstance(arg, Ref):
@@ -362,7 +380,8 @@ class Writer:
         self.line(f"hooks.add_product({self.parameters[name]}, {left}, {right})")
 
     def _updates(self) -> None:
-        for part, (stage, phase) in enumerate(self.window.parts):
+        for part in self.window.actions:
+            stage, phase = self.window.parts[part]
             for sub in phase.parts:
                 for value, uses in self.results[stage, sub].items():
                     for use in uses:

@@ -20,7 +20,7 @@ from stretto.ir.collectives import KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
 from stretto.runtime.transport import not_open
-from stretto.simulate.live import messages_of, ready_windows, works_of
+from stretto.simulate.live import calls_of, messages_of, ready_windows
 from stretto.verify.trace import EventKind
 
 Under = TypeVar("Under")
@@ -39,7 +39,7 @@ class LoneEnd(ABC, Generic[Under]):
         self._plan = plan
         self._place = plan.mesh.place(rank)
         self._windows = ready_windows(plan)
-        self._works = works_of(plan, self._place, self._windows)
+        self._works = calls_of(plan, self._place, self._windows)
         self._sends = messages_of(plan, self._place, EventKind.SEND)
         self._posts = messages_of(plan, self._place, EventKind.RECV)
         self._members: dict[str, tuple[int, ...]] = {}

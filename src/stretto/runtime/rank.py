@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stretto.ir.action import ONCE
 from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.placed_programs import differing_in
-from stretto.ir.plan import Bucket, Instruction, InstructionKind, Plan
+from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
@@ -99,7 +100,6 @@ class RankState:
         self._members: dict[str, list[int]] = defaultdict(list)
         for k in parameters:
             self._members[job.parameters[k].tied_to].append(k)
-        self._buckets = {bucket.name: bucket for bucket in plan.buckets}
         # Draws of data-parallel copies differ as those of microbatches do.
         self._first_microbatch = job.copy_of(self.coordinates) * job.microbatches
         self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
@@ -117,10 +117,6 @@ class RankState:
             InstructionKind.RECV: self._recv,
             InstructionKind.RUN: self._run,
             InstructionKind.SENT: self._sent,
-            InstructionKind.LOSS: self._tell,
-            InstructionKind.HEARD: self._heard,
-            InstructionKind.REDUCE: lambda instruction: self.reduce(str(instruction.ref)),
-            InstructionKind.REDUCED: self._reduced,
         }
         self._clear()
 
@@ -135,8 +131,7 @@ class RankState:
         self._local: dict[tuple[int, int], torch.Tensor] = {}
         self._leaving: dict[tuple[int, int], tuple[Handle, torch.Tensor]] = {}
         self._losses: dict[int, torch.Tensor] = {}
-        self._told: tuple[Handle, torch.Tensor] | None = None
-        self._summing: dict[str, tuple[Handle, torch.Tensor, list[torch.Tensor], list[Slot]]] = {}
+        self._loss: torch.Tensor | None = None
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Walk all instructions once. batch: leaves of the whole batch. Returns the step's loss.
@@ -165,8 +160,7 @@ class RankState:
             if self._kept is not None:
                 self.drawn()  # an op failed between its seed and its end
         self.steps += 1
-        assert self._told is not None or self._losses, "no rank told the loss"
-        loss = self._told[1] if self._told is not None else self._share()
+        loss = self.share_of_loss() if self._loss is None else self._loss
         self._clear_after()
         return loss
 
@@ -176,7 +170,7 @@ class RankState:
         self._batch = []
         self._stores = {}
         self._losses = {}
-        self._told = None
+        self._loss = None
 
     # Instructions.
 
@@ -195,10 +189,11 @@ class RankState:
         arguments: list[object] = []
         for stage, microbatch in zip(window.stages, instruction.microbatches, strict=True):
             store = self._stores.setdefault((stage, microbatch), {})
-            arguments += [self._batch[microbatch], store, microbatch]
+            arguments += [self._batch[microbatch] if microbatch != ONCE else {}, store, microbatch]
         start = now()
         window.run(self, *arguments)
-        self.marks.runs.append((name, instruction.microbatches, start, now()))
+        if self.plan.windows[name].actions:
+            self.marks.runs.append((name, instruction.microbatches, start, now()))
 
     def _sent(self, instruction: Instruction) -> None:
         key = (int(instruction.ref), instruction.microbatches[0])
@@ -207,42 +202,9 @@ class RankState:
         handle.wait()
         self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, now()))
 
-    def _tell(self, _: Instruction) -> None:
-        copies = self.plan.job.copies
-        if self._losses:
-            value = self._share()
-        else:
-            value = torch.zeros((), dtype=self._loss_dtype, device=self.device)
-        if copies > 1:
-            # One of each copy's ranks adds its share, the others nothing.
-            self._told = (self.transport.all_reduce("loss", value), value)
-        else:
-            source = self._peer(self.plan.rank_of(self.plan.job.loss[0]))
-            self._told = (self.transport.broadcast("loss", value, source), value)
-        self.marks.starts.append(("pp loss", 0, now()))  # a latency; its bytes are nothing
-
-    def _heard(self, _: Instruction) -> None:
-        assert self._told is not None
-        start = now()
-        self._told[0].wait()
-        self.marks.finishes.append(("pp loss", "loss", start, now()))
-
-    def reduce(self, name: str) -> None:
-        """Start a bucket's sum; windows call it too."""
-        bucket = self._buckets[name]
-        grads = [self._grad_of(group) for group in bucket.parameters]
-        slots = [self._slot(group, bucket.communicator) for group in bucket.parameters]
-        total = together(grads, slots)
-        self.marks.starts.append((self._label(bucket), total.nbytes, now()))
-        handle = self.transport.all_reduce(bucket.communicator, total)
-        self._summing[bucket.name] = (handle, total, grads, slots)
-
-    def _slot(self, name: str, axis: str) -> Slot:
-        parameter = self.plan.job.parameters[self._members[name][0]]
-        return slot_of(self.plan.job, parameter, axis, self.coordinates)
-
-    def _label(self, bucket: Bucket) -> str:
-        return f"pp {bucket.communicator}" if bucket.communicator.startswith("tied ") else bucket.name
+    def _slots(self, groups: Sequence[str], lane: str) -> list[Slot]:
+        held = (self.plan.job.parameters[self._members[group][0]] for group in groups)
+        return [slot_of(self.plan.job, parameter, lane, self.coordinates) for parameter in held]
 
     def _grad_of(self, name: str) -> torch.Tensor:
         """The gradient of a tied group as this rank has it, in one piece, and kept under one parameter."""
@@ -258,18 +220,6 @@ class RankState:
             total = total + self.grads.pop(other)
         self.grads[adding[0]] = total = total.contiguous()
         return total
-
-    def _reduced(self, instruction: Instruction) -> None:
-        name = str(instruction.ref)
-        handle, total, grads, slots = self._summing.pop(name)
-        start = now()
-        handle.wait()
-        bucket = self._buckets[name]
-        self.marks.finishes.append((self._label(bucket), bucket.communicator, start, now()))
-        apart(total, grads, slots)
-
-    def _share(self) -> torch.Tensor:
-        return self.divisor.share([self._losses[m] for m in sorted(self._losses)])
 
     # What windows call beside ops. Microbatches are numbers, edges and parameters places in the job.
 
@@ -293,12 +243,41 @@ class RankState:
         self.marks.sends.append((edge, microbatch, now()))
         self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
 
-    def start(self, name: str, kind: str, how: How, lane: str, value: torch.Tensor, size: int) -> Started:
+    def gather_grads(self, groups: Sequence[str], lane: str) -> torch.Tensor:
+        """What is summed of these tied groups, in one tensor."""
+        return together([self._grad_of(group) for group in groups], self._slots(groups, lane))
+
+    def set_grads(self, groups: Sequence[str], lane: str, total: torch.Tensor) -> None:
+        """They are summed."""
+        apart(total, [self._grad_of(group) for group in groups], self._slots(groups, lane))
+
+    def share_of_loss(self) -> torch.Tensor:
+        """One of each copy's ranks adds its share, the others nothing."""
+        if not self._losses:
+            return torch.zeros((), dtype=self._loss_dtype, device=self.device)
+        return self.divisor.share([self._losses[m] for m in sorted(self._losses)])
+
+    def set_loss(self, total: torch.Tensor) -> None:
+        """The step's loss is known."""
+        self._loss = total
+
+    def start(
+        self,
+        name: str,
+        kind: str,
+        how: How,
+        lane: str,
+        value: torch.Tensor,
+        size: int,
+        *,
+        owned: bool = False,
+    ) -> Started:
+        """owned: nothing else reads the value before the wait."""
         began = now()
         row = KINDS[kind]
         if row.in_place:
-            # Of its own, as others may read the value that is summed.
-            result = source = value.clone(memory_format=torch.contiguous_format)
+            copied = value.clone(memory_format=torch.contiguous_format) if not owned else value
+            result = source = copied
         else:
             source = value.contiguous()
             shape = row.shape(source.shape, size, how)

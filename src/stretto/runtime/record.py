@@ -14,6 +14,7 @@ from functools import partial
 
 from stretto.ir.action import Action, Phase
 from stretto.ir.axes import PIPELINE
+from stretto.ir.flow import PHASES
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
@@ -71,10 +72,10 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
     }
     turns = [Turns(plan, m) for m in marks]
     phases = {
-        (stage.index, op.collective.label(op.name)): phase
+        (stage.index, op.label): phase
         for stage in plan.job.stages
-        for phase, ops in stage.ops.items()
-        for op in ops
+        for phase in PHASES
+        for op in stage.ops[phase]
         if op.collective is not None
     }
 

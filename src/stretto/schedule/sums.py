@@ -1,100 +1,80 @@
-"""Which gradients are summed once a step, over which ranks, and how they are grouped.
+"""What is summed once a step, over which ranks, and how it is grouped: the programs REDUCE_GRAD.
 
 The contract: a gradient may have to be summed for three reasons, in this order: its parts along an axis
 (`Parameter.partial`), its copies on several places of the pipeline (ties), the data-parallel copies. Ties
-are summed one by one. For the other two, large gradients have a bucket of their own, which is summed where
-it is; small ones share buckets, so that they do not pay a latency each: those that are ready at about the
-same time (Li et al., "PyTorch Distributed", 2020), so that their sum starts within the backward.
+are summed one by one. For the other two, large gradients are summed alone, where they are; small ones share a
+tensor, so that they do not pay a latency each: those that are ready at about the same time (Li et al.,
+"PyTorch Distributed", 2020), so that their sum starts within the backward.
 
-Buckets name parameters by their tied group, and belong to one place; the tied ones to all that hold a copy.
+    1. All that a place sums is the program of its first stage: rounds of starts and their waits. Sums of one
+       gradient are in one round after the other, as they write to the same memory.
+    2. Sums that wait for no other are the first round, that of the loss before all. Lowering starts them as
+       soon as what they sum is complete, and waits for them before the second.
+
 May touch `stretto.ir`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
-from stretto.ir.plan import Bucket, Communicator
-from stretto.ir.program import Job
-from stretto.ir.transfers import tied_ranks
+from stretto.ir.collectives import ALL_REDUCE
+from stretto.ir.flow import PHASES
+from stretto.ir.plan import LOSS, Communicator
+from stretto.ir.program import (
+    DTYPE_BYTES,
+    GRAD,
+    STEP_LOSS,
+    WAIT,
+    Job,
+    Op,
+    Parameter,
+    Ref,
+    Stage,
+    TensorSpec,
+)
+from stretto.ir.transfers import summed_bytes, tied_ranks
 
 LARGE_BYTES = 4 * 2**20
 """Gradients of at least this size are summed alone. Assumed: their transfer takes far longer than a
-collective's latency on any link, and a copy into a shared buffer would cost memory and time. A shared bucket
+collective's latency on any link, and a copy into a shared buffer would cost memory and time. A shared buffer
 that has grown to it is closed, for the same reason: more would only start later."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """All buckets, and how each place sums them.
-
-    early[place]: bucket name -> programs in whose last run on the place the sum can start.
-    late[place]: rounds of buckets that start after all early ones have ended, one round after the other.
-    """
-
-    buckets: tuple[Bucket, ...]
-    early: tuple[Mapping[str, frozenset[tuple[int, Phase]]], ...]
-    late: tuple[tuple[tuple[str, ...], ...], ...]
 
 
 @dataclass(slots=True)
 class _Group:
     """A tied group on one place."""
 
-    nbytes: int = 0
+    parameter: Parameter
     home: int = 0
     ready: int = 0
     """Where the last of its addends stands in the backward of `home`."""
     partial: tuple[str, ...] = ()
-    spread: set[str] = field(default_factory=set)
-    """Axes of which each rank has a part of the parameter."""
-    adds: set[tuple[int, Phase]] = field(default_factory=set)
 
 
-def make_sums(job: Job, schedule: Schedule) -> Sums:
-    """The buckets of a job whose stages are placed as in `schedule`."""
+def with_sums(job: Job, schedule: Schedule) -> Job:
+    """The job whose stages, placed as in `schedule`, have the sums of their places."""
     tied = tied_ranks(job, schedule.stage_ranks)
-    buckets: dict[str, Bucket] = {name: Bucket(name, f"tied {name}", (name,)) for name in sorted(tied)}
-    early: list[dict[str, frozenset[tuple[int, Phase]]]] = []
-    late: list[tuple[tuple[str, ...], ...]] = []
+    stages = list(without_sums(job).stages)
     for place in range(schedule.ranks):
-        groups = _groups(job, schedule, place)
-        starts: dict[str, frozenset[tuple[int, Phase]]] = {}
-        rounds: list[tuple[str, ...]] = []
+        held = schedule.stages_of(place)
+        ops = tuple(_Sums(job, held, place, tied, schedule.ranks).ops()) if held else ()
+        if ops:
+            stages[held[0]] = Stage(held[0], {**stages[held[0]].ops, Phase.REDUCE_GRAD: ops})
+    return replace(job, stages=tuple(stages))
 
-        # A gradient with parts along several axes is summed over the first of them as soon as it can be, and
-        # then over one after the other: sums of one gradient write to the same memory.
-        firsts: dict[str, list[str]] = defaultdict(list)
-        more: dict[str, list[str]] = defaultdict(list)
-        for name, group in groups.items():
-            axes = sorted(group.partial)
-            for axis in axes[:1]:
-                firsts[axis].append(name)
-            for axis in axes[1:]:
-                more[axis].append(name)
-        for axis in sorted(firsts):
-            for name in _put(axis, place, groups, firsts[axis], buckets):
-                starts[name] = _adding(groups, buckets[name])
-        rounds += [_put(axis, place, groups, more[axis], buckets) for axis in sorted(more)]
-        for name in tied:
-            if name in groups and not groups[name].partial:
-                starts[name] = frozenset(groups[name].adds)
-        rounds.append(tuple(name for name in tied if name in groups and groups[name].partial))
-        waiting = [n for n, g in groups.items() if n in tied or g.partial]
-        for axis in job.data_axes:
-            summed = {name: group for name, group in groups.items() if axis not in group.spread}
-            now = (name for name in summed if name not in waiting)
-            for name in _put(axis, place, groups, now, buckets):
-                starts[name] = _adding(groups, buckets[name])
-            rounds.append(_put(axis, place, groups, [n for n in waiting if n in summed], buckets))
-            waiting = list(dict.fromkeys((*waiting, *summed)))
-        early.append(starts)
-        late.append(tuple(r for r in rounds if r))
-    return Sums(tuple(buckets.values()), tuple(early), tuple(late))
+
+def without_sums(job: Job) -> Job:
+    """The job as it is captured, of one that a plan has."""
+    if all(Phase.REDUCE_GRAD not in stage.ops for stage in job.stages):
+        return job
+    stages = (Stage(s.index, {phase: s.ops[phase] for phase in PHASES}) for s in job.stages)
+    return replace(job, stages=tuple(stages))
 
 
 def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
@@ -102,7 +82,7 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     found = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
     if tells_loss(job, schedule.ranks):
-        found.append(Communicator("loss", tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
+        found.append(Communicator(LOSS, tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
     found += [
         Communicator(f"tied {name}", ranks)
         for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
@@ -116,54 +96,117 @@ def tells_loss(job: Job, places: int) -> bool:
     return places > 1 or bool(job.data_axes)
 
 
-def _groups(job: Job, schedule: Schedule, place: int) -> dict[str, _Group]:
-    """Tied groups with a gradient that the place holds, in the order of the job's parameters."""
+class _Sums:
+    """The sums of one place."""
+
+    def __init__(
+        self,
+        job: Job,
+        stages: Sequence[int],
+        place: int,
+        tied: Mapping[str, tuple[int, ...]],
+        places: int,
+    ) -> None:
+        self._job = job
+        self._place = place
+        self._places = places
+        self._groups = _groups(job, stages)
+        self._tied = {name: tied[name] for name in sorted(tied) if name in self._groups}
+        self._numbers: Counter[str] = Counter()
+
+    def ops(self) -> Iterator[Op]:
+        """Starts and waits, round by round."""
+        for starts in self._rounds():
+            yield from starts
+            for op in starts:
+                yield Op(f"{op.name}.sum", WAIT, (Ref(op.name),), (), op.outputs, op.name)
+
+    def _rounds(self) -> Iterator[list[Op]]:
+        groups, tied = self._groups, self._tied
+        # Over the first of several axes as soon as it can be, and then over one after the other.
+        firsts: dict[str, list[str]] = defaultdict(list)
+        more: dict[str, list[str]] = defaultdict(list)
+        for name, group in groups.items():
+            for k, axis in enumerate(sorted(group.partial)):
+                (more if k else firsts)[axis].append(name)
+        early = list(self._of_loss())
+        early += [self._of_ties(name) for name in tied if not groups[name].partial]
+        for axis in sorted(firsts):
+            early += self._over(axis, firsts[axis])
+        late = [self._over(axis, more[axis]) for axis in sorted(more)]
+        late.append([self._of_ties(name) for name in tied if groups[name].partial])
+        waiting = [name for name, group in groups.items() if name in tied or group.partial]
+        for axis in self._job.data_axes:
+            summed = [name for name in groups if not groups[name].parameter.is_spread(axis)]
+            early += self._over(axis, (name for name in summed if name not in waiting))
+            late.append(self._over(axis, [name for name in waiting if name in summed]))
+            waiting = list(dict.fromkeys((*waiting, *summed)))
+        return iter([early, *late])
+
+    def _of_loss(self) -> Iterator[Op]:
+        if tells_loss(self._job, self._places):
+            axes = self._job.data_axes
+            size = self._places * math.prod(self._job.size(axis) for axis in axes)
+            first = PIPELINE if self._places > 1 else axes[-1]
+            args = ((Ref(STEP_LOSS),), "sum", LOSS, size)
+            yield Op(f"{first}.loss", ALL_REDUCE.target, args, (), (self._job.loss_spec,), STEP_LOSS)
+
+    def _of_ties(self, name: str) -> Op:
+        return self._start(f"tied.{name}", f"tied {name}", len(self._tied[name]), [name])
+
+    def _over(self, axis: str, names: Iterable[str]) -> list[Op]:
+        """Sums of some gradients over an axis."""
+        small: dict[tuple[int, str], list[str]] = defaultdict(list)
+        found: list[Op] = []
+
+        def add(together: Sequence[str]) -> None:
+            name = f"{axis}.{self._place}.{self._numbers[axis]}"
+            self._numbers[axis] += 1
+            found.append(self._start(name, axis, self._job.size(axis), together))
+
+        for name in names:
+            group = self._groups[name]
+            if group.parameter.grad_nbytes >= LARGE_BYTES:
+                add([name])
+            else:
+                small[group.home, group.parameter.grad_dtype].append(name)
+        for alike in small.values():
+            alike.sort(key=lambda name: self._groups[name].ready)
+            first = total = 0
+            for at, name in enumerate(alike, 1):
+                total += self._groups[name].parameter.grad_nbytes
+                if total >= LARGE_BYTES or at == len(alike):
+                    add(alike[first:at])
+                    first, total = at, 0
+        return found
+
+    def _start(self, name: str, lane: str, size: int, groups: Sequence[str]) -> Op:
+        held = [self._groups[group].parameter for group in groups]
+        nbytes = sum(summed_bytes(self._job, parameter, lane) for parameter in held)
+        dtype = held[0].grad_dtype
+        spec = TensorSpec((nbytes // DTYPE_BYTES[dtype],), dtype)
+        reads = tuple(Ref(GRAD + group) for group in groups)
+        alone = len(held) == 1 and nbytes == held[0].grad_nbytes
+        alias = reads[0].name if alone else None
+        return Op(name, ALL_REDUCE.target, (reads, "sum", lane, size), (), (spec,), alias)
+
+
+def _groups(job: Job, stages: Sequence[int]) -> dict[str, _Group]:
+    """Tied groups with a gradient that a place with these stages holds, in the order of parameters."""
     trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
     found: dict[str, _Group] = {}
     made = {
         (stage, op.name): at
-        for stage in schedule.stages_of(place)
+        for stage in stages
         for at, op in enumerate((*job.stages[stage].ops[Phase.I], *job.stages[stage].ops[Phase.W]))
     }
     for parameter in job.parameters:
-        here = [stage for stage in parameter.stages if schedule.stage_ranks[stage] == place]
+        here = [stage for stage in parameter.stages if stage in stages]
         if not here or parameter.tied_to not in trained:
             continue
-        group = found.setdefault(parameter.tied_to, _Group(home=min(here)))
-        group.nbytes = parameter.grad_nbytes
+        group = found.setdefault(parameter.tied_to, _Group(parameter, min(here)))
         group.home = max(group.home, *here)
         group.partial = tuple(dict.fromkeys((*group.partial, *parameter.partial)))
-        group.spread.update(shard.axis for shard in parameter.shards)
-        group.adds.update((s, phase) for s, phase, _ in parameter.grads if schedule.stage_ranks[s] == place)
         ends = [made[s, value] for s, _, value in parameter.grads if s == group.home and (s, value) in made]
         group.ready = max([group.ready, *ends])
     return found
-
-
-def _put(
-    axis: str, place: int, groups: Mapping[str, _Group], names: Iterable[str], buckets: dict[str, Bucket]
-) -> tuple[str, ...]:
-    """Names of new buckets for some of a place's groups on an axis; adds them to `buckets`."""
-    small: dict[int, list[str]] = defaultdict(list)
-    members: list[tuple[str, ...]] = []
-    for name in names:
-        if groups[name].nbytes >= LARGE_BYTES:
-            members.append((name,))
-        else:
-            small[groups[name].home].append(name)
-    for of_stage in small.values():
-        of_stage.sort(key=lambda name: groups[name].ready)
-        first = total = 0
-        for at, name in enumerate(of_stage, 1):
-            total += groups[name].nbytes
-            if total >= LARGE_BYTES or at == len(of_stage):
-                members.append(tuple(of_stage[first:at]))
-                first, total = at, 0
-    before = sum(name.startswith(f"{axis} {place}.") for name in buckets)
-    made = [Bucket(f"{axis} {place}.{before + k}", axis, parameters) for k, parameters in enumerate(members)]
-    buckets.update((bucket.name, bucket) for bucket in made)
-    return tuple(bucket.name for bucket in made)
-
-
-def _adding(groups: Mapping[str, _Group], bucket: Bucket) -> frozenset[tuple[int, Phase]]:
-    return frozenset(made for name in bucket.parameters for made in groups[name].adds)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
-from stretto.ir.action import Slot
-from stretto.ir.plan import Bucket, Item, ItemKind, Window
-from stretto.ir.program import Job
+from stretto.ir.action import Phase, Slot
+from stretto.ir.plan import Item, ItemKind, Window
+from stretto.ir.program import Job, Op
 from stretto.schedule.memory_order import holds_least, memory_order
 
 
@@ -62,19 +61,24 @@ def last_name(name: str) -> str:
     return f"{name} last"
 
 
-def with_sums(job: Job, window: Window, buckets: Sequence[Bucket]) -> Window:
-    """The window's last run: each bucket's sum starts after the last item that adds to one of its gradients,
-    at its end where none does, as on a place that holds a copy and adds nothing to it.
+def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window:
+    """The window's last run: each sum starts after the last item that adds to one of its gradients, at its
+    end where none does, as on a place that holds a copy and adds nothing to it.
 
-    Sums that can start after the same item do so in the order of `buckets`."""
+    stage: that has the sums. Those that can start after the same item do so in the order given."""
     adding = adding_items(job, window)
+    part = len(window.parts)
     starts: dict[int, list[Item]] = defaultdict(list)
-    for bucket in buckets:
-        added = (at for group in bucket.parameters for at in adding.get(group, ()))
-        last = max(added, default=len(window.items) - 1)
-        starts[last].append(Item(ItemKind.REDUCE, window.items[last].part, bucket.name))
+    for op in sums:
+        added = (at for group in op.sums for at in adding.get(group, ()))
+        starts[max(added, default=len(window.items) - 1)].append(Item(ItemKind.OP, part, op.name))
     items = [each for at, item in enumerate(window.items) for each in (item, *starts[at])]
-    return replace(window, name=last_name(window.name), items=tuple(items))
+    return Window(
+        last_name(window.name),
+        (*window.parts, (stage, Phase.REDUCE_GRAD)),
+        tuple(items),
+        (*window.shares, part) if window.shares else (),
+    )
 
 
 def adding_items(job: Job, window: Window) -> dict[str, list[int]]:

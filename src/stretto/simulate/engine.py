@@ -7,10 +7,9 @@ May touch `stretto.ir` and this room. The contract:
 2. `recv` posts a buffer, and takes no time. `run` walks a window: `action_us`, then its ops, each for its
    cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
    value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
-   begins, the collective goes to its lane; its `comm.wait` stands until it is done, and until the slowest of
-   the ranks that share the place has done its part of it (`simulate.straggler`).
-3. `sent` stands until the message has left. `loss` and `reduce`, which may stand in a window, start a
-   collective; `heard` and `reduced` stand until it is done.
+   begins, the collective goes to its lane; its `comm.wait` stands until it is done, and, of a microbatch's,
+   until the slowest of the ranks that share the place has done its part of it (`simulate.straggler`).
+3. `sent` stands until the message has left.
 4. How messages move is the contract of `simulate.network`, how collectives do of `simulate.collectives`,
    what is shared of `simulate.cards`; what is held in memory is that of `simulate.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares
@@ -152,29 +151,12 @@ class _Rank:
                 network.post(int(instruction.ref), instruction.microbatches[0])
                 memory.post(int(instruction.ref))
                 self.accounts.hold(self._clock.now_us, memory.bytes_held)
-            elif kind is InstructionKind.SENT:
+            else:
                 edge, microbatch = int(instruction.ref), instruction.microbatches[0]
                 message = network.message(edge, microbatch)
                 yield from self._wait(message.left, message.name, message)
                 memory.sent(edge, microbatch)
                 self.accounts.hold(self._clock.now_us, memory.bytes_held)
-            else:
-                yield from self._once_a_step(kind, str(instruction.ref))
-
-    def _once_a_step(self, kind: InstructionKind, bucket: str) -> Lane:
-        """The loss, or a bucket's sum."""
-        collectives, memory = self._walk.collectives, self._memory
-        of_loss = kind in (InstructionKind.LOSS, InstructionKind.HEARD)
-        collective = collectives.loss(self._index) if of_loss else collectives.bucket(bucket, self._index)
-        if kind is InstructionKind.REDUCE:
-            self.accounts.hold(self._clock.now_us, memory.reduce(bucket))
-        if kind in (InstructionKind.LOSS, InstructionKind.REDUCE):
-            collectives.join(collective, self._index)
-        else:
-            yield from self._wait(collective.done, collective.name, collective)
-        if kind is InstructionKind.REDUCED:
-            memory.reduced(bucket)
-        self.accounts.hold(self._clock.now_us, memory.bytes_held)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
         ready = self._walk.window(name)
@@ -184,7 +166,7 @@ class _Rank:
             for (stage, phase), microbatch in zip(ready.window.parts, microbatches, strict=True)
         ]
         accounts, memory, clock = self.accounts, self._memory, self._clock
-        extra_us = self._walk.plan.costs.action_us
+        extra_us = self._walk.plan.costs.action_us if ready.window.actions else 0.0
         for segment, change in zip(ready.segments, changes, strict=True):
             work_us = segment.work_us + extra_us
             start_us = clock.now_us
@@ -205,15 +187,18 @@ class _Rank:
                 microbatch = microbatches[segment.control_part]
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
+                    if call.op.sums:
+                        accounts.hold(clock.now_us, memory.reduce(call.op))
                     self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
                 started = self._started.get(key)
                 if started is None or not started.done.happened:
                     yield from self._finish(started, call)
-                if started is not None:
+                if call.op.sums:
+                    memory.reduced(call.op)
+                    accounts.hold(clock.now_us, memory.bytes_held)
+                elif started is not None:
                     yield from self._meet(started)
-            elif segment.control is Control.REDUCE:
-                yield from self._once_a_step(InstructionKind.REDUCE, segment.bucket)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 

@@ -14,7 +14,7 @@ contract:
 from __future__ import annotations
 
 from stretto.errors import PlanError
-from stretto.ir.plan import InstructionKind, ItemKind, Plan
+from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import Span
 from stretto.simulate.clock import Moment
@@ -23,11 +23,6 @@ from stretto.simulate.engine import Walk
 from stretto.simulate.network import Message
 from stretto.simulate.windows import Call, ReadyWindow, make_ready
 from stretto.verify.trace import EventKind, ends_of, trace_of
-
-LOSS = "loss"
-
-Work = Call | str
-"""A collective that the real rank takes part in: an op's call, or the name of a bucket or `loss`."""
 
 
 class Live:
@@ -66,14 +61,9 @@ class Live:
         self._walk.network.post(edge, microbatch)
         return self._walk.network.message(edge, microbatch)
 
-    def start(self, work: Work, microbatch: int) -> Collective:
+    def start(self, call: Call, microbatch: int) -> Collective:
         """Start a collective, or the rank's part of one that joins places."""
-        collectives = self._walk.collectives
-        if isinstance(work, Call):
-            return collectives.start(work, self._place, microbatch)
-        made = collectives.loss(self._place) if work == LOSS else collectives.bucket(work, self._place)
-        collectives.join(made, self._place)
-        return made
+        return self._walk.collectives.start(call, self._place, microbatch)
 
     # 3. What it waits for.
 
@@ -113,24 +103,15 @@ def ready_windows(plan: Plan) -> dict[str, ReadyWindow]:
     return {name: make_ready(plan, name) for name in plan.windows}
 
 
-def works_of(plan: Plan, place: int, windows: dict[str, ReadyWindow]) -> dict[str, list[tuple[Work, int]]]:
-    """Lane -> the collectives that a place starts there in one step, in order, each with its microbatch (-1
-    for those that have none)."""
-    buckets = {bucket.name: bucket.communicator for bucket in plan.buckets}
-    found: dict[str, list[tuple[Work, int]]] = {}
+def calls_of(plan: Plan, place: int, windows: dict[str, ReadyWindow]) -> dict[str, list[tuple[Call, int]]]:
+    """Lane -> the collectives that a place starts there in one step, in order, each with its microbatch."""
+    found: dict[str, list[tuple[Call, int]]] = {}
     for instruction in plan.orders[place]:
         if instruction.kind is InstructionKind.RUN:
             ready = windows[str(instruction.ref)]
             for item, op, call in zip(ready.window.items, ready.ops, ready.calls, strict=True):
-                if item.kind is ItemKind.REDUCE:
-                    found.setdefault(buckets[str(item.ref)], []).append((str(item.ref), -1))
                 if call is not None and op is not None and op.target != WAIT:
                     found.setdefault(call.axis, []).append((call, instruction.microbatches[item.part]))
-        elif instruction.kind is InstructionKind.REDUCE:
-            name = str(instruction.ref)
-            found.setdefault(buckets[name], []).append((name, -1))
-        elif instruction.kind is InstructionKind.LOSS:
-            found.setdefault(LOSS, []).append((LOSS, -1))
     return found
 
 

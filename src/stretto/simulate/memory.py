@@ -12,8 +12,7 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
    contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
    added while it is multiplied has no bytes but those of a gradient that it begins
    (`stretto.ir.gradients`).
-5. Gradients that are summed together are put into one tensor from `reduce` (an instruction, or an item of a
-   window) to `reduced`, and so are those
+5. Gradients that are summed together are put into one tensor from the start to the wait, and so are those
    that only some ranks of an axis share (`Parameter.slots`); those of tied parameters become one before.
 
 What one window does to memory depends only on which of the values that outlive a window end in it, so
@@ -28,10 +27,9 @@ from dataclasses import dataclass, field
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.gradients import Addend, addends
-from stretto.ir.plan import Bucket, Plan
-from stretto.ir.program import WAIT, Op
+from stretto.ir.plan import Plan
+from stretto.ir.program import STEP_LOSS, WAIT, Op
 from stretto.ir.storage import in_flight, makes, owner, reads
-from stretto.ir.transfers import bucket_bytes
 from stretto.simulate.windows import ReadyWindow
 
 Program = tuple[int, Phase]
@@ -99,8 +97,6 @@ class RankMemory:
                 self._groups_of_send[edge_index].append(index)
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
         held: dict[str, int] = {}
-        self._buckets = {bucket.name: bucket for bucket in plan.buckets}
-        self._summed = bucket_bytes(plan.job, plan.buckets)
         # By group of tied parameters: the names that the rank holds, bytes of one gradient.
         self._tied: dict[str, tuple[list[str], int]] = {}
         for parameter in plan.job.parameters:
@@ -187,11 +183,10 @@ class RankMemory:
             if self._use(group, microbatch):
                 self.bytes_held -= self._groups[group].nbytes
 
-    def reduce(self, name: str) -> int:
-        """Step 5: a bucket's sum starts. Returns the most bytes that are held on the way."""
-        bucket = self._buckets[name]
+    def reduce(self, start: Op) -> int:
+        """Step 5: a sum starts. Returns the most bytes that are held on the way."""
         peak = self.bytes_held
-        for group in bucket.parameters:
+        for group in start.sums if start.alias != STEP_LOSS else ():
             names, nbytes = self._tied[group]
             begun = self._begun_grads.intersection(names)
             # A sum of several, or zeros where there is none; one alone stays as it is.
@@ -200,17 +195,12 @@ class RankMemory:
                 self.bytes_held += nbytes * (1 - len(begun))
                 self._begun_grads -= begun
                 self._begun_grads.add(names[0])
-        self.bytes_held += self._together(bucket)
+        self.bytes_held += start.nbytes
         return max(peak, self.bytes_held)
 
-    def reduced(self, name: str) -> None:
-        """Step 5: a bucket is summed."""
-        self.bytes_held -= self._together(self._buckets[name])
-
-    def _together(self, bucket: Bucket) -> int:
-        own = sum(self._tied[group][1] for group in bucket.parameters)
-        summed = self._summed[bucket.name]
-        return 0 if len(bucket.parameters) == 1 and summed == own else summed
+    def reduced(self, start: Op) -> None:
+        """Step 5: the gradients are summed."""
+        self.bytes_held -= start.nbytes
 
     def run(self, ready: ReadyWindow, microbatches: tuple[int, ...]) -> tuple[Change | None, ...]:
         """What the run's segments do to the bytes held, in order (None: nothing); the caller applies each
@@ -266,7 +256,7 @@ class RankMemory:
         for at, (item, op) in enumerate(zip(ready.window.items, ready.ops, strict=True)):
             if op is None:
                 continue
-            for storage in self._touched[parts[item.part][0], op.name]:
+            for storage in self._touched.get((parts[item.part][0], op.name), ()):
                 if (storage.group, shape[item.part]) in ends:
                     last_use[id(storage), shape[item.part]] = (at, storage.nbytes)
         freed: dict[int, int] = defaultdict(int)
@@ -281,7 +271,7 @@ class RankMemory:
                 op = ready.ops[at]
                 assert op is not None
                 key = (parts[ready.window.items[at].part][0], op.name)
-                level += self._made[key]
+                level += self._made.get(key, 0)
                 begun = 0
                 for addend in self._addends.get(key, ()):
                     if addend.parameter in first:

@@ -15,23 +15,23 @@ from stretto.ir.collectives import Collective
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Op
-from stretto.ir.transfers import CollectiveTime, axis_time, op_time_us
+from stretto.ir.transfers import CollectiveTime, collective_time, op_time_us
 
 
 class Control(IntEnum):
-    """What follows a segment's ops: a message or a collective is waited for, or started, or a sum starts."""
+    """What follows a segment's ops: a message or a collective is waited for, or started."""
 
     NONE = 0
     RECEIVE = 1
     SEND = 2
     FINISH = 3
     START = 4
-    REDUCE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline."""
+    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline; places: of
+    the pipeline that it joins, () for the ranks of one; op: that starts it."""
 
     key: tuple[int, Phase, str]
     axis: str
@@ -40,6 +40,8 @@ class Call:
     time: CollectiveTime
     stage: int
     phase: Phase
+    places: tuple[int, ...]
+    op: Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Segment:
     first, last: the range of the window's items whose ops these are (`last` is one past the end).
     edge: of the message that the control is about, else -1. local: the edge stays on the rank.
     call: of the collective that the control is about, else None; the op that starts it, or waits for it, is
-    the next segment's first. bucket: of the sum that the control starts, else "".
+    the next segment's first.
     """
 
     part: int
@@ -61,7 +63,6 @@ class Segment:
     control_part: int = 0
     local: bool = False
     call: Call | None = None
-    bucket: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +137,16 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     collective: Collective | None = started.collective
     if collective is None:
         return None
-    if all(communicator.name != collective.axis for communicator in plan.communicators):
+    communicator = next((found for found in plan.communicators if found.name == collective.axis), None)
+    if communicator is None:
         raise ValueError(f"stage {stage}'s op {op.name} needs a communicator {collective.axis!r}")
-    time = axis_time(plan.costs, collective.axis, collective.kind, collective.nbytes)
-    label = collective.label(started.name)
+    places = communicator.ranks if communicator.joins_places else ()
+    if places and plan.rank_of(stage) not in places:
+        raise ValueError(f"stage {stage}'s op {op.name} needs a communicator that holds its rank")
+    time = collective_time(plan.costs, plan.job, communicator, collective)
     phase = programs[started.name][1]
     key = (stage, phase, started.name)
-    return Call(key, collective.axis, label, collective.nbytes, time, stage, phase)
+    return Call(key, collective.axis, started.label, collective.nbytes, time, stage, phase, places, started)
 
 
 def _segments(
@@ -161,18 +165,14 @@ def _segments(
         control_part: int = 0,
         local: bool = False,
         call: Call | None = None,
-        bucket: str = "",
     ) -> None:
         work_us = sum(op_us[first:last])
         part = items[first].part
-        segments.append(Segment(part, first, last, work_us, control, edge, control_part, local, call, bucket))
+        segments.append(Segment(part, first, last, work_us, control, edge, control_part, local, call))
 
     for at, item in enumerate(items):
         op = ops[at]
-        if item.kind is ItemKind.REDUCE:
-            close(at, Control.REDUCE, control_part=item.part, bucket=str(item.ref))
-            first = at + 1
-        elif op is None:
+        if op is None:
             edge = plan.job.edges[int(item.ref)]
             local = plan.rank_of(edge.source) == plan.rank_of(edge.target)
             control = Control.SEND if item.kind is ItemKind.SEND else Control.RECEIVE

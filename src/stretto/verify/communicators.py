@@ -12,23 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.ir.axes import PIPELINE
-from stretto.ir.plan import Communicator, Plan
+from stretto.ir.plan import LOSS, Communicator, Plan
+from stretto.ir.transfers import tied_ranks
 from stretto.verify.fault import Fault
 from stretto.verify.trace import ends_of
 
-LOSS = "loss"
 TIED = "tied "
 """What the names of tied gradients' communicators begin with."""
-
-
-def tied_ranks(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Tied names whose copies live on more than one rank, with those ranks, ascending."""
-    found = {}
-    for name, stages in plan.job.tied_groups().items():
-        ranks = tuple(sorted({plan.rank_of(stage) for stage in stages}))
-        if len(ranks) > 1:
-            found[name] = ranks
-    return found
 
 
 def tells_loss(plan: Plan) -> bool:
@@ -45,7 +35,7 @@ def _needed(plan: Plan) -> dict[str, Communicator]:
             found[name] = Communicator(name, ends)
     if tells_loss(plan):
         found[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), (PIPELINE, *plan.job.data_axes))
-    for name, ranks in tied_ranks(plan).items():
+    for name, ranks in tied_ranks(plan.job, plan.schedule.stage_ranks).items():
         found[TIED + name] = Communicator(TIED + name, ranks)
     for axis, size in plan.job.axes:
         if size > 1:

@@ -2,7 +2,7 @@
 
 1. A message passes when its send has started, its receive is posted, and the messages before it on the same
    communicator have passed.
-2. `wait` blocks until its message has passed; `heard` and `reduced` until every member has started.
+2. `wait` blocks until its message has passed; that for a sum until every member has started it.
    Collectives over other axes join ranks of one place, which walk the same order: none waits for another.
 3. `sent` blocks, on a transport with buffers, not at all; on one without (rendezvous), until its message has
    passed. A plan must reach its end on both, because a transport may do either.
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 
 from stretto.ir.plan import Plan
-from stretto.verify.communicators import TIED, tied_ranks
 from stretto.verify.fault import Fault
 from stretto.verify.schedule import walk
 from stretto.verify.trace import Event, EventKind, Message, shown, trace_of
@@ -49,13 +48,9 @@ class _Walk:
         self.sent: Counter[str] = Counter()
         self.place: dict[Message, int] = {}
         self.posted: Counter[str] = Counter()
-        self.told: set[int] = set()
         self.reducing: set[tuple[str, int]] = set()
-        # Groups along an axis lie within a rank of the pipeline; only ties wait for other ranks.
-        tied = tied_ranks(plan)
-        self.groups = {
-            bucket.name: tied.get(bucket.communicator.removeprefix(TIED), ()) for bucket in plan.buckets
-        }
+        # Groups along an axis lie within a rank of the pipeline; only these wait for other ranks.
+        self.joined = {found.name: found.ranks for found in plan.communicators if found.joins_places}
 
     def run(self) -> list[Fault]:
         """Walk until no rank can move; a fault for each rank that has not reached its end."""
@@ -75,10 +70,8 @@ class _Walk:
             if event.kind is EventKind.SEND:
                 self.place[event.message] = count[lane]
             count[lane] += 1
-        elif event.kind is EventKind.LOSS:
-            self.told.add(event.rank)
-        elif event.kind is EventKind.REDUCE:
-            self.reducing.add((event.bucket, event.rank))
+        elif event.kind is EventKind.REDUCE and event.op is not None:
+            self.reducing.add((event.op.lane, event.rank))
         return True
 
     def blocked(self, event: Event) -> str | None:
@@ -90,14 +83,11 @@ class _Walk:
                 return f"{shown(self.plan, event.message)}, which rank {event.source} has not sent"
             if self.place[event.message] >= self.posted[self.plan.lane_of(event.message[0])]:
                 return f"{shown(self.plan, event.message)}, whose receive rank {event.target} has not posted"
-        elif event.kind is EventKind.HEARD:
-            absent = [r for r in range(self.plan.ranks) if r not in self.told]
+        elif event.kind is EventKind.REDUCED and event.op is not None:
+            lane = event.op.lane
+            absent = [r for r in self.joined.get(lane, ()) if (lane, r) not in self.reducing]
             if absent:
-                return f"the loss, which ranks {absent} have not started"
-        elif event.kind is EventKind.REDUCED:
-            absent = [r for r in self.groups[event.bucket] if (event.bucket, r) not in self.reducing]
-            if absent:
-                return f"the sum of {event.bucket}, which ranks {absent} have not started"
+                return f"the sum of {', '.join(event.op.sums)}, which ranks {absent} have not started"
         return None
 
     def stuck(self, rank: int) -> Fault:

@@ -52,7 +52,7 @@ def _kept(
         for (stage, phase), m in zip(window.parts, instruction.microbatches, strict=True):
             before = done[stage, m]
             for sub in phase.parts:
-                for value, made, last in reads[stage, sub]:
+                for value, made, last in reads.get((stage, sub), ()):
                     if made not in before:
                         first = f"{stage}{made}{m}"
                         what = f"reads {value} of microbatch {m}, which {first} has not made yet"

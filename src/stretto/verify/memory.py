@@ -9,8 +9,8 @@ instruction that starts them to the one that says that they are done. Counted, i
 3. a received value from the post of its receive; a sent value at least to its `sent`;
 4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
    added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins;
-5. what gradients that are summed together, or among some ranks of an axis only, are put into, from `reduce`
-   (an instruction, or an item of a window) to `reduced`.
+5. what gradients that are summed together, or among some ranks of an axis only, are put into, from the start
+   to the wait, as the result of any op; those of tied parameters become one before.
 
 Not counted: batch, constants, optimizer state, workspaces and the allocator's waste. `stretto.simulate`
 counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from stretto.ir.flow import PHASES, is_external
+from stretto.ir.flow import is_external
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT, Op, Parameter
@@ -52,18 +52,19 @@ def peak_bytes(plan: Plan, rank: int) -> int:
 @dataclass(slots=True)
 class _Step:
     """Bytes that come with some ops of a window, and then go, in every run; and what depends on the run: a
-    value that others use too, a part of a gradient, a sum that starts. part: whose microbatch."""
+    value that others use too, a part of a gradient, gradients that are to be summed. part: whose
+    microbatch."""
 
     up: int = 0
     down: int = 0
     part: int = 0
     addends: tuple[Addend, ...] = ()
     lasting: list[Storage] = field(default_factory=list)
-    bucket: str = ""
+    sums: tuple[str, ...] = ()
 
     def take(self, after: _Step) -> bool:
         """Do what the step after this one does, if neither depends on the run."""
-        if self.addends or self.lasting or self.bucket or after.addends or after.lasting:
+        if self.addends or self.lasting or self.sums or after.addends or after.lasting or after.sums:
             return False
         end = self.up + self.down
         self.up, end = max(self.up, end, end + after.up), end + after.up + after.down
@@ -81,8 +82,8 @@ class _RankWalk:
         self.ops: dict[Storage, Op] = {
             (stage, op.name): op
             for stage in self.stages
-            for phase in PHASES
-            for op in plan.job.stages[stage].ops[phase]
+            for ops in plan.job.stages[stage].ops.values()
+            for op in ops
         }
         self.edge_into = {(e.target, e.value): e for e in plan.job.edges if e.target in self.stages}
         self.addends: dict[Storage, tuple[Addend, ...]] = {
@@ -108,7 +109,6 @@ class _RankWalk:
                 self.uses[self.storage(edge.source, edge.value)] += 1
         self.left: dict[tuple[Storage, int], int] = {}
         self.known: dict[str, list[_Step]] = {}
-        self.flat: dict[str, int] = {}
         self.begun: set[str] = set()
         self.level = 0
         self.highest = (0, "")
@@ -143,13 +143,9 @@ class _RankWalk:
             elif instruction.kind is InstructionKind.SENT:
                 edge = self.plan.job.edges[int(instruction.ref)]
                 self.hold(-self.gone(self.storage(edge.source, edge.value), instruction.microbatches[0]), at)
-            elif instruction.kind is InstructionKind.RUN:
+            else:
                 for step in self.steps(str(instruction.ref)):
                     self.run(step, instruction.microbatches, at)
-            elif instruction.kind is InstructionKind.REDUCE:
-                self.reduce(str(instruction.ref), at)
-            elif instruction.kind is InstructionKind.REDUCED:
-                self.hold(-self.flat.pop(str(instruction.ref), 0), at)
         return self.highest
 
     def hold(self, nbytes: int, at: str) -> None:
@@ -160,6 +156,8 @@ class _RankWalk:
 
     def run(self, step: _Step, microbatches: tuple[int, ...], at: str) -> None:
         up, down = step.up, step.down
+        for group in step.sums:
+            self.become_one(group, at)
         for addend in step.addends:
             if addend.parameter not in self.begun:
                 self.begun.add(addend.parameter)
@@ -170,8 +168,6 @@ class _RankWalk:
                     down += addend.nbytes
         self.hold(up, at)
         self.hold(down - sum(self.gone(storage, microbatches[step.part]) for storage in step.lasting), at)
-        if step.bucket:
-            self.reduce(step.bucket, at)
 
     def steps(self, name: str) -> list[_Step]:
         """What a window does, op by op; ops in a row that do the same in every run are one step."""
@@ -188,12 +184,11 @@ class _RankWalk:
         inside = {key for key, count in left.items() if count == self.uses[key[0]]}
         found = self.known[name] = []
         for item, op in ops.items():
-            if item.kind is ItemKind.REDUCE:
-                found.append(_Step(bucket=str(item.ref)))
             if item.kind is not ItemKind.OP:
                 continue
             step = _Step(sum(nbytes for _, nbytes in self.made.get(op, ())), 0, item.part)
             step.addends = self.addends.get(op, ())
+            step.sums = self.ops[op].sums
             for storage in self.touched[op]:
                 left[storage, item.part] -= 1
                 if (storage, item.part) not in inside:
@@ -212,24 +207,13 @@ class _RankWalk:
             self.left[key] = left
         return 0 if left or is_external(storage[1]) else self.nbytes[storage]  # what is given stays
 
-    def reduce(self, name: str, at: str) -> None:
-        """A bucket's sum starts. Gradients of tied parameters become one before; where none is, zeros."""
-        bucket = self.plan.bucket(name)
-        flat = 0
-        slots = 1
-        for group in bucket.parameters:
-            parameters = self.tied[group]
-            nbytes = parameters[-1].grad_nbytes
-            names = [parameter.name for parameter in parameters]
-            begun = self.begun.intersection(names)
-            if len(begun) != 1:
-                self.hold(nbytes, at)
-                self.hold(-len(begun) * nbytes, at)
-                self.begun -= begun
-                self.begun.add(names[0])
-            axis = bucket.communicator
-            slots = parameters[-1].slots(axis, self.plan.job.size(axis))
-            flat += nbytes * slots
-        if len(bucket.parameters) > 1 or slots > 1:
-            self.flat[name] = flat
-            self.hold(flat, at)
+    def become_one(self, group: str, at: str) -> None:
+        """Gradients of tied parameters are one before they are summed; where none is, zeros."""
+        names = [parameter.name for parameter in self.tied.get(group, ())]  # none of the loss
+        begun = self.begun.intersection(names)
+        if names and len(begun) != 1:
+            nbytes = self.tied[group][-1].grad_nbytes
+            self.hold(nbytes, at)
+            self.hold(-len(begun) * nbytes, at)
+            self.begun -= begun
+            self.begun.add(names[0])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from stretto.ir.action import Action, Overlap, Slot
-from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.references import broken_references
 from stretto.verify.communication import communication_faults
 from stretto.verify.communicators import communicator_faults
@@ -18,7 +18,6 @@ from stretto.verify.costs import cost_faults
 from stretto.verify.deadlock import deadlock_faults
 from stretto.verify.fault import Fault
 from stretto.verify.lifetimes import lifetime_faults
-from stretto.verify.loss import loss_faults
 from stretto.verify.messages import message_faults
 from stretto.verify.placements import placement_faults
 from stretto.verify.repeats import repeat_faults
@@ -37,7 +36,6 @@ PROOFS = (
     lifetime_faults,
     message_faults,
     communicator_faults,
-    loss_faults,
     sum_faults,
     cost_faults,
 )
@@ -50,24 +48,19 @@ def plan_faults(plan: Plan) -> list[Fault]:
     if broken:
         return broken
     found = list(_agreement(plan))
-    walked = replace(plan.schedule, orders=tuple(_slots(plan, order) for order in plan.orders))
+    walked = replace(plan.schedule, orders=tuple(_slots(plan, rank) for rank in range(plan.ranks)))
     found += action_faults(walked, trains=plan.job.trains)
     for proof in PROOFS:
         found += proof(plan)
     return found or [*placement_faults(plan), *deadlock_faults(plan)]
 
 
-def _slots(plan: Plan, order: tuple[Instruction, ...]) -> tuple[Slot, ...]:
-    """The runs of an order as the slots of a schedule."""
+def _slots(plan: Plan, rank: int) -> tuple[Slot, ...]:
+    """The runs of a rank's order as the slots of a schedule."""
     found: list[Slot] = []
-    for instruction in order:
-        if instruction.kind is InstructionKind.RUN:
-            parts = plan.windows[str(instruction.ref)].parts
-            actions = tuple(
-                Action(stage, phase, m)
-                for (stage, phase), m in zip(parts, instruction.microbatches, strict=True)
-            )
-            found.append(actions[0] if len(actions) == 1 else Overlap(actions))
+    for _, run, window in plan.runs(rank):
+        actions = tuple(Action(*window.parts[part], run.microbatches[part]) for part in window.actions)
+        found.append(actions[0] if len(actions) == 1 else Overlap(actions))
     return tuple(found)
 
 
@@ -81,8 +74,8 @@ def _agreement(plan: Plan) -> Iterator[Fault]:
         if of_job != of_schedule:
             is_for = f"is for {of_schedule} {what}, but the job has {of_job}"
             yield Fault(None, "schedule", is_for, f"Make the schedule for {of_job} {what}")
-    for rank, order in enumerate(plan.orders):
-        runs, slots = _slots(plan, order), schedule.orders[rank]
+    for rank in range(plan.ranks):
+        runs, slots = _slots(plan, rank), schedule.orders[rank]
         if runs == slots:
             continue
         at = next(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stretto.ir.action import Schedule
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.plan import LOSS, Plan
 from stretto.ir.program import STARTS
 from stretto.verify.trace import EventKind, trace_of
 
@@ -28,7 +28,7 @@ def plan_summary(plan: Plan) -> str:
     events = [event for rank in range(plan.ranks) for event in trace_of(plan, rank)]
     received = [event.message for event in events if event.kind is EventKind.RECV]
     lanes = {plan.lane_of(edge) for edge, _ in received}
-    sums = sum(event.kind is EventKind.REDUCE for event in events)
+    sums = sum(e.kind is EventKind.REDUCE and e.op is not None and e.op.lane != LOSS for e in events)
     parts = [schedule_summary(plan.schedule)]
     if plan.world != plan.ranks:
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes)
@@ -48,14 +48,13 @@ def _collectives(plan: Plan) -> int:
     starts = {
         name: sum(
             op.target in STARTS
-            for stage, phase in window.parts
-            for sub in phase.parts
-            for op in plan.job.stages[stage].ops[sub]
+            for part in window.actions
+            for sub in window.parts[part][1].parts
+            for op in plan.job.stages[window.parts[part][0]].ops[sub]
         )
         for name, window in plan.windows.items()
     }
-    runs = (i for order in plan.orders for i in order if i.kind is InstructionKind.RUN)
-    return sum(starts[str(run.ref)] for run in runs)
+    return sum(starts[window.name] for rank in range(plan.ranks) for _, _, window in plan.runs(rank))
 
 
 def _count(number: int, one: str, many: str = "") -> str:

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
+from stretto.ir.program import WAIT, Op
 from stretto.verify.fault import Fault
 
 Message = tuple[int, int]
@@ -20,22 +21,21 @@ Message = tuple[int, int]
 
 
 class EventKind(StrEnum):
-    """An instruction's kinds, and those that stand inside a window only."""
+    """What instructions and items do; of ops, the starts of sums and the waits for them."""
 
     RECV = "recv"
     SEND = "send"
     WAIT = "wait"
     SENT = "sent"
-    LOSS = "loss"
-    HEARD = "heard"
     REDUCE = "reduce"
     REDUCED = "reduced"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """at: index of the instruction in the rank's order; message: for recv, send, wait, sent, with the ranks
-    between which it goes, equal if the value stays on its rank; bucket: for reduce and reduced."""
+    """at: index of the instruction in the rank's order; item: in its window; message: for recv, send, wait,
+    sent, with the ranks between which it goes, equal if the value stays on its rank; op: for reduce and
+    reduced, that starts the sum."""
 
     kind: EventKind
     rank: int
@@ -44,7 +44,8 @@ class Event:
     message: Message = (-1, -1)
     source: int = -1
     target: int = -1
-    bucket: str = ""
+    item: int = 0
+    op: Op | None = None
 
     def fault(self, what: str, fix: str) -> Fault:
         """A fault of the instruction."""
@@ -54,21 +55,31 @@ class Event:
 def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
     """The rank's events in order."""
     inside = {
-        name: [i for i in window.items if i.kind is not ItemKind.OP] for name, window in plan.windows.items()
+        name: [
+            (k, i)
+            for k, i in enumerate(window.items)
+            if i.kind is not ItemKind.OP or window.parts[i.part][1] is Phase.REDUCE_GRAD
+        ]
+        for name, window in plan.windows.items()
     }
+    sums = {(s.index, op.name): op for s in plan.job.stages for op in s.ops.get(Phase.REDUCE_GRAD, ())}
     ends = [ends_of(plan, edge.index) for edge in plan.job.edges]
     for at, instruction in enumerate(plan.orders[rank]):
         kind, ref, microbatches = instruction.kind, instruction.ref, instruction.microbatches
         if kind is InstructionKind.RUN:
-            inner = [(i.kind.value, i.ref, microbatches[i.part]) for i in inside[str(ref)]]
+            parts = plan.windows[str(ref)].parts
+            inner = [(k, i.kind.value, i.ref, i.part) for k, i in inside[str(ref)]]
         else:
-            inner = [(kind.value, ref, microbatches[0] if microbatches else -1)]
-        for word, what, microbatch in inner:
+            inner = [(0, kind.value, ref, 0)]
+        for k, word, what, part in inner:
             if isinstance(what, int):
-                message, ends_at = (what, microbatch), ends[what]
-                yield Event(EventKind(word), rank, at, instruction, message, *ends_at)
+                message, ends_at = (what, microbatches[part]), ends[what]
+                yield Event(EventKind(word), rank, at, instruction, message, *ends_at, k)
             else:
-                yield Event(EventKind(word), rank, at, instruction, bucket=what)
+                does, op = EventKind.REDUCE, sums[parts[part][0], what]
+                if op.target == WAIT:
+                    does, op = EventKind.REDUCED, sums[parts[part][0], op.uses[0]]
+                yield Event(does, rank, at, instruction, item=k, op=op)
 
 
 def last_runs(plan: Plan, rank: int) -> dict[tuple[int, Phase], int]:

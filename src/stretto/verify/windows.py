@@ -4,7 +4,8 @@ message waited for before its first use and sent after it is made. May touch `st
 A value that an op reads has one of five origins: it is given from outside the step; an op of the same part
 makes it; an edge that arrives in one of the part's phases brings it; another part of the window, of the same
 stage and microbatch, does either; or an earlier phase of the stage has left it. The last is proved on the
-orders, in `stretto.verify.lifetimes`, as is that runs bind parts to microbatches as the window says.
+orders, in `stretto.verify.lifetimes`, as is that runs bind parts to microbatches as the window says. Sums of
+gradients are proved on the orders too, in `stretto.verify.sums`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def window_faults(plan: Plan) -> list[Fault]:
     found: list[Fault] = []
     for window in plan.windows.values():
         found += _buffer_faults(plan, window)
-        for part in range(len(window.parts)):
+        for part in window.actions:
             found += _part_faults(plan, window, part)
     return found
 

@@ -1,0 +1,102 @@
+"""What a model holds: parameters and how they are spread over axes, buffers, constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stretto.ir.action import Phase
+from stretto.ir.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A parameter's rows or columns are spread over an axis. Along `dim` the whole tensor is `blocks` equal
+    blocks (the query, key and value of a fused matrix); a rank holds its equal part of each, in order.
+
+    copies: consecutive ranks that hold the same part (a head of keys that they share). Each has an addend of
+    the part's gradient, and the axis is in `Parameter.partial`.
+    """
+
+    axis: str
+    dim: int
+    blocks: int = 1
+    copies: int = 1
+
+    def parts(self, size: int) -> int:
+        """Different parts over an axis of `size` ranks."""
+        return size // self.copies
+
+    def part(self, coordinate: int) -> int:
+        """Which of them the rank at a coordinate of the axis holds."""
+        return coordinate // self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter: where it is used, its gradient's value name on each stage, and its tie. `spec` is what
+    one rank holds.
+
+    grads: for each stage that holds it, (stage, phase, value name) of its part of the gradient; the
+        gradient is the sum of the parts over stages and microbatches.
+    tied_to: the first name of a group of names for one tensor (its own name when it has only one).
+    own_dtype: the dtype of the model's parameter where ops read a copy of `spec`'s dtype, else None.
+    shards: how it is spread over axes; a rank along any other axis holds the same values.
+    partial: axes along which every rank's gradient is an addend of the sum (a norm that sees a slice of the
+        sequence); the addends are summed once a step. Along an axis over which the parameter is spread, those
+        of the ranks that hold the same part.
+    frozen: it required no gradient when the step was captured; without `grads` and not frozen, it is one
+        that the loss does not depend on.
+    """
+
+    name: str
+    spec: TensorSpec
+    stages: tuple[int, ...]
+    grads: tuple[tuple[int, Phase, str], ...]
+    tied_to: str
+    own_dtype: str | None = None
+    shards: tuple[Shard, ...] = ()
+    partial: tuple[str, ...] = ()
+    frozen: bool = False
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the parameter, and of the copy that ops read where there is one."""
+        return self.spec.nbytes + (self.grad_nbytes if self.own_dtype is not None else 0)
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the accumulated gradient."""
+        return TensorSpec(self.spec.shape, self.grad_dtype).nbytes
+
+    @property
+    def grad_dtype(self) -> str:
+        """That of the accumulated gradient: the parameter's own."""
+        return self.own_dtype or self.spec.dtype
+
+    def is_spread(self, axis: str) -> bool:
+        """Whether ranks along the axis hold parts of it, of which each has the whole gradient."""
+        return any(shard.axis == axis for shard in self.shards)
+
+    def slots(self, axis: str, size: int) -> int:
+        """Gradients that lie side by side while this one is summed over an axis of `size` ranks: 1, or where
+        only copies add up, as many as there are different parts, so that one sum serves all of them."""
+        return next((s.parts(size) for s in self.shards if s.axis == axis and s.copies > 1), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer: where it is read, and (stage, phase, value) of its update if the model writes it."""
+
+    name: str
+    spec: TensorSpec
+    stages: tuple[int, ...]
+    updates: tuple[tuple[int, Phase, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A constant tensor of the model's code, with its elements in row-major order."""
+
+    name: str
+    spec: TensorSpec
+    data: tuple[float | int | bool, ...] = field(repr=False)
