@@ -110,7 +110,11 @@ def test_processes_get_what_the_formula_says(tmp_path: Path) -> None:
 
 
 class Alone(LoneEnd["Alone"]):
-    """A lone rank whose collectives are over when they begin."""
+    """A lone rank, of no plan, whose collectives are over when they begin."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._members = {"tp": tuple(range(size))}
 
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Alone:
         if fill is not None:
@@ -126,7 +130,6 @@ class Alone(LoneEnd["Alone"]):
 def test_a_lone_ranks_peers_hold_what_it_holds_and_sums_stay(kind: str, told: str, size: int) -> None:
     for rank in range(size):
         end = Alone(rank, size)
-        end._members["tp"] = tuple(range(size))
         values = [value_of(rank)] * size
         want = expected(kind, "max" if told == "sum" else told, values, rank)
         if kind == "reduce_scatter":

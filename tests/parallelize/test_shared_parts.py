@@ -42,7 +42,8 @@ def test_plans_are_proved_kept_simulated_and_rehearsed(tmp_path: Path) -> None:
     again = stretto.load_plan(tmp_path / "plan.json")
     assert again.job.parameters == plan.job.parameters
     assert re.search(
-        r'"shards": \[\["tp", 0, 1, 2\]\], "partial": \["tp"\]', (tmp_path / "plan.json").read_text()
+        r'"shards": \[\["tp", 0, 1, \{"copies": 2\}\]\], "partial": \["tp"\]',
+        (tmp_path / "plan.json").read_text(),
     )
     assert_plan_is_plain(again, model, huggingface_loss, batch_of())
     timeline = stretto.simulate(plan)

@@ -49,7 +49,7 @@ REFUSED: list[tuple[Edit, str]] = [
     ),
     (
         op(0, "fm0.0", outputs=(SLICE, SLICE)),
-        "rank 0, stage 0F, fs0.0: fm0.0 is no tensor. Communicate a single tensor",
+        "job.stages[0].ops.F[3]: reads 'fm0.0', which is no tensor",
     ),
     (op(0, "fg0.0", alias="param/n0"), START + "says that it is a view of param/n0"),
     (

@@ -48,11 +48,11 @@ def swap(data: dict[str, Any]) -> None:
 
 
 def other_result(data: dict[str, Any]) -> None:
-    next(op for op in ops(data, phase="W") if op[0] == "mm_3")[4] = "float64[2,8]"
+    next(op for op in ops(data, phase="W") if op[0] == "mm_3")[4] = ["float64[2,8]"]
 
 
 def other_dtype(data: dict[str, Any]) -> None:
-    next(op for op in ops(data) if op[1] == "aten.tanh.default")[4] = "float32[4,8]"
+    next(op for op in ops(data) if op[1] == "aten.tanh.default")[4] = ["float32[4,8]"]
 
 
 def missing_argument(data: dict[str, Any]) -> None:
