@@ -1,0 +1,243 @@
+"""The settings of a training run: one typed tree, read from a TOML file and `--set key=value`.
+
+Each field's docstring is its documentation. The tree knows which values are possible and which belong
+together; what a value does is for its owner, and this room imports none of them. How a file is read,
+and how faults are worded, is in `stretto.files.settings_file`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from stretto.config.base import Settings
+from stretto.config.model import DecoderSettings as DecoderSettings
+from stretto.config.model import GPTSettings as GPTSettings
+from stretto.config.model import HuggingFaceSettings as HuggingFaceSettings
+from stretto.config.model import Model as Model
+from stretto.config.model import MoESettings as MoESettings
+from stretto.config.parallel import RECOMPUTE as RECOMPUTE
+from stretto.config.parallel import Parallel as Parallel
+from stretto.config.parallel import ParallelSettings as ParallelSettings
+from stretto.files.settings_file import read_settings
+
+
+class DataSettings(Settings):
+    """Which text to train on, and how it becomes tokens."""
+
+    paths: list[str] = Field(default_factory=list)
+    """Files and folders (UTF-8 text, .jsonl, .parquet), relative to the working directory; none means the
+    Python standard library's own source files."""
+    sequence_length: int = Field(default=256, ge=1)
+    """Tokens that the model sees at once."""
+    vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
+    """Tokens of the byte-pair encoding: 256 bytes, the end of a text, and the merges learned."""
+    held_out_fraction: float = Field(default=0.02, gt=0, le=0.5)
+    """Share of the text that is never trained on."""
+    text_field: str = Field(default="text", min_length=1)
+    """The field (.jsonl) or column (.parquet) that holds the text."""
+    cache_dir: str | None = Field(default=None, min_length=1)
+    """Where tokens are kept between runs; by default `$XDG_CACHE_HOME/stretto` or `~/.cache/stretto`."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides the order in which sequences are visited."""
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+# TOML has no tuples: its list becomes one here, which strict reading would refuse.
+Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
+
+
+class OptimizerSettings(Settings):
+    """AdamW (Loshchilov and Hutter, 2019)."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    """The highest learning rate, reached after the warm-up."""
+    betas: Betas = (0.9, 0.95)
+    """Decay of the averages of the gradient and of its square."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the squared average."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices; vectors are not decayed."""
+    grad_clip_norm: float = Field(default=1.0, ge=0)
+    """The gradient's global norm is clipped to this; 0 does not clip."""
+
+
+class LRScheduleSettings(Settings):
+    """How the learning rate changes over the steps."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """The way from the highest to the lowest rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises linearly from 0."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """The rate at the last step over `optimizer.lr`; "constant" does not use it."""
+
+
+class TrainingSettings(Settings):
+    """How long to train, and what to look at meanwhile."""
+
+    steps: int = Field(default=300, ge=1)
+    """Optimizer steps."""
+    global_batch: int = Field(default=16, ge=1)
+    """Sequences in a step, over all microbatches."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides the initial weights and dropout."""
+    eval_every: int = Field(default=100, ge=0)
+    """Steps between two measurements of the held-out loss; 0 measures after the last step only."""
+    eval_batches: int = Field(default=4, ge=1)
+    """Global batches of held-out text in a measurement."""
+    sample_tokens: int = Field(default=64, ge=0)
+    """Tokens of text to write with the trained model; 0 writes none."""
+    log_every: int = Field(default=10, ge=1)
+    """Steps between two lines of the log."""
+    threads_per_rank: int | None = Field(default=None, ge=1)
+    """Processor threads of each rank; without it OMP_NUM_THREADS, without that the machine's cores over its
+    ranks."""
+
+
+class CheckpointSettings(Settings):
+    """When to save the state of a run, and what to start from."""
+
+    dir: str | None = Field(default=None, min_length=1)
+    """Where checkpoints are; by default `checkpoints` in the run's folder."""
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between two checkpoints; 0 saves after the last step only."""
+    keep: int = Field(default=2, ge=1)
+    """How many checkpoints stay; older ones are removed."""
+    resume: str = Field(default="auto", min_length=1)
+    """"auto": go on from the newest whole checkpoint in `dir`, if any; "never": start anew; else the path of
+    the checkpoint to go on from."""
+
+
+class OutputSettings(Settings):
+    """What a run leaves behind."""
+
+    run_dir: str | None = Field(default=None, min_length=1)
+    """The run's folder; by default `runs/<name>`."""
+    tensorboard: bool = False
+    """Whether to write TensorBoard events too (needs `pip install 'stretto[tensorboard]'`)."""
+    trace_steps: int = Field(default=3, ge=0)
+    """Of how many of the last steps a timeline is gathered from all ranks; the one of median length is saved,
+    and compared with the prediction. 0 gathers none."""
+
+
+class TrainSettings(Settings):
+    """All settings of a run."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's name; in a file that gives none, the file's own."""
+    model: Model = GPTSettings()
+    """What is trained."""
+    data: DataSettings = DataSettings()
+    """What it is trained on."""
+    parallel: ParallelSettings = ParallelSettings()
+    """How it is spread over ranks."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """How weights follow gradients."""
+    lr_schedule: LRScheduleSettings = LRScheduleSettings()
+    """How the learning rate changes."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """"bf16" computes in bfloat16; weights and the optimizer's state stay in float32."""
+    compile: Literal["inductor"] | None = None
+    """"inductor" compiles stretches of compute between communications; the first step waits for it."""
+    training: TrainingSettings = TrainingSettings()
+    """How long to train."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """When to save."""
+    output: OutputSettings = OutputSettings()
+    """What to leave behind."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder: `output.run_dir`, or `runs/<name>`."""
+        return Path(self.output.run_dir) if self.output.run_dir is not None else Path("runs") / self.name
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The checkpoints' folder: `checkpoint.dir`, or `checkpoints` in the run's folder."""
+        return Path(self.checkpoint.dir) if self.checkpoint.dir is not None else self.run_dir / "checkpoints"
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> TrainSettings:
+        if faults := _faults_between_parts(self):
+            raise ValueError("\n".join(faults))
+        return self
+
+
+def _faults_of_experts(settings: TrainSettings) -> list[tuple[bool, str]]:
+    model, parallel, length = settings.model, settings.parallel, settings.data.sequence_length
+    experts = model.experts if isinstance(model, MoESettings) else parallel.ep
+    fits = [n for n in range(1, experts + 1) if experts % n == 0]
+    return [
+        (
+            parallel.ep > 1 and isinstance(model, GPTSettings),
+            f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: give "
+            "model.kind = 'moe', or ep = 1",
+        ),
+        (
+            experts % parallel.ep > 0,
+            f"parallel.ep = {parallel.ep} must divide model.experts = {experts}: give one of {fits}",
+        ),
+        (
+            parallel.ampipe_degree != "auto"
+            and parallel.ampipe_degree > 1
+            and length < 2 * parallel.ampipe_degree,
+            f"parallel.ampipe_degree = {parallel.ampipe_degree} cuts data.sequence_length = {length} into "
+            f"chunks of less than two tokens: give {max(length // 2, 1)} or less",
+        ),
+    ]
+
+
+def _faults_between_parts(settings: TrainSettings) -> list[str]:
+    """What does not fit between two parts of the tree, a line each."""
+    model, parallel, training = settings.model, settings.parallel, settings.training
+    length = settings.data.sequence_length
+    if isinstance(model, DecoderSettings):
+        longest, what, layers, heads = model.context, "model.context", model.layers, model.heads
+    else:
+        given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"
+        longest, layers, heads = given if isinstance(given, int) else length, parallel.pp, parallel.tp
+    pieces, by = parallel.microbatches * parallel.dp, ""
+    if parallel.dp > 1:
+        by = f" times parallel.dp = {parallel.dp}"
+    warmup = settings.lr_schedule.warmup_steps
+    checked = (
+        (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
+        (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),
+        (
+            parallel.pp > layers,
+            f"parallel.pp = {parallel.pp} must not be above model.layers = {layers}: "
+            "every rank needs a block",
+        ),
+        (
+            training.global_batch % pieces,
+            f"training.global_batch = {training.global_batch} must be a multiple of "
+            f"parallel.microbatches = {parallel.microbatches}{by}",
+        ),
+        *_faults_of_experts(settings),
+        (
+            parallel.sequence_parallel and length % parallel.tp,
+            f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "
+            "sequence_parallel gives each rank an equal part",
+        ),
+        (
+            warmup > training.steps,
+            f"lr_schedule.warmup_steps = {warmup} must not be above training.steps = {training.steps}",
+        ),
+    )
+    return [fault for wrong, fault in checked if wrong]
+
+
+def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:
+    """Read a run's settings from a TOML file; `overrides` are `optimizer.lr=1e-3` and change what it says.
+
+    An override's value is TOML, or else plain text; an empty one (`parallel.max_live=`) puts the default
+    back. Raises UsageError that lists every fault: the file (or the override), the key, the value, what is
+    allowed, and for an unknown key the nearest known one.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")
+    return read_settings(TrainSettings, path, overrides, defaults={"name": name or "run"})
