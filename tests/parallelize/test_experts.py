@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from stretto.capture import capture
 from stretto.config import Parallel
-from stretto.errors import UsageError
+from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
-from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
+from stretto.models.moe import MoEConfig, MoEGPT, Routed, moe_token_sum
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
@@ -133,3 +133,35 @@ def test_what_does_not_fit_is_refused(ep: int, dp: int, said: str) -> None:
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(UsageError, match="no plan for expert parallelism"):
         capture(nn.Linear(2, 2), torch.zeros(4, 2), lambda m, x: m(x).sum(), Parallel(ep=2, dp=2))
+
+
+def one_sided() -> MoEGPT:
+    """All tokens go to the experts of the first rank."""
+    model = copy.deepcopy(model_of(DROPLESS))
+    for block in model.blocks:
+        router = block.mlp.router
+        router.forward = functools.partial(_to_the_first, router.forward)
+    return model
+
+
+def _to_the_first(forward: Any, x_ND: Tensor) -> Routed:
+    routed = forward(x_ND)
+    chosen = torch.tensor([0, 1]).expand_as(routed.chosen)
+    return Routed(chosen, routed.weights, routed.losses)
+
+
+def test_every_token_to_one_ranks_experts() -> None:
+    assert_equals(one_sided(), Parallel(ep=2, dp=2, ep_buffer=2.0))
+
+
+def test_what_finds_no_room_is_an_error_that_says_what_would_do() -> None:
+    plan = plan_of(one_sided(), Parallel(ep=2, dp=2, ep_buffer=1.5))
+    with pytest.raises(RunError, match=r"give ep_buffer = 2.0 or more, or ep_overflow = 'drop'"):
+        together(plan, one_sided(), batch())
+
+
+def test_what_finds_no_room_may_be_dropped() -> None:
+    plan = plan_of(one_sided(), Parallel(ep=2, dp=2, ep_buffer=1.5, ep_overflow="drop"))
+    loss, _ = together(plan, one_sided(), batch())
+    assert torch.isfinite(loss)
+    assert loss != plain(one_sided(), 2)[0]

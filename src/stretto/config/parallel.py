@@ -44,6 +44,8 @@ class ParallelSettings(Settings):
     is a multiple of it."""
     ep_buffer: float = Field(default=2.0, ge=1)
     """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
+    ep_overflow: Literal["error", "drop"] = "error"
+    """What becomes of rows beyond `ep_buffer`: the step fails and says which would do, or they are dropped."""
     ampipe_degree: Annotated[int | Literal["auto"], PlainValidator(_degree)] = 1
     """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
     runs under the compute of another (`docs/experts.md`); 1 does not cut, and "auto" takes of 1, 2 and 4 what
@@ -103,6 +105,12 @@ class ParallelSettings(Settings):
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
+        for what, asked in (("ep", self.ep > 1), ("ampipe_degree", self.ampipe_degree != 1)):
+            if asked and self.tp > 1:
+                raise ValueError(
+                    f"{what} = {getattr(self, what)!r} with tp = {self.tp} is to come; give tp = 1, or "
+                    f"{what} = 1"
+                )
         if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
             raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.backend.grouped_adapter import grouped_mm
 from stretto.models.dispatch import counts_of, dropless, within_capacity
 from stretto.models.gpt import (
     GPT,
@@ -31,7 +32,6 @@ from stretto.models.gpt import (
     cross_entropy,
     inputs_and_targets,
 )
-from stretto.models.grouped import grouped_mm
 
 EP_PLAN = {"blocks.*.mlp.experts": "experts"}
 """The modules whose parameters hold one expert a row, which expert-parallel ranks share."""

@@ -10,8 +10,8 @@ Two kinds of rows (`stretto.models.dispatch`):
     (E, C, D)       C slots for each expert: part k of dim 0 goes to rank k, so every part is of one size
     (R, D), counts  sorted by expert, with the number of each expert's rows. How many go where is data, and
                     the shapes of a program are fixed: a rank sends each a buffer of `buffer` times the mean,
-                    and the counts, which are small, before it. Rows beyond a buffer are dropped: they become
-                    zero.
+                    and the counts, which are small, before it. Rows beyond it are an error (`fails`), or
+                    become zero.
 
 Pipe-experts (MindSpeed) cuts what is sent: into `slices` of the slots, or of the buffers, and with
 `each_expert` also by a rank's experts, where their slots are known. Each piece goes, is computed and comes
@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.backend.grouped_adapter import within
 from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
@@ -51,8 +52,7 @@ THEIR_STYLE = "ep_dispatch_experts"
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """What is shared. modules: names. shards: parameter name -> how. buffer, slices, each_expert: see the
-    module."""
+    """What is shared. modules: names. shards: parameter name -> how. Others: see the module."""
 
     size: int
     modules: tuple[str, ...]
@@ -60,6 +60,7 @@ class ExpertParallel:
     buffer: float = 2.0
     slices: int = 1
     each_expert: bool = False
+    fails: bool = True
 
 
 def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
@@ -83,6 +84,7 @@ def expert_parallel(
     buffer: float = 2.0,
     slices: int = 1,
     each_expert: bool = False,
+    fails: bool = True,
 ) -> ExpertParallel:
     """Which modules' experts are shared, and how. plan: pattern of module names -> "experts"; the model's own
     (`ep_plan`) by default. Raises UsageError for a model without experts and sizes that do not fit."""
@@ -120,7 +122,7 @@ def expert_parallel(
                 "it is not known where an expert's begin: cut them with pipe_experts_multi_data = 2, or give "
                 "experts a capacity"
             )
-    return ExpertParallel(size, tuple(found), shards, buffer, slices, each_expert)
+    return ExpertParallel(size, tuple(found), shards, buffer, slices, each_expert, fails)
 
 
 def _divides(name: str, experts: int, size: int) -> None:
@@ -236,6 +238,8 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
 
     # 1. What each rank gets: a row's place in the buffer of its expert's rank; one place more is for none.
     wanted_P = counts_E.view(size, here).sum(dim=1)
+    if how.fails:
+        wanted_P = within(wanted_P, room, R / size)
     start_P = wanted_P.cumsum(dim=0) - wanted_P
     to_R = torch.searchsorted(wanted_P.cumsum(dim=0), row_R, right=True).clamp(max=size - 1)
     at_R = row_R - start_P[to_R]

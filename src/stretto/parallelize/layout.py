@@ -81,6 +81,7 @@ def layout_of(
             buffer=parallel.ep_buffer,
             slices=parallel.pipe_experts_multi_data,
             each_expert=parallel.pipe_experts,
+            fails=parallel.ep_overflow == "error",
         )
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
