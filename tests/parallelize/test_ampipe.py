@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
 from stretto.models.moe import moe_token_sum
-from stretto.parallelize.ampipe import Chunks, ampipe, blocks_of
-from stretto.parallelize.chunked import Chunked, joined, lengths_of
+from stretto.parallelize.ampipe import Chunks, _Attention, ampipe, blocks_of
+from stretto.parallelize.chunked import JOINED, Chunked, joined, lengths_of
 from stretto.price.cluster import Cluster
 from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of
 
@@ -151,6 +152,22 @@ CALLS = {
     "a token written": lambda x: _token(x.clone()),
     "scattered": lambda x: torch.zeros_like(x).scatter_(-1, x.topk(2, dim=-1).indices, 1.0),
     "split": lambda x: torch.cat(x.split([3, 5], dim=-1)[::-1], dim=-1),
+    "scores": lambda x: torch.einsum("bsd,btd->bst", x, x).softmax(-1) @ x,
+    "scores of heads": lambda x: torch.einsum("bqhd,bkhd->bhqk", *2 * [x.view(2, 12, 2, 4)]).softmax(-1),
+    "summed over positions by einsum": lambda x: torch.einsum("bsd,bse->bde", x, x),
+    "windows": lambda x: x.unflatten(1, (-1, 4)).softmax(2).flatten(1, 2),
+    "halves": lambda x: x.unflatten(1, (2, -1)).cumsum(1),
+    "rows of fours": lambda x: x.flatten(0, 1).unflatten(0, (-1, 4)).sum(0),
+    "viewed in parts": lambda x: x.view(2, 3, 4, 8).softmax(2),
+    "normed over neighbours": lambda x: F.local_response_norm(x, 3),
+    "pooled": lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), 3),
+    "pooled by two": lambda x: F.max_pool1d(x.transpose(1, 2), 2),
+    "padded around": lambda x: F.pad(x.transpose(1, 2), (1, 1), mode="circular"),
+    "median": lambda x: x.quantile(0.5, dim=1),
+    "turned": lambda x: x.mT @ x,
+    "another dtype": lambda x: x.float() * 2,
+    "equal": lambda x: torch.tensor(float(torch.equal(x, x * 1))),
+    "dropped in place": lambda x: F.dropout(x.clone(), 0.0, inplace=True),
     "topk": lambda x: x.topk(2, dim=-1).indices,
     "long as features": lambda x: x * torch.arange(8.0, dtype=x.dtype),
     "zeros like": lambda x: torch.zeros_like(x) + x,
@@ -258,3 +275,81 @@ def test_tensor_parallelism_beside_it_is_refused(how: dict[str, Any]) -> None:
 def test_what_is_no_degree_is_refused(degree: Any) -> None:
     with pytest.raises(UsageError, match="is neither 'auto' nor a number of chunks"):
         Parallel(ampipe_degree=degree)
+
+
+def cut() -> Chunked:
+    return Chunked(torch.randn(2, 12, 8).double().split(4, dim=1), 1)
+
+
+def test_masks_of_fewer_keys_than_queries() -> None:
+    q, k = torch.randn(1, 2, 8, 4).double(), torch.randn(1, 2, 3, 4).double()
+    found = F.scaled_dot_product_attention(Chunked(q.split(4, dim=2), 2), k, k, is_causal=True)
+    want = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+    assert torch.allclose(joined(found), want)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x[:, 0].zero_(),
+        lambda x: (x[:, 0], x.add_(1)),
+        lambda x: x.select(1, 0).add_(1),
+        lambda x: x.register_hook(lambda g: g),
+        lambda x: torch.mul(x, 2, out=torch.empty(2, 12, 8).double()),
+        lambda x: x.requires_grad_(),
+    ],
+)
+def test_what_the_whole_would_share_is_refused(call: Any) -> None:
+    JOINED.clear()
+    with pytest.raises(CaptureError, match="in chunks"), _Attention(3):
+        call(cut())
+    JOINED.clear()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 2 * grad
+
+
+class OwnFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        return made
+
+
+def test_functions_of_ones_own_are_given_the_whole() -> None:
+    model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12)).double()
+    model.blocks[0].mlp = nn.Sequential(model.blocks[0].mlp, OwnFunction())
+    grads = []
+    for degree in (1, 2):
+        own = copy.deepcopy(model)
+        with ampipe(own, Chunks(degree)) if degree > 1 else nullcontext():
+            next_token_sum(own, batch())[0].backward()
+        grads.append([p.grad for p in own.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_calls_by_keyword_are_known() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+            self.blocks[0].forward = self._mix  # type: ignore[method-assign]
+
+        def _mix(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query=x, key=x, value=x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.blocks[0](x)
+            return made
+
+    x = torch.randn(1, 2, 12, 8).double()
+    model = Named()
+    with ampipe(model, Chunks(2)):
+        assert torch.allclose(model(x), F.scaled_dot_product_attention(x, x, x))

@@ -25,8 +25,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stretto.errors import UsageError
-from stretto.parallelize.chunked import Chunked, attention, joined, lengths_of
-from stretto.parallelize.functions import put_forward
+from stretto.parallelize.chunked import (
+    JOINED,
+    Chunked,
+    attention,
+    check_written,
+    joined,
+    lengths_of,
+    writes,
+)
+from stretto.parallelize.functions import functions_given, put_forward
+from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,9 @@ class _Attention(TorchFunctionMode):
         self.cut = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {**(kwargs or {})}
+        if self.inside and function is F.scaled_dot_product_attention:
+            args = (*args, *(named.pop(key) for key in ("query", "key", "value")[len(args) :]))
         if self.inside and function is F.scaled_dot_product_attention and type(args[0]) is not Chunked:
             length = args[0].shape[-2]
             if length < 2 * self.degree:
@@ -58,9 +70,11 @@ class _Attention(TorchFunctionMode):
                 )
             self.cut = True
             with self.outside():
-                named = {**(kwargs or {}), "lengths": lengths_of(length, self.degree)}
+                named["lengths"] = lengths_of(length, self.degree)
                 return attention(*args, **named)
-        return function(*args, **(kwargs or {}))
+        if args and JOINED and writes(function):
+            check_written(args[0])
+        return function(*args, **named)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -100,7 +114,8 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
         for name in how.experts:
             module = model.get_submodule(name)
             undo.append(put_forward(module, _experts(module.forward, not how.whole or _dropless(module))))
-        with mode:
+        JOINED.clear()
+        with mode, functions_given(joined):
             yield
         if not mode.cut:
             raise UsageError(
@@ -109,6 +124,7 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
                 "attn_implementation='sdpa'), or leave ampipe_degree out"
             )
     finally:
+        JOINED.clear()
         for action in reversed(undo):
             action()
 
@@ -131,14 +147,24 @@ def _dropless(module: nn.Module) -> bool:
 
 
 def _experts(own: Callable[..., Tensor], by_chunk: bool) -> Callable[..., Tensor]:
-    def forward(*args: Any) -> Tensor:
-        cut = [x for x in args if type(x) is Chunked]
-        if not cut:
-            return own(*args)
-        if not by_chunk:
-            return own(*joined(args))
-        rows = [x if type(x) is Chunked else Chunked(cut[0].cut_alike(x, 0, cut[0].blocks), 0) for x in args]
-        made = [own(*(x.parts[at] for x in rows)) for at in range(len(cut[0].parts))]
-        return Chunked(made, cut[0].cut_dim, cut[0].blocks)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        leaves, tree = tree_flatten((args, kwargs))
+        first = next((x for x in leaves if type(x) is Chunked), None)
+        rows = [x for x in leaves if isinstance(x, Tensor)]
+        if first is None or not by_chunk or len({x.shape[first.cut_dim] for x in rows}) > 1:
+            args, kwargs = joined((args, kwargs))
+            return own(*args, **kwargs)
+        dim, blocks = first.cut_dim, first.blocks
+        columns = [first.cut_alike(x, dim, blocks) if _is_whole(x) else x for x in leaves]
+        made: list[Tensor] = []
+        for at in range(len(first.parts)):
+            given = [x.parts[at] if type(x) is Chunked else x[at] if type(x) is list else x for x in columns]
+            chunk_args, chunk_kwargs = tree_unflatten(given, tree)
+            made.append(own(*chunk_args, **chunk_kwargs))
+        return Chunked(made, dim, blocks)
 
     return forward
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Tensor) and type(x) is not Chunked

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stretto.errors import CaptureError
 from stretto.ir.placement import (
@@ -36,8 +35,9 @@ from stretto.ir.placement import (
 )
 from stretto.ir.placements import Placer
 from stretto.parallelize.lower_right_adapter import lower_right
-from stretto.parallelize.recorded_adapter import Recorded
+from stretto.parallelize.recorded_adapter import Recorded, tree_flatten, tree_unflatten
 from stretto.parallelize.wrapper_adapter import without_elements
+from stretto.tensor.dtensor_adapter import without_values
 
 AXIS = "chunks"
 
@@ -93,6 +93,10 @@ class Chunked(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if getattr(function, "__name__", "") == "__get__":
+            turned = _TURNED.get(getattr(function.__self__, "__name__", ""))
+            if turned is not None:
+                return turned(args[0])
         if function in _OF_WHOLE or getattr(function, "__name__", "") == "__get__":
             return super().__torch_function__(function, types, args, named)  # type: ignore[no-untyped-call]
         if function is F.scaled_dot_product_attention:
@@ -129,6 +133,8 @@ _SHAPED = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.view_as, Tensor.re
 def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """A view of the whole, done to the chunks; None where its cut is no cut of the view."""
     given = [*args, *kwargs.values()]
+    if isinstance(given[0], torch.dtype):
+        return None
     shape = (
         given[0].shape if isinstance(given[0], Tensor) else given if isinstance(given[0], int) else given[0]
     )
@@ -155,6 +161,25 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
     return None
 
 
+_TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mT": lambda x: x.transpose(-2, -1),
+    "mH": lambda x: x.transpose(-2, -1).conj(),
+    "T": lambda x: x.permute(*reversed(range(x.dim()))),
+    "H": lambda x: x.transpose(0, 1).conj(),
+    "data": Tensor.detach,
+}
+"""Attributes that are tensors."""
+
+_UNKNOWN = (
+    "register_hook",
+    "retain_grad",
+    "register_post_accumulate_grad_hook",
+    "backward",
+    "requires_grad_",
+)
+"""What is about one tensor of autograd's, which a cut one is not."""
+
+
 def _in_blocks(x: Tensor, dim: int, blocks: int) -> Tensor:
     shape = list(x.shape)
     shape[dim : dim + 1] = [blocks, shape[dim] // blocks]
@@ -168,7 +193,11 @@ def joined(value: Any) -> Any:
 
 
 def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if _writes(function):
+    name = str(getattr(function, "__name__", function))
+    if name in _UNKNOWN or kwargs.get("out") is not None:
+        what = "out=" if name not in _UNKNOWN else name
+        raise CaptureError(f"{what} is called on a sequence in chunks: leave it, or ampipe_degree, out")
+    if writes(function):
         return _written(function, args, kwargs)
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
     cut = [x for x in leaves if type(x) is Chunked]
@@ -178,10 +207,28 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
             if found is not None:
                 return found[0]
     whole_args, whole_kwargs = joined((tuple(args), dict(kwargs)))
-    return function(*whole_args, **whole_kwargs)
+    made = function(*whole_args, **whole_kwargs)
+    for leaf in tree_flatten(made)[0]:
+        if isinstance(leaf, Tensor) and type(leaf) is not Chunked:
+            JOINED.append((leaf, cut))
+    return made
 
 
-def _writes(function: Callable[..., Any]) -> str:
+JOINED: list[tuple[Tensor, list[Chunked]]] = []
+"""What was made of joined chunks, with these: code may take it for a view of them. Emptied by `ampipe`."""
+
+
+def check_written(target: Any) -> None:
+    """Raises CaptureError where the uncut model may write into something else by writing here."""
+    for made, cut in JOINED:
+        if target is made or any(target is x for x in cut):
+            raise CaptureError(
+                "a sequence in chunks is written in place beside what was made of it whole, such as x[:, 0]: "
+                "write y = x + ..., or leave ampipe_degree out"
+            )
+
+
+def writes(function: Callable[..., Any]) -> str:
     """What a function that changes its first argument would be called if it made another tensor; "" for
     others."""
     name = str(getattr(function, "__name__", ""))
@@ -193,10 +240,11 @@ def _writes(function: Callable[..., Any]) -> str:
 def _written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What views of the chunks see too: a cut tensor's chunks are overwritten by what the call makes."""
     target = args[0]
+    check_written(target)
     if type(target) is not Chunked:
         whole_args, whole_kwargs = joined((tuple(args[1:]), dict(kwargs)))
         return function(target, *whole_args, **whole_kwargs)
-    plain = getattr(Tensor, _writes(function), None)
+    plain = getattr(Tensor, writes(function), None)
     if plain is not None and plain is not function:
         # Of a copy, which autograd may keep.
         made = plain(target.each(torch.clone), *args[1:], **kwargs)
@@ -230,80 +278,109 @@ def _by_chunks(
 ) -> tuple[Any] | None:
     """Steps 1 and 2; None where the result has no placement."""
 
-    def call(at: int) -> Any:
-        args, kwargs = tree_unflatten([x.parts[at] if type(x) is Chunked else x for x in leaves], tree)
+    def call(given: Sequence[Any]) -> Any:
+        args, kwargs = tree_unflatten(list(given), tree)
         return function(*args, **kwargs)
 
-    recorded = Recorded()
-    held = {recorded.name(x.parts[0]): part(x.cut_dim, x.blocks) for x in leaves if type(x) is Chunked}
-    try:
-        with recorded:
-            made = call(0)
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        return None  # shapes do not fit; what is wrong with the whole, the whole will say
-    outs, out_tree = tree_flatten(made)
-    placements = _placements(recorded, held, outs, len(first.parts), first)
+    placements = _placements(call, leaves, first)
     if placements is None:
         return None
-    if all(p is None or p.kind == "equal" for p in placements):
-        return (made,)
-    columns = list(zip(outs, *(tree_flatten(call(at))[0] for at in range(1, len(first.parts))), strict=True))
-    results = [_result(p, column, first) for p, column in zip(placements, columns, strict=True)]
-    return (tree_unflatten(results, out_tree),)
+    chunks = range(len(first.parts))
+    made = [call([x.parts[at] if type(x) is Chunked else x for x in leaves]) for at in chunks]
+    columns = zip(*(tree_flatten(one)[0] for one in made), strict=True)
+    results = [_result(p, column) for p, column in zip(placements, columns, strict=True)]
+    return (tree_unflatten(results, tree_flatten(made[0])[1]),)
 
 
-def _result(placement: Placement | None, column: Sequence[Any], first: Chunked) -> Any:
-    if placement is None or placement.kind == "equal":
+def _result(placement: Placement, column: Sequence[Any]) -> Any:
+    if placement.kind == "equal":
         return column[0]
     if placement.kind == "sum":
         total = column[0]
         for addend in column[1:]:
             total = total + addend
         return total
-    return Chunked(column, *min(placement.at, key=partial(_stretched, column, first.lengths())))
-
-
-def _stretched(column: Sequence[Tensor], lengths: Sequence[int], at: tuple[int, int]) -> tuple[bool, float]:
-    """How far a dim is from having the chunks' lengths: of dims of one element, several are the same cut."""
-    dim, blocks = at
-    times = {chunk.shape[dim] / (blocks * n) for chunk, n in zip(column, lengths, strict=True)}
-    return len(times) > 1, abs(math.log(min(times) or math.inf))
+    return Chunked(column, *placement.at[0])
 
 
 def _placements(
-    recorded: Recorded, held: Mapping[str, Placement], outs: Sequence[Any], count: int, first: Chunked
-) -> list[Placement | None] | None:
-    """Of each result, as if chunks were ranks; None where one has none."""
-    placer = Placer(AXIS, count, held, exact=True)
+    call: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], first: Chunked
+) -> list[Placement] | None:
+    """Of each result, as if chunks were ranks; None where one has none. The call is made on the first chunk
+    and on the whole, without values: of both must come the same ops, and cuts must make the whole's shape."""
+    chunk, whole = Recorded(), Recorded()
     try:
-        for op in recorded.ops:
-            if op.random:
-                return None
-            placer.place(op, recorded.specs)
+        with without_values():
+            parts = [_like(x.parts[0]) if type(x) is Chunked else _like(x) for x in leaves]
+            wholes = [_like(x) for x in leaves]
+            with chunk:
+                outs, _ = tree_flatten(call(parts))
+            with whole:
+                others, _ = tree_flatten(call(wholes))
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        return None  # what is wrong with the whole, the whole will say
+    if not outs or not all(isinstance(out, Tensor) for out in outs):
+        return None
+    same = [op.target for op in chunk.ops] == [op.target for op in whole.ops]
+    if not same or chunk.writes or any(op.random for op in chunk.ops):
+        return None
+    held = {
+        chunk.name(p): part(x.cut_dim, x.blocks)
+        for x, p in zip(leaves, parts, strict=True)
+        if type(x) is Chunked
+    }
+    placer = Placer(AXIS, len(first.parts), held, exact=True)
+    ratio = Fraction(sum(first.lengths()), first.lengths()[0])
+    try:
+        for op, other in zip(chunk.ops, whole.ops, strict=True):
+            placer.place(op, chunk.specs)
+            if len(op.outputs) == 1 and op.outputs[0] is not None and other.outputs[0] is not None:
+                fit = _fitting(placer.of(op.name), op.outputs[0].shape, other.outputs[0].shape, ratio)
+                if fit is None:
+                    return None
+                placer.values[op.name] = fit
     except (RefusedError, NeedsEqualError, EqualReducedError):
         return None
-    found: list[Placement | None] = []
-    for out in outs:
-        if not isinstance(out, Tensor):
-            found.append(None)
-            continue
-        placement = placer.of(recorded.name(out))
-        if placement.kind == "equal" and placement.uniform and out.shape == first.parts[0].shape:
-            placement = part(first.cut_dim, first.blocks)  # a tensor that is filled, of a chunk's shape
-        if placement.kind not in ("equal", "sum", "part"):
-            return None
-        found.append(placement)
-    return found
+    found = [
+        _fitting(placer.of(chunk.name(out)), out.shape, other.shape, ratio)
+        for out, other in zip(outs, others, strict=True)
+    ]
+    return None if None in found else [p for p in found if p is not None]
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _like(value: Any) -> Any:
+    """A tensor of the same shape without values."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _fitting(
+    placement: Placement, chunk: Sequence[int], whole: Sequence[int], ratio: Fraction
+) -> Placement | None:
+    """The placement with the cuts that make a whole of that shape of chunks of this; None where none does.
+    ratio: of the whole's length to the first chunk's."""
+    if len(chunk) != len(whole):
+        return None
+    unlike = [dim for dim, (n, m) in enumerate(zip(chunk, whole, strict=True)) if n != m]
+    if placement.kind in ("equal", "sum") and not unlike:
+        return placement
+    if len(unlike) != 1 or whole[unlike[0]] != chunk[unlike[0]] * ratio:
+        return None
+    if placement.kind == "equal" and unlike[0] in placement.uniform:
+        return part(unlike[0])
+    at = tuple(cut for cut in placement.at if cut[0] == unlike[0])
+    return Placement("part", at) if placement.kind == "part" and at else None
+
+
+def _dropout(
+    input: Chunked, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> Tensor:
     """Draws for a token what it draws in the uncut model."""
-    assert type(input) is Chunked
-    train = training
-    if not train or p == 0.0:
+    if not (training and train) or p == 0.0:
         return input
-    kept = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p, train)
-    return input * kept
+    kept = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
+    return input.mul_(kept) if inplace else input * kept
 
 
 def attention(
@@ -322,7 +399,8 @@ def attention(
     if type(query) is not Chunked:
         assert lengths is not None
         query = Chunked(torch.split(query, list(lengths), -2), query.dim() - 2)
-    if query.cut_dim != query.dim() - 2 or query.blocks != 1 or (dropout_p and is_causal is None):
+    shorter = is_causal and key.shape[-2] < query.shape[-2]
+    if query.cut_dim != query.dim() - 2 or query.blocks != 1 or shorter:
         return F.scaled_dot_product_attention(
             query.joined(), key, value, attn_mask, dropout_p, is_causal, **more
         )

@@ -1,6 +1,7 @@
 """The ops that a call makes, as `stretto.ir` writes them, without a graph being traced.
 
-What it uses of PyTorch beside public names, with a test: torch.utils._python_dispatch.TorchDispatchMode.
+What it uses of PyTorch beside public names, with a test: torch.utils._python_dispatch.TorchDispatchMode,
+and the trees of torch.utils._pytree.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from stretto.ir.program import Const, Op, Ref, TensorSpec
 
 
 class Recorded(TorchDispatchMode):
     """While the context lasts, every call of the dispatcher is written down. specs: of all tensors, by
-    name."""
+    name. writes: whether one changes what it is given; names are those of tensors, not of values, then."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
+        self.writes = False
         self.specs: dict[str, TensorSpec] = {}
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no two have one id
 
     def name(self, tensor: Tensor) -> str:
-        """What the tensor is called; what is written gets another name."""
+        """What the tensor is called."""
         self._kept.append(tensor)
         return self._names.setdefault(id(tensor), f"t{len(self._names)}")
 
@@ -52,16 +56,14 @@ class Recorded(TorchDispatchMode):
         made = function(*args, **named)
         given = tuple(map(self._arg, args)), tuple((key, self._arg(value)) for key, value in named.items())
         outs = made if isinstance(made, (tuple, list)) else (made,)
-        target = str(function).replace("_.", ".", 1) if _in_place(function) else str(function)
+        if not any(isinstance(out, Tensor) for out in outs):
+            return made
+        self.writes |= _in_place(function)
+        target = str(function)
         random = torch.Tag.nondeterministic_seeded in function.tags
         specs = tuple(spec_of(out) if isinstance(out, Tensor) else None for out in outs)
         if len(outs) == 1 and isinstance(outs[0], Tensor):
-            name = self._ref(outs[0]).name
-            if _in_place(function):
-                # What was written is another value from here on.
-                name = self._names[id(outs[0])] = f"t{len(self._names)}w{len(self.ops)}"
-                self.specs[name] = spec_of(outs[0])
-            self.ops.append(Op(name, target, *given, specs, random=random))
+            self.ops.append(Op(self._ref(outs[0]).name, target, *given, specs, random=random))
             return made
         whole = f"all{len(self.ops)}"
         self.ops.append(Op(whole, target, *given, specs, random=random))

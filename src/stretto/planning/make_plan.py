@@ -89,6 +89,12 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
             f"the schedule {wish.family!r} is for {wish.ranks} ranks, but pp = {job.pp}: "
             f"give pp = {wish.ranks}"
         )
+    idle = [rank for rank in range(wish.ranks) if not wish.stages_of(rank)]
+    if idle:
+        raise UsageError(
+            f"rank {idle[0]} of the schedule {wish.family!r} has no stage, and so nothing to do: leave it "
+            "out, or give it one"
+        )
     live = max(peak_live(wish))
     if job.max_live is not None and live > job.max_live:
         raise UsageError(
