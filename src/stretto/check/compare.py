@@ -34,7 +34,6 @@ from stretto.check.bisect_layout import bisect_layout
 from stretto.config import ParallelSettings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.action import Phase
-from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
@@ -270,14 +269,17 @@ def _differences(
     results = run_threads(plan, lambda _: copy.deepcopy(model), work)
     parameters = {p.name: p for p in plan.job.parameters}
     wholes: dict[str, list[Tensor]] = {}  # by the first name of the tie
-    spread: dict[tuple[str, int, int], list[Tensor]] = {}
+    spread: dict[tuple[str, tuple[tuple[str, int], ...]], list[Tensor]] = {}
     for at, _, grads in results:
         for name, grad in grads.items():
-            if parameters[name].shards:
-                spread.setdefault((name, at[PIPELINE], plan.job.copy_of(at)), []).append(grad)
+            over = {shard.axis for shard in parameters[name].shards}
+            if over:
+                # Parts of one whole are on ranks that differ along these axes alone.
+                same = tuple((axis, place) for axis, place in at.items() if axis not in over)
+                spread.setdefault((name, same), []).append(grad)
             else:
                 wholes.setdefault(parameters[name].tied_to, []).append(grad)
-    for (name, _, _), parts in spread.items():
+    for (name, _), parts in spread.items():
         copies = parameters[name].shards[0].copies
         wholes.setdefault(parameters[name].tied_to, []).extend(
             join(parts[copy:] + parts[:copy], parameters[name]) for copy in range(copies)

@@ -254,8 +254,7 @@ class Job:
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
     chunks: in how many the sequence is cut within blocks. in_chunks: the same step in other numbers of them,
-    of
-        which planning may take one.
+        of which planning may take one.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -297,7 +296,7 @@ class Job:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes over which all gradients and the loss are summed."""
+        """The axes over which the loss is summed, and all gradients but those of what is spread over them."""
         return tuple(axis for axis, size in self.axes if size > 1 and sums_of(axis) is Sums.ALL)
 
     @property

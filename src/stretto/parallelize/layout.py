@@ -70,7 +70,7 @@ def layout_of(
 ) -> Layout:
     """What the settings ask for. degree: chunks, where that is to be chosen ("auto"), else 1 then. Raises
     UsageError for a model, a plan or sizes that do not fit."""
-    tensor = experts = chunks = None
+    tensor = experts = None
     if parallel.tp > 1:
         plan = tp_plan if tp_plan is not None else parallel.tp_plan
         tensor = tensor_parallel(model, parallel.tp, sequence=parallel.sequence_parallel, plan=plan)
@@ -85,6 +85,11 @@ def layout_of(
         )
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    if degree > 1:
-        chunks = Chunks(degree, experts_in(model), parallel.ampipe_capacity == "whole")
-    return Layout(tensor, experts, chunks)
+    return Layout(tensor, experts, chunks_of(model, parallel, degree))
+
+
+def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:
+    """How the sequence is cut in so many chunks."""
+    if degree == 1:
+        return None
+    return Chunks(degree, experts_in(model), parallel.ampipe_capacity == "whole")

@@ -228,10 +228,16 @@ def plan(
     job = without_sums(job)
     chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
-    made = [
-        _made(one, prices_of(one, chosen, found), chosen, overlap, order, memory_limit(found, one))
-        for one in (replace(job, in_chunks=()), *job.in_chunks)
-    ]
+    made: list[Plan] = []
+    refused: list[PlanError] = []
+    for one in (replace(job, in_chunks=()), *job.in_chunks):
+        prices, limit = prices_of(one, chosen, found), memory_limit(found, one)
+        try:
+            made.append(_made(one, prices, chosen, overlap, order, limit))
+        except PlanError as error:  # another number of chunks may hold less
+            refused.append(error)
+    if not made:
+        raise refused[0]
     best = min(made, key=_predicted_us)
     others = [one for one in made if one is not best]
     if best.job.chunks > 1 or not others:

@@ -38,7 +38,7 @@ class HeldOut:
         layout: Layout = PLAIN,
     ) -> None:
         """model: the one whose parameters `runner` holds. batches: global batches in a measurement. layout:
-        of the training."""
+        of the training, with as many chunks as its plan has."""
         job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
         mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
         # Ranks that do equal work found about the same; all must plan with equal costs.

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.ir.timeline import Timeline
 from stretto.models.build import build_model, counted_loss_function
+from stretto.parallelize.layout import chunks_of
 from stretto.planning.make_plan import plan as make_plan
 from stretto.runtime import Runner
 from stretto.train import checkpoint
@@ -144,6 +146,8 @@ class Trainer:
         for line in str(plan).splitlines():
             say(line)
         self.runner = Runner(plan, model, seed=settings.training.seed, compile=settings.compile)
+        # With "auto" the plan has chosen.
+        layout = replace(layout, chunks=chunks_of(model, settings.parallel, plan.job.chunks))
         self.held_out = HeldOut(
             self.runner, model, batch, loss, data.held_out, settings.training.eval_batches, layout
         )
