@@ -1,8 +1,9 @@
 """Tensors that are cut in chunks along the sequence, and look whole to the code that gets them.
 
-    1. What is called on a cut tensor is called on its first chunk, and the ops that this makes are placed as
-       if chunks were ranks (`stretto.ir.placements`, by the rules of `stretto.ir.dims`): the result is cut,
-       an addend, or equal for all chunks. Tensors beside it are cut with it, where the shapes want it.
+    1. What is called on a cut tensor is called on its first chunk and on the whole, without values, and the
+       ops that this makes are placed as if chunks were ranks (`chunk_placements`, by the rules of
+       `stretto.ir.dims`): the result is cut, an addend, or equal for all chunks. Tensors beside it are cut
+       with it, where the shapes want it.
     2. Where it is one of these, the other chunks are called too: results stay in chunks, addends are added
        up. Autograd goes back by chunks, and adds the gradients of what several chunks read.
     3. Whatever has no placement (a sum over positions, a softmax along them) gets the chunks joined.
@@ -25,21 +26,15 @@ from torch import Tensor
 
 from stretto.errors import CaptureError
 from stretto.ir.placement import (
-    EqualReducedError,
-    NeedsEqualError,
     Placement,
-    RefusedError,
     cuts_at,
     part,
     where_cut,
 )
-from stretto.ir.placements import Placer
+from stretto.parallelize.chunk_placements import placements_of
 from stretto.parallelize.lower_right_adapter import lower_right
-from stretto.parallelize.recorded_adapter import Recorded, tree_flatten, tree_unflatten
+from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 from stretto.parallelize.wrapper_adapter import without_elements
-from stretto.tensor.dtensor_adapter import without_values
-
-AXIS = "chunks"
 
 
 class Chunked(Tensor):
@@ -306,71 +301,16 @@ def _result(placement: Placement, column: Sequence[Any]) -> Any:
 def _placements(
     call: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], first: Chunked
 ) -> list[Placement] | None:
-    """Of each result, as if chunks were ranks; None where one has none. The call is made on the first chunk
-    and on the whole, without values: of both must come the same ops, and cuts must make the whole's shape."""
-    chunk, whole = Recorded(), Recorded()
-    try:
-        with without_values():
-            parts = [_like(x.parts[0]) if type(x) is Chunked else _like(x) for x in leaves]
-            wholes = [_like(x) for x in leaves]
-            with chunk:
-                outs, _ = tree_flatten(call(parts))
-            with whole:
-                others, _ = tree_flatten(call(wholes))
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
-        return None  # what is wrong with the whole, the whole will say
-    if not outs or not all(isinstance(out, Tensor) for out in outs):
-        return None
-    same = [op.target for op in chunk.ops] == [op.target for op in whole.ops]
-    if not same or chunk.writes or any(op.random for op in chunk.ops):
-        return None
-    held = {
-        chunk.name(p): part(x.cut_dim, x.blocks)
-        for x, p in zip(leaves, parts, strict=True)
-        if type(x) is Chunked
-    }
-    placer = Placer(AXIS, len(first.parts), held, exact=True)
-    ratio = Fraction(sum(first.lengths()), first.lengths()[0])
-    try:
-        for op, other in zip(chunk.ops, whole.ops, strict=True):
-            placer.place(op, chunk.specs)
-            if len(op.outputs) == 1 and op.outputs[0] is not None and other.outputs[0] is not None:
-                fit = _fitting(placer.of(op.name), op.outputs[0].shape, other.outputs[0].shape, ratio)
-                if fit is None:
-                    return None
-                placer.values[op.name] = fit
-    except (RefusedError, NeedsEqualError, EqualReducedError):
-        return None
-    found = [
-        _fitting(placer.of(chunk.name(out)), out.shape, other.shape, ratio)
-        for out, other in zip(outs, others, strict=True)
-    ]
-    return None if None in found else [p for p in found if p is not None]
-
-
-def _like(value: Any) -> Any:
-    """A tensor of the same shape without values."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
-
-
-def _fitting(
-    placement: Placement, chunk: Sequence[int], whole: Sequence[int], ratio: Fraction
-) -> Placement | None:
-    """The placement with the cuts that make a whole of that shape of chunks of this; None where none does.
-    ratio: of the whole's length to the first chunk's."""
-    if len(chunk) != len(whole):
-        return None
-    unlike = [dim for dim, (n, m) in enumerate(zip(chunk, whole, strict=True)) if n != m]
-    if placement.kind in ("equal", "sum") and not unlike:
-        return placement
-    if len(unlike) != 1 or whole[unlike[0]] != chunk[unlike[0]] * ratio:
-        return None
-    if placement.kind == "equal" and unlike[0] in placement.uniform:
-        return part(unlike[0])
-    at = tuple(cut for cut in placement.at if cut[0] == unlike[0])
-    return Placement("part", at) if placement.kind == "part" and at else None
+    """Of each result, as if chunks were ranks; None where one has none."""
+    cut = [type(x) is Chunked for x in leaves]
+    return placements_of(
+        call,
+        [x.parts[0] if of_chunk else x for x, of_chunk in zip(leaves, cut, strict=True)],
+        leaves,
+        [part(x.cut_dim, x.blocks) if of_chunk else None for x, of_chunk in zip(leaves, cut, strict=True)],
+        len(first.parts),
+        Fraction(sum(first.lengths()), first.lengths()[0]),
+    )
 
 
 def _dropout(
