@@ -228,10 +228,20 @@ def test_experts_that_ranks_share(capacity: float | None, how: dict[str, Any]) -
     assert found.differences[0].relative < 1e-12
 
 
-def test_a_chunks_own_capacity_is_named() -> None:
+def test_a_capacity_of_each_chunk_is_compared_as_one_of_all() -> None:
     how = Parallel(ep=2, dp=2, ampipe_degree=2)
-    with pytest.raises(RunError, match="with ampipe_capacity = 'whole' it is right"):
-        stretto.check(mixture(0.5), rows_of_tokens(), moe_token_sum, how)
+    found = stretto.check(mixture(0.5), rows_of_tokens(), moe_token_sum, how)
+    assert found.whole_capacity
+    assert not found.wrong
+    assert "compared with ampipe_capacity = 'whole'" in str(found)
+    with pytest.raises(RunError, match="on one rank it is right: dp = 2 or ep = 2 or ampipe_degree = 2"):
+        stretto.check(mixture(0.5), rows_of_tokens(), unlike_in_copies, how)
+
+
+def unlike_in_copies(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | int]:
+    """A loss whose scale comes from the number of experts that a rank holds."""
+    total, count = moe_token_sum(model, batch)
+    return total * model.blocks[0].mlp.experts.up.shape[0], count  # type: ignore[union-attr,index]
 
 
 def test_one_rank_has_nothing_of_what_ranks_share() -> None:

@@ -78,13 +78,6 @@ def bisect_layout(
 
 
 def _without_tp(parallel: ParallelSettings, right: Trial) -> list[str]:
-    if parallel.ampipe_degree != 1 and parallel.ampipe_capacity == "chunk":
-        whole = parallel.model_copy(update={"ampipe_capacity": "whole"})
-        if right(whole, None):
-            return [
-                "with ampipe_capacity = 'whole' it is right: with 'chunk' each chunk of a sequence has its "
-                "own share of an expert's capacity, and other tokens are dropped than without chunks"
-            ]
     used = {key: value for key, value in ALONE.items() if getattr(parallel, key) != value}
     one = parallel.model_copy(update={**used, "split": "auto"})
     one = one.model_copy(update={"microbatches": parallel.microbatches * parallel.dp})

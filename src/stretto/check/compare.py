@@ -20,7 +20,7 @@ import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class Difference:
 class Check:
     """A step compared with the plain model's: of the loss, and of every gradient, largest difference first.
 
-    evaluated: the model draws random numbers in training, and was compared in evaluation.
+    evaluated: the model draws random numbers in training, and was compared in evaluation. whole_capacity: it
+    was compared with `ampipe_capacity` "whole", since with "chunk" the layout means another step.
     """
 
     loss: float
@@ -79,6 +80,7 @@ class Check:
     tolerance: float
     world: int
     evaluated: bool = False
+    whole_capacity: bool = False
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -95,6 +97,11 @@ class Check:
         ]
         if self.evaluated:
             lines.append("compared in evaluation, since the model draws random numbers in training")
+        if self.whole_capacity:
+            lines.append(
+                "compared with ampipe_capacity = 'whole', since with 'chunk' each chunk of a sequence has "
+                "its own share of an expert's capacity, and other tokens are dropped than without chunks"
+            )
         return "\n".join(lines)
 
 
@@ -129,6 +136,12 @@ def check(
     found = _compare(model, batch, loss, parallel, tp_plan, tolerance)
     if not found.wrong:
         return found
+    if parallel.ampipe_degree != 1 and parallel.ampipe_capacity == "chunk":
+        # Where experts have a capacity, this differs by design.
+        whole = parallel.model_copy(update={"ampipe_capacity": "whole"})
+        other = _compare(model, batch, loss, whole, tp_plan, tolerance)
+        if not other.wrong:
+            return replace(other, whole_capacity=True)
 
     def equal(other: ParallelSettings, plan: Mapping[str, Any] | None) -> bool | None:
         """Step 5: whether another layout is right; None where it is refused."""
