@@ -48,9 +48,10 @@ def _each_chunk(forward: Any, degree: int, *rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("capacity", [DROPLESS, FEW])
-@pytest.mark.parametrize("how", [{"ep": 2, "dp": 2, "ep_buffer": 4.0}, {"pp": 2, "microbatches": 2}],
-ids=["ep", "pp"]) def test_the_whole_sequence_is_that_of_the_uncut_model(degree: int, capacity: float | None,
-how: Any) -> None:
+@pytest.mark.parametrize(
+    "how", [{"ep": 2, "dp": 2, "ep_buffer": 4.0}, {"pp": 2, "microbatches": 2}], ids=["ep", "pp"]
+)
+def test_the_whole_sequence_is_that_of_the_uncut_model(degree: int, capacity: float | None, how: Any) -> None:
     parallel = Parallel(**how, ampipe_degree=degree, ampipe_capacity="whole")
     assert_equals(model_of(capacity, shared=1), parallel)
 
