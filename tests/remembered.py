@@ -98,12 +98,12 @@ def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callabl
         microbatches: int,
         param_dtype: torch.dtype | None,
         device: Any,
-        tensor: Any,
+        layout: Any,
         skip_passes: Collection[str],
         meshes: Any,
         repeats: bool,
     ) -> Any:
-        settings = (microbatches, param_dtype, device, tensor, tuple(skip_passes), repeats)
+        settings = (microbatches, param_dtype, device, layout, tuple(skip_passes), repeats)
         arguments = (model, batch, loss, *settings[:-2], skip_passes, meshes)
         try:
             if meshes is not None:

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from stretto.config import GPTSettings, HuggingFaceSettings, Settings, TrainSettings
+from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings, Settings, TrainSettings
 from stretto.price.flat import Cluster
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -29,7 +29,7 @@ def page() -> str:
     """The page as it should be."""
     parts = [HEAD, _table("", TrainSettings)]
     for name, field in TrainSettings.model_fields.items():
-        kinds = (GPTSettings, HuggingFaceSettings) if name == "model" else (field.annotation,)
+        kinds = (GPTSettings, MoESettings, HuggingFaceSettings) if name == "model" else (field.annotation,)
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, Settings):
                 parts.append(_table(name, kind))

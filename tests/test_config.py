@@ -147,7 +147,7 @@ def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
         ("optimizer = 3", "optimizer = 3: expected a table, [optimizer]"),
         (
             "[model]\nkind = 'huggingface'\narchitecture = 'X'\nlayers = 3",
-            "model.layers = 3: is no setting of kind 'huggingface', but of 'gpt'; drop it",
+            "model.layers = 3: is no setting of kind 'huggingface', but of 'gpt' or 'moe'; drop it",
         ),
         (
             "[model]\narchitecture = 'X'",
@@ -156,7 +156,7 @@ def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
         ("[model]\nmlp_ratio = 0.001", "makes an MLP of width 0; give 0.00391 or more"),
         ("[optimizer]\nbetas = 0.9", "optimizer.betas = 0.9: input should be a valid list"),
         ("[parallel]\nskip_passes = 'no_ops'", "skip_passes = 'no_ops': input should be a valid list"),
-        ("[model]\nkind = 'gtp'", "model.kind = 'gtp': expected 'gpt' or 'huggingface'"),
+        ("[model]\nkind = 'gtp'", "model.kind = 'gtp': expected 'gpt' or 'moe' or 'huggingface'"),
         (
             "[model]\nkind = 'huggingface'",
             "model.architecture: is missing; it is: The model's class in `transformers`",

@@ -75,6 +75,9 @@ def test_meshes_that_are_no_stages_are_refused() -> None:
     refused(r"on 2 meshes of 2 ranks.*give Parallel\(pp=2, tp=2\).*not pp=2, tp=1", two, tp=1)
     refused(r"give Parallel\(pp=2, tp=2\) with dp=1 and no split, not pp=2, tp=2, dp=2", two, dp=2)
     refused("sequence_parallel spreads a plain model, and this one is on meshes", two, sequence_parallel=True)
+    for degree in (2, "auto"):
+        message = f"ampipe_degree = {degree!r} changes a plain model.*Give ampipe_degree = 1"
+        refused(message, [[0], [1]], tp=1, ampipe_degree=degree)
     refused("tp_plan spreads a plain model", two, tp_plan={"layers.0": "colwise"})
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import tensor_of
 from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.parallelize.layout import layout_of
 
 transformers = pytest.importorskip("transformers")
 tracing = importlib.import_module("stretto.capture.trace")
@@ -25,12 +25,12 @@ def both(
     model: nn.Module, loss: Any, batch: Tensor, caplog: Any, tp: int = 1, sp: bool = False
 ) -> tuple[bool, str]:
     """Whether the two ways agree, and why layers were not repeated ("" when they were)."""
-    how = tensor_of(model, stretto.Parallel(tp=tp, sequence_parallel=sp))
+    how = layout_of(model, stretto.Parallel(tp=tp, sequence_parallel=sp))
     caplog.set_level(logging.DEBUG, logger=tracing.__name__)
     caplog.clear()
-    repeated = tracing.trace(model, batch, loss, tensor=how)
+    repeated = tracing.trace(model, batch, loss, layout=how)
     reason = " ".join(record.getMessage() for record in caplog.records if record.name == tracing.__name__)
-    whole = tracing.trace(model, batch, loss, tensor=how, equal_layers=False)
+    whole = tracing.trace(model, batch, loss, layout=how, equal_layers=False)
     return repr(repeated) == repr(
         whole
     ), reason  # as text: vocabularies are masked with nan, unequal to itself

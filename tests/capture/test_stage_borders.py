@@ -218,7 +218,7 @@ def test_a_plan_that_needs_more_memory_than_there_is() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: stretto.Parallel(ep=2), "expert parallelism is to come"),
+        (lambda: stretto.Parallel(ep=2), "dp = 1 is no multiple"),
         (lambda: stretto.Parallel(microbatch=2), "unknown argument microbatch; did you mean microbatches?"),
         (lambda: stretto.Parallel(pp=0), "pp = 0"),
         (lambda: stretto.Cluster(bandwidth=3), "unknown argument bandwidth"),

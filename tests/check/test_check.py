@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
+from stretto.check.bisect_layout import bisect_layout
 from stretto.check.compare import LOW_PRECISION_TOLERANCE, TOLERANCE
 from stretto.cli.check import make
-from stretto.config import Parallel, load_settings
+from stretto.config import Parallel, ParallelSettings, load_settings
 from stretto.errors import CaptureError, RunError, UsageError
 from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, Block, GPTConfig, next_token_loss
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from stretto.parallelize.styles import GPT2_PLAN
 from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
 from tests.parallelize.unproved import without_proof
@@ -198,3 +200,76 @@ def test_from_settings(tmp_path: Path) -> None:
     styles = '"blocks.*.attention.qkv" = "packed_colwise:3", "blocks.*.attention.out" = "rowwise"'
     with pytest.raises(CaptureError, match=r"blocks\.0\.attention cannot be computed in parts"):
         make(load_settings(path, [f"parallel.tp_plan={{{styles}}}"]))
+
+
+def mixture(capacity: float | None) -> MoEGPT:
+    config = MoEConfig(32, 2, 16, 2, 12, experts=4, expert_ratio=1.5, capacity_factor=capacity)
+    return MoEGPT(config, seed=3)
+
+
+def rows_of_tokens() -> Tensor:
+    return torch.randint(0, 32, (8, 13), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "how"),
+    [
+        (None, {"ep": 2, "dp": 2, "ep_buffer": 4.0}),
+        (0.5, {"ep": 2, "dp": 4}),
+        (None, {"ep": 2, "dp": 2, "pp": 2, "ep_buffer": 4.0, "ampipe_degree": 2}),
+        (0.5, {"ep": 2, "dp": 2, "ampipe_degree": 2, "ampipe_capacity": "whole"}),
+    ],
+    ids=str,
+)
+def test_experts_that_ranks_share(capacity: float | None, how: dict[str, Any]) -> None:
+    """Capacities and routers' losses are of a microbatch, and it is the plain model's microbatches."""
+    found = stretto.check(mixture(capacity), rows_of_tokens(), moe_token_sum, Parallel(**how))
+    assert found.tolerance == TOLERANCE
+    assert found.differences[0].relative < 1e-12
+
+
+def test_a_capacity_of_each_chunk_is_compared_as_one_of_all() -> None:
+    how = Parallel(ep=2, dp=2, ampipe_degree=2)
+    found = stretto.check(mixture(0.5), rows_of_tokens(), moe_token_sum, how)
+    assert found.whole_capacity
+    assert not found.wrong
+    assert "compared with ampipe_capacity = 'whole'" in str(found)
+    with pytest.raises(RunError, match="on one rank it is right: dp = 2 or ep = 2 or ampipe_degree = 2"):
+        stretto.check(mixture(0.5), rows_of_tokens(), unlike_in_copies, how)
+
+
+def unlike_in_copies(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | int]:
+    """A loss whose scale comes from the number of experts that a rank holds."""
+    total, count = moe_token_sum(model, batch)
+    return total * model.blocks[0].mlp.experts.up.shape[0], count  # type: ignore[union-attr,index]
+
+
+def test_one_rank_has_nothing_of_what_ranks_share() -> None:
+    """The last trial of a layout is a step that could be anybody's."""
+    tried: list[ParallelSettings] = []
+
+    def right(parallel: ParallelSettings, plan: Any) -> bool:
+        tried.append(parallel)
+        return len(tried) == 1
+
+    parallel = Parallel(
+        pp=2,
+        dp=4,
+        ep=2,
+        microbatches=2,
+        ep_buffer=3.0,
+        ep_overflow="drop",
+        ampipe_degree=2,
+        ampipe_capacity="whole",
+        pipe_experts=True,
+        pipe_experts_multi_data=2,
+    )
+    (told,) = bisect_layout(mixture(0.5), parallel, None, right)
+    assert tried == [Parallel(microbatches=8)]
+    assert "pp = 2 or dp = 4 or ep = 2" in told
+    (told,) = bisect_layout(mixture(None), Parallel(ampipe_degree=2), None, lambda *_: len(tried) > 1)
+    assert "on one rank it differs, too" in told
+    tried.clear()
+    parallel = Parallel(ampipe_degree=2, ampipe_capacity="whole")
+    (told,) = bisect_layout(mixture(None), parallel, None, right)
+    assert "on one rank it is right: ampipe_degree = 2" in told

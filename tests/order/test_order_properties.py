@@ -8,7 +8,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.ir.plan import ItemKind
+from stretto.ir.action import Phase
+from stretto.ir.plan import InstructionKind, ItemKind
 from stretto.planning.make_plan import make_plan
 from stretto.planning.variants import communicates
 from stretto.schedule.families import FAMILIES
@@ -50,11 +51,31 @@ def test_what_planning_makes_is_proved(data: st.DataObject) -> None:
         if communicates(job):
             assert plan.prediction.step_us <= off.prediction.step_us * (1 + 1e-9)
         for window in plan.windows.values():
-            ops = [(item.part, item.ref) for item in window.items if item.kind is ItemKind.OP]
+            of_microbatch = [p for p, (_, phase) in enumerate(window.parts) if phase is not Phase.REDUCE_GRAD]
+            ops = [
+                (item.part, item.ref)
+                for item in window.items
+                if item.kind is ItemKind.OP and item.part in of_microbatch
+            ]
             wanted = [
                 (part, op.name)
-                for part, (stage, phase) in enumerate(window.parts)
+                for part in of_microbatch
+                for stage, phase in (window.parts[part],)
                 for sub in phase.parts
                 for op in plan.job.stages[stage].ops[sub]
             ]
             assert Counter(ops) == Counter(wanted)
+        once = [
+            (rank, item.ref)
+            for rank, order in enumerate(plan.orders)
+            for run in order
+            if run.kind is InstructionKind.RUN
+            for item in plan.windows[str(run.ref)].items
+            if plan.windows[str(run.ref)].parts[item.part][1] is Phase.REDUCE_GRAD
+        ]
+        sums = [
+            (plan.rank_of(stage.index), op.name)
+            for stage in plan.job.stages
+            for op in stage.ops.get(Phase.REDUCE_GRAD, ())
+        ]
+        assert Counter(once) == Counter(sums)

@@ -234,6 +234,13 @@ def test_settings_that_do_nothing_are_refused() -> None:
         lambda: Parallel(sequence_parallel=True), "sequence_parallel shares the work of tensor-parallel ranks"
     )
     refused(lambda: Parallel(tp_plan={"up": "colwise"}), "tp_plan shares the work of tensor-parallel ranks")
+    refused(lambda: Parallel(ep_buffer=3.0), "ep_buffer = 3.0 is about what expert-parallel ranks send")
+    refused(lambda: Parallel(dp=2, ep_overflow="drop"), "give ep = 2 or more, or drop it")
+    refused(
+        lambda: Parallel(ampipe_capacity="whole"),
+        "ampipe_capacity = 'whole' is about chunks of the sequence; give ampipe_degree = 2 or more",
+    )
+    assert Parallel(ampipe_capacity="whole", ampipe_degree="auto").ampipe_capacity == "whole"
     refused(lambda: Parallel(cp=2), "context parallelism is to come")
 
 

@@ -14,10 +14,12 @@ from stretto.capture.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import Job
+from stretto.models.moe import moe_token_sum
 from stretto.passes.step import Context, Step
 from stretto.planning import make_plan as planning
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
+from tests.parallelize.test_experts import FEW, batch, model_of
 from tests.runtime.equality import (
     FAMILIES,
     assert_equal,
@@ -107,6 +109,19 @@ def test_what_is_wished_for() -> None:
         plan_of(job, "zz")
     with pytest.raises(stretto.UsageError, match=r"unknown cluster .here.: .*known devices are a100"):
         stretto.plan(job, cluster="here")
+
+
+def test_auto_takes_a_number_of_chunks_that_fits() -> None:
+    job = stretto.capture(model_of(FEW), batch(), moe_token_sum, stretto.Parallel(ampipe_degree="auto"))
+    alone = [stretto.plan(replace(one, in_chunks=()), stretto.Cluster()) for one in (job, *job.in_chunks)]
+    peaks = {plan.job.chunks: max(plan.prediction.peak_bytes) for plan in alone if plan.prediction}
+    assert peaks[2] < peaks[4] < peaks[1]
+    found = {
+        most: stretto.plan(job, stretto.Cluster(memory_bytes=most)).job.chunks for most in peaks.values()
+    }
+    assert found == {peaks[1]: 1, peaks[2]: 2, peaks[4]: 2}
+    with pytest.raises(stretto.PlanError, match="fault"):
+        stretto.plan(job, stretto.Cluster(memory_bytes=peaks[2] // 2))
 
 
 def test_memory_that_overlap_exceeds_is_kept_by_waiting_at_once() -> None:

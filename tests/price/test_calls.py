@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.ir.flow import PHASES
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import SpanKind
 from stretto.price.calls import Calls, calls_us, line_through
@@ -53,8 +54,8 @@ def test_what_a_wait_has_left_to_do_is_computing() -> None:
     waits = {
         (stage.index, op.name): 40.0
         for stage in plan.job.stages
-        for made in stage.ops.values()
-        for op in made
+        for phase in PHASES
+        for op in stage.ops[phase]
         if op.target == WAIT
     }
     longer = replace(plan, costs=replace(plan.costs, op_us={**plan.costs.op_us, **waits}))

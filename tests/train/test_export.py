@@ -17,7 +17,8 @@ from stretto.cli.main import app
 from stretto.config import load_settings
 from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
-from stretto.models.pretrained import load_gpt
+from stretto.models.moe import MoEConfig, MoEGPT
+from stretto.models.pretrained import load_gpt, save_gpt
 from stretto.train.export import export
 from stretto.train.trainer import Trainer
 from stretto.train.whole import load_whole
@@ -54,6 +55,20 @@ def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
     assert torch.equal(model(tokens), load_whole(found)[0](tokens))
     assert len([n for n in load_file(output / "model.safetensors") if "head" in n or "embedding" in n]) == 1
     assert Tokenizer.from_file(str(output / "tokenizer.json")).get_vocab_size() == model.config.vocab_size
+
+
+def test_a_gpt_with_experts_comes_back(tmp_path: Path) -> None:
+    config = MoEConfig(
+        32, layers=2, hidden=16, heads=2, context=12, experts=4, capacity_factor=None, tie_embeddings=True
+    )
+    model = MoEGPT(config, seed=3)
+    save_gpt(model, tmp_path)
+    found = load_gpt(tmp_path)
+    assert isinstance(found, MoEGPT)
+    assert found.config == config
+    tokens = torch.arange(12)[None]
+    assert all(map(torch.equal, found(tokens), model.eval()(tokens)))
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "stretto-moe"
 
 
 def test_a_llama_is_read_by_transformers(folder: Path) -> None:

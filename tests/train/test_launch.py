@@ -224,10 +224,10 @@ def test_a_vocabulary_that_stays_whole_is_told_with_the_setting_that_pads_it(tmp
     said: list[str] = []
     for change in ("model.vocab_size=301", "model.vocab_size=302"):
         settings = load_settings(config, [change, "parallel.tp=2"])
-        assert spread(build_model(settings.model, 300, 0), settings, said.append) is not None
+        assert spread(build_model(settings.model, 300, 0), settings, said.append).tensor is not None
     assert len(said) == 2  # the embedding and the head of the odd one
     assert all(line.startswith("note: ") and line.endswith("(model.vocab_size = 302)") for line in said)
-    assert spread(build_model(settings.model, 300, 0), load_settings(config), said.append) is None
+    assert spread(build_model(settings.model, 300, 0), load_settings(config), said.append).tensor is None
 
 
 def test_the_environment_must_hold_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,5 +280,5 @@ def test_every_example_fits_its_layout(example: Path) -> None:
     with torch.device("meta"):
         model = build_model(settings.model, settings.data.vocab_size, 0)
     said: list[str] = []
-    assert (spread(model, settings, said.append) is None) == (settings.parallel.tp == 1)
+    assert (spread(model, settings, said.append).tensor is None) == (settings.parallel.tp == 1)
     assert said == []

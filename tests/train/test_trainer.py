@@ -16,8 +16,10 @@ import torch
 from tests.train.tiny import steps_of, write_settings
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
+import stretto
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import RunError, StrettoError, UsageError
+from stretto.ir.program import Job
 from stretto.models.build import build_model
 from stretto.models.gpt import next_token_loss
 from stretto.report.rundir import load_run
@@ -41,6 +43,22 @@ def train(path: Path, *changes: str) -> tuple[TrainSettings, Trainer]:
     trainer = Trainer(settings, World())
     trainer.run()
     return settings, trainer
+
+
+def test_the_held_out_loss_is_of_as_many_chunks_as_the_plan_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(job: Job, cluster: str) -> stretto.Plan:
+        return stretto.plan(job.in_chunks[-1] if job.in_chunks else job, stretto.Cluster())
+
+    monkeypatch.setattr("stretto.train.trainer.make_plan", chosen)
+    losses = {}
+    for degree in ("1", "auto"):
+        path = write_settings(folder, steps=2, every=0, run=f"chunks-{degree}")
+        settings, trainer = train(path, f"parallel.ampipe_degree={degree}", "model.dropout=0")
+        assert trainer.runner.plan.job.chunks == (4 if degree == "auto" else 1)
+        losses[degree] = json.loads((settings.run_dir / "summary.json").read_text())["held_out_loss"]
+    assert losses["auto"] == pytest.approx(losses["1"], rel=1e-5)
 
 
 def test_a_run_learns_and_leaves_what_a_report_needs(

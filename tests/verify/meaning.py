@@ -24,7 +24,7 @@ _ROWS: dict[int, tuple[int, int, int]] = {}
 value, gathered in order, are that value again."""
 
 
-DATA = ("dp", "cp")
+DATA = ("dp", "cp", "ep")
 """Axes whose ranks have other data, so that all gradients and the loss are summed over them."""
 
 
@@ -120,7 +120,8 @@ def meaning(job: Job, stage_ranks: tuple[int, ...]) -> Results:
         for parameter in job.parameters:
             if parameter.tied_to in grads and any(stage_ranks[s] == place for s in parameter.stages):
                 partial = {a for p in job.parameters if p.tied_to == parameter.tied_to for a in p.partial}
-                group = _along(mesh, c, (*DATA, *partial))
+                spread = {shard.axis for shard in parameter.shards}
+                group = _along(mesh, c, (*(axis for axis in DATA if axis not in spread), *partial))
                 total = sum(grads[parameter.tied_to][m] for m in group)
                 found["grad", rank, parameter.tied_to] = total % PRIME
     return found

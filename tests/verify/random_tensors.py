@@ -8,7 +8,6 @@ from random import Random
 
 from stretto.ir.action import Phase
 from stretto.ir.program import Parameter, Shard, TensorSpec
-from tests.verify.meaning import DATA
 
 SMALL, LARGE = (16, 8), (1024, 1024)
 """Gradients that share buckets, and one that is summed alone."""
@@ -41,12 +40,10 @@ def random_tensors(draw: Random, stages: int, sizes: Mapping[str, int]) -> list[
     for stage in range(stages):
         for k in range(draw.randint(1, 3)):
             shape = LARGE if draw.random() < 0.1 else SMALL
-            axes = [axis for axis in sizes if axis not in DATA]
-            spread = [axis for axis in axes if draw.random() < 0.3]
+            spread = [axis for axis in sizes if axis in ("ep", "tp") and draw.random() < 0.3]
             shards = tuple(Shard(axis, at % 2) for at, axis in enumerate(spread))
             differs = "tp" in sizes and "tp" not in spread and draw.random() < 0.5
-            parts = [a for a in axes if a not in spread and a != "tp" and draw.random() < 0.5]
-            partial = (*parts, "tp") if differs else tuple(parts)
+            partial = ("tp",) if differs else ()
             name = f"p{stage}.{k}"
             spec, trained = TensorSpec(shape, "float32"), draw.random() < 0.9
             made = Tensor(name, [stage], spec, shards, partial, differs, name, trained)

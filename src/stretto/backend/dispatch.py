@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stretto.backend import grouped_adapter as grouped_adapter  # its ops are known from here on
 from stretto.errors import RunError
 from stretto.ir.program import VIEWS
 

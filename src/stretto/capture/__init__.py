@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +18,17 @@ from stretto.capture.split import split
 from stretto.capture.stages import cut
 from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
-from stretto.errors import UsageError
+from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Job
-from stretto.parallelize.tensor import TensorParallel, tensor_parallel
+from stretto.parallelize.layout import Layout, layout_of
 from stretto.passes import on_job
 
 DEVICES = ("cpu", "cuda")
 """Kinds of devices that a step can be captured for."""
+
+DEGREES = (2, 4)
+"""Numbers of chunks that `ampipe_degree = "auto"` captures beside 1. MindSpeed's are 2 to 4; more make
+products that are too small."""
 
 DTYPES = {"float32": None, "bf16": torch.bfloat16}
 """Precision setting -> dtype of the parameters in the computation; None keeps their own. float16 is not
@@ -72,42 +78,75 @@ def capture(
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     _check_arguments(model, loss, parallel, device, stages)
+    made = partial(_captured, model, batch, loss, parallel, precision, device, stages, tp_plan, equal_layers)
     with explained(model):
-        meshes = on_meshes(model, parallel, tp_plan)
-        tensor = tensor_of(model, parallel, tp_plan) if meshes is None else meshes.tensor_parallel(model)
-        traced = trace(
-            model,
-            batch,
-            loss,
-            microbatches=parallel.microbatches * parallel.dp,
-            param_dtype=DTYPES[precision],
-            device=device,
-            tensor=tensor,
-            equal_layers=equal_layers,
-            skip_passes=parallel.skip_passes,
-            meshes=meshes,
+        job = made(None)
+        if parallel.ampipe_degree != "auto":
+            return job
+        return replace(job, in_chunks=tuple(_in_chunks(made)))
+
+
+def _in_chunks(made: Callable[[int], Job]) -> Iterator[Job]:
+    """The step in each number of chunks in which it can be cut; the user is warned where it can in none."""
+    for degree in DEGREES:
+        try:
+            yield made(degree)
+        except (CaptureError, UsageError) as error:
+            if degree == DEGREES[0]:
+                warnings.warn(f"ampipe_degree = 'auto' cuts nothing: {error}", stacklevel=3)
+            return
+
+
+def _captured(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    parallel: ParallelSettings,
+    precision: str,
+    device: torch.device | str | None,
+    stages: int | None,
+    tp_plan: Mapping[str, Any] | None,
+    equal_layers: bool,
+    degree: int | None,
+) -> Job:
+    meshes = on_meshes(model, parallel, tp_plan)
+    layout = (
+        layout_of(model, parallel, tp_plan, degree)
+        if meshes is None
+        else Layout(meshes.tensor_parallel(model))
+    )
+    traced = trace(
+        model,
+        batch,
+        loss,
+        microbatches=parallel.microbatches * parallel.dp,
+        param_dtype=DTYPES[precision],
+        device=device,
+        layout=layout,
+        equal_layers=equal_layers,
+        skip_passes=parallel.skip_passes,
+        meshes=meshes,
+    )
+    named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
+    count = stages if stages is not None else named or parallel.pp
+    if meshes is not None and count != len(meshes.meshes):
+        raise UsageError(
+            f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
         )
-        named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
-        count = stages if stages is not None else named or parallel.pp
-        if meshes is not None and count != len(meshes.meshes):
-            raise UsageError(
-                f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
-            )
-        placement = (
-            split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
-        )
-        job = cut(traced, placement, count, parallel.microbatches)
-        job = replace(
-            job,
-            schedule=parallel.schedule,
-            max_live=parallel.max_live,
-            pp=parallel.pp,
-            axes=parallel.axes,
-            overlap=parallel.overlap,
-            recompute=parallel.recompute,
-            split_ops=parallel.split_ops,
-        )
-        return on_job(job, parallel.skip_passes)
+    placement = split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
+    job = cut(traced, placement, count, parallel.microbatches)
+    job = replace(
+        job,
+        schedule=parallel.schedule,
+        max_live=parallel.max_live,
+        pp=parallel.pp,
+        axes=parallel.axes,
+        overlap=parallel.overlap,
+        recompute=parallel.recompute,
+        split_ops=parallel.split_ops,
+        chunks=1 if layout.chunks is None else layout.chunks.degree,
+    )
+    return on_job(job, parallel.skip_passes)
 
 
 def _check_arguments(model: object, loss: object, parallel: object, device: object, stages: object) -> None:
@@ -128,13 +167,3 @@ def _check_arguments(model: object, loss: object, parallel: object, device: obje
         raise UsageError(
             f"stages = {stages!r}: give a whole number from 1 on, or leave it out for one a rank"
         )
-
-
-def tensor_of(
-    model: nn.Module, parallel: ParallelSettings, tp_plan: Mapping[str, Any] | None = None
-) -> TensorParallel | None:
-    """How the model is spread over tensor-parallel ranks; None when there is one."""
-    if parallel.tp == 1:
-        return None
-    plan = tp_plan if tp_plan is not None else parallel.tp_plan
-    return tensor_parallel(model, parallel.tp, sequence=parallel.sequence_parallel, plan=plan)

@@ -20,12 +20,12 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.split import place
 from stretto.capture.stages import cut
-from stretto.capture.trace import Traced, trace
+from stretto.capture.trace import PLAIN, Traced, trace
 from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.forward import forward_only
 from stretto.ir.program import Job, Op
-from stretto.parallelize.tensor import TensorParallel
+from stretto.parallelize.layout import Layout
 
 Reading = tuple[str, str]
 """(module, parameter) of an op that reads a parameter."""
@@ -38,12 +38,12 @@ def capture_evaluation(
     training: Job,
     *,
     device: torch.device | str | None = None,
-    tensor: TensorParallel | None = None,
+    layout: Layout = PLAIN,
 ) -> Job:
     """The forward of `model.eval()` with the stages, microbatches and precision of the job `training`.
 
-    model, batch, loss: as `stretto.capture` takes them; tensor: how the training is spread over
-    tensor-parallel ranks (`stretto.capture.tensor_of`). The mode of each module is left as it was.
+    model, batch, loss: as `stretto.capture` takes them; layout: of the training
+    (`stretto.parallelize.layout.layout_of`). The mode of each module is left as it was.
 
     Raises CaptureError when the model reads its parameters in another order than while training.
     """
@@ -57,7 +57,7 @@ def capture_evaluation(
             microbatches=training.pieces,
             param_dtype=None if training.param_dtype is None else getattr(torch, training.param_dtype),
             device=device,
-            tensor=tensor,
+            layout=layout,
         )
     finally:
         for module, mode in modes:

@@ -109,6 +109,12 @@ def _check_settings(
             f"Parallel(pp={count}, tp={size}) with dp=1 and no split, not pp={parallel.pp}, "
             f"tp={parallel.tp}, dp={parallel.dp}, split={parallel.split!r}"
         )
+    if parallel.ep > 1 or parallel.ampipe_degree != 1:
+        what = "ep" if parallel.ep > 1 else "ampipe_degree"
+        raise UsageError(
+            f"{what} = {getattr(parallel, what)!r} changes a plain model, and this one is on meshes: its own "
+            f"program says what is spread. Give {what} = 1"
+        )
     if parallel.sequence_parallel or parallel.tp_plan is not None or tp_plan is not None:
         what = "sequence_parallel" if parallel.sequence_parallel else "tp_plan"
         raise UsageError(

@@ -45,15 +45,17 @@ from stretto.parallelize.alone import (
     leaves_of,
     with_gathered_logits,
 )
-from stretto.parallelize.parts import local_shape
+from stretto.parallelize.layout import Layout
+from stretto.parallelize.lower_right_adapter import as_on_cuda
 from stretto.parallelize.split_logits import WrittenError
-from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
 from stretto.passes import check_names, on_graph
 from stretto.passes.graph import Graph
 
 _log = logging.getLogger(__name__)
+
+PLAIN = Layout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def trace(
     microbatches: int = 1,
     param_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    tensor: TensorParallel | None = None,
+    layout: Layout = PLAIN,
     equal_layers: bool = True,
     skip_passes: Collection[str] = (),
     meshes: OnMeshes | None = None,
@@ -106,8 +108,8 @@ def trace(
     batch: the whole batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
-    "cuda" there need not be one here (`absent_cuda` says what is chosen then). tensor: trace one rank's part
-    of a model that is spread so; None traces the whole. equal_layers: whether layers that are equal are
+    "cuda" there need not be one here (`absent_cuda` says what is chosen then). layout: trace one rank's part
+    of a model that is laid out so. equal_layers: whether layers that are equal are
     traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
     passes to leave out. meshes: where a program on several meshes lies (`stretto.capture.meshes`).
 
@@ -115,12 +117,12 @@ def trace(
     """
     check_names(skip_passes)
 
-    def attempt(how: TensorParallel | None) -> Traced:
+    def attempt(how: Layout) -> Traced:
         traced = partial(
             _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
         )
         # Layers that are repeated would number the borders of meshes anew.
-        if equal_layers and meshes is None:
+        if equal_layers and meshes is None and layout.chunks is None:
             try:
                 return traced(repeats=True)
             except (NotRepeatedError, CaptureError) as reason:
@@ -129,10 +131,10 @@ def trace(
         return traced(repeats=False)
 
     try:
-        return attempt(tensor)
+        return attempt(layout)
     except WrittenError:
-        assert tensor is not None, "without, no logits are split"
-        return attempt(with_gathered_logits(model, tensor))
+        assert layout.tensor is not None, "without, no logits are split"
+        return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
 
 
 def _trace(
@@ -142,12 +144,13 @@ def _trace(
     microbatches: int,
     param_dtype: torch.dtype | None,
     device: torch.device | str | None,
-    tensor: TensorParallel | None,
+    layout: Layout,
     skip_passes: Collection[str],
     meshes: OnMeshes | None,
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
+    tensor = layout.tensor
     leaves, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
@@ -176,8 +179,10 @@ def _trace(
         found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats)
         beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
     with (
-        torch_adapter.fake_state(model, mode, at, param_dtype, _parts(model, tensor)),
-        nullcontext() if tensor is None else spread(model, tensor),
+        torch_adapter.fake_state(model, mode, at, param_dtype, layout.part_shapes(model)),
+        CudaChoices() if absent else nullcontext(),
+        as_on_cuda() if absent else nullcontext(),
+        layout.applied(model),
     ):
         state = {
             **{n: spec_of(p) for n, p in model.named_parameters(remove_duplicate=False)},
@@ -186,10 +191,7 @@ def _trace(
         layers = layers_of(model) if repeats else None
         if repeats and layers is None:
             raise NotRepeatedError("no layers are equal")
-        with (
-            explained(model, tensor, (NotRepeatedError, WrittenError)),
-            CudaChoices() if absent else nullcontext(),
-        ):
+        with explained(model, tensor, (NotRepeatedError, WrittenError)):
             joint = torch_adapter.export_joint(
                 model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
             )
@@ -224,10 +226,10 @@ def _trace(
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
     divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
-    shards = {} if tensor is None else dict(tensor.shards)
+    shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     if tensor is not None:
-        proved = Proof(ops, given, shards, gradients, kept, tensor.size, meshes is not None).proved()
+        proved = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None).proved()
         ops, parts = list(proved.ops), dict(proved.partial)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
@@ -304,17 +306,6 @@ def _alone(
             inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
             found.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
     return found
-
-
-def _parts(model: nn.Module, tensor: TensorParallel | None) -> dict[int, tuple[int, ...]]:
-    """id of a parameter -> the shape of a rank's part."""
-    if tensor is None:
-        return {}
-    return {
-        id(p): local_shape(p.shape, tensor.shards[name], tensor.size)
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if name in tensor.shards
-    }
 
 
 def _passed(

@@ -25,6 +25,22 @@ Trial = Callable[[ParallelSettings, Mapping[str, Any] | None], bool | None]
 """Whether a layout is right; None where it cannot be tried."""
 
 VOCABULARY = "embedding and head"
+ALONE = {
+    key: ParallelSettings.model_fields[key].default
+    for key in (
+        "pp",
+        "dp",
+        "ep",
+        "ep_buffer",
+        "ep_overflow",
+        "ampipe_degree",
+        "ampipe_capacity",
+        "pipe_experts",
+        "pipe_experts_multi_data",
+        "tp",
+    )
+}
+"""Settings of a step on one rank that is cut in nothing but microbatches."""
 
 
 def bisect_layout(
@@ -62,10 +78,12 @@ def bisect_layout(
 
 
 def _without_tp(parallel: ParallelSettings, right: Trial) -> list[str]:
-    one = parallel.model_copy(update={"pp": 1, "dp": 1, "tp": 1, "split": "auto"})
+    used = {key: value for key, value in ALONE.items() if getattr(parallel, key) != value}
+    one = parallel.model_copy(update={**used, "split": "auto"})
     one = one.model_copy(update={"microbatches": parallel.microbatches * parallel.dp})
-    if (parallel.pp, parallel.dp) != (1, 1) and right(one, None):
-        return [f"on one rank it is right: pp = {parallel.pp} or dp = {parallel.dp} makes the difference"]
+    if used and right(one, None):
+        told = " or ".join(f"{key} = {getattr(parallel, key)!r}" for key in used)
+        return [f"on one rank it is right: {told} makes the difference"]
     return [
         "on one rank it differs, too: the model computes something else when it runs again (a state of its "
         "own that is no buffer, a value kept from one call to the next), or the capture is at fault"

@@ -20,7 +20,7 @@ import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from stretto.check.bisect_layout import bisect_layout
 from stretto.config import ParallelSettings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.action import Phase
-from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
@@ -71,7 +70,8 @@ class Difference:
 class Check:
     """A step compared with the plain model's: of the loss, and of every gradient, largest difference first.
 
-    evaluated: the model draws random numbers in training, and was compared in evaluation.
+    evaluated: the model draws random numbers in training, and was compared in evaluation. whole_capacity: it
+    was compared with `ampipe_capacity` "whole", since with "chunk" the layout means another step.
     """
 
     loss: float
@@ -80,6 +80,7 @@ class Check:
     tolerance: float
     world: int
     evaluated: bool = False
+    whole_capacity: bool = False
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -96,6 +97,11 @@ class Check:
         ]
         if self.evaluated:
             lines.append("compared in evaluation, since the model draws random numbers in training")
+        if self.whole_capacity:
+            lines.append(
+                "compared with ampipe_capacity = 'whole', since with 'chunk' each chunk of a sequence has "
+                "its own share of an expert's capacity, and other tokens are dropped than without chunks"
+            )
         return "\n".join(lines)
 
 
@@ -130,6 +136,12 @@ def check(
     found = _compare(model, batch, loss, parallel, tp_plan, tolerance)
     if not found.wrong:
         return found
+    if parallel.ampipe_degree != 1 and parallel.ampipe_capacity == "chunk":
+        # Where experts have a capacity, this differs by design.
+        whole = parallel.model_copy(update={"ampipe_capacity": "whole"})
+        other = _compare(model, batch, loss, whole, tp_plan, tolerance)
+        if not other.wrong:
+            return replace(other, whole_capacity=True)
 
     def equal(other: ParallelSettings, plan: Mapping[str, Any] | None) -> bool | None:
         """Step 5: whether another layout is right; None where it is refused."""
@@ -270,14 +282,17 @@ def _differences(
     results = run_threads(plan, lambda _: copy.deepcopy(model), work)
     parameters = {p.name: p for p in plan.job.parameters}
     wholes: dict[str, list[Tensor]] = {}  # by the first name of the tie
-    spread: dict[tuple[str, int, int], list[Tensor]] = {}
+    spread: dict[tuple[str, tuple[tuple[str, int], ...]], list[Tensor]] = {}
     for at, _, grads in results:
         for name, grad in grads.items():
-            if parameters[name].shards:
-                spread.setdefault((name, at[PIPELINE], plan.job.copy_of(at)), []).append(grad)
+            over = {shard.axis for shard in parameters[name].shards}
+            if over:
+                # Parts of one whole are on ranks that differ along these axes alone.
+                same = tuple((axis, place) for axis, place in at.items() if axis not in over)
+                spread.setdefault((name, same), []).append(grad)
             else:
                 wholes.setdefault(parameters[name].tied_to, []).append(grad)
-    for (name, _, _), parts in spread.items():
+    for (name, _), parts in spread.items():
         copies = parameters[name].shards[0].copies
         wholes.setdefault(parameters[name].tied_to, []).extend(
             join(parts[copy:] + parts[:copy], parameters[name]) for copy in range(copies)

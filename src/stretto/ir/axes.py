@@ -21,7 +21,7 @@ class Sums(IntEnum):
     TIED = 1
     """Of parameters of which several of its ranks hold a copy."""
     ALL = 2
-    """Of all: each rank has other data."""
+    """Of all but those that are spread over it: each rank has other data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Axis:
 PP = Axis("pp", "stages", Sums.TIED)
 DP = Axis("dp", "batch", Sums.ALL)
 CP = Axis("cp", "sequence", Sums.ALL)
-EP = Axis("ep", "experts", Sums.PARTIAL)
+EP = Axis("ep", "experts", Sums.ALL)
 TP = Axis("tp", "parameters", Sums.PARTIAL)
 
 BY_NAME = {axis.name: axis for axis in (PP, DP, CP, EP, TP)}

@@ -73,6 +73,10 @@ class Parameter:
         """That of the accumulated gradient: the parameter's own."""
         return self.own_dtype or self.spec.dtype
 
+    def is_spread(self, axis: str) -> bool:
+        """Whether ranks along the axis hold parts of it, of which each has the whole gradient."""
+        return any(shard.axis == axis for shard in self.shards)
+
     def slots(self, axis: str, size: int) -> int:
         """Gradients that lie side by side while this one is summed over an axis of `size` ranks: 1, or where
         only copies add up, as many as there are different parts, so that one sum serves all of them."""

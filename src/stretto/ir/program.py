@@ -35,13 +35,15 @@ read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from stretto.files.codec import UNWRITTEN
 from stretto.files.form import Fits, Keyword, Natural
 from stretto.ir.action import Phase
-from stretto.ir.axes import BY_NAME, DP, PIPELINE, OtherAxis, Sums, sums_of
+from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.parameters import Buffer as Buffer
@@ -251,6 +253,8 @@ class Job:
         (`stretto.passes.messages_in_parts`).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
+    chunks: in how many the sequence is cut within blocks. in_chunks: the same step in other numbers of them,
+        of which planning may take one.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -279,6 +283,8 @@ class Job:
     whole: tuple[str, ...] = ()
     count: Count | None = None
     mean_over: Count | None = None
+    chunks: Natural = 1
+    in_chunks: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
 
     def size(self, axis: str) -> int:
         """The size of an axis beside pp."""
@@ -290,17 +296,20 @@ class Job:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes over which all gradients and the loss are summed."""
+        """The axes over which the loss is summed, and all gradients but those of what is spread over them."""
         return tuple(axis for axis, size in self.axes if size > 1 and sums_of(axis) is Sums.ALL)
 
     @property
     def copies(self) -> int:
         """Data-parallel copies of the model, each with microbatches of its own."""
-        return self.size(DP.name)
+        return math.prod(self.size(axis) for axis in self.data_axes)
 
     def copy_of(self, coordinates: Mapping[str, int]) -> int:
         """Which of them the rank at these coordinates belongs to."""
-        return coordinates.get(DP.name, 0)
+        number = 0
+        for axis in self.data_axes:
+            number = number * self.size(axis) + coordinates.get(axis, 0)
+        return number
 
     @property
     def pieces(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch.loss import Loss
-from stretto.config import GPTSettings, HuggingFaceSettings
+from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
 from stretto.errors import UsageError
 from stretto.models.gpt import (
     GPT,
@@ -21,8 +21,9 @@ from stretto.models.gpt import (
     inputs_and_targets,
     next_token_sum,
 )
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 
-ModelSettings = GPTSettings | HuggingFaceSettings
+ModelSettings = GPTSettings | MoESettings | HuggingFaceSettings
 
 END_OF_TEXT_ID = 0
 """The token between documents, as `stretto.train.tokenizer` numbers it; architectures' own numbers for the
@@ -42,13 +43,16 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
         raise UsageError(
             f"model.vocab_size = {rows} is too small: the tokenizer has {vocab_size} tokens; leave it out"
         )
-    return GPT(GPTConfig(rows, **settings.model_dump(exclude={"kind", "vocab_size"})), seed)
+    sizes = settings.model_dump(exclude={"kind", "vocab_size"})
+    if isinstance(settings, GPTSettings):
+        return GPT(GPTConfig(rows, **sizes), seed)
+    return MoEGPT(MoEConfig(rows, **sizes | {"capacity_factor": settings.capacity_factor or None}), seed)
 
 
 def counted_loss_function(settings: ModelSettings) -> Loss:
     """`loss(model, batch)`: (sum, count) of the next-token loss in nats, as a training takes it: every token
     weighs alike. For `batch` see `gpt.inputs_and_targets`."""
-    return huggingface_sum if isinstance(settings, HuggingFaceSettings) else next_token_sum
+    return {"huggingface": huggingface_sum, "moe": moe_token_sum, "gpt": next_token_sum}[settings.kind]
 
 
 def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:

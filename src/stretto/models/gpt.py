@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2)."""
+RESIDUAL = ("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
+"""Ends of the names of the last matrices of residual branches."""
 ROTARY_BASE = 10_000.0
 """Ratio of the longest to the shortest rotary wavelength (Su et al., 2021)."""
 
@@ -97,10 +99,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two matrices with a GELU between: (B, S, D) to (B, S, D)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, width: int | None = None) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden, config.mlp_hidden, bias=False)
-        self.down = nn.Linear(config.mlp_hidden, config.hidden, bias=False)
+        width = config.mlp_hidden if width is None else width
+        self.up = nn.Linear(config.hidden, width, bias=False)
+        self.down = nn.Linear(width, config.hidden, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         h_BSM = F.gelu(self.up(x_BSD), approximate="tanh")
@@ -146,27 +149,33 @@ class GPT(nn.Module):
     `torch.device("meta")` has shapes only; after `to_empty`, `init_weights(seed)` gives it its values.
     """
 
-    tp_plan = TP_PLAN
+    tp_plan: ClassVar[Mapping[str, str]] = TP_PLAN
 
-    def __init__(self, config: GPTConfig, seed: int = 0) -> None:
+    def __init__(self, config: GPTConfig, seed: int = 0, blocks: Sequence[nn.Module] | None = None) -> None:
+        """blocks: others than `Block`."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden)
         self.position = nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(blocks or [Block(config) for _ in range(config.layers)])
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         self.init_weights(seed)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def embedded(self, tokens_BS: Tensor) -> Tensor:
+        """What the first block is given: (B, S, D)."""
         S = tokens_BS.shape[1]
         if self.config.context < S:
             raise ValueError(f"a sequence of {S} tokens is longer than the context of {self.config.context}")
         x_BSD = self.embedding(tokens_BS)
         if self.position is not None:
             x_BSD = x_BSD + self.position(torch.arange(S, device=tokens_BS.device))
-        x_BSD = self.dropout(x_BSD)
+        embedded_BSD: Tensor = self.dropout(x_BSD)
+        return embedded_BSD
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD = self.embedded(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD)
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
@@ -191,7 +200,7 @@ class GPT(nn.Module):
             if "norm." in name:
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
                 continue
-            std = residual_std if name.endswith(("attention.out.weight", "mlp.down.weight")) else INIT_STD
+            std = residual_std if name.endswith(RESIDUAL) else INIT_STD
             # A rank may hold the head alone, without the embedding that it is tied to.
             stream_name = "embedding.weight" if tied and name == "head.weight" else name
             digest = hashlib.sha256(f"{seed}:{stream_name}".encode()).digest()

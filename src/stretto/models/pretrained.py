@@ -1,4 +1,5 @@
-"""A GPT as a folder that others can read: its shape as config.json, its weights as model.safetensors.
+"""A GPT, with experts or without, as a folder that others can read: its shape as config.json, its weights
+as model.safetensors.
 
 Touches that folder. Models of `transformers` have their own way (`save_pretrained`, `from_pretrained`).
 """
@@ -15,16 +16,21 @@ from safetensors.torch import load_model, save_model
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
 from stretto.models.gpt import GPT, GPTConfig
+from stretto.models.moe import MoEConfig, MoEGPT
 
-MODEL_TYPE = "stretto-gpt"
-"""What config.json calls this kind of model."""
+KINDS: dict[str, tuple[type[GPT], type[GPTConfig]]] = {
+    "stretto-moe": (MoEGPT, MoEConfig),
+    "stretto-gpt": (GPT, GPTConfig),
+}
+"""What config.json calls a kind of model -> its class and that of its shape; the more special kind first."""
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
 
 def save_gpt(model: GPT, folder: Path) -> None:
     """Write `model` into an existing folder, a tied weight once. Raises OSError or SafetensorError."""
-    text = json.dumps({"model_type": MODEL_TYPE, **asdict(model.config)}, indent=2)
+    kind = next(name for name, (made, _) in KINDS.items() if isinstance(model, made))
+    text = json.dumps({"model_type": kind, **asdict(model.config)}, indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
     save_model(model, str(folder / WEIGHTS))
 
@@ -37,9 +43,11 @@ def load_gpt(folder: str | Path) -> GPT:
     folder = Path(folder)
     try:
         data = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
-        if data.pop("model_type", None) != MODEL_TYPE:
-            raise UsageError(f"{folder / CONFIG}: is of another kind of model; expected {MODEL_TYPE}")
-        model = GPT(GPTConfig(**data))
+        found = KINDS.get(data.pop("model_type", None))
+        if found is None:
+            raise UsageError(f"{folder / CONFIG}: is of another kind of model; expected {' or '.join(KINDS)}")
+        kind, config = found
+        model = kind(config(**data))
         load_model(model, str(folder / WEIGHTS))
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{folder}: no GPT can be read from it: {error}") from None

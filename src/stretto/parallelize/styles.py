@@ -21,7 +21,7 @@ are the words of `transformers`; PyTorch's `ColwiseParallel`, `RowwiseParallel` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +172,12 @@ def given_plan(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str
     return plan
 
 
+def named_by(pattern: str, modules: Iterable[str]) -> list[str]:
+    """The names that a plan's pattern stands for."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    return [name for name in modules if expression.fullmatch(name)]
+
+
 def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
     """Module name -> style, for the modules that have one; given: as for `given_plan`.
 
@@ -182,8 +188,7 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
         where = f"tp_plan[{pattern!r}]"
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        matched = [name for name in modules if expression.fullmatch(name)]
+        matched = named_by(pattern, modules)
         if not matched and given is not None:
             raise UsageError(f"{where}: the model has no module of that name")
         parse_style(style, where, modules[matched[0]] if matched else None)

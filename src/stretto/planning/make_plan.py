@@ -89,6 +89,12 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
             f"the schedule {wish.family!r} is for {wish.ranks} ranks, but pp = {job.pp}: "
             f"give pp = {wish.ranks}"
         )
+    idle = [rank for rank in range(wish.ranks) if not wish.stages_of(rank)]
+    if idle:
+        raise UsageError(
+            f"rank {idle[0]} of the schedule {wish.family!r} has no stage, and so nothing to do: leave it "
+            "out, or give it one"
+        )
     live = max(peak_live(wish))
     if job.max_live is not None and live > job.max_live:
         raise UsageError(
@@ -222,5 +228,21 @@ def plan(
     job = without_sums(job)
     chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
-    prices = prices_of(job, chosen, found)
-    return _made(job, prices, chosen, overlap, order, memory_limit(found, job))
+    made: list[Plan] = []
+    refused: list[PlanError] = []
+    for one in (replace(job, in_chunks=()), *job.in_chunks):
+        prices, limit = prices_of(one, chosen, found), memory_limit(found, one)
+        try:
+            made.append(_made(one, prices, chosen, overlap, order, limit))
+        except PlanError as error:  # another number of chunks may hold less
+            refused.append(error)
+    if not made:
+        raise refused[0]
+    best = min(made, key=_predicted_us)
+    others = [one for one in made if one is not best]
+    if best.job.chunks > 1 or not others:
+        return best
+    other = min(others, key=_predicted_us)
+    times = _predicted_us(other) / max(_predicted_us(best), 1e-9)
+    why = f"{other.job.chunks} chunks of the sequence are predicted to take {times:.3f} times as long"
+    return replace(best, overlap_why="; ".join(text for text in (best.overlap_why, why) if text))

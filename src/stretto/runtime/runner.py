@@ -17,7 +17,7 @@ from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
 from stretto.errors import RunError, UsageError
-from stretto.ir.axes import DP
+from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
@@ -75,7 +75,7 @@ class Runner:
                 f"the plan is for {plan.world} ranks, but {self.transport.size} run: start as many processes "
                 f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan anew"
             )
-        unknown = [axis for axis in plan.job.data_axes if axis != DP.name]
+        unknown = [axis for axis in plan.job.data_axes if BY_NAME[axis].splits == "sequence"]
         if unknown:
             raise UsageError(
                 f"the plan divides its batch over {unknown[0]} = {plan.job.size(unknown[0])} ranks, and a "

@@ -137,9 +137,10 @@ class _Sums:
         late.append([self._of_ties(name) for name in tied if groups[name].partial])
         waiting = [name for name, group in groups.items() if name in tied or group.partial]
         for axis in self._job.data_axes:
-            early += self._over(axis, (name for name in groups if name not in waiting))
-            late.append(self._over(axis, waiting))
-            waiting = list(groups)
+            summed = [name for name in groups if not groups[name].parameter.is_spread(axis)]
+            early += self._over(axis, (name for name in summed if name not in waiting))
+            late.append(self._over(axis, [name for name in waiting if name in summed]))
+            waiting = list(dict.fromkeys((*waiting, *summed)))
         return iter([early, *late])
 
     def _of_loss(self) -> Iterator[Op]:

@@ -16,8 +16,9 @@ from torch import nn
 
 from stretto.batch.loss import Loss
 from stretto.capture.evaluation import capture_evaluation
+from stretto.capture.trace import PLAIN
 from stretto.measure.profile import profile
-from stretto.parallelize.tensor import TensorParallel
+from stretto.parallelize.layout import Layout
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.train.dataset import TokenDataset
@@ -34,11 +35,11 @@ class HeldOut:
         loss: Loss,
         tokens: TokenDataset,
         batches: int,
-        tensor: TensorParallel | None = None,
+        layout: Layout = PLAIN,
     ) -> None:
-        """model: the one whose parameters `runner` holds. batches: global batches in a measurement. tensor:
-        how the training is spread over tensor-parallel ranks."""
-        job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, tensor=tensor)
+        """model: the one whose parameters `runner` holds. batches: global batches in a measurement. layout:
+        of the training, with as many chunks as its plan has."""
+        job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
         mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
         # Ranks that do equal work found about the same; all must plan with equal costs.
         found: dict[tuple[int, str], list[float]] = defaultdict(list)

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.ir.timeline import Timeline
 from stretto.models.build import build_model, counted_loss_function
+from stretto.parallelize.layout import chunks_of
 from stretto.planning.make_plan import plan as make_plan
 from stretto.runtime import Runner
 from stretto.train import checkpoint
@@ -136,7 +138,7 @@ class Trainer:
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
         loss = counted_loss_function(settings.model)
         batch = data.train.batch(0, settings.training.global_batch)
-        tensor = spread(model, settings, say)
+        layout = spread(model, settings, say)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
             job = capture(model, batch, loss, settings.parallel, precision=settings.precision)
@@ -144,8 +146,10 @@ class Trainer:
         for line in str(plan).splitlines():
             say(line)
         self.runner = Runner(plan, model, seed=settings.training.seed, compile=settings.compile)
+        # With "auto" the plan has chosen.
+        layout = replace(layout, chunks=chunks_of(model, settings.parallel, plan.job.chunks))
         self.held_out = HeldOut(
-            self.runner, model, batch, loss, data.held_out, settings.training.eval_batches, tensor
+            self.runner, model, batch, loss, data.held_out, settings.training.eval_batches, layout
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")

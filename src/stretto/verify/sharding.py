@@ -69,7 +69,10 @@ def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
     for axis in parameter.partial:
         if axis not in dict(job.axes) or sums_of(axis) is Sums.ALL:
             what = f"has gradients that are parts along {axis!r}, which is no axis that splits a sample"
-            yield what, "Name axes of the job; the sum over dp is taken of every gradient"
+            yield (
+                what,
+                "Name axes of the job; over dp and ep every gradient is summed that is not spread over them",
+            )
         elif axis in shards and shards[axis].copies == 1:
             what = f"is spread over {axis}, so gradients along it belong to different rows"
             yield what, f"Take {axis} out of `partial`, or out of `shards`"

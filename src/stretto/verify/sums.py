@@ -255,6 +255,7 @@ def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str
     the loss."""
     trained = {parameter.tied_to for parameter in plan.job.parameters if parameter.grads}
     found: dict[str, list[str]] = {}
+    spread = {p.tied_to: {shard.axis for shard in p.shards} for p in plan.job.parameters}
     for parameter in plan.job.parameters:
         if parameter.tied_to in trained and any(plan.rank_of(s) == rank for s in parameter.stages):
             axes = found.setdefault(parameter.tied_to, [])
@@ -262,7 +263,7 @@ def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str
     for name, axes in found.items():
         if rank in tied.get(name, ()):
             axes.append(TIES)
-        axes += [axis for axis in plan.job.data_axes if axis not in axes]
+        axes += [axis for axis in plan.job.data_axes if axis not in axes and axis not in spread[name]]
     return found | ({STEP_LOSS: [LOSS]} if tells_loss(plan) else {})
 
 

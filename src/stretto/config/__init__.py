@@ -10,84 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
-from stretto.errors import UsageError
-from stretto.files.settings_file import read_settings, refusal
-
-
-class Settings(BaseModel):
-    """What all parts of the tree have in common: no unknown key, no change, no guessing of types."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class GPTSettings(Settings):
-    """Stretto's own GPT (`stretto.models.gpt`)."""
-
-    kind: Literal["gpt"] = "gpt"
-    """Which kind of model this is."""
-    vocab_size: int | None = Field(default=None, ge=0)
-    """Rows of the embedding; without it, or with 0, as many as the tokenizer has tokens."""
-    layers: int = Field(default=8, ge=1)
-    """Transformer blocks."""
-    hidden: int = Field(default=256, ge=1)
-    """Width of the residual stream."""
-    heads: int = Field(default=4, ge=1)
-    """Attention heads; `hidden` is a multiple of it."""
-    context: int = Field(default=256, ge=1)
-    """The longest sequence in tokens; `data.sequence_length` is not above it."""
-    mlp_ratio: float = Field(default=4.0, gt=0)
-    """Width of the MLP over `hidden`; the width is 1 or more."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropping an activation while training."""
-    tie_embeddings: bool = False
-    """Whether the output layer uses the embedding's weight."""
-    positions: Literal["rotary", "learned"] = "rotary"
-    """How a position is encoded: by rotating queries and keys, or by a learned vector."""
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> GPTSettings:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}")
-        if self.positions == "rotary" and (self.hidden // self.heads) % 2:
-            raise ValueError(
-                f"hidden / heads = {self.hidden // self.heads} must be even for positions = 'rotary'; "
-                "change heads, or use positions = 'learned'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _mlp_fits(self) -> GPTSettings:
-        if round(self.hidden * self.mlp_ratio) < 1:
-            raise ValueError(
-                f"mlp_ratio = {self.mlp_ratio} of hidden = {self.hidden} makes an MLP of width 0; "
-                f"give {1 / self.hidden:.3g} or more"
-            )
-        return self
-
-
-class HuggingFaceSettings(Settings):
-    """A causal language model of `transformers`, with fresh weights."""
-
-    kind: Literal["huggingface"]
-    """Which kind of model this is."""
-    architecture: str = Field(min_length=1)
-    """The model's class in `transformers`, such as "LlamaForCausalLM"."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the model's configuration class; `vocab_size` is the tokenizer's when it is absent."""
+from stretto.config.base import Settings
+from stretto.config.model import DecoderSettings as DecoderSettings
+from stretto.config.model import GPTSettings as GPTSettings
+from stretto.config.model import HuggingFaceSettings as HuggingFaceSettings
+from stretto.config.model import Model as Model
+from stretto.config.model import MoESettings as MoESettings
+from stretto.config.parallel import RECOMPUTE as RECOMPUTE
+from stretto.config.parallel import Parallel as Parallel
+from stretto.config.parallel import ParallelSettings as ParallelSettings
+from stretto.files.settings_file import read_settings
 
 
 class DataSettings(Settings):
@@ -108,122 +44,6 @@ class DataSettings(Settings):
     """Where tokens are kept between runs; by default `$XDG_CACHE_HOME/stretto` or `~/.cache/stretto`."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the order in which sequences are visited."""
-
-
-def _with_kind(given: Any) -> Any:
-    """A model without a kind is of the default one."""
-    return {"kind": GPTSettings.model_fields["kind"].default, **given} if isinstance(given, dict) else given
-
-
-Model = Annotated[GPTSettings | HuggingFaceSettings, Field(discriminator="kind"), BeforeValidator(_with_kind)]
-
-RECOMPUTE = ("none", "selective", "full", "gathers")
-"""Words for what the backward computes again; a number is a limit of memory."""
-
-
-def _recompute(given: Any) -> str | int:
-    """A word, or a limit: one message for both."""
-    if given in RECOMPUTE and isinstance(given, str):
-        return str(given)
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
-    words = ", ".join(repr(word) for word in RECOMPUTE)
-    raise ValueError(f"{given!r} is neither {words} nor a number of bytes that a rank may hold")
-
-
-class ParallelSettings(Settings):
-    """How the model and the batch are spread over ranks."""
-
-    pp: int = Field(default=1, ge=1)
-    """Pipeline ranks."""
-    dp: int = Field(default=1, ge=1)
-    """Data-parallel copies, each of which takes an equal part of the global batch."""
-    tp: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks, which share the matrices of every layer."""
-    sequence_parallel: bool = False
-    """Whether tensor-parallel ranks also share the sequence between matrices (norms, dropout, residuals)."""
-    tp_plan: dict[str, str] | None = None
-    """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
-    part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
-    "rowwise_split_input", "packed_colwise:3" or "replicated". Without it, the model's own plan."""
-    microbatches: int = Field(default=1, ge=1)
-    """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
-    schedule: str = Field(default="eager-1f1b", min_length=1)
-    """A family of schedules, or the path of a .csv in PyTorch's format."""
-    split: Literal["auto"] | list[str] = "auto"
-    """Where the model is cut: "auto", or the modules that begin a new stage, such as ["blocks.4"]."""
-    max_live: int | None = Field(default=None, ge=1)
-    """The most microbatches whose activations a rank keeps at once; without it, the family's own limit."""
-    overlap: Literal["off", "local", "window"] = "window"
-    """What hides communication: "off" waits for each at once (the baseline), "local" orders the ops within an
-    action, "window" also those of one microbatch's forward with another's backward, where that is faster."""
-    split_ops: bool = False
-    """Whether products and the collectives of their results are cut in parts where that is predicted to be
-    faster. Parts may be rounded otherwise than the whole."""
-    skip_passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of passes over the captured graph to leave out (`stretto.passes`), to find what one does."""
-    recompute: Annotated[str | int, PlainValidator(_recompute)] = "none"
-    """What the backward computes again instead of keeping it: "none", "selective" (what is cheap for the
-    memory that it saves), "full" (all but the inputs of the model's blocks), "gathers" (what sequence
-    parallelism gathers), or the most bytes that a rank may hold, for which the planner chooses."""
-
-    @property
-    def world(self) -> int:
-        """Ranks of a run."""
-        return self.pp * self.dp * self.tp
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """(axis, size) beside pp of the axes that are used, outermost first."""
-        return tuple((axis, size) for axis, size in (("dp", self.dp), ("tp", self.tp)) if size > 1)
-
-    @model_validator(mode="after")
-    def _axes_fit(self) -> ParallelSettings:
-        if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
-            what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
-            raise ValueError(
-                f"{what} shares the work of tensor-parallel ranks; give tp = 2 or more, or drop it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _stages_fit(self) -> ParallelSettings:
-        if self.split == "auto":
-            return self
-        stages = len(self.split) + 1
-        if len(set(self.split)) != len(self.split):
-            twice = sorted({name for name in self.split if self.split.count(name) > 1})
-            raise ValueError(f"split names {', '.join(twice)} more than once; name each module once")
-        if stages % self.pp:
-            raise ValueError(
-                f"split names {len(self.split)} modules and so makes {stages} stages, "
-                f"which must be a multiple of pp = {self.pp}"
-            )
-        return self
-
-
-TO_COME = {
-    "cp": "context parallelism",
-    "ep": "expert parallelism",
-}
-"""Axes that users of other systems will ask for, and that this version does not have."""
-
-
-class Parallel(ParallelSettings):
-    """`ParallelSettings` as code writes them: `stretto.Parallel(pp=2, microbatches=8)`.
-
-    Raises UsageError that names the argument and what is allowed.
-    """
-
-    def __init__(self, **given: Any) -> None:
-        for axis in TO_COME.keys() & given.keys():
-            raise UsageError(
-                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp and tp"
-            )
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise refusal("Parallel", list(ParallelSettings.model_fields), error) from None
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -348,11 +168,35 @@ class TrainSettings(Settings):
         return self
 
 
+def _faults_of_experts(settings: TrainSettings) -> list[tuple[bool, str]]:
+    model, parallel, length = settings.model, settings.parallel, settings.data.sequence_length
+    experts = model.experts if isinstance(model, MoESettings) else parallel.ep
+    fits = [n for n in range(1, experts + 1) if experts % n == 0]
+    return [
+        (
+            parallel.ep > 1 and isinstance(model, GPTSettings),
+            f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: give "
+            "model.kind = 'moe', or ep = 1",
+        ),
+        (
+            experts % parallel.ep > 0,
+            f"parallel.ep = {parallel.ep} must divide model.experts = {experts}: give one of {fits}",
+        ),
+        (
+            parallel.ampipe_degree != "auto"
+            and parallel.ampipe_degree > 1
+            and length < 2 * parallel.ampipe_degree,
+            f"parallel.ampipe_degree = {parallel.ampipe_degree} cuts data.sequence_length = {length} into "
+            f"chunks of less than two tokens: give {max(length // 2, 1)} or less",
+        ),
+    ]
+
+
 def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training = settings.model, settings.parallel, settings.training
     length = settings.data.sequence_length
-    if isinstance(model, GPTSettings):
+    if isinstance(model, DecoderSettings):
         longest, what, layers, heads = model.context, "model.context", model.layers, model.heads
     else:
         given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"
@@ -374,6 +218,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"training.global_batch = {training.global_batch} must be a multiple of "
             f"parallel.microbatches = {parallel.microbatches}{by}",
         ),
+        *_faults_of_experts(settings),
         (
             parallel.sequence_parallel and length % parallel.tp,
             f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "

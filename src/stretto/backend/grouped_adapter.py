@@ -1,0 +1,119 @@
+"""Ops of mixtures of experts that a captured graph can hold: products of groups of rows, and a check of room.
+
+    grouped_mm(x_RD, w_EDM, ends_E)    rows ends[e - 1] to ends[e] of x times w[e]; zero behind the last end
+    within(counts, room, mean)         the counts; fails where one of them is above `room`
+    grouped_mm_t(x_RD, y_RM, ends_E)   for each group x' y, (E, D, M): the gradient of w
+
+The number of rows is fixed, and how many each group has is data: so the shapes of a step do not depend on
+where a router sends tokens. An accelerator has one kernel for it (`torch.nn.functional.grouped_mm`, in
+bfloat16); elsewhere a product a group. Used beside public names of PyTorch: torch._assert_async.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from stretto.errors import RunError
+
+_library: Any = torch.library.Library("stretto_moe", "DEF")  # type: ignore[no-untyped-call]
+_library.define("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor")
+_library.define("grouped_mm_t(Tensor x, Tensor y, Tensor ends) -> Tensor")
+_library.define("within(Tensor counts, int room, float mean) -> Tensor")
+
+
+def _bounds(ends: Tensor) -> list[tuple[int, int]]:
+    found = ends.tolist()
+    return list(zip([0, *found], found))
+
+
+def _one_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    if _one_kernel(x):
+        made = F.grouped_mm(x, w, offs=ends.to(torch.int32))
+        behind = torch.arange(x.shape[0], device=x.device) >= ends[-1]
+        return made.masked_fill(behind.unsqueeze(1), 0.0)
+    made = x.new_zeros(x.shape[0], w.shape[2])
+    for e, (start, end) in enumerate(_bounds(ends)):
+        torch.mm(x[start:end], w[e], out=made[start:end])
+    return made
+
+
+def _mm_t(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    if _one_kernel(x):
+        return F.grouped_mm(x.t(), y, offs=ends.to(torch.int32))
+    made = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+    for e, (start, end) in enumerate(_bounds(ends)):
+        torch.mm(x[start:end].t(), y[start:end], out=made[e])
+    return made
+
+
+def _within(counts: Tensor, room: int, mean: float) -> Tensor:
+    if counts.is_cuda:
+        # Known on the device alone; to ask is to wait for it in every layer.
+        torch._assert_async((counts <= room).all(), "ep_buffer has no room: give a larger one")
+        return counts.clone()
+    most = int(counts.max())
+    if most > room:
+        raise RunError(
+            f"a rank's experts get {most} rows of another rank, and ep_buffer has room for {room}: give "
+            f"ep_buffer = {math.ceil(10.0 * most / mean) / 10.0} or more, or ep_overflow = 'drop'"
+        )
+    return counts.clone()
+
+
+for _name, _run, _shape in (
+    ("grouped_mm", _mm, lambda x, w, ends: x.new_empty(x.shape[0], w.shape[2])),
+    ("grouped_mm_t", _mm_t, lambda x, y, ends: x.new_empty(ends.shape[0], x.shape[1], y.shape[1])),
+):
+    _library.impl(_name, _run, "CPU")
+    _library.impl(_name, _run, "CUDA")
+    torch.library.register_fake(f"stretto_moe::{_name}", _shape, lib=_library)
+
+_library.impl("within", _within, "CPU")
+_library.impl("within", _within, "CUDA")
+torch.library.register_fake("stretto_moe::within", lambda counts, room, mean: counts.clone(), lib=_library)
+
+_calls = torch.ops.stretto_moe
+
+
+@register_flop_formula([_calls.grouped_mm, _calls.grouped_mm_t])
+def _flops(x: Any, other: Any, ends: Any, *, out_shape: Any = None, **_: Any) -> int:
+    """Of all rows, as if each belonged to a group."""
+    return 2 * int(math.prod(x)) * int(out_shape[-1])
+
+
+def within(counts: Tensor, room: int, mean: float) -> Tensor:
+    """The counts. When it runs, RunError where one of them is above `room`, with what of the mean it is."""
+    made: Tensor = _calls.within(counts, room, mean)
+    return made
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, ends)
+        made: Tensor = _calls.grouped_mm(x, w, ends)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x = _calls.grouped_mm(grad, w.transpose(1, 2), ends)
+        return of_x, _calls.grouped_mm_t(x, grad, ends), None
+
+
+def grouped_mm(x_RD: Tensor, w_EDM: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows of x by groups, each times its own matrix: (R, M). ends_E: where each group's rows end; rows
+    behind the last end become zero."""
+    made: Tensor = _Grouped.apply(x_RD, w_EDM, ends_E)  # type: ignore[no-untyped-call]
+    return made

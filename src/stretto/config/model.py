@@ -1,0 +1,115 @@
+"""Settings of the model that is trained, by its kind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from stretto.config.base import Settings
+
+
+class DecoderSettings(Settings):
+    """What Stretto's own transformers have in common."""
+
+    vocab_size: int | None = Field(default=None, ge=0)
+    """Rows of the embedding; without it, or with 0, as many as the tokenizer has tokens."""
+    layers: int = Field(default=8, ge=1)
+    """Transformer blocks."""
+    hidden: int = Field(default=256, ge=1)
+    """Width of the residual stream."""
+    heads: int = Field(default=4, ge=1)
+    """Attention heads; `hidden` is a multiple of it."""
+    context: int = Field(default=256, ge=1)
+    """The longest sequence in tokens; `data.sequence_length` is not above it."""
+    mlp_ratio: float = Field(default=4.0, gt=0)
+    """Width of the MLP over `hidden`; the width is 1 or more."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of dropping an activation while training."""
+    tie_embeddings: bool = False
+    """Whether the output layer uses the embedding's weight."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How a position is encoded: by rotating queries and keys, or by a learned vector."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> DecoderSettings:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}")
+        if self.positions == "rotary" and (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"hidden / heads = {self.hidden // self.heads} must be even for positions = 'rotary'; "
+                "change heads, or use positions = 'learned'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mlp_fits(self) -> DecoderSettings:
+        if round(self.hidden * self.mlp_ratio) < 1:
+            raise ValueError(
+                f"mlp_ratio = {self.mlp_ratio} of hidden = {self.hidden} makes an MLP of width 0; "
+                f"give {1 / self.hidden:.3g} or more"
+            )
+        return self
+
+
+class GPTSettings(DecoderSettings):
+    """Stretto's own GPT (`stretto.models.gpt`)."""
+
+    kind: Literal["gpt"] = "gpt"
+    """Which kind of model this is."""
+
+
+class MoESettings(DecoderSettings):
+    """A GPT whose blocks have experts in place of one MLP (`stretto.models.moe`)."""
+
+    kind: Literal["moe"]
+    """Which kind of model this is."""
+    experts: int = Field(default=8, ge=2)
+    """Experts of a block."""
+    top_k: int = Field(default=2, ge=1)
+    """Experts that a token goes to."""
+    expert_ratio: float = Field(default=4.0, gt=0)
+    """Width of an expert over `hidden`."""
+    capacity_factor: float = Field(default=1.25, ge=0)
+    """Tokens that an expert takes of a microbatch, over its even share; those beyond it are dropped. 0 is
+    dropless: every token is served."""
+    shared_experts: int = Field(default=0, ge=0)
+    """Experts that every token goes to, beside those that its router chooses."""
+    dense_every: int = Field(default=0, ge=0)
+    """One block in so many has a plain MLP, the first block first; 0 for none."""
+    aux_weight: float = Field(default=0.01, ge=0)
+    """Weight of the loss that balances the experts' loads."""
+    z_weight: float = Field(default=0.001, ge=0)
+    """Weight of the loss that keeps routers' scores small."""
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> MoESettings:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k = {self.top_k} must not be above experts = {self.experts}")
+        if round(self.hidden * self.expert_ratio) < 1:
+            raise ValueError(
+                f"expert_ratio = {self.expert_ratio} of hidden = {self.hidden} makes experts of width 0; "
+                f"give {1 / self.hidden:.3g} or more"
+            )
+        return self
+
+
+class HuggingFaceSettings(Settings):
+    """A causal language model of `transformers`, with fresh weights."""
+
+    kind: Literal["huggingface"]
+    """Which kind of model this is."""
+    architecture: str = Field(min_length=1)
+    """The model's class in `transformers`, such as "LlamaForCausalLM"."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the model's configuration class; `vocab_size` is the tokenizer's when it is absent."""
+
+
+def _with_kind(given: Any) -> Any:
+    """A model without a kind is of the default one."""
+    return {"kind": GPTSettings.model_fields["kind"].default, **given} if isinstance(given, dict) else given
+
+
+Model = Annotated[
+    GPTSettings | MoESettings | HuggingFaceSettings, Field(discriminator="kind"), BeforeValidator(_with_kind)
+]

@@ -1,0 +1,175 @@
+"""Settings of how a step is spread over ranks and overlapped; `stretto.Parallel` is their face in code."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, ValidationError, model_validator
+
+from stretto.config.base import Settings
+from stretto.errors import UsageError
+from stretto.files.settings_file import refusal
+
+RECOMPUTE = ("none", "selective", "full", "gathers")
+"""Words for what the backward computes again; a number is a limit of memory."""
+
+
+def _recompute(given: Any) -> str | int:
+    """A word, or a limit: one message for both."""
+    if given in RECOMPUTE and isinstance(given, str):
+        return str(given)
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    words = ", ".join(repr(word) for word in RECOMPUTE)
+    raise ValueError(f"{given!r} is neither {words} nor a number of bytes that a rank may hold")
+
+
+def _degree(given: Any) -> int | Literal["auto"]:
+    if given == "auto":
+        return "auto"
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    raise ValueError(f"{given!r} is neither 'auto' nor a number of chunks from 1 on")
+
+
+class ParallelSettings(Settings):
+    """How the model and the batch are spread over ranks."""
+
+    pp: int = Field(default=1, ge=1)
+    """Pipeline ranks."""
+    dp: int = Field(default=1, ge=1)
+    """Data-parallel copies, each of which takes an equal part of the global batch."""
+    ep: int = Field(default=1, ge=1)
+    """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
+    is a multiple of it."""
+    ep_buffer: float = Field(default=2.0, ge=1)
+    """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
+    ep_overflow: Literal["error", "drop"] = "error"
+    """What becomes of rows beyond `ep_buffer`: the step fails and says what would do, or they are dropped."""
+    ampipe_degree: Annotated[int | Literal["auto"], PlainValidator(_degree)] = 1
+    """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
+    runs under the compute of another (`docs/experts.md`); 1 does not cut, and "auto" takes of 1, 2 and 4 what
+    is predicted to be the fastest."""
+    ampipe_capacity: Literal["chunk", "whole"] = "chunk"
+    """With a capacity, which tokens share an expert's slots: those of a chunk, as in MindSpeed, or all of the
+    microbatch's, as without chunks; then experts wait for all chunks."""
+    pipe_experts: bool = False
+    """Whether each of a rank's experts gets its tokens by an all-to-all of its own, which runs under the
+    products of the others; with a capacity only, as else it is not known where an expert's tokens begin."""
+    pipe_experts_multi_data: int = Field(default=1, ge=1)
+    """Slices of the tokens that ranks send each other, each with all-to-alls of its own."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks, which share the matrices of every layer."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks also share the sequence between matrices (norms, dropout, residuals)."""
+    tp_plan: dict[str, str] | None = None
+    """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
+    part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
+    "rowwise_split_input", "packed_colwise:3" or "replicated". Without it, the model's own plan."""
+    microbatches: int = Field(default=1, ge=1)
+    """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
+    schedule: str = Field(default="eager-1f1b", min_length=1)
+    """A family of schedules, or the path of a .csv in PyTorch's format."""
+    split: Literal["auto"] | list[str] = "auto"
+    """Where the model is cut: "auto", or the modules that begin a new stage, such as ["blocks.4"]."""
+    max_live: int | None = Field(default=None, ge=1)
+    """The most microbatches whose activations a rank keeps at once; without it, the family's own limit."""
+    overlap: Literal["off", "local", "window"] = "window"
+    """What hides communication: "off" waits for each at once (the baseline), "local" orders the ops within an
+    action, "window" also those of one microbatch's forward with another's backward, where that is faster."""
+    split_ops: bool = False
+    """Whether products and the collectives of their results are cut in parts where that is predicted to be
+    faster. Parts may be rounded otherwise than the whole."""
+    skip_passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of passes over the captured graph to leave out (`stretto.passes`), to find what one does."""
+    recompute: Annotated[str | int, PlainValidator(_recompute)] = "none"
+    """What the backward computes again instead of keeping it: "none", "selective" (what is cheap for the
+    memory that it saves), "full" (all but the inputs of the model's blocks), "gathers" (what sequence
+    parallelism gathers), or the most bytes that a rank may hold, for which the planner chooses."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of a run."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """(axis, size) beside pp of the axes that are used, outermost first."""
+        sizes = (("dp", self.dp // self.ep), ("ep", self.ep), ("tp", self.tp))
+        return tuple((axis, size) for axis, size in sizes if size > 1)
+
+    @model_validator(mode="after")
+    def _axes_fit(self) -> ParallelSettings:
+        if self.dp % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
+                f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
+            )
+        for what, asked in (("ep", self.ep > 1), ("ampipe_degree", self.ampipe_degree != 1)):
+            if asked and self.tp > 1:
+                raise ValueError(
+                    f"{what} = {getattr(self, what)!r} with tp = {self.tp} is to come; give tp = 1, or "
+                    f"{what} = 1"
+                )
+        if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
+            what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
+            raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")
+        unused = (
+            ("ep_buffer", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
+            ("ep_overflow", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
+            (
+                "ampipe_capacity",
+                self.ampipe_degree == 1,
+                "chunks of the sequence",
+                "ampipe_degree = 2 or more",
+            ),
+        )
+        for key, idle, what, wanted in unused:
+            given = getattr(self, key)
+            if idle and given != type(self).model_fields[key].default:
+                raise ValueError(f"{key} = {given!r} is about {what}; give {wanted}, or drop it")
+        if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
+            what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
+            raise ValueError(
+                f"{what} shares the work of tensor-parallel ranks; give tp = 2 or more, or drop it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> ParallelSettings:
+        if self.split == "auto":
+            return self
+        stages = len(self.split) + 1
+        if len(set(self.split)) != len(self.split):
+            twice = sorted({name for name in self.split if self.split.count(name) > 1})
+            raise ValueError(f"split names {', '.join(twice)} more than once; name each module once")
+        if stages % self.pp:
+            raise ValueError(
+                f"split names {len(self.split)} modules and so makes {stages} stages, "
+                f"which must be a multiple of pp = {self.pp}"
+            )
+        return self
+
+
+TO_COME = {
+    "cp": "context parallelism",
+}
+"""Axes that users of other systems will ask for, and that this version does not have."""
+
+
+class Parallel(ParallelSettings):
+    """`ParallelSettings` as code writes them: `stretto.Parallel(pp=2, microbatches=8)`.
+
+    Raises UsageError that names the argument and what is allowed.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        for axis in TO_COME.keys() & given.keys():
+            raise UsageError(
+                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp, ep "
+                "and tp"
+            )
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise refusal("Parallel", list(ParallelSettings.model_fields), error) from None

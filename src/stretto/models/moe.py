@@ -1,0 +1,237 @@
+"""A GPT whose blocks have experts in place of one MLP: each token goes to the few that its router chooses.
+
+The plain, single-process model. A router's scores and losses are taken in float32 or finer, as in Switch
+Transformers (Fedus et al., arXiv 2101.03961). Tokens go to experts within a capacity, of which each takes at
+most `capacity_factor` times its even share of a microbatch's choices, or dropless (`dispatch`).
+
+Dims of tensors, as suffixes:
+  B batch   S sequence   N tokens of a microbatch   D hidden   E experts   K choices of a token
+  C slots of an expert   R rows, N x K of them   M width of an expert   V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.backend.grouped_adapter import grouped_mm
+from stretto.models.dispatch import counts_of, dropless, within_capacity
+from stretto.models.gpt import (
+    GPT,
+    MLP,
+    TP_PLAN,
+    Attention,
+    GPTConfig,
+    count_targets,
+    cross_entropy,
+    inputs_and_targets,
+)
+
+EP_PLAN = {"blocks.*.mlp.experts": "experts"}
+"""The modules whose parameters hold one expert a row, which expert-parallel ranks share."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig(GPTConfig):
+    """The shape of a GPT with experts.
+
+    top_k: experts of a token. capacity_factor: see the module; None is dropless. expert_ratio: width of an
+    expert over `hidden`. shared_experts: experts that every token goes to, as one MLP of their joint width.
+    dense_every: one block in so many keeps a plain MLP, the first first; 0 for none. aux_weight, z_weight:
+    of the balancing loss (Switch Transformers) and of the routers' z loss (ST-MoE, arXiv 2202.08906).
+    """
+
+    experts: int = 8
+    top_k: int = 2
+    capacity_factor: float | None = 1.25
+    expert_ratio: float = 4.0
+    shared_experts: int = 0
+    dense_every: int = 0
+    aux_weight: float = 0.01
+    z_weight: float = 0.001
+
+    def __post_init__(self) -> None:
+        super(MoEConfig, self).__post_init__()
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k = {self.top_k} must be from 1 to experts = {self.experts}")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(
+                f"capacity_factor = {self.capacity_factor} must be above 0, or None for dropless"
+            )
+
+    @property
+    def expert_hidden(self) -> int:
+        """Width of an expert."""
+        return round(self.hidden * self.expert_ratio)
+
+    def capacity(self, tokens: int) -> int:
+        """Rows that an expert takes of a microbatch of so many tokens."""
+        assert self.capacity_factor is not None
+        return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
+
+    def dense(self, block: int) -> bool:
+        """Whether a block has a plain MLP."""
+        return self.dense_every > 0 and block % self.dense_every == 0
+
+
+class Routed(NamedTuple):
+    """chosen: experts of each token (N, K), the best first. weights: of their results (N, K); they sum to 1.
+    losses: the balancing loss and the z loss, unweighted."""
+
+    chosen: Tensor
+    weights: Tensor
+    losses: Tensor
+
+
+class Router(nn.Module):
+    """Scores tokens against experts: (N, D) to `Routed`."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+
+    def forward(self, x_ND: Tensor) -> Routed:
+        precise = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
+        logits_NE = F.linear(x_ND.to(precise), self.weight.to(precise))
+        score_NE = logits_NE.softmax(dim=-1)
+        best_NK, chosen_NK = score_NE.topk(self.top_k, dim=-1)
+        weights_NK = best_NK / best_NK.sum(dim=-1, keepdim=True)
+        experts = score_NE.shape[1]
+        share_E = counts_of(chosen_NK, experts).to(precise) / chosen_NK.numel()
+        balance = experts * (share_E * score_NE.mean(dim=0)).sum()
+        z = logits_NE.logsumexp(dim=-1).square().mean()
+        return Routed(chosen_NK, weights_NK.to(x_ND.dtype), torch.stack((balance, z)))
+
+
+class Experts(nn.Module):
+    """The experts' MLPs: tokens (N, D), the experts that each chose (N, K) and the weights of their results
+    to (N, D)."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.up = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_hidden))
+        self.down = nn.Parameter(torch.empty(config.experts, config.expert_hidden, config.hidden))
+
+    def forward(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        experts, slots = self.config.experts, self.slots(x_ND.shape[0])
+        if slots is None:
+            return dropless(x_ND, chosen_NK, weights_NK, experts, self.of_rows)
+        return within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, self.of_slots)
+
+    def slots(self, tokens: int) -> int | None:
+        """Slots of an expert for so many tokens; None where all are served."""
+        return None if self.config.capacity_factor is None else self.config.capacity(tokens)
+
+    def of_slots(self, x_ECD: Tensor, at: slice = slice(None)) -> Tensor:
+        """`dispatch.OfSlots`; at: of which experts."""
+        return torch.bmm(F.gelu(torch.bmm(x_ECD, self.up[at]), approximate="tanh"), self.down[at])
+
+    def of_rows(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """`dispatch.OfRows`."""
+        ends_E = counts_E.cumsum(dim=0)
+        hidden_RM = F.gelu(grouped_mm(x_RD, self.up, ends_E), approximate="tanh")
+        return grouped_mm(hidden_RM, self.down, ends_E)
+
+
+class MoE(nn.Module):
+    """Router, experts, and the experts that all tokens share: (B, S, D) to the same and the router's
+    losses."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.shared = (
+            MLP(config, config.shared_experts * config.expert_hidden) if config.shared_experts else None
+        )
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        x_ND = x_BSD.flatten(0, 1)
+        routed = self.router(x_ND)
+        y_ND = self.experts(x_ND, routed.chosen, routed.weights)
+        if self.shared is not None:
+            y_ND = y_ND + self.shared(x_ND)
+        return y_ND.view(x_BSD.shape), routed.losses
+
+
+class MoEBlock(nn.Module):
+    """Attention, then experts or an MLP, each after a norm and added to the residual stream: (B, S, D) and
+    the routers' losses so far (2,) to the same."""
+
+    def __init__(self, config: MoEConfig, dense: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden)
+        self.mlp = MLP(config) if dense else MoE(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BSD: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD)))
+        made = self.mlp(self.mlp_norm(x_BSD))
+        if isinstance(self.mlp, MoE):
+            made, own = made
+            losses = losses + own
+        return x_BSD + self.dropout(made), losses
+
+
+class Output(NamedTuple):
+    """logits: (B, S, V). losses: of all routers together, balancing loss and z loss, unweighted."""
+
+    logits: Tensor
+    losses: Tensor
+
+
+class MoEGPT(GPT):
+    """Token ids (B, S) to `Output`. As `GPT`: the same seed gives the same weights everywhere."""
+
+    tp_plan: ClassVar[Mapping[str, str]] = {
+        **{pattern: style for pattern, style in TP_PLAN.items() if ".mlp." not in pattern},
+        "blocks.*.mlp.shared.up": "colwise",
+        "blocks.*.mlp.shared.down": "rowwise",
+    }
+    ep_plan = EP_PLAN
+
+    def __init__(self, config: MoEConfig, seed: int = 0) -> None:
+        super().__init__(config, seed, [MoEBlock(config, config.dense(n)) for n in range(config.layers)])
+
+    def forward(self, tokens_BS: Tensor) -> Output:  # type: ignore[override]
+        x_BSD = self.embedded(tokens_BS)
+        precise = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
+        losses = x_BSD.new_zeros(2, dtype=precise)
+        for block in self.blocks:
+            x_BSD, losses = block(x_BSD, losses)
+        return Output(self.head(self.norm(x_BSD)), losses)
+
+
+def moe_token_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """The mean next-token loss of a `MoEGPT` and its routers' weighted losses, in nats; for `batch` see
+    `gpt.inputs_and_targets`."""
+    loss, routers = _losses(model, batch, "mean")
+    return loss + routers
+
+
+def moe_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
+    """(sum, count) of what `moe_token_loss` is the mean of; the routers' losses count for every token."""
+    loss, routers = _losses(model, batch, "sum")
+    count = count_targets(batch)
+    return loss + routers * count, count
+
+
+def _losses(model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str) -> tuple[Tensor, Tensor]:
+    inputs_BS, targets_BS = inputs_and_targets(batch)
+    output = model(inputs_BS)
+    config = model.config
+    assert isinstance(config, MoEConfig)
+    balance, z = output.losses.unbind()
+    return cross_entropy(
+        output.logits, targets_BS, reduction
+    ), config.aux_weight * balance + config.z_weight * z

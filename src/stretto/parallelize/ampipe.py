@@ -1,0 +1,170 @@
+"""AMPipe: from attention to the MLP a block works on chunks of its sequence, which communicate under each
+other.
+
+    1. A block's attention is given whole queries, keys and values, and gives chunks of queries their results:
+       each chunk reads the keys that it may see (`chunked.attention`).
+    2. What follows is done chunk by chunk (`chunked`): output projection, dropout, residual, norm, router,
+       MLP. Experts are called for each chunk; with a capacity, each chunk has its own (as in MindSpeed), or
+       with `whole` the chunks are joined for them, and they serve what they serve in the uncut model.
+    3. The next block goes on in chunks: its keys and values are joined. What leaves the last block is joined.
+
+Nothing else is needed to hide an all-to-all: chunks do not depend on each other, and the order of ops does
+the rest, forward and backward. Source: MindSpeed's Ampipe (docs/features/ampipe.md), where it is one autograd
+function with its own streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from stretto.errors import UsageError
+from stretto.parallelize.chunked import (
+    JOINED,
+    Chunked,
+    attention,
+    check_written,
+    joined,
+    lengths_of,
+    writes,
+)
+from stretto.parallelize.functions import functions_given, put_forward
+from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """degree: chunks of a sequence. experts: names of modules with a row for each token. whole: whether
+    experts with a capacity serve all chunks together."""
+
+    degree: int
+    experts: tuple[str, ...] = ()
+    whole: bool = False
+
+
+class _Attention(TorchFunctionMode):
+    """Step 1, while a block runs."""
+
+    def __init__(self, degree: int) -> None:
+        super().__init__()
+        self.degree = degree
+        self.inside = 0
+        self.cut = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {**(kwargs or {})}
+        if self.inside and function is F.scaled_dot_product_attention:
+            args = (*args, *(named.pop(key) for key in ("query", "key", "value")[len(args) :]))
+        if self.inside and function is F.scaled_dot_product_attention and type(args[0]) is not Chunked:
+            length = args[0].shape[-2]
+            if length < 2 * self.degree:
+                raise UsageError(
+                    f"ampipe_degree = {self.degree} cuts a sequence of {length} into chunks of less than two "
+                    f"tokens; give {max(length // 2, 1)} or less"
+                )
+            self.cut = True
+            with self.outside():
+                named["lengths"] = lengths_of(length, self.degree)
+                return attention(*args, **named)
+        if args and JOINED and writes(function):
+            check_written(args[0])
+        return function(*args, **named)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        kept, self.inside = self.inside, 0
+        try:
+            yield
+        finally:
+            self.inside = kept
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """The names of a model's blocks: the members of the `ModuleList` with the most parameters."""
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    }
+    if not lists:
+        raise UsageError(
+            f"{type(model).__name__} has no ModuleList of blocks whose sequence ampipe_degree could cut; "
+            "leave it out"
+        )
+    name = max(lists, key=lambda one: (sum(p.numel() for p in lists[one].parameters()), -one.count(".")))
+    return [f"{name}.{at}" for at in range(len(lists[name]))]
+
+
+@contextmanager
+def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
+    """While the context lasts, blocks work in chunks."""
+    mode = _Attention(how.degree)
+    blocks = blocks_of(model)
+    undo: list[Callable[[], None]] = []
+    try:
+        for name in blocks:
+            module = model.get_submodule(name)
+            undo.append(put_forward(module, _block(module.forward, mode, name == blocks[-1])))
+        for name in how.experts:
+            module = model.get_submodule(name)
+            undo.append(put_forward(module, _experts(module.forward, not how.whole or _dropless(module))))
+        JOINED.clear()
+        with mode, functions_given(joined):
+            yield
+        if not mode.cut:
+            raise UsageError(
+                f"ampipe_degree = {how.degree} cuts at F.scaled_dot_product_attention, which no block "
+                f"of {type(model).__name__} calls: choose that attention (transformers: "
+                "attn_implementation='sdpa'), or leave ampipe_degree out"
+            )
+    finally:
+        JOINED.clear()
+        for action in reversed(undo):
+            action()
+
+
+def _block(own: Callable[..., Any], mode: _Attention, last: bool) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        mode.inside += 1
+        try:
+            made = own(*args, **kwargs)
+        finally:
+            mode.inside -= 1
+        return joined(made) if last else made
+
+    return forward
+
+
+def _dropless(module: nn.Module) -> bool:
+    slots: Callable[[int], int | None] = getattr(module, "slots", lambda tokens: None)
+    return slots(1) is None
+
+
+def _experts(own: Callable[..., Tensor], by_chunk: bool) -> Callable[..., Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        leaves, tree = tree_flatten((args, kwargs))
+        first = next((x for x in leaves if type(x) is Chunked), None)
+        rows = [x for x in leaves if isinstance(x, Tensor)]
+        if first is None or not by_chunk or len({x.shape[first.cut_dim] for x in rows}) > 1:
+            args, kwargs = joined((args, kwargs))
+            return own(*args, **kwargs)
+        dim, blocks = first.cut_dim, first.blocks
+        columns = [first.cut_alike(x, dim, blocks) if _is_whole(x) else x for x in leaves]
+        made: list[Tensor] = []
+        for at in range(len(first.parts)):
+            given = [x.parts[at] if type(x) is Chunked else x[at] if type(x) is list else x for x in columns]
+            chunk_args, chunk_kwargs = tree_unflatten(given, tree)
+            made.append(own(*chunk_args, **chunk_kwargs))
+        return Chunked(made, dim, blocks)
+
+    return forward
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Tensor) and type(x) is not Chunked

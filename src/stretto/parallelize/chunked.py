@@ -1,0 +1,365 @@
+"""Tensors that are cut in chunks along the sequence, and look whole to the code that gets them.
+
+    1. What is called on a cut tensor is called on its first chunk and on the whole, without values, and the
+       ops that this makes are placed as if chunks were ranks (`chunk_placements`, by the rules of
+       `stretto.ir.dims`): the result is cut, an addend, or equal for all chunks. Tensors beside it are cut
+       with it, where the shapes want it.
+    2. Where it is one of these, the other chunks are called too: results stay in chunks, addends are added
+       up. Autograd goes back by chunks, and adds the gradients of what several chunks read.
+    3. Whatever has no placement (a sum over positions, a softmax along them) gets the chunks joined.
+
+So no list of functions says what may be cut: a model's own code is right in chunks, or whole. Random ops draw
+for the whole and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.errors import CaptureError
+from stretto.ir.placement import (
+    Placement,
+    cuts_at,
+    part,
+    where_cut,
+)
+from stretto.parallelize.chunk_placements import placements_of
+from stretto.parallelize.lower_right_adapter import lower_right
+from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
+from stretto.parallelize.wrapper_adapter import without_elements
+
+
+class Chunked(Tensor):
+    """A tensor in chunks along a dim, which is `blocks` equal blocks: each chunk has its slice of every
+    block."""
+
+    parts: tuple[Tensor, ...]
+    cut_dim: int
+    blocks: int
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor], dim: int, blocks: int = 1) -> Chunked:
+        shape = list(parts[0].shape)
+        shape[dim] = sum(chunk.shape[dim] for chunk in parts)
+        made: Chunked = without_elements(cls, shape, parts[0])
+        made.parts, made.cut_dim, made.blocks = tuple(parts), dim, blocks
+        return made
+
+    def __init__(self, parts: Sequence[Tensor], dim: int, blocks: int = 1) -> None:
+        pass
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return any(chunk.requires_grad for chunk in self.parts)
+
+    def lengths(self) -> list[int]:
+        """Of each chunk's slice of a block."""
+        return [chunk.shape[self.cut_dim] // self.blocks for chunk in self.parts]
+
+    def joined(self) -> Tensor:
+        """The whole."""
+        if self.blocks == 1:
+            return torch.cat(self.parts, dim=self.cut_dim)
+        dim, blocks = self.cut_dim, self.blocks
+        inner = [_in_blocks(chunk, dim, blocks) for chunk in self.parts]
+        return torch.cat(inner, dim=dim + 1).flatten(dim, dim + 1)
+
+    def cut_alike(self, whole: Tensor, dim: int, blocks: int) -> list[Tensor]:
+        """A whole tensor's chunks, of the lengths of these."""
+        if blocks == 1:
+            return list(torch.split(whole, self.lengths(), dim))
+        inner = torch.split(_in_blocks(whole, dim, blocks), self.lengths(), dim + 1)
+        return [chunk.flatten(dim, dim + 1) for chunk in inner]
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Chunked:
+        """What does the same to every row, done to each chunk."""
+        return Chunked([function(chunk) for chunk in self.parts], self.cut_dim, self.blocks)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if getattr(function, "__name__", "") == "__get__":
+            turned = _TURNED.get(getattr(function.__self__, "__name__", ""))
+            if turned is not None:
+                return turned(args[0])
+        if function in _OF_WHOLE or getattr(function, "__name__", "") == "__get__":
+            return super().__torch_function__(function, types, args, named)  # type: ignore[no-untyped-call]
+        if function is F.scaled_dot_product_attention:
+            return attention(*args, **named)
+        if function in (F.dropout, torch.dropout):
+            return _dropout(*args, **named)
+        if function in _SHAPED and type(args[0]) is Chunked:
+            found = _shaped(args[0], function, args[1:], named)
+            if found is not None:
+                return found
+        return _called(function, args, named)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        raise CaptureError(
+            f"{function} gets a sequence in chunks in a way that passes __torch_function__ by: give it "
+            "x + 0.0, or leave ampipe_degree out"
+        )
+
+
+_OF_WHOLE = (
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.ndimension, Tensor.nelement),
+)
+"""What asks for the shape or the kind."""
+
+
+_SHAPED = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.view_as, Tensor.reshape_as, Tensor.expand)
+"""What is given the shape of the whole."""
+
+
+def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """A view of the whole, done to the chunks; None where its cut is no cut of the view."""
+    given = [*args, *kwargs.values()]
+    if isinstance(given[0], torch.dtype):
+        return None
+    shape = (
+        given[0].shape if isinstance(given[0], Tensor) else given if isinstance(given[0], int) else given[0]
+    )
+    if not all(isinstance(n, int) for n in shape):
+        return None
+    if function is Tensor.expand:
+        dim = x.cut_dim + len(shape) - x.dim()
+        if x.shape[x.cut_dim] != shape[dim] and shape[dim] != -1:
+            return None
+        sizes = [-1 if d == dim else n for d, n in enumerate(shape)]
+        return Chunked([chunk.expand(sizes) for chunk in x.parts], dim, x.blocks)
+    known = math.prod(n for n in shape if n != -1)
+    target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
+    whole = x.shape[x.cut_dim] // x.blocks
+    for dim, blocks in cuts_at(target, where_cut(x.shape, x.cut_dim, x.blocks)):
+        length = target[dim] // blocks
+        if all(length * n % whole == 0 for n in x.lengths()):
+            sizes = [blocks * (length * n // whole) for n in x.lengths()]
+            made = [
+                c.reshape([size if d == dim else n for d, n in enumerate(target)])
+                for c, size in zip(x.parts, sizes, strict=True)
+            ]
+            return Chunked(made, dim, blocks)
+    return None
+
+
+_TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mT": lambda x: x.transpose(-2, -1),
+    "mH": lambda x: x.transpose(-2, -1).conj(),
+    "T": lambda x: x.permute(*reversed(range(x.dim()))),
+    "H": lambda x: x.transpose(0, 1).conj(),
+    "data": Tensor.detach,
+}
+"""Attributes that are tensors."""
+
+_UNKNOWN = (
+    "register_hook",
+    "retain_grad",
+    "register_post_accumulate_grad_hook",
+    "backward",
+    "requires_grad_",
+)
+"""What is about one tensor of autograd's, which a cut one is not."""
+
+
+def _in_blocks(x: Tensor, dim: int, blocks: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim : dim + 1] = [blocks, shape[dim] // blocks]
+    return x.reshape(shape)
+
+
+def joined(value: Any) -> Any:
+    """The value with whole tensors in the places of cut ones."""
+    leaves, tree = tree_flatten(value)
+    return tree_unflatten([x.joined() if type(x) is Chunked else x for x in leaves], tree)
+
+
+def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    name = str(getattr(function, "__name__", function))
+    if name in _UNKNOWN or kwargs.get("out") is not None:
+        what = "out=" if name not in _UNKNOWN else name
+        raise CaptureError(f"{what} is called on a sequence in chunks: leave it, or ampipe_degree, out")
+    if writes(function):
+        return _written(function, args, kwargs)
+    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    cut = [x for x in leaves if type(x) is Chunked]
+    if len({tuple(x.lengths()) for x in cut}) == 1:
+        for alike in _cuts_beside(leaves, cut[0]):
+            found = _by_chunks(function, alike, tree, cut[0])
+            if found is not None:
+                return found[0]
+    whole_args, whole_kwargs = joined((tuple(args), dict(kwargs)))
+    made = function(*whole_args, **whole_kwargs)
+    for leaf in tree_flatten(made)[0]:
+        if isinstance(leaf, Tensor) and type(leaf) is not Chunked:
+            JOINED.append((leaf, cut))
+    return made
+
+
+JOINED: list[tuple[Tensor, list[Chunked]]] = []
+"""What was made of joined chunks, with these: code may take it for a view of them. Emptied by `ampipe`."""
+
+
+def check_written(target: Any) -> None:
+    """Raises CaptureError where the uncut model may write into something else by writing here."""
+    for made, cut in JOINED:
+        if target is made or any(target is x for x in cut):
+            raise CaptureError(
+                "a sequence in chunks is written in place beside what was made of it whole, such as x[:, 0]: "
+                "write y = x + ..., or leave ampipe_degree out"
+            )
+
+
+def writes(function: Callable[..., Any]) -> str:
+    """What a function that changes its first argument would be called if it made another tensor; "" for
+    others."""
+    name = str(getattr(function, "__name__", ""))
+    if name in ("__setitem__", "copy_") or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")):
+        return name.removeprefix("__i").strip("_") if name.startswith("__i") else name
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else ""
+
+
+def _written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What views of the chunks see too: a cut tensor's chunks are overwritten by what the call makes."""
+    target = args[0]
+    check_written(target)
+    if type(target) is not Chunked:
+        whole_args, whole_kwargs = joined((tuple(args[1:]), dict(kwargs)))
+        return function(target, *whole_args, **whole_kwargs)
+    plain = getattr(Tensor, writes(function), None)
+    if plain is not None and plain is not function:
+        # Of a copy, which autograd may keep.
+        made = plain(target.each(torch.clone), *args[1:], **kwargs)
+    else:
+        made = target.joined().clone()
+        whole_args, whole_kwargs = joined((tuple(args[1:]), dict(kwargs)))
+        function(made, *whole_args, **whole_kwargs)
+    if type(made) is not Chunked or (made.cut_dim, made.blocks) != (target.cut_dim, target.blocks):
+        made = Chunked(target.cut_alike(joined(made), target.cut_dim, target.blocks), target.cut_dim)
+    for part_of_it, new in zip(target.parts, made.parts, strict=True):
+        part_of_it.copy_(new)
+    return target
+
+
+def _cuts_beside(leaves: Sequence[Any], first: Chunked) -> list[list[Any]]:
+    """The arguments as they are, and with the whole tensors cut that are as long where the first cut one
+    is."""
+    other: list[Any] = []
+    for x in leaves:
+        if isinstance(x, Tensor) and type(x) is not Chunked:
+            dim = first.cut_dim - (first.dim() - x.dim())
+            if dim >= 0 and x.shape[dim] == first.shape[first.cut_dim]:
+                x = Chunked(first.cut_alike(x, dim, first.blocks), dim, first.blocks)
+        other.append(x)
+    same = all(x is y for x, y in zip(leaves, other, strict=True))
+    return [list(leaves)] if same else [list(leaves), other]
+
+
+def _by_chunks(
+    function: Callable[..., Any], leaves: Sequence[Any], tree: Any, first: Chunked
+) -> tuple[Any] | None:
+    """Steps 1 and 2; None where the result has no placement."""
+
+    def call(given: Sequence[Any]) -> Any:
+        args, kwargs = tree_unflatten(list(given), tree)
+        return function(*args, **kwargs)
+
+    placements = _placements(call, leaves, first)
+    if placements is None:
+        return None
+    chunks = range(len(first.parts))
+    made = [call([x.parts[at] if type(x) is Chunked else x for x in leaves]) for at in chunks]
+    columns = zip(*(tree_flatten(one)[0] for one in made), strict=True)
+    results = [_result(p, column) for p, column in zip(placements, columns, strict=True)]
+    return (tree_unflatten(results, tree_flatten(made[0])[1]),)
+
+
+def _result(placement: Placement, column: Sequence[Any]) -> Any:
+    if placement.kind == "equal":
+        return column[0]
+    if placement.kind == "sum":
+        total = column[0]
+        for addend in column[1:]:
+            total = total + addend
+        return total
+    return Chunked(column, *placement.at[0])
+
+
+def _placements(
+    call: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], first: Chunked
+) -> list[Placement] | None:
+    """Of each result, as if chunks were ranks; None where one has none."""
+    cut = [type(x) is Chunked for x in leaves]
+    return placements_of(
+        call,
+        [x.parts[0] if of_chunk else x for x, of_chunk in zip(leaves, cut, strict=True)],
+        leaves,
+        [part(x.cut_dim, x.blocks) if of_chunk else None for x, of_chunk in zip(leaves, cut, strict=True)],
+        len(first.parts),
+        Fraction(sum(first.lengths()), first.lengths()[0]),
+    )
+
+
+def _dropout(
+    input: Chunked, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> Tensor:
+    """Draws for a token what it draws in the uncut model."""
+    if not (training and train) or p == 0.0:
+        return input
+    kept = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
+    return input.mul_(kept) if inplace else input * kept
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    lengths: Sequence[int] | None = None,
+    **more: Any,
+) -> Tensor:
+    """Attention of each chunk of queries to all keys that it may see; keys and values are whole. lengths: of
+    the chunks, for queries that are not cut yet."""
+    key, value, attn_mask = joined((key, value, attn_mask))
+    if type(query) is not Chunked:
+        assert lengths is not None
+        query = Chunked(torch.split(query, list(lengths), -2), query.dim() - 2)
+    shorter = is_causal and key.shape[-2] < query.shape[-2]
+    if query.cut_dim != query.dim() - 2 or query.blocks != 1 or shorter:
+        return F.scaled_dot_product_attention(
+            query.joined(), key, value, attn_mask, dropout_p, is_causal, **more
+        )
+    made: list[Tensor] = []
+    end = 0
+    for chunk in query.parts:
+        start, end = end, end + chunk.shape[-2]
+        if is_causal and start:
+            made.append(lower_right(chunk, key[..., :end, :], value[..., :end, :], dropout_p, **more))
+            continue
+        seen, mask = end if is_causal else key.shape[-2], attn_mask
+        if mask is not None and mask.shape[-2] != 1:
+            mask = mask[..., start:end, :]
+        keys, values = key[..., :seen, :], value[..., :seen, :]
+        made.append(F.scaled_dot_product_attention(chunk, keys, values, mask, dropout_p, is_causal, **more))
+    return Chunked(made, query.dim() - 2)
+
+
+def lengths_of(whole: int, degree: int) -> list[int]:
+    """Chunks of a sequence, as equal as can be."""
+    ends = [math.ceil(whole * k / degree) for k in range(degree + 1)]
+    return [b - a for a, b in pairwise(ends)]

@@ -1,0 +1,267 @@
+"""Expert parallelism: ranks share a layer's experts, and send each other the rows that these are to compute.
+
+    1. The plan names the modules that hold experts: dim 0 of each of their own parameters is the expert. A
+       rank holds an equal part of it (GShard, arXiv 2006.16668).
+    2. While the model is captured such a module gets another forward. It is given rows for all experts, sends
+       each rank those of its experts (an all-to-all), computes what it received, and sends it back.
+
+Two kinds of rows (`stretto.models.dispatch`):
+
+    (E, C, D)       C slots for each expert: part k of dim 0 goes to rank k, so every part is of one size
+    (R, D), counts  sorted by expert, with the number of each expert's rows. How many go where is data, and
+                    the shapes of a program are fixed: a rank sends each a buffer of `buffer` times the mean,
+                    and the counts, which are small, before it. Rows beyond it are an error (`fails`), or
+                    become zero.
+
+Pipe-experts (MindSpeed) cuts what is sent: into `slices` of the slots, or of the buffers, and with
+`each_expert` also by a rank's experts, where their slots are known. Each piece goes, is computed and comes
+back by itself, so that one communicates under the product of another.
+
+Each rank has tokens of its own: along the axis gradients are summed as over dp, but those of experts, of
+which each rank has its own. The module is looked at and, but for its forward, not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.backend.grouped_adapter import within
+from stretto.errors import UsageError
+from stretto.ir.axes import EP
+from stretto.ir.collectives import ALL_TO_ALL
+from stretto.ir.program import Shard
+from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, with_nothing, within_capacity
+from stretto.parallelize import ops
+from stretto.parallelize.functions import put_forward
+from stretto.parallelize.styles import named_by
+
+AXIS = EP.name
+STYLE = "experts"
+THEIR_STYLE = "ep_dispatch_experts"
+"""What `transformers` (5) calls it; it names the modules' parameters as well, which follow from these."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """What is shared. modules: names. shards: parameter name -> how. Others: see the module."""
+
+    size: int
+    modules: tuple[str, ...]
+    shards: Mapping[str, Shard]
+    buffer: float = 2.0
+    slices: int = 1
+    each_expert: bool = False
+    fails: bool = True
+
+
+def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
+    """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have
+    too."""
+    own = getattr(model, "ep_plan", None) or {}
+    return {pattern: STYLE for pattern, style in own.items() if style in (STYLE, THEIR_STYLE)}
+
+
+def experts_in(model: nn.Module) -> tuple[str, ...]:
+    """The names of the modules that its own plan says hold experts."""
+    names = [name for name, _ in model.named_modules()]
+    return tuple(found for pattern in ep_plan_of(model) for found in named_by(pattern, names))
+
+
+def expert_parallel(
+    model: nn.Module,
+    size: int,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    buffer: float = 2.0,
+    slices: int = 1,
+    each_expert: bool = False,
+    fails: bool = True,
+) -> ExpertParallel:
+    """Which modules' experts are shared, and how. plan: pattern of module names -> "experts"; the model's own
+    (`ep_plan`) by default. Raises UsageError for a model without experts and sizes that do not fit."""
+    given = plan if plan is not None else ep_plan_of(model)
+    if not given:
+        raise UsageError(
+            f"{type(model).__name__} has no plan for expert parallelism: give one, "
+            'ep_plan={"layers.*.mlp.experts": "experts"}, or ep = 1'
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: list[str] = []
+    shards: dict[str, Shard] = {}
+    for pattern, style in given.items():
+        where = f"ep_plan[{pattern!r}]"
+        if style != STYLE:
+            raise UsageError(f"{where}: unknown style {style!r}; the one that there is: {STYLE!r}")
+        names = named_by(pattern, modules)
+        if not names and plan is not None:
+            raise UsageError(f"{where}: the model has no module of that name")
+        for name in names:
+            for key, parameter in modules[name].named_parameters(recurse=False):
+                _divides(f"{name}.{key}", parameter.shape[0] if parameter.dim() else 1, size)
+                shards[f"{name}.{key}"] = Shard(AXIS, 0)
+        found += names
+    if not shards:
+        raise UsageError(
+            f"no module of {type(model).__name__} that its plan for expert parallelism names "
+            f"({', '.join(given)}) has parameters of its own: give ep_plan, or ep = 1"
+        )
+    for name in found if each_expert else ():
+        slots = getattr(modules[name], "slots", None)
+        if slots is None or slots(1) is None:
+            raise UsageError(
+                f"pipe_experts sends each expert's tokens by themselves, and {name} serves all, so that "
+                "it is not known where an expert's begin: cut them with pipe_experts_multi_data = 2, or give "
+                "experts a capacity"
+            )
+    return ExpertParallel(size, tuple(found), shards, buffer, slices, each_expert, fails)
+
+
+def _divides(name: str, experts: int, size: int) -> None:
+    if experts % size:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise UsageError(
+            f"{name} has {experts} experts, which cannot be shared equally by {AXIS} = {size} ranks: give an "
+            f"{AXIS} that divides them ({fits})"
+        )
+
+
+@contextmanager
+def spread_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
+    """While the context lasts, the modules compute a rank's experts. Parameters must already be parts."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    undo: list[Callable[[], None]] = []
+    try:
+        for module in {id(modules[name]): modules[name] for name in how.modules}.values():
+            own = _of_a_rank(module, how.size, undo)
+            undo.append(put_forward(module, _forward(module, own, how)))
+        yield
+    finally:
+        for action in reversed(undo):
+            action()
+
+
+def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel) -> Callable[..., Tensor]:
+    """The forward of a module with some of the experts: its signature is that of its kind in
+    `transformers`."""
+    slots_of: Callable[[int], int | None] = getattr(module, "slots", lambda tokens: None)
+    of_rows: OfRows = getattr(module, "of_rows", partial(_rows_by, own))
+    of_slots = partial(_of_slots, own=getattr(module, "of_slots", own), how=how)
+    experts = next(module.parameters(recurse=False)).shape[0] * how.size
+
+    def forward(
+        hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        x_ND, more = hidden_states.reshape(-1, hidden_states.shape[-1]), (args, kwargs)
+        if any(args) or any(kwargs.values()):
+            raise UsageError(f"{type(module).__name__} is called with {more}, which experts of ranks are not")
+        chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
+        weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
+        slots = slots_of(x_ND.shape[0])
+        if slots is None:
+            served = partial(_of_rows, own=of_rows, how=how)
+            made = dropless(x_ND, chosen_NK, weights_NK, experts, served)
+        else:
+            made = within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, of_slots)
+        return made.view_as(hidden_states)
+
+    return forward
+
+
+def _of_a_rank(module: nn.Module, size: int, undo: list[Callable[[], None]]) -> Callable[..., Tensor]:
+    """The module's own forward, which now counts a rank's experts. Modules of `transformers` are told that
+    ids beyond these are of no expert."""
+    for attribute, change in (("num_experts", lambda n: n // size), ("_is_expert_parallel", lambda _: True)):
+        if hasattr(module, attribute):
+            kept = getattr(module, attribute)
+            setattr(module, attribute, change(kept))
+            undo.append(partial(setattr, module, attribute, kept))
+    own: Callable[..., Tensor] = module.forward
+    return own
+
+
+def _rows_by(own: Callable[..., Tensor], x_RD: Tensor, counts_E: Tensor) -> Tensor:
+    """Rows that are sorted by expert, by a forward that sorts them itself."""
+    row_R = torch.arange(x_RD.shape[0], device=x_RD.device)
+    expert_R1 = torch.searchsorted(counts_E.cumsum(dim=0), row_R, right=True).unsqueeze(1)
+    return own(x_RD, expert_R1, x_RD.new_ones(x_RD.shape[0], 1))
+
+
+def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], how: ExpertParallel) -> Tensor:
+    E, C, D = x_ECD.shape
+    size, here = how.size, E // how.size
+    x_PHCD = x_ECD.view(size, here, C, D)
+    each = 1 if how.each_expert else here
+    made: list[Tensor] = []
+    for first in range(0, here, each):
+        slices = [
+            _piece(
+                x_PHCD[:, first : first + each, start:end], partial(own, at=slice(first, first + each)), size
+            )
+            for start, end in pairwise(_bounds(C, how.slices))
+        ]
+        made.append(_joined(slices, 2))
+    return _joined(made, 1).reshape(E, C, D)
+
+
+def _piece(x_PHCD: Tensor, own: OfSlots, size: int) -> Tensor:
+    """Some slots of some of each rank's experts: there, computed, and back."""
+    _, H, C, D = x_PHCD.shape
+    came = ops.exchange(x_PHCD.reshape(size * H, C, D), AXIS, size).view(size, H, C, D)
+    made = own(came.transpose(0, 1).reshape(H, size * C, D))
+    back = made.view(H, size, C, D).transpose(0, 1).reshape(size * H, C, D)
+    return ops.exchange(back, AXIS, size).view(size, H, C, D)
+
+
+def _bounds(whole: int, parts: int) -> list[int]:
+    """Where parts of a whole begin and end, as equal as can be."""
+    return list(dict.fromkeys(-(-whole * k // parts) for k in range(parts + 1)))
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+
+
+def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -> Tensor:
+    R, size, E = x_RD.shape[0], how.size, counts_E.shape[0]
+    here = E // size
+    room = min(R, math.ceil(how.buffer * R / size))  # rows of one rank's buffer
+    row_R = torch.arange(R, device=x_RD.device)
+
+    # 1. What each rank gets: a row's place in the buffer of its expert's rank; one place more is for none.
+    wanted_P = counts_E.view(size, here).sum(dim=1)
+    if how.fails:
+        wanted_P = within(wanted_P, room, R / size)
+    start_P = wanted_P.cumsum(dim=0) - wanted_P
+    to_R = torch.searchsorted(wanted_P.cumsum(dim=0), row_R, right=True).clamp(max=size - 1)
+    at_R = row_R - start_P[to_R]
+    place_R = torch.where(at_R < room, to_R * room + at_R, size * room)
+    row_of_place = torch.full((size * room + 1,), R, device=x_RD.device).scatter(0, place_R, row_R)[:-1]
+
+    # 2. The counts go first; those of rows that found no room are taken off, the last experts' first.
+    ends_PH = counts_E.view(size, here).cumsum(dim=1).clamp(max=room)
+    sent_PH = ends_PH.diff(dim=1, prepend=torch.zeros_like(ends_PH[:, :1]))
+    came_PH = ops.communicate(ALL_TO_ALL, sent_PH, AXIS, size)
+
+    # 3. What came is sorted by expert: each buffer is already, and has empty places behind its rows.
+    before_PH = came_PH.cumsum(dim=1)
+    x_PBD = with_nothing(x_RD)[row_of_place].view(size, room, -1)
+    made: list[Tensor] = []
+    for start, end in pairwise(_bounds(room, how.slices)):
+        part = x_PBD[:, start:end].reshape(size * (end - start), -1)
+        came = ops.exchange(part, AXIS, size)
+        place = torch.arange(start, end, device=x_RD.device).expand(size, end - start).contiguous()
+        expert = torch.searchsorted(before_PH, place, right=True).flatten()
+        order = expert.argsort(stable=True)
+        done = own(came[order], counts_of(expert, here + 1)[:here])
+        back = ops.exchange(done[order.argsort()], AXIS, size)
+        made.append(back.view(size, end - start, -1))
+    return with_nothing(_joined(made, 1).flatten(0, 1))[place_R]

@@ -1,0 +1,95 @@
+"""How a model is laid out while one rank's part of it is traced: what is spread over ranks, and cut in
+chunks.
+
+Whatever computes a model as it trains (its capture, its evaluation) opens the same contexts in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stretto.config import ParallelSettings
+from stretto.ir.program import Shard
+from stretto.parallelize.ampipe import Chunks, ampipe
+from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, spread_experts
+from stretto.parallelize.parts import local_shape
+from stretto.parallelize.spread import spread
+from stretto.parallelize.tensor import TensorParallel, tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Each is None where there is nothing of the kind."""
+
+    tensor: TensorParallel | None = None
+    experts: ExpertParallel | None = None
+    chunks: Chunks | None = None
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        """Parameter name -> how it is spread."""
+        return {
+            name: shard
+            for how in (self.tensor, self.experts)
+            if how is not None
+            for name, shard in how.shards.items()
+        }
+
+    def part_shapes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
+        """id of a parameter that is spread -> the shape of a rank's part."""
+        return {
+            id(p): local_shape(p.shape, how.shards[name], how.size)
+            for how in (self.tensor, self.experts)
+            if how is not None
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if name in how.shards
+        }
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
+        with (
+            nullcontext() if self.experts is None else spread_experts(model, self.experts),
+            nullcontext() if self.tensor is None else spread(model, self.tensor),
+            nullcontext() if self.chunks is None else ampipe(model, self.chunks),
+        ):
+            yield
+
+
+def layout_of(
+    model: nn.Module,
+    parallel: ParallelSettings,
+    tp_plan: Mapping[str, Any] | None = None,
+    degree: int | None = None,
+) -> Layout:
+    """What the settings ask for. degree: chunks, where that is to be chosen ("auto"), else 1 then. Raises
+    UsageError for a model, a plan or sizes that do not fit."""
+    tensor = experts = None
+    if parallel.tp > 1:
+        plan = tp_plan if tp_plan is not None else parallel.tp_plan
+        tensor = tensor_parallel(model, parallel.tp, sequence=parallel.sequence_parallel, plan=plan)
+    if parallel.ep > 1:
+        experts = expert_parallel(
+            model,
+            parallel.ep,
+            buffer=parallel.ep_buffer,
+            slices=parallel.pipe_experts_multi_data,
+            each_expert=parallel.pipe_experts,
+            fails=parallel.ep_overflow == "error",
+        )
+    if degree is None:
+        degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
+    return Layout(tensor, experts, chunks_of(model, parallel, degree))
+
+
+def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:
+    """How the sequence is cut in so many chunks."""
+    if degree == 1:
+        return None
+    return Chunks(degree, experts_in(model), parallel.ampipe_capacity == "whole")

@@ -1,0 +1,62 @@
+"""Causal attention of a sequence's last queries: each sees the keys up to its own place, counted from the
+end.
+
+What it uses of PyTorch beside public names, with a test: aten._scaled_dot_product_flash_attention, whose
+`is_causal` means that on CUDA (FlashAttention 2.1 and later). `torch.nn.attention.bias.causal_lower_right`
+calls the same, and cannot be made while a graph is captured. Elsewhere there is a mask.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_HEAD_DIM, ALIGNED = 256, 8
+"""As in `stretto.capture.absent_cuda`."""
+
+_state = threading.local()
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """What is called while the context lasts will run on CUDA, wherever its tensors are."""
+    _state.cuda = True
+    try:
+        yield
+    finally:
+        _state.cuda = False
+
+
+def lower_right(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, **more: Any) -> Tensor:
+    """query (B, H, S, K), key and value (B, H, T, K), T not below S: query s sees keys up to T - S + s."""
+    if (
+        (query.is_cuda or getattr(_state, "cuda", False))
+        and _has_flash(query, key, value)
+        and not more.get("enable_gqa")
+    ):
+        aten: Any = torch.ops.aten
+        made, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, True, False, scale=more.get("scale")
+        )
+        return cast(Tensor, made)
+    S, T = query.shape[-2], key.shape[-2]
+    seen = torch.ones(S, T, dtype=torch.bool, device=query.device).tril(T - S)
+    return F.scaled_dot_product_attention(query, key, value, seen, dropout_p, **more)
+
+
+def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    K = query.shape[-1]
+    return (
+        query.dtype in (torch.float16, torch.bfloat16)
+        and query.dim() == 4
+        and K == key.shape[-1] == value.shape[-1]
+        and query.shape[1] == key.shape[1]
+        and K <= MAX_HEAD_DIM
+        and K % ALIGNED == 0
+    )

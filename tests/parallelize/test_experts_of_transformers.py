@@ -1,0 +1,91 @@
+"""Mixtures of experts of `transformers`, unmodified: shared by ranks by their own plan, and in chunks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.models.build import huggingface_sum
+from stretto.planning.make_plan import make_plan
+from stretto.price.cluster import Cluster
+from stretto.price.flat import described_costs
+from tests.parallelize.test_experts import together
+from tests.runtime.equality import from_transformers
+
+pytest.importorskip("transformers")
+
+VOCAB, SEQUENCE, ROWS = 32, 12, 4
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "batched_mm",  # grouped products have no float64
+}
+MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "mixtral": ("MixtralForCausalLM", {"num_key_value_heads": 1, "num_local_experts": 4}, 1e-10),
+    "qwen3 moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_key_value_heads": 1, "num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8},
+        1e-10,
+    ),
+    "deepseek v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 12,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+        1e-6,  # its router computes in float32
+    ),
+}
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCAB, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(4))
+    return {"input_ids": ids[:, :-1].clone(), "labels": ids[:, 1:].clone()}
+
+
+def plain(model: nn.Module, pieces: int) -> tuple[Tensor, dict[str, Tensor]]:
+    own = copy.deepcopy(model)
+    chunks = {name: leaf.chunk(pieces) for name, leaf in batch().items()}
+    parts = [huggingface_sum(own, {name: leaf[k] for name, leaf in chunks.items()}) for k in range(pieces)]
+    loss = torch.stack([total for total, _ in parts]).sum() / sum(int(count) for _, count in parts)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_gives_the_values_of_the_plain_model(name: str, degree: int) -> None:
+    kind, sizes, tolerance = MODELS[name]
+    model = from_transformers(kind, **{**SIZES, **sizes}).double()
+    parallel = Parallel(ep=2, dp=2, ampipe_degree=degree, ep_buffer=2.0)
+    job = capture(model, batch(), huggingface_sum, parallel)
+    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    loss, grads = together(plan, model, batch())
+    want_loss, want = plain(model, 2)
+    assert abs(loss - want_loss) <= tolerance * abs(want_loss)
+    assert grads.keys() == want.keys()
+    for key, grad in want.items():
+        assert (grads[key] - grad).norm() <= tolerance * max(float(grad.norm()), 1e-3), key
