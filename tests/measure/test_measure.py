@@ -15,6 +15,7 @@ from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app
 from stretto.errors import StrettoError
+from stretto.files.typed_file import from_text
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
@@ -67,24 +68,20 @@ def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
     first, *_ = launch(4, script)
     text, different = json.loads(first.strip().splitlines()[-1])
     assert different == 1, "ranks hold different costs"
-    costs = json.loads(text)
-    assert costs["source"].endswith("4 ranks at once")
-    assert {(link["from"], link["to"]) for link in costs["links"]} == {(0, 1), (1, 0)}
+    costs = from_text(Costs, text, "costs")
+    assert costs.source.endswith("4 ranks at once")
+    assert costs.links.keys() == {(0, 1), (1, 0)}
     whole = 32 * 64 * 4
-    assert {(c["communicator"], c["kind"]) for c in costs["collectives"]} == {
-        ("tp", "all_gather"),
-        ("tp", "all_reduce"),
-        ("tp", "reduce_scatter"),
-    }
-    for one in costs["collectives"]:
-        assert whole in [nbytes for nbytes, _ in one["curve"]]
-        assert all(us > 1.0 for _, us in one["curve"])
-        assert one["source"] == "measured, 2 ranks, all groups at once"
-    assert costs["shared"] == [], "ranks of one host share no network card"
+    assert costs.collectives.keys() == {("tp", "all_gather"), ("tp", "all_reduce"), ("tp", "reduce_scatter")}
+    for one in costs.collectives.values():
+        assert whole in [nbytes for nbytes, _ in one.curve.points]
+        assert all(us > 1.0 for _, us in one.curve.points)
+        assert one.source == "measured, 2 ranks, all groups at once"
+    assert costs.shared == (), "ranks of one host share no network card"
     job = comm_job(2, tp=2, rows=32, hidden=64)
     for stage in job.stages:
         for op in (op for ops in stage.ops.values() for op in ops):
-            us = costs["op_us"][str(stage.index)][op.name]
+            us = costs.op_us[stage.index, op.name]
             assert us > 0, "a wait has a call to return from, a view a line to run"
 
 
