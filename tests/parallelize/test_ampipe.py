@@ -26,7 +26,7 @@ from stretto.parallelize.chunked import JOINED, Chunked, joined, lengths_of
 from stretto.price.cluster import Cluster
 from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of
 
-DEGREES = (2, 3, 4, 6)
+DEGREES = (2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6)))
 
 
 def by_chunks(model: nn.Module, degree: int) -> nn.Module:

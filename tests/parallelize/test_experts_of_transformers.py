@@ -75,7 +75,7 @@ def plain(model: nn.Module, pieces: int) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_gives_the_values_of_the_plain_model(name: str, degree: int) -> None:
     kind, sizes, tolerance = MODELS[name]
