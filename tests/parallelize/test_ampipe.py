@@ -169,7 +169,10 @@ CALLS = {
     "turned": lambda x: x.mT @ x,
     "another dtype": lambda x: x.float() * 2,
     "equal": lambda x: torch.tensor(float(torch.equal(x, x * 1))),
-    "dropped in place": lambda x: F.dropout(x.clone(), 0.0, inplace=True),
+    "dropped": lambda x: (torch.manual_seed(3), F.dropout(x, 0.5))[1],
+    "dropped in place": lambda x: (torch.manual_seed(3), y := x.clone(), F.dropout(y, 0.5, inplace=True), y)[
+        -1
+    ],
     "topk": lambda x: x.topk(2, dim=-1).indices,
     "long as features": lambda x: x * torch.arange(8.0, dtype=x.dtype),
     "zeros like": lambda x: torch.zeros_like(x) + x,
@@ -355,3 +358,14 @@ def test_calls_by_keyword_are_known() -> None:
     model = Named()
     with ampipe(model, Chunks(2)):
         assert torch.allclose(model(x), F.scaled_dot_product_attention(x, x, x))
+
+
+def test_later_chunks_have_flash_attention_on_cuda() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12))
+    how = Parallel(ampipe_degree=3)
+    job = capture(model, batch(), next_token_sum, how, precision="bf16", device="cuda")
+    targets = Counter(op.target for stage in job.stages for ops in stage.ops.values() for op in ops)
+    flash = "aten._scaled_dot_product_flash_attention"
+    assert targets[f"{flash}.default"] == targets[f"{flash}_backward.default"] == 3 * 2
+    assert not any("efficient_attention" in target for target in targets)

@@ -28,12 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from stretto.ir.program import GETITEM, Op, TensorSpec
-
-MAX_HEAD_DIM = 256
-"""Flash attention's largest head (Dao 2023, arXiv 2307.08691; sdp_utils.cpp)."""
-
-ALIGNED = 8
-"""Elements to which a head's dim is aligned (sdp_utils.cpp: 16 bytes of a 2-byte dtype)."""
+from stretto.parallelize.lower_right_adapter import HALF, heads_fit
 
 _aten: Any = torch.ops.aten
 
@@ -62,11 +57,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    half = query.dtype in (torch.float16, torch.bfloat16)
+    half = query.dtype in HALF
     if enable_gqa and query.dim() == 4 and key.shape[1] != query.shape[1]:
         # Neither kernel shares heads in training: PyTorch repeats them, as its plain ops do.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    if not _fits(query, key, value):
+    if query.dtype == torch.float64 or not heads_fit(query, key, value):
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale
@@ -86,17 +81,6 @@ def _attention(
         query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale
     )
     return cast(Tensor, made)
-
-
-def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether either kernel takes such heads."""
-    return (
-        query.dim() == key.dim() == value.dim() == 4
-        and query.dtype != torch.float64
-        and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        and query.shape[-1] <= MAX_HEAD_DIM
-        and query.shape[-1] % ALIGNED == 0
-    )
 
 
 def with_cuda_results(ops: Iterable[Op]) -> Iterator[Op]:

@@ -61,20 +61,23 @@ class _Attention(TorchFunctionMode):
         named = {**(kwargs or {})}
         if self.inside and function is F.scaled_dot_product_attention:
             args = (*args, *(named.pop(key) for key in ("query", "key", "value")[len(args) :]))
-        if self.inside and function is F.scaled_dot_product_attention and type(args[0]) is not Chunked:
-            length = args[0].shape[-2]
-            if length < 2 * self.degree:
-                raise UsageError(
-                    f"ampipe_degree = {self.degree} cuts a sequence of {length} into chunks of less than two "
-                    f"tokens; give {max(length // 2, 1)} or less"
-                )
-            self.cut = True
+            if type(args[0]) is not Chunked:
+                named["lengths"] = self._lengths(args[0].shape[-2])
+            # Here, and not in another mode that knows attention: it would take the chunks for one tensor.
             with self.outside():
-                named["lengths"] = lengths_of(length, self.degree)
                 return attention(*args, **named)
         if args and JOINED and writes(function):
             check_written(args[0])
         return function(*args, **named)
+
+    def _lengths(self, length: int) -> list[int]:
+        if length < 2 * self.degree:
+            raise UsageError(
+                f"ampipe_degree = {self.degree} cuts a sequence of {length} into chunks of less than two "
+                f"tokens; give {max(length // 2, 1)} or less"
+            )
+        self.cut = True
+        return lengths_of(length, self.degree)
 
     @contextmanager
     def outside(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from stretto.ir.placement import (
 )
 from stretto.parallelize.chunk_placements import placements_of
 from stretto.parallelize.lower_right_adapter import lower_right
+from stretto.parallelize.parts import bounds
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 from stretto.parallelize.wrapper_adapter import without_elements
 
@@ -361,5 +362,4 @@ def attention(
 
 def lengths_of(whole: int, degree: int) -> list[int]:
     """Chunks of a sequence, as equal as can be."""
-    ends = [math.ceil(whole * k / degree) for k in range(degree + 1)]
-    return [b - a for a, b in pairwise(ends)]
+    return [end - start for start, end in pairwise(bounds(whole, degree))]

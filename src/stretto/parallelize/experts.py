@@ -42,6 +42,7 @@ from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, with_nothing, within_capacity
 from stretto.parallelize import ops
 from stretto.parallelize.functions import put_forward
+from stretto.parallelize.parts import bounds
 from stretto.parallelize.styles import named_by
 
 AXIS = EP.name
@@ -160,9 +161,12 @@ def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel)
     def forward(
         hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        x_ND, more = hidden_states.reshape(-1, hidden_states.shape[-1]), (args, kwargs)
-        if any(args) or any(kwargs.values()):
-            raise UsageError(f"{type(module).__name__} is called with {more}, which experts of ranks are not")
+        if args or kwargs:
+            raise UsageError(
+                f"{type(module).__name__} is called with more than tokens, their experts and weights, which "
+                f"experts that {AXIS} ranks share do not take: give ep = 1"
+            )
+        x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
         weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
         slots = slots_of(x_ND.shape[0])
@@ -206,7 +210,7 @@ def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], how: ExpertParallel) ->
             _piece(
                 x_PHCD[:, first : first + each, start:end], partial(own, at=slice(first, first + each)), size
             )
-            for start, end in pairwise(_bounds(C, how.slices))
+            for start, end in pairwise(bounds(C, how.slices))
         ]
         made.append(_joined(slices, 2))
     return _joined(made, 1).reshape(E, C, D)
@@ -219,11 +223,6 @@ def _piece(x_PHCD: Tensor, own: OfSlots, size: int) -> Tensor:
     made = own(came.transpose(0, 1).reshape(H, size * C, D))
     back = made.view(H, size, C, D).transpose(0, 1).reshape(size * H, C, D)
     return ops.exchange(back, AXIS, size).view(size, H, C, D)
-
-
-def _bounds(whole: int, parts: int) -> list[int]:
-    """Where parts of a whole begin and end, as equal as can be."""
-    return list(dict.fromkeys(-(-whole * k // parts) for k in range(parts + 1)))
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -255,7 +254,7 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
     before_PH = came_PH.cumsum(dim=1)
     x_PBD = with_nothing(x_RD)[row_of_place].view(size, room, -1)
     made: list[Tensor] = []
-    for start, end in pairwise(_bounds(room, how.slices)):
+    for start, end in pairwise(bounds(room, how.slices)):
         part = x_PBD[:, start:end].reshape(size * (end - start), -1)
         came = ops.exchange(part, AXIS, size)
         place = torch.arange(start, end, device=x_RD.device).expand(size, end - start).contiguous()

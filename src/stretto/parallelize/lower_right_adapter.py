@@ -17,8 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_HEAD_DIM, ALIGNED = 256, 8
-"""As in `stretto.capture.absent_cuda`."""
+MAX_HEAD_DIM = 256
+"""Flash attention's largest head (Dao 2023, arXiv 2307.08691; sdp_utils.cpp)."""
+
+ALIGNED = 8
+"""Elements to which a head's dim is aligned (sdp_utils.cpp: 16 bytes of a 2-byte dtype)."""
+
+HALF = (torch.float16, torch.bfloat16)
 
 _state = threading.local()
 
@@ -35,11 +40,8 @@ def as_on_cuda() -> Iterator[None]:
 
 def lower_right(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, **more: Any) -> Tensor:
     """query (B, H, S, K), key and value (B, H, T, K), T not below S: query s sees keys up to T - S + s."""
-    if (
-        (query.is_cuda or getattr(_state, "cuda", False))
-        and _has_flash(query, key, value)
-        and not more.get("enable_gqa")
-    ):
+    cuda = query.is_cuda or getattr(_state, "cuda", False)
+    if cuda and query.dtype in HALF and heads_fit(query, key, value) and query.shape[1] == key.shape[1]:
         aten: Any = torch.ops.aten
         made, *_ = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, True, False, scale=more.get("scale")
@@ -50,13 +52,11 @@ def lower_right(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.
     return F.scaled_dot_product_attention(query, key, value, seen, dropout_p, **more)
 
 
-def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    K = query.shape[-1]
+def heads_fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether CUDA's kernels of attention take such heads."""
     return (
-        query.dtype in (torch.float16, torch.bfloat16)
-        and query.dim() == 4
-        and K == key.shape[-1] == value.shape[-1]
-        and query.shape[1] == key.shape[1]
-        and K <= MAX_HEAD_DIM
-        and K % ALIGNED == 0
+        query.dim() == key.dim() == value.dim() == 4
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and query.shape[-1] <= MAX_HEAD_DIM
+        and query.shape[-1] % ALIGNED == 0
     )

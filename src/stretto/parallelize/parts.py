@@ -30,3 +30,8 @@ def whole_of(parts: list[Tensor], shard: Shard) -> Tensor:
         return torch.cat(parts, dim=shard.dim)
     pieces = [part.chunk(shard.blocks, dim=shard.dim) for part in parts]
     return torch.cat([piece[b] for b in range(shard.blocks) for piece in pieces], dim=shard.dim)
+
+
+def bounds(whole: int, parts: int) -> list[int]:
+    """Where parts of a whole begin and end, as equal as can be; at most `whole` parts."""
+    return list(dict.fromkeys(-(-whole * k // parts) for k in range(parts + 1)))
