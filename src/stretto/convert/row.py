@@ -1,0 +1,52 @@
+"""A row of the table of flags: what a flag takes, and what becomes of it.
+
+A flag is
+
+  taken        it becomes settings: those of `keys`, or what `model` and `training` make of it
+  not needed   the settings do without it, and nothing is lost
+  lacking      Stretto has no such thing; the settings are written without it, and `why` says what happens then
+  refused      without it another model or another job would be trained, so nothing is written
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Fate = Literal["taken", "not needed", "lacking", "refused"]
+Takes = Literal["nothing", "int", "float", "text", "many"] | tuple[str, ...]
+"""What follows a flag: nothing, a value (a tuple: one of these words), or as many words as there are."""
+Value = bool | int | float | str | list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A row. default: the value without the flag. needs: it does nothing without that flag. idle: values, as
+    they are written, with which it does nothing."""
+
+    name: str
+    takes: Takes
+    fate: Fate
+    why: str = ""
+    keys: tuple[str, ...] = ()
+    default: Value = None
+    needs: str = ""
+    idle: tuple[str, ...] = ()
+
+
+def taken(
+    name: str, takes: Takes, *keys: str, default: Value = None, needs: str = "", idle: tuple[str, ...] = ()
+) -> Flag:
+    return Flag(name, takes, "taken", "", keys, default, needs, idle)
+
+
+SHORT: dict[str, Takes] = {"": "nothing", "i": "int", "f": "float", "t": "text", "m": "many"}
+
+
+def all_of(fate: Fate, why: str, names: str, needs: str = "", idle: tuple[str, ...] = ()) -> tuple[Flag, ...]:
+    """Rows that share a reason: "overlap-grad-reduce ddp-bucket-size:i", the letter being what it takes."""
+    rows = []
+    for one in names.split():
+        name, _, letter = one.partition(":")
+        rows.append(Flag(f"--{name}", SHORT[letter], fate, why, needs=needs, idle=idle))
+    return tuple(rows)

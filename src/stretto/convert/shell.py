@@ -1,0 +1,408 @@
+"""Shell text as the commands that it would run, as far as that can be said without running anything.
+
+Read are words, quotes, comments, continued lines, variables and arrays that the text sets, defaults
+(`${N:-8}`), whole-number arithmetic, `eval` and `bash -c`. What follows `if`, `for`, `while` and `case` may
+or may not run: its commands are listed and its assignments are not made. What a function contains is read
+where it is written. What cannot be known (a variable that is set nowhere, the output of a command) stays in
+its word, marked, and `unresolved` names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from stretto.convert.shell_arithmetic import whole_number
+from stretto.errors import UsageError
+
+OPEN, CLOSE, BLANK = "\ue000", "\ue001", "\ue002"
+"""Around what is not resolved, and for the blanks in it, so that splitting into words keeps it whole."""
+
+MOST_WITHIN = 8
+MOST_CHARACTERS = 1_000_000
+"""Of a variable: far above any command line that a system would start (128 KiB a word on Linux)."""
+
+BEGIN = {"if", "while", "until", "for", "case", "select"}
+END = {"fi", "done", "esac"}
+BETWEEN = {"then", "else", "elif", "do", "!", "{", "}", "time"}
+DECLARE = {"export", "declare", "local", "readonly", "typeset"}
+
+NAME = re.compile(r"[A-Za-z_]\w*")
+ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\(")
+MARKED = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """`NAME=( ... )`, its words as they are written."""
+
+    name: str
+    append: bool
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A command as it is written: its words with their quotes, and its line."""
+
+    line: int
+    words: tuple[str | Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A command as it would run. sometimes: it is in an `if` or a loop."""
+
+    line: int
+    words: tuple[str, ...]
+    sometimes: bool
+
+
+@dataclass(slots=True)
+class Shell:
+    """variables: by name, a text or the words of an array. maybe: of those that an `if` or a loop sets, where."""
+
+    variables: dict[str, str | list[str]] = field(default_factory=dict)
+    maybe: dict[str, int] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+
+def unresolved(word: str) -> list[str]:
+    """What is not known in a word, as it is written."""
+    return [found.replace(BLANK, " ") for found in MARKED.findall(word)]
+
+
+def shown(word: str) -> str:
+    """A word for people, what is not known as it is written."""
+    return word.replace(OPEN, "").replace(CLOSE, "").replace(BLANK, " ")
+
+
+def run(text: str, shell: Shell, *, one: bool = False, within: int = 0) -> list[Call]:
+    """The commands of a text, in order; `shell` keeps the variables. one: line ends are blanks, as in a list
+    of arguments. within: how many texts of `eval` it is in. Raises UsageError for a quote or bracket that is
+    not closed, and for what grows without end."""
+    if within > MOST_WITHIN:
+        raise UsageError(f"eval within eval, {within} times: write the command itself")
+    calls: list[Call] = []
+    depth = 0
+    for raw in _commands(text, one):
+        words = list(raw.words)
+        while words and isinstance(words[0], str) and words[0] in BEGIN | END | BETWEEN:
+            depth += (words[0] in BEGIN) - (words[0] in END)
+            words.pop(0)
+        depth = max(depth, 0)
+        if words and words[0] in DECLARE:
+            words = [word for word in words[1:] if isinstance(word, Array) or not word.startswith("-")]
+        while words and (isinstance(words[0], Array) or ASSIGNED.match(words[0])):
+            _assign(words.pop(0), shell, raw.line if depth else None)
+        found = [one for word in words if isinstance(word, str) for one in expand(word, shell)]
+        inner = _inner(found)
+        if inner is not None:
+            calls += [Call(raw.line, c.words, c.sometimes or depth > 0) for c in run(inner, shell, within=within + 1)]
+        elif found:
+            calls.append(Call(raw.line, tuple(found), depth > 0))
+    return calls
+
+
+def _inner(words: list[str]) -> str | None:
+    """The text that `eval` or `bash -c` would read anew."""
+    if words and words[0] == "eval":
+        return " ".join(words[1:])
+    for at in range(len(words) - 2):
+        if words[at].rpartition("/")[2] in ("bash", "sh") and words[at + 1] in ("-c", "-lc"):
+            return words[at + 2]
+    return None
+
+
+def _assign(word: str | Array, shell: Shell, maybe: int | None) -> None:
+    if isinstance(word, Array):
+        name, append = word.name, word.append
+        value: str | list[str] = [one for item in word.items for one in expand(item, shell)]
+    else:
+        found = ASSIGNED.match(word)
+        assert found is not None
+        name, append = found[1], bool(found[2])
+        value = expand_whole(found[3], shell)
+    if maybe is not None:
+        shell.maybe.setdefault(name, maybe)
+        return
+    before = shell.variables.get(name)
+    if append and before is not None:
+        if isinstance(before, list):
+            value = before + (value if isinstance(value, list) else [value])
+        else:
+            value = before + (value if isinstance(value, str) else " ".join(value))
+    if sum(map(len, value)) > MOST_CHARACTERS:
+        raise UsageError(f"the value of {name} has more than {MOST_CHARACTERS} characters")
+    shell.variables[name] = value
+
+
+def _commands(text: str, one: bool) -> Iterator[Raw]:
+    """The text cut into commands, words as they are written."""
+    text = text.replace("\r\n", "\n").replace("\\\n", f"{BLANK}\n")
+    reader = _Reader(text)
+    words: list[str | Array] = []
+    begun = 1
+    skip_next = False
+    heredocs: list[str] = []
+    while reader.at < len(text):
+        char = text[reader.at]
+        if char == BLANK:  # a continued line
+            reader.at += 2
+        elif char == "\n" or char in ";&|()":
+            ends = not (one and char == "\n")
+            reader.at += 1
+            if char == "\n" and heredocs:
+                reader.skip_lines_to(heredocs)
+            if char == "&" and text[reader.at : reader.at + 1] == ">":
+                continue
+            if ends and words:
+                yield Raw(begun, tuple(words))
+                words = []
+            skip_next = skip_next and not ends
+        elif char.isspace():
+            reader.at += 1
+        elif char == "#":
+            reader.skip_comment()
+        elif char in "<>":
+            operator = re.match(r"<<<|<<-?|[<>]&|>>|>\||[<>]", text[reader.at :])
+            assert operator is not None
+            reader.at += operator.end()
+            if operator[0] in ("<<", "<<-"):
+                while text[reader.at : reader.at + 1] in (" ", "\t"):
+                    reader.at += 1
+                heredocs.append(reader.word().strip("'\"\\"))
+            else:
+                skip_next = True
+        else:
+            line = reader.line()
+            word = reader.array() or reader.word()
+            if isinstance(word, str) and word.isdigit() and text[reader.at : reader.at + 1] in ("<", ">"):
+                continue
+            if skip_next:
+                skip_next = False
+                continue
+            begun = begun if words else line
+            words.append(word)
+    if words:
+        yield Raw(begun, tuple(words))
+
+
+class _Reader:
+    """A place in shell text."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def line(self) -> int:
+        return self.text.count("\n", 0, self.at) + 1
+
+    def skip_comment(self) -> None:
+        """To the end of the line."""
+        end = self.text.find("\n", self.at)
+        self.at = len(self.text) if end < 0 else end
+
+    def skip_lines_to(self, ends: list[str]) -> None:
+        """Past the texts of `<<END`."""
+        while ends and self.at < len(self.text):
+            end = self.text.find("\n", self.at)
+            end = len(self.text) if end < 0 else end
+            if self.text[self.at : end].strip() == ends[0]:
+                ends.pop(0)
+            self.at = min(end + 1, len(self.text))
+
+    def array(self) -> Array | None:
+        found = ARRAY.match(self.text, self.at)
+        if found is None:
+            return None
+        line = self.line()
+        self.at = found.end()
+        items: list[str] = []
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            char = self.text[self.at]
+            if char.isspace() or char == BLANK:
+                self.at += 1
+            elif char == "#":
+                self.skip_comment()
+            else:
+                items.append(self.word() or self.take())
+        if self.at >= len(self.text):
+            raise UsageError(f"line {line}: the bracket of {found[1]}=( is not closed; close it with )")
+        self.at += 1
+        return Array(found[1], bool(found[2]), tuple(items))
+
+    def take(self) -> str:
+        self.at += 1
+        return self.text[self.at - 1]
+
+    def word(self) -> str:
+        """A word with its quotes, up to a blank or an operator."""
+        start = self.at
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char.isspace() or char in ";&|()<>":
+                break
+            if char == BLANK:  # the word goes on in the next line
+                if self.text[self.at + 2 : self.at + 3].strip() == "":
+                    break
+                self.at += 2
+            elif char == "\\":
+                self.at += 2
+            elif char in "'\"`":
+                self.at = closing(self.text, self.at, char)
+            elif self.text.startswith("$(", self.at):
+                self.at = closing(self.text, self.at + 1, "(")
+            elif self.text.startswith("${", self.at):
+                self.at = closing(self.text, self.at + 1, "{")
+            else:
+                self.at += 1
+        return self.text[start : self.at].replace(f"{BLANK}\n", "")
+
+
+def closing(text: str, at: int, opened: str) -> int:
+    """The place after what closes the quote or bracket that is opened at `at`. Raises UsageError."""
+    begun, close = at, {"(": ")", "{": "}"}.get(opened, opened)
+    at += 1
+    while at < len(text):
+        char = text[at]
+        if char == close:
+            return at + 1
+        if opened == "'":
+            at += 1
+        elif char == "\\":
+            at += 2
+        elif opened != '"' and char in "'\"`":
+            at = closing(text, at, char)
+        elif char in "({" and (text[at - 1] == "$" or char == opened):
+            at = closing(text, at, char)
+        else:
+            at += 1
+    line = text.count("\n", 0, begun) + 1
+    what = "bracket" if opened in "({" else "quote"
+    raise UsageError(f"line {line}: the {what} {opened} is not closed; close it with {close}")
+
+
+def expand_whole(raw: str, shell: Shell) -> str:
+    """As the value of an assignment, which is not split."""
+    return "".join(text for text, _ in _pieces(raw, shell, quoted=False))
+
+
+def expand(raw: str, shell: Shell) -> list[str]:
+    """The words that one written word becomes: none, one or more."""
+    words: list[str] = []
+    current: str | None = None
+    for text, how in _pieces(raw, shell, quoted=False):
+        if how == "end":  # between the words of an array
+            if current is not None:
+                words.append(current)
+            current = None
+        elif how == "whole":
+            current = (current or "") + text
+        else:
+            parts = text.split()
+            if text[:1].isspace() and current is not None:
+                words.append(current)
+                current = None
+            for number, part in enumerate(parts):
+                if number:
+                    words.append(current or "")
+                    current = None
+                current = (current or "") + part
+            if text[-1:].isspace() and current is not None:
+                words.append(current)
+                current = None
+    return words if current is None else [*words, current]
+
+
+def _pieces(raw: str, shell: Shell, quoted: bool) -> Iterator[tuple[str, str]]:
+    """Texts, and how each is taken: "whole", "split" into words, or "end" of a word."""
+    at = 0
+    while at < len(raw):
+        char = raw[at]
+        if char == "\\" and at + 1 < len(raw):
+            kept = "\\" if quoted and raw[at + 1] not in '$`"\\' else ""
+            yield kept + raw[at + 1], "whole"
+            at += 2
+        elif char == "'" and not quoted:
+            end = closing(raw, at, "'")
+            yield raw[at + 1 : end - 1], "whole"
+            at = end
+        elif char == '"' and not quoted:
+            end = closing(raw, at, '"')
+            inside = list(_pieces(raw[at + 1 : end - 1], shell, quoted=True))
+            if inside or end == at + 2:
+                yield "", "whole"
+            yield from inside
+            at = end
+        elif char == "`":
+            end = closing(raw, at, "`")
+            yield _mark(raw[at:end]), "whole"
+            at = end
+        elif char == "$" and (found := _dollar(raw, at)) is not None:
+            name, end = found
+            yield from _value(raw[at:end], name, shell, quoted)
+            at = end
+        else:
+            yield char, "whole"
+            at += 1
+
+
+def _dollar(raw: str, at: int) -> tuple[str, int] | None:
+    """(what stands in or after the $, the place after it); None for a $ that is only itself."""
+    follows = raw[at + 1 : at + 2]
+    if follows in ("{", "(") and follows:
+        end = closing(raw, at + 1, follows)
+        return raw[at + 1 : end], end
+    if name := NAME.match(raw, at + 1):
+        return "{" + name[0] + "}", name.end()
+    if follows and follows in "0123456789@*#?$!":
+        return "{" + follows + "}", at + 2
+    return None
+
+
+def _value(written: str, what: str, shell: Shell, quoted: bool) -> Iterator[tuple[str, str]]:
+    how = "whole" if quoted else "split"
+    if what.startswith("(("):
+        number = whole_number(what[2:-2], {name: _as_text(v) for name, v in shell.variables.items()})
+        shell.used |= set(NAME.findall(what))
+        yield (_mark(written) if number is None else str(number)), how
+        return
+    form = re.fullmatch(r"(\w+|[@*])(\[[@*\w]+\])?(?:(:?[-=+])(.*))?", what[1:-1], re.DOTALL)
+    if what.startswith("(") or form is None:
+        yield _mark(written), "whole"
+        return
+    name, index, operator, other = form.groups()
+    shell.used.add(name)
+    if name in ("@", "*"):  # a script's own arguments: none are given
+        return
+    value: str | list[str] | None = shell.variables.get(name)
+    if isinstance(value, list) and index not in ("[@]", "[*]"):
+        number = int(index[1:-1]) if index and index[1:-1].isdigit() else 0
+        value = value[number] if number < len(value) else None
+    empty = value is None or (operator is not None and operator[0] == ":" and not value)
+    if operator is not None and operator[-1] == "+":
+        value, empty = (None, True) if empty else (expand_whole(other, shell), False)
+        if empty:
+            return
+    elif empty and operator is not None:
+        value, empty = expand_whole(other, shell), False
+    if empty and value is None:
+        yield _mark(written), "whole"
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            if number:
+                yield "", "end"
+            yield one, how
+    else:
+        yield value or "", how
+
+
+def _mark(written: str) -> str:
+    inside = re.sub(r"\s", BLANK, shown(written))
+    return f"{OPEN}{inside}{CLOSE}"
+
+
+def _as_text(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else " ".join(value[:1])
