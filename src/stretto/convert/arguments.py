@@ -57,7 +57,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         if row is None:
             at = at if equals else end
             near = difflib.get_close_matches(name, TABLE, n=1, cutoff=NEAR)
-            found.unknown.append((_written(name, behind), near[0] if near else None))
+            found.unknown.append((_written(name, behind, bool(equals)), near[0] if near else None))
             continue
         taken = behind if equals else behind[: _most(row)]
         at += 0 if equals else len(taken)
@@ -88,13 +88,16 @@ def _most(row: Flag) -> int:
     return {"nothing": 0, "many": 1 << 30}.get(row.takes if isinstance(row.takes, str) else "", 1)
 
 
-def _written(name: str, values: Sequence[str]) -> str:
-    return " ".join([name, *(f'"{shown(v)}"' if " " in shown(v) or not v else shown(v) for v in values)])
+def _written(name: str, values: Sequence[str], equals: bool = False) -> str:
+    """The flag for people: with quotes where they are needed."""
+    texts = [shown(value) for value in values]
+    quoted = [f'"{text}"' if " " in text or not text else text for text in texts]
+    return f"{name}={quoted[0]}" if equals else " ".join([name, *quoted])
 
 
 def _read(row: Flag, name: str, values: list[str], equals: bool) -> tuple[Given | None, str | None]:
     """The flag with its value, or what is wrong with it."""
-    written = _written(name, values)
+    written = _written(name, values, equals)
     takes = row.takes
     if takes == "nothing":
         if equals:

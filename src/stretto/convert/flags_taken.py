@@ -100,7 +100,7 @@ TRAINING = (
     taken("--clip-grad", "float", "optimizer.grad_clip_norm", default=1.0),
     taken("--bf16", "nothing", default=False),
     taken("--fp16", "nothing", default=False),
-    taken("--eval-interval", "int", "training.eval_every", default=1000),
+    taken("--eval-interval", "int", default=1000),
     taken("--eval-iters", "int", default=100),
     taken("--log-interval", "int", "training.log_every", default=100),
     taken("--save", "text"),

@@ -8,19 +8,22 @@ NOT_NEEDED: tuple[Flag, ...] = (
     *all_of(
         "not needed",
         "sums of gradients start inside the backward, and the order puts compute over them",
-        "overlap-grad-reduce no-align-grad-reduce ddp-num-buckets:i ddp-bucket-size:i ddp-average-in-collective "
+        "overlap-grad-reduce no-align-grad-reduce ddp-num-buckets:i ddp-bucket-size:i "
+        "ddp-average-in-collective "
         "ddp-pad-buckets-for-high-nccl-busbw no-gradient-reduce-div-fusion",
     ),
     *all_of(
         "not needed",
-        'the all-to-alls of one microbatch run under the opposite pass of another (parallel.overlap = "window", '
+        "the all-to-alls of one microbatch run under the opposite pass of another (parallel.overlap "
+        '= "window", '
         "the default)",
         "overlap-moe-expert-parallel-comm moe-fb-overlap delay-wgrad-compute moe-shared-expert-overlap "
         "moe-alltoall-overlap-comm moe-allgather-overlap-comm moe-permutation-async-comm",
     ),
     *all_of(
         "not needed",
-        "tensor-parallel collectives are ops of the one graph, in chunks too; the order prefetches and delays "
+        "tensor-parallel collectives are ops of the one graph, in chunks too; the order prefetches "
+        "and delays "
         "them",
         "ampipe-tp-sp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs "
         "tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad "
@@ -70,9 +73,11 @@ NOT_NEEDED: tuple[Flag, ...] = (
     ),
     *all_of(
         "not needed",
-        "tokens travel by all-to-all; dropless experts are one grouped product, others have slots of one size",
+        "tokens travel by all-to-all; dropless experts are one grouped product, others have slots of "
+        "one size",
         "moe-grouped-gemm moe-use-legacy-grouped-gemm moe-token-dispatcher-type:t moe-enable-deepep "
-        "moe-deepep-num-sms:i moe-pad-expert-input-to-capacity moe-dynamic-padding enable-token-rearrange-opt",
+        "moe-deepep-num-sms:i moe-pad-expert-input-to-capacity moe-dynamic-padding "
+        "enable-token-rearrange-opt",
     ),
     *all_of("not needed", "the router works in float32", "moe-router-dtype:t"),
     *all_of(
@@ -124,7 +129,8 @@ NOT_NEEDED: tuple[Flag, ...] = (
         "check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads train-sync-interval:i "
         "optimization-level:i use-pytorch-profiler profile profile-step-start:i "
         "profile-step-end:i profile-ranks:m profile-level:t profile-with-cpu profile-with-stack "
-        "profile-with-memory profile-record-shapes profile-save-path:t distributed-timeout-seconds-after-init:i",
+        "profile-with-memory profile-record-shapes profile-save-path:t "
+        "distributed-timeout-seconds-after-init:i",
     ),
     *all_of(
         "not needed",
@@ -139,7 +145,8 @@ LACKING = (
         "lacking",
         "every data-parallel rank keeps the whole optimizer's state: more memory, the same numbers",
         "use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 fsdp-double-buffer enable-zero3 "
-        "torch-fsdp2-no-reshard-after-forward optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d swap-optimizer",
+        "torch-fsdp2-no-reshard-after-forward optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d "
+        "swap-optimizer",
     ),
     *all_of(
         "lacking",
@@ -150,7 +157,8 @@ LACKING = (
     *all_of(
         "lacking",
         "activations stay on the device; parallel.recompute, with a number of bytes, keeps a limit",
-        "swap-attention swap-modules:t smart-swap cpu-offloading-num-layers:i adaptive-recompute-device-size:i "
+        "swap-attention swap-modules:t smart-swap cpu-offloading-num-layers:i "
+        "adaptive-recompute-device-size:i "
         "adaptive-recompute-device-swap adaptive-recompute-profiling-step:i adaptive-memory-optimization "
         "moe-zero-memory:t moe-zero-memory-num-layers:i moe-adaptive-recompute-activation "
         "moe-adaptive-recompute-activation-scale:f distribute-saved-activations "
@@ -159,7 +167,8 @@ LACKING = (
     ),
     *all_of(
         "lacking",
-        "a pipeline rank has one stage, so that the bubble is larger; a schedule of your own with virtual stages "
+        "a pipeline rank has one stage, so that the bubble is larger; a schedule of your own with "
+        "virtual stages "
         "is a .csv (docs/schedules.md)",
         "num-layers-per-virtual-pipeline-stage:i num-virtual-stages-per-pipeline-rank:i "
         "microbatch-group-size-per-virtual-pipeline-stage:i schedules-method:t",
@@ -167,20 +176,23 @@ LACKING = (
     *all_of(
         "lacking",
         "stages are cut where their times are balanced (parallel.split), not by a number of layers",
-        "decoder-first-pipeline-num-layers:i decoder-last-pipeline-num-layers:i pipeline-model-parallel-layout:t "
+        "decoder-first-pipeline-num-layers:i decoder-last-pipeline-num-layers:i "
+        "pipeline-model-parallel-layout:t "
         "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split num-layer-list:t "
         "automated-pipeline automated-pipeline-perf noop-layers:t standalone-embedding-stage",
     ),
     *all_of(
         "lacking",
-        "Stretto reads text (.txt, .jsonl, .parquet), not files of token ids: give the text as data.paths, else "
+        "Stretto reads text (.txt, .jsonl, .parquet), not files of token ids: give the text as "
+        "data.paths, else "
         "the Python standard library's own source is trained on",
         "data-path:m train-data-path:m valid-data-path:m test-data-path:m data-args-path:t "
         "per-split-data-args-path:t mock-data",
     ),
     *all_of(
         "lacking",
-        "Stretto learns a byte-pair encoding of data.vocab_size tokens from the text; give --vocab-size to keep "
+        "Stretto learns a byte-pair encoding of data.vocab_size tokens from the text; give "
+        "--vocab-size to keep "
         "the model's size",
         "tokenizer-type:t tokenizer-model:t tokenizer-name-or-path:t tokenizer-not-use-fast vocab-file:t "
         "merge-file:t vocab-extra-ids:i legacy-tokenizer trust-remote-code",
@@ -206,7 +218,8 @@ LACKING = (
     *all_of(
         "lacking",
         "computation is in bfloat16, losses and sums of gradients in float32",
-        "fp8-format:t fp8-recipe:t fp8-margin:i fp8-interval:i fp8-amax-history-len:i fp8-amax-compute-algo:t "
+        "fp8-format:t fp8-recipe:t fp8-margin:i fp8-interval:i fp8-amax-history-len:i "
+        "fp8-amax-compute-algo:t "
         "no-fp8-wgrad fp8-param-gather first-last-layers-bf16 fp4-format:t fp4-recipe:t grad-reduce-in-bf16 "
         "fp16-lm-cross-entropy fp32-residual-connection moe-router-padding-for-fp8",
     ),
@@ -290,7 +303,8 @@ LACKING = (
 REFUSED = (
     *all_of(
         "refused",
-        "context parallelism is to come: append --context-parallel-size 1, whose ranks are then data-parallel "
+        "context parallelism is to come: append --context-parallel-size 1, whose ranks are then "
+        "data-parallel "
         "ones, and see that a rank holds a whole sequence",
         "context-parallel-size:i",
         idle=("1",),

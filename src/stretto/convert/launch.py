@@ -44,7 +44,7 @@ def find_command(text: str, shell: Shell) -> Command:
     if not found:
         raise UsageError(
             "there is no training command: expected a line such as `torchrun ... pretrain_gpt.py "
-            "--num-layers 12 ...`, or the flags alone"
+            "--num-layers 12 ...`, or the flags alone (a file's name goes to --megatron-file)"
         )
     if len(found) > 1:
         lines = [str(call.line) for call, _ in found]

@@ -4,7 +4,7 @@ A flag is
 
   taken        it becomes settings: those of `keys`, or what `model` and `training` make of it
   not needed   the settings do without it, and nothing is lost
-  lacking      Stretto has no such thing; the settings are written without it, and `why` says what happens then
+  lacking      Stretto has no such thing; the settings are written without it, `why` says what happens then
   refused      without it another model or another job would be trained, so nothing is written
 """
 

@@ -62,9 +62,11 @@ class Call:
 
 @dataclass(slots=True)
 class Shell:
-    """variables: by name, a text or the words of an array. maybe: of those that an `if` or a loop sets, where."""
+    """variables: by name, a text or the words of an array. fixed: those that the text does not change. maybe:
+    of those that an `if` or a loop sets, the line. used: all that were asked for."""
 
     variables: dict[str, str | list[str]] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
     maybe: dict[str, int] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
@@ -100,7 +102,10 @@ def run(text: str, shell: Shell, *, one: bool = False, within: int = 0) -> list[
         found = [one for word in words if isinstance(word, str) for one in expand(word, shell)]
         inner = _inner(found)
         if inner is not None:
-            calls += [Call(raw.line, c.words, c.sometimes or depth > 0) for c in run(inner, shell, within=within + 1)]
+            calls += [
+                Call(raw.line, c.words, c.sometimes or depth > 0)
+                for c in run(inner, shell, within=within + 1)
+            ]
         elif found:
             calls.append(Call(raw.line, tuple(found), depth > 0))
     return calls
@@ -125,6 +130,8 @@ def _assign(word: str | Array, shell: Shell, maybe: int | None) -> None:
         assert found is not None
         name, append = found[1], bool(found[2])
         value = expand_whole(found[3], shell)
+    if name in shell.fixed:
+        return
     if maybe is not None:
         shell.maybe.setdefault(name, maybe)
         return
@@ -273,9 +280,7 @@ def closing(text: str, at: int, opened: str) -> int:
             at += 1
         elif char == "\\":
             at += 2
-        elif opened != '"' and char in "'\"`":
-            at = closing(text, at, char)
-        elif char in "({" and (text[at - 1] == "$" or char == opened):
+        elif (opened != '"' and char in "'\"`") or (char in "({" and (text[at - 1] == "$" or char == opened)):
             at = closing(text, at, char)
         else:
             at += 1

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,18 @@ def _huggingface(
     return loss, model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
 
 
+def _unknown(config_class: Any, given: Mapping[str, Any]) -> list[str]:
+    """Keys that a configuration class has no use for. What it does not know it keeps under the same name; an
+    older name of a known one (`rope_theta`, which is a part of `rope_parameters` now) it does not keep."""
+    known = vars(config_class())
+    strange = [key for key in given if key not in known and not hasattr(config_class, key)]
+    try:
+        kept = vars(config_class(**{key: given[key] for key in strange}))
+    except Exception:
+        return strange  # a value that it cannot read; the name is the nearest that can be said
+    return [key for key in strange if key in kept]
+
+
 def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int) -> nn.Module:
     try:
         import transformers
@@ -115,9 +128,7 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             f"model.config.vocab_size = {values['vocab_size']!r} is too small: the tokenizer has "
             f"{vocab_size} tokens; leave it out"
         )
-    known = vars(config_class())
-    unknown = [key for key in settings.config if key not in known and not hasattr(config_class, key)]
-    if unknown:
+    if unknown := _unknown(config_class, settings.config):
         raise UsageError(f"model.config.{unknown[0]}: {config_class.__name__} has no such setting")
     devices = [] if not torch.cuda.is_available() else list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):
