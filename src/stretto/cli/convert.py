@@ -35,7 +35,7 @@ def run(
         typer.Option(
             "--megatron",
             metavar="ARGS",
-            help="A command line, or its flags alone; those of later ones count before earlier ones.",
+            help="A command line, or its flags alone; the last of a flag counts.",
             show_default=False,
         ),
     ] = None,
@@ -43,8 +43,8 @@ def run(
         Path | None,
         typer.Option(
             "--megatron-file",
-            help="A file of flags, or a shell script with one training command; - is standard input. Flags of "
-            "--megatron count before it.",
+            help="A file of flags, or a shell script with one training command; - is standard input. Of a "
+            "flag that --megatron gives too, that one counts.",
             show_default=False,
         ),
     ] = None,
@@ -72,7 +72,8 @@ def run(
 ) -> None:
     """Make settings of a Megatron-LM or MindSpeed command line, and list what became of each flag.
 
-    A flag is taken (it became settings), not needed (and why), lacking (and what happens without), or unknown.
+    A flag is taken (it became settings), not needed (and why), lacking (and what happens without), or
+    unknown.
     """
     check_output("--out", out)
     if out is not None and out.exists() and not force:
@@ -94,7 +95,12 @@ def run(
 
 
 def _text(path: Path) -> str:
-    return sys.stdin.read() if str(path) == "-" else read_text(path, "file of flags")
+    if str(path) != "-":
+        return read_text(path, "file of flags")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--megatron-file -: not a text ({error})") from None
 
 
 def _variables(given: list[str]) -> dict[str, str]:

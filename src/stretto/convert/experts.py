@@ -106,8 +106,8 @@ def _put_transformers(tally: Tally, experts: Experts, name: str) -> None:
             tally.lack(f"every block of {name} has experts", _placed(tally))
     tally.skip("every block has experts", "--moe-layer-freq", "--expert-interval")
     if experts.aux:
-        # Megatron sums the losses of blocks; transformers takes one over all blocks together, in which each of
-        # a token's choices counts, not their mean (`load_balancing_loss_func`).
+        # Megatron sums the losses of blocks; transformers takes one over all blocks together, in which each
+        # of a token's choices counts, not their mean (`load_balancing_loss_func`).
         blocks = experts.layers - (len(experts.dense) if qwen else 0)
         tally.put(f"{key}output_router_logits", True, why="without it there is no balancing loss")
         weight = experts.aux * blocks / experts.top_k

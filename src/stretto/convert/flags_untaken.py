@@ -62,7 +62,7 @@ NOT_NEEDED: tuple[Flag, ...] = (
     ),
     *all_of(
         "not needed",
-        "it chooses kernels; PyTorch chooses them here",
+        "it chooses an implementation; here it is PyTorch's own",
         "attention-backend:t use-flash-attn use-fusion-attn-v2 shape-order:t sparse-mode:i pre-tockens:i "
         "next-tockens:i no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion "
         "no-bias-dropout-fusion no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl:t "
@@ -101,9 +101,13 @@ NOT_NEEDED: tuple[Flag, ...] = (
         "Stretto's checkpoints have one form, are saved by all ranks and are read under any layout",
         "ckpt-format:t use-dist-ckpt dist-ckpt-format:t auto-detect-ckpt-format ckpt-fully-parallel-save "
         "no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
-        "dist-ckpt-strictness:t use-persistent-ckpt-worker no-save-rng exit-on-missing-checkpoint "
-        "override-opt_param-scheduler override-opt-param-scheduler use-checkpoint-opt_param-scheduler "
-        "use-checkpoint-opt-param-scheduler no-load-optim no-load-rng no-initialization",
+        "dist-ckpt-strictness:t use-persistent-ckpt-worker no-save-rng",
+    ),
+    *all_of(
+        "not needed",
+        "it says how a checkpoint of Megatron's is read, and none is",
+        "no-load-optim no-load-rng no-initialization exit-on-missing-checkpoint override-opt_param-scheduler "
+        "override-opt-param-scheduler use-checkpoint-opt_param-scheduler use-checkpoint-opt-param-scheduler",
     ),
     *all_of(
         "not needed",

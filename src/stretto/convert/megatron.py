@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from stretto.config import TrainSettings
 from stretto.convert.arguments import Arguments, Given, read_arguments
 from stretto.convert.flags import TABLE
-from stretto.convert.launch import Command, find_command
+from stretto.convert.launch import find_command
 from stretto.convert.layout import put_layout
 from stretto.convert.model import put_model
 from stretto.convert.row import Fate, Flag
-from stretto.convert.shell import Shell
+from stretto.convert.shell import CLOSE, OPEN, Shell
+from stretto.convert.shell_cut import BLANK
 from stretto.convert.tally import Tally
 from stretto.convert.training import put_training
 from stretto.convert.written import nested, toml_text
@@ -62,6 +63,8 @@ def convert(
     flag without its value, a value that is none, a flag that cannot be done without, settings that do not
     fit together.
     """
+    for text in texts:
+        _readable(text)
     fixed = dict(variables or {})
     commands = [find_command(text, Shell(dict(fixed), frozenset(fixed))) for text in texts]
     if ranks is None:
@@ -81,6 +84,15 @@ def convert(
     outcomes = (*_decided(tally), *constant, *_others(found))
     notes = (*(note for command in commands for note in command.notes), *tally.absent)
     return Conversion(_text(tally, outcomes, notes), outcomes, notes)
+
+
+def _readable(text: str) -> None:
+    if any(mark in text for mark in (OPEN, CLOSE, BLANK, "\0")):
+        raise UsageError("the text has characters that no command line has (U+E000 to U+E002, or a null)")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the command line is not UTF-8: {error}") from None
 
 
 def _put_all(tally: Tally, ranks: int | None) -> None:
@@ -173,6 +185,3 @@ def _text(tally: Tally, outcomes: Sequence[Outcome], notes: Sequence[str]) -> st
     text = toml_text(ordered, tally.made_of, head)
     assert TrainSettings.model_validate(parse_toml(text)) == TrainSettings.model_validate(nested(ordered))
     return text
-
-
-__all__ = ["Command", "Conversion", "Outcome", "convert"]

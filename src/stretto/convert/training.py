@@ -34,10 +34,10 @@ def _put_steps(tally: Tally) -> int:
         steps = tally.need("--train-samples") // batch
         tally.put("training.steps", steps, "--train-samples")
         return max(steps, 1)
-    steps = tally.need("--train-iters")
-    tally.put("training.steps", steps, "--train-iters")
+    iters = tally.need("--train-iters")
+    tally.put("training.steps", iters, "--train-iters")
     tally.skip("--train-iters says the steps", "--train-samples")
-    return steps
+    return iters
 
 
 def _put_rates(tally: Tally, steps: int) -> None:
