@@ -109,7 +109,7 @@ def _put_transformers(tally: Tally, experts: Experts, name: str) -> None:
         # Megatron sums the losses of blocks; transformers takes one over all blocks together, in which each
         # of a token's choices counts, not their mean (`load_balancing_loss_func`).
         blocks = experts.layers - (len(experts.dense) if qwen else 0)
-        tally.put(f"{key}output_router_logits", True, why="without it there is no balancing loss")
+        tally.put(f"{key}output_router_logits", True, "--moe-aux-loss-coeff")
         weight = experts.aux * blocks / experts.top_k
         tally.put(f"{key}router_aux_loss_coef", weight, "--moe-aux-loss-coeff", KINDS)
         tally.also(

@@ -155,19 +155,17 @@ LACKING = (
     *all_of(
         "lacking",
         "every data-parallel rank keeps all that it computes with: more memory, the same numbers",
-        "data-parallel-sharding-strategy:t",
-        idle=("no_shard",),
+        "data-parallel-sharding-strategy:t=no_shard",
     ),
     *all_of(
         "lacking",
         "activations stay on the device; parallel.recompute, with a number of bytes, keeps a limit",
-        "swap-attention swap-modules:t smart-swap cpu-offloading-num-layers:i "
-        "adaptive-recompute-device-size:i "
+        "swap-attention swap-modules:t smart-swap cpu-offloading-num-layers:i=0 "
+        "adaptive-recompute-device-size:i=-1 "
         "adaptive-recompute-device-swap adaptive-recompute-profiling-step:i adaptive-memory-optimization "
-        "moe-zero-memory:t moe-zero-memory-num-layers:i moe-adaptive-recompute-activation "
+        "moe-zero-memory:t=disable moe-zero-memory-num-layers:i moe-adaptive-recompute-activation "
         "moe-adaptive-recompute-activation-scale:f distribute-saved-activations "
         "enable-recompute-layers-per-pp-rank",
-        idle=("disable",),
     ),
     *all_of(
         "lacking",
@@ -199,7 +197,7 @@ LACKING = (
         "--vocab-size to keep "
         "the model's size",
         "tokenizer-type:t tokenizer-model:t tokenizer-name-or-path:t tokenizer-not-use-fast vocab-file:t "
-        "merge-file:t vocab-extra-ids:i legacy-tokenizer trust-remote-code",
+        "merge-file:t vocab-extra-ids:i=0 legacy-tokenizer trust-remote-code",
     ),
     *all_of(
         "lacking",
@@ -210,14 +208,12 @@ LACKING = (
     *all_of(
         "lacking",
         "the rate begins at lr / warmup_steps, decays over all steps, and is one for all parameters",
-        "lr-warmup-init:f decoupled-lr:f decoupled-min-lr:f",
-        idle=("0", "0.0"),
+        "lr-warmup-init:f=0 decoupled-lr:f decoupled-min-lr:f",
     ),
     *all_of(
         "lacking",
         "weight decay stays what it is",
-        "start-weight-decay:f end-weight-decay:f weight-decay-incr-style:t",
-        idle=("constant",),
+        "start-weight-decay:f end-weight-decay:f weight-decay-incr-style:t=constant",
     ),
     *all_of(
         "lacking",
@@ -230,15 +226,14 @@ LACKING = (
     *all_of(
         "lacking",
         "a rotary position turns every pair of a head's dims by Su et al.'s angles, unscaled",
-        "rotary-percent:f rotary-interleaved rotary-seq-len-interpolation-factor:i use-rope-scaling "
-        "rope-scaling-factor:f rope-scaling-type:t rope-type:t no-rope-freq:t",
-        idle=("1.0", "1", "rope"),
+        "rotary-percent:f=1 rotary-interleaved rotary-seq-len-interpolation-factor:i use-rope-scaling "
+        "rope-scaling-factor:f=1 rope-scaling-type:t rope-type:t=rope no-rope-freq:t",
     ),
     *all_of(
         "lacking",
         "attention is causal over the whole sequence, with PyTorch's softmax",
-        "window-size:t window-attn-skip-freq:t softmax-type:t apply-query-key-layer-scaling qk-l2-norm",
-        idle=("vanilla",),
+        "window-size:t window-attn-skip-freq:t softmax-type:t=vanilla apply-query-key-layer-scaling "
+        "qk-l2-norm",
     ),
     *all_of(
         "lacking",
@@ -249,19 +244,18 @@ LACKING = (
     *all_of(
         "lacking",
         "the router takes the softmax of its scores, and the weights of a token's experts sum to 1",
-        "moe-router-score-function:t moe-router-pre-softmax moe-router-num-groups:i moe-router-group-topk:i "
-        "moe-router-topk-scaling-factor:f moe-router-enable-expert-bias moe-router-bias-update-rate:f "
-        "moe-input-jitter-eps:f noisy-gate-policy:t moe-use-sinkhorn moe-apply-probs-on-input "
+        "moe-router-score-function:t=softmax moe-router-pre-softmax moe-router-num-groups:i "
+        "moe-router-group-topk:i "
+        "moe-router-topk-scaling-factor:f=1 moe-router-enable-expert-bias moe-router-bias-update-rate:f "
+        "moe-input-jitter-eps:f=0 noisy-gate-policy:t=None moe-use-sinkhorn moe-apply-probs-on-input "
         "moe-router-force-load-balancing",
         needs="--num-experts",
-        idle=("softmax", "None"),
     ),
     *all_of(
         "lacking",
         "beyond a capacity later choices are dropped first, by position",
-        "moe-token-drop-policy:t no-use-rts",
+        "moe-token-drop-policy:t=position no-use-rts",
         needs="--num-experts",
-        idle=("position",),
     ),
     *all_of(
         "lacking",
@@ -310,8 +304,7 @@ REFUSED = (
         "context parallelism is to come: append --context-parallel-size 1, whose ranks are then "
         "data-parallel "
         "ones, and see that a rank holds a whole sequence",
-        "context-parallel-size:i",
-        idle=("1",),
+        "context-parallel-size:i=1",
     ),
     *all_of(
         "not needed",
@@ -334,8 +327,8 @@ REFUSED = (
         "refused",
         "Stretto trains causal language models of equal blocks; this flag is for another kind of model",
         "encoder-num-layers:i decoder-num-layers:i encoder-seq-length:i decoder-seq-length:i "
-        "hybrid-attention-ratio:f hybrid-override-pattern:t heterogeneous-layers-config-path:t spec:m "
-        "retro-project-dir:t mtp-num-layers:i",
+        "hybrid-attention-ratio:f=0 hybrid-override-pattern:t heterogeneous-layers-config-path:t spec:m "
+        "retro-project-dir:t mtp-num-layers:i=0",
     ),
     *all_of(
         "refused",

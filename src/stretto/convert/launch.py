@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.convert.flags import ALIASES, TABLE
-from stretto.convert.shell import Call, Shell, run
+from stretto.convert.shell import Call, Shell, run, shown
 from stretto.errors import UsageError
 
 TALK = {"echo", "printf", "cat", "tee", "[", "[[", "test"}
@@ -39,6 +39,10 @@ def find_command(text: str, shell: Shell) -> Command:
     first = next((line for line in lines if line and not line.startswith("#")), "")
     if first.startswith("-"):
         calls = run(text, shell, one=True)
+        if lost := [word for call in calls[1:] for word in call.words if word.startswith("--")]:
+            raise UsageError(
+                f"{shown(lost[0])} stands behind one of ( ) ; & | <, which end a command; quote that"
+            )
         return Command(calls[0].words if calls else (), _world(shell), _notes(shell, False))
     found = [(call, at) for call in run(text, shell) if (at := _program(call)) is not None]
     if not found:

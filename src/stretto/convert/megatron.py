@@ -123,8 +123,9 @@ def _constant(tally: Tally) -> list[Outcome]:
 
 
 def _idle(row: Flag, given: Given) -> bool:
-    values = given.value if isinstance(given.value, list) else [str(given.value)]
-    return bool(row.idle) and all(value in row.idle for value in values)
+    if row.idle is None:
+        return False
+    return given.value == (float(row.idle) if row.takes in ("int", "float") else row.idle)
 
 
 def _decided(tally: Tally) -> list[Outcome]:

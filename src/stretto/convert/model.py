@@ -20,7 +20,8 @@ POSITIONS = ("--position-embedding-type", "--use-rotary-position-embeddings")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model. width: of a plain MLP. groups: heads of keys and values."""
+    """Of a model. width: of a plain MLP. groups: heads of keys and values. longest: the
+    flag that says the context."""
 
     layers: int
     hidden: int
@@ -28,6 +29,7 @@ class Sizes:
     groups: int
     width: int
     context: int
+    longest: str
 
 
 def put_model(tally: Tally) -> Experts | None:
@@ -41,8 +43,9 @@ def put_model(tally: Tally) -> Experts | None:
     width = tally.get("--ffn-hidden-size")
     if width is None:  # Megatron's own choice
         width = int(4 * hidden * 2 / 3 / 64) * 64 if tally.get("--swiglu") else 4 * hidden
-    context = tally.get("--max-position-embeddings") or tally.get("--seq-length") or 1
-    sizes = Sizes(layers, hidden, heads, groups, max(width, 1), context)
+    longest = "--max-position-embeddings" if tally.is_given("--max-position-embeddings") else "--seq-length"
+    context = tally.get(longest) or 1
+    sizes = Sizes(layers, hidden, heads, groups, max(width, 1), context, longest)
     experts = experts_of(tally, layers, sizes.width)
     if gated:
         _put_transformers(tally, sizes, experts)
@@ -79,7 +82,7 @@ def _put_own(tally: Tally, sizes: Sizes, experts: Experts | None, rotary: bool) 
     tally.put("model.layers", sizes.layers, "--num-layers")
     tally.put("model.hidden", sizes.hidden, "--hidden-size")
     tally.put("model.heads", sizes.heads, "--num-attention-heads")
-    tally.put("model.context", sizes.context, "--max-position-embeddings")
+    tally.put("model.context", sizes.context, sizes.longest)
     tally.put("model.mlp_ratio", sizes.width / sizes.hidden, "--ffn-hidden-size", why="4 times hidden")
     tally.put("model.positions", "rotary" if rotary else "learned", *POSITIONS)
     untied = tally.get("--untie-embeddings-and-output-weights")
@@ -149,9 +152,10 @@ def _put_transformers(tally: Tally, sizes: Sizes, experts: Experts | None) -> No
     tally.put(f"{key}hidden_size", sizes.hidden, "--hidden-size")
     tally.put(f"{key}num_hidden_layers", sizes.layers, "--num-layers")
     tally.put(f"{key}num_attention_heads", sizes.heads, "--num-attention-heads")
-    heads = ("--group-query-attention", "--num-query-groups")
-    tally.put(f"{key}num_key_value_heads", sizes.groups, *heads, why="as many as heads")
-    tally.put(f"{key}max_position_embeddings", sizes.context, "--max-position-embeddings")
+    grouped = ("--group-query-attention", "--num-query-groups")
+    heads_of_keys = grouped if tally.get(grouped[0]) else ("--num-attention-heads",)
+    tally.put(f"{key}num_key_value_heads", sizes.groups, *heads_of_keys)
+    tally.put(f"{key}max_position_embeddings", sizes.context, sizes.longest)
     channels = tally.get("--kv-channels")
     if name == "Qwen2ForCausalLM":
         _fixed_channels(tally, name, channels, sizes)

@@ -21,8 +21,8 @@ Value = bool | int | float | str | list[str] | None
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A row. default: the value without the flag. needs: it does nothing without that flag. idle: values, as
-    they are written, with which it does nothing."""
+    """A row. default: the value without the flag. needs: it does nothing without that flag. idle: the
+    value with which it does nothing."""
 
     name: str
     takes: Takes
@@ -31,22 +31,23 @@ class Flag:
     keys: tuple[str, ...] = ()
     default: Value = None
     needs: str = ""
-    idle: tuple[str, ...] = ()
+    idle: str | None = None
 
 
-def taken(
-    name: str, takes: Takes, *keys: str, default: Value = None, needs: str = "", idle: tuple[str, ...] = ()
-) -> Flag:
-    return Flag(name, takes, "taken", "", keys, default, needs, idle)
+def taken(name: str, takes: Takes, *keys: str, default: Value = None, needs: str = "") -> Flag:
+    """A row of a flag that becomes settings."""
+    return Flag(name, takes, "taken", "", keys, default, needs)
 
 
 SHORT: dict[str, Takes] = {"": "nothing", "i": "int", "f": "float", "t": "text", "m": "many"}
 
 
-def all_of(fate: Fate, why: str, names: str, needs: str = "", idle: tuple[str, ...] = ()) -> tuple[Flag, ...]:
-    """Rows that share a reason: "overlap-grad-reduce ddp-bucket-size:i", the letter being what it takes."""
+def all_of(fate: Fate, why: str, names: str, needs: str = "") -> tuple[Flag, ...]:
+    """Rows that share a reason: "overlap-grad-reduce ddp-bucket-size:i split-size:f=1", the letter being what
+    a flag takes, and what follows it the value with which it does nothing."""
     rows = []
     for one in names.split():
-        name, _, letter = one.partition(":")
-        rows.append(Flag(f"--{name}", SHORT[letter], fate, why, needs=needs, idle=idle))
+        name, _, rest = one.partition(":")
+        letter, _, idle = rest.partition("=")
+        rows.append(Flag(f"--{name}", SHORT[letter], fate, why, needs=needs, idle=idle or None))
     return tuple(rows)

@@ -190,7 +190,7 @@ def _pieces(raw: str, shell: Shell, quoted: bool) -> Iterator[tuple[str, str]]:
             yield from _value(raw[at:end], name, shell, quoted)
             at = end
         else:
-            yield char, "whole"
+            yield char, "split" if char.isspace() and not quoted else "whole"
             at += 1
 
 
@@ -227,21 +227,23 @@ def _value(written: str, what: str, shell: Shell, quoted: bool) -> Iterator[tupl
         number = int(index[1:-1]) if index and index[1:-1].isdigit() else 0
         value = value[number] if number < len(value) else None
     empty = value is None or (operator is not None and operator[0] == ":" and not value)
-    if operator is not None and operator[-1] == "+":
-        value, empty = (None, True) if empty else (expand_whole(other, shell), False)
-        if empty:
-            return
-    elif empty and operator is not None:
-        value, empty = expand_whole(other, shell), False
-    if empty and value is None:
+    if operator is not None and empty != (operator[-1] == "+"):
+        if operator[-1] == "=":
+            shell.variables.setdefault(name, expand_whole(other, shell))
+        yield from _pieces(other, shell, quoted)
+    elif operator is not None and empty:  # ${X:+other}
+        return
+    elif value is None:
         yield _mark(written), "whole"
+    elif isinstance(value, list) and index == "[*]" and quoted:
+        yield " ".join(value), "whole"
     elif isinstance(value, list):
         for number, one in enumerate(value):
             if number:
                 yield "", "end"
             yield one, how
     else:
-        yield value or "", how
+        yield value, how
 
 
 def _mark(written: str) -> str:
