@@ -129,7 +129,7 @@ def test_given_variables_are_not_changed_by_the_text() -> None:
         ("A=(1\n2", r"line 1: the bracket of A=\( is not closed"),
         ("a ${b", r"the bracket \{ is not closed"),
         ("X='eval $X'\neval $X", "eval within eval"),
-        ("A=aaaaaaaaaa\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 7, "the value of A has more than"),
+        ("A=aaaaaaaaaa\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 6, "the value of A has more than"),
     ],
 )
 def test_texts_that_cannot_be_read(text: str, said: str) -> None:

@@ -17,10 +17,11 @@ PARTLY = (
 def put_layout(tally: Tally, experts: Experts | None, ranks: int | None) -> None:
     """The table `[parallel]` and the global batch. ranks: of the whole run."""
     tp, pp = tally.need("--tensor-model-parallel-size"), tally.need("--pipeline-model-parallel-size")
+    micro = tally.need("--micro-batch-size")
     dp = _copies(tally, tp * pp, ranks)
     if dp is not None:
         tally.put("parallel.dp", dp, why=f"{ranks} ranks over tp x pp = {tp * pp}")
-        _put_batch(tally, dp)
+        _put_batch(tally, micro, dp)
     if tp > 1:
         if tally.get("--sequence-parallel"):
             tally.put("parallel.sequence_parallel", True, "--sequence-parallel")
@@ -63,8 +64,7 @@ def _copies(tally: Tally, others: int, ranks: int | None) -> int | None:
     return ranks // others
 
 
-def _put_batch(tally: Tally, dp: int) -> None:
-    micro = tally.need("--micro-batch-size")
+def _put_batch(tally: Tally, micro: int, dp: int) -> None:
     whole = tally.get("--global-batch-size")
     if whole is None:
         tally.put("training.global_batch", micro * dp, "--micro-batch-size")

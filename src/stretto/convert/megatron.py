@@ -129,7 +129,13 @@ def _idle(row: Flag, given: Given) -> bool:
 
 
 def _decided(tally: Tally) -> list[Outcome]:
-    return [Outcome(tally.written(name), *tally.fates[name]) for name in tally.given if name in tally.fates]
+    """The flags that this command's other flags decide."""
+    idle: tuple[Fate, str] = ("not needed", "beside the other flags it does nothing")
+    return [
+        Outcome(given.written, *tally.fates.get(name, idle))
+        for name, given in tally.given.items()
+        if given.row.fate == "taken" and tally.is_given(name)
+    ]
 
 
 def _others(found: Arguments) -> list[Outcome]:

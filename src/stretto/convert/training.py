@@ -124,7 +124,7 @@ def _put_split(tally: Tally) -> None:
 
 def _put_saving(tally: Tally) -> None:
     saved, loaded = tally.text("--save"), tally.text("--load")
-    if saved:
+    if saved is not None:
         tally.put("checkpoint.dir", saved, "--save")
     if tally.get("--save-interval") is not None:
         tally.put("checkpoint.every_steps", tally.get("--save-interval"), "--save-interval")
@@ -132,7 +132,7 @@ def _put_saving(tally: Tally) -> None:
     if same:
         tally.fates.pop("--load", None)
         tally.skip("a run goes on from its own newest checkpoint by itself (checkpoint.resume)", "--load")
-    elif loaded:
+    elif loaded is not None:
         tally.lack("Megatron's checkpoints are not read: the run starts with fresh weights", "--load")
     if tally.is_given("--tensorboard-dir"):
         tally.put("output.tensorboard", True, "--tensorboard-dir")
