@@ -42,6 +42,7 @@ AS_BASH = (
     'export A=1 B="2 3"; torchrun $A $B',
     'torchrun "a\\"b" "c\\d" \'e\\f\'',
     "A=1 torchrun b",
+    'A=1; torchrun $"$A b" $\'c d\' $ a$ "$"',
     "torchrun ${NO:-a b} ${NO:-'c  d'} \"${NO:-e  f}\" ${NO:-${ALSO:-g}}",
     "torchrun ${NO:=i} $NO; A=; echo ${A:+x}",
     "torchrun [0]*1+[1]*2 a=b --c=d",

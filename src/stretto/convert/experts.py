@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 
 from stretto.convert.tally import Tally
@@ -216,6 +217,8 @@ def _every(experts: Experts) -> int | None:
 
 def _pattern(text: str) -> list[int] | None:
     """Megatron's `([0]*3+[1]*1)*2`, without running it."""
+    if not re.fullmatch(r"[0-9\s()\[\],+*]+", text):
+        return None
     try:
         return _list(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -185,6 +185,12 @@ def _pieces(raw: str, shell: Shell, quoted: bool) -> Iterator[tuple[str, str]]:
             end = closing(raw, at, "`")
             yield _mark(raw[at:end]), "whole"
             at = end
+        elif not quoted and raw.startswith('$"', at):  # a text that may be translated
+            at += 1
+        elif not quoted and raw.startswith("$'", at):  # with escapes as in C
+            end = closing(raw, at + 1, "'")
+            yield (_mark(raw[at:end]) if "\\" in raw[at:end] else raw[at + 2 : end - 1]), "whole"
+            at = end
         elif char == "$" and (found := _dollar(raw, at)) is not None:
             name, end = found
             yield from _value(raw[at:end], name, shell, quoted)

@@ -15,6 +15,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
 }
 VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)|\b([A-Za-z_]\w*)\b")
+WRITTEN = re.compile(r"[0-9\s()+*/%-]+")
 LARGEST = 1 << 63
 """Shells compute with 64 bits."""
 
@@ -26,8 +27,11 @@ def whole_number(text: str, variables: Mapping[str, str]) -> int | None:
         value = variables.get(found[1] or found[2] or found[3])
         return f"({value.strip()})" if value is not None and value.strip() else "?"
 
+    written = VARIABLE.sub(named, text).strip()
+    if not WRITTEN.fullmatch(written):
+        return None
     try:
-        value = _value(ast.parse(VARIABLE.sub(named, text).strip(), mode="eval").body)
+        value = _value(ast.parse(written, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
     return value if abs(value) < LARGEST else None
