@@ -1,7 +1,7 @@
 """The table of Megatron-LM's and MindSpeed's flags (`row.Flag`), by name.
 
-Names, arities and defaults are those of Megatron-LM's `megatron/training/arguments.py` and of MindSpeed's
-`mindspeed/arguments.py` and `features_manager`.
+Names, arities and defaults are those of Megatron-LM's megatron/training/arguments.py and of MindSpeed's
+mindspeed/arguments.py and features_manager.
 """
 
 from __future__ import annotations

@@ -31,12 +31,14 @@ class Command:
 
 
 def find_command(text: str, shell: Shell) -> Command:
-    """The one training command of a shell text, or the text itself where it is a list of arguments.
+    """The one training command of a shell text, or the text itself where it is a list of arguments, or empty.
 
     Raises UsageError where there is none, or more than one.
     """
     lines = [line.strip() for line in text.splitlines()]
     first = next((line for line in lines if line and not line.startswith("#")), "")
+    if not first:
+        return Command((), None, ())
     if first.startswith("-"):
         calls = run(text, shell, one=True)
         if lost := [word for call in calls[1:] for word in call.words if word.startswith("--")]:

@@ -28,16 +28,15 @@ def _put_precision(tally: Tally) -> None:
 
 
 def _put_steps(tally: Tally) -> int:
-    steps, samples = tally.get("--train-iters"), tally.get("--train-samples")
-    if steps is None and samples is not None:
-        batch = tally.values.get("training.global_batch", 1)
+    if tally.get("--train-iters") is None and tally.is_given("--train-samples"):
+        batch: int = tally.values.get("training.global_batch", 1)
         steps = tally.need("--train-samples") // batch
         tally.put("training.steps", steps, "--train-samples")
         return max(steps, 1)
-    iters = tally.need("--train-iters")
-    tally.put("training.steps", iters, "--train-iters")
+    steps = tally.need("--train-iters")
+    tally.put("training.steps", steps, "--train-iters")
     tally.skip("--train-iters says the steps", "--train-samples")
-    return iters
+    return steps
 
 
 def _put_rates(tally: Tally, steps: int) -> None:
