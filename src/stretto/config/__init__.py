@@ -206,7 +206,8 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         longest, what, layers, heads = model.context, "model.context", model.layers, model.heads
     else:
         given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"
-        longest, layers, heads = given if isinstance(given, int) else length, parallel.pp, parallel.tp
+        longest, heads = given if isinstance(given, int) else length, parallel.tp
+        layers = parallel.pp * (parallel.virtual_stages or 1)
     pieces, by = parallel.microbatches * parallel.dp, ""
     if parallel.dp > 1:
         by = f" times parallel.dp = {parallel.dp}"
@@ -218,6 +219,11 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             parallel.pp > layers,
             f"parallel.pp = {parallel.pp} must not be above model.layers = {layers}: "
             "every rank needs a block",
+        ),
+        (
+            parallel.pp <= layers < parallel.pp * (parallel.virtual_stages or 1),
+            f"parallel.virtual_stages = {parallel.virtual_stages} of each of parallel.pp = {parallel.pp} ranks "
+            f"are more than model.layers = {layers}: give {layers // parallel.pp} or less",
         ),
         (
             training.global_batch % pieces,
