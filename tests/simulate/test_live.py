@@ -62,12 +62,13 @@ def walked(plan: Plan, place: int, late_us: float = 0.0) -> float:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    stages, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    order = make_schedule(draw(st.sampled_from(sorted(FAMILIES))), ranks, microbatches)
     axes = draw(st.sampled_from([(("tp", 2),), (("dp", 2), ("tp", 2)), ()]))
-    job = make_comm_job(stages, microbatches, axes=axes, sequence=draw(st.booleans()), tied=True)
+    job = make_comm_job(order.stages, microbatches, axes=axes, sequence=draw(st.booleans()), tied=True)
     shared = ("tp",) if axes and draw(st.booleans()) else ()
     costs = make_comm_costs(job, latency_us=draw(st.integers(0, 200)), bytes_per_us=5e3, shared=shared)
-    return plan_with(job, make_schedule(draw(st.sampled_from(sorted(FAMILIES))), stages, microbatches), costs)
+    return plan_with(job, order, costs)
 
 
 @settings(max_examples=60, deadline=None)

@@ -222,8 +222,8 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         ),
         (
             parallel.pp <= layers < parallel.pp * (parallel.virtual_stages or 1),
-            f"parallel.virtual_stages = {parallel.virtual_stages} of each of parallel.pp = {parallel.pp} ranks "
-            f"are more than model.layers = {layers}: give {layers // parallel.pp} or less",
+            f"parallel.virtual_stages = {parallel.virtual_stages} of each of parallel.pp = {parallel.pp} "
+            f"ranks are more than model.layers = {layers}: give {layers // parallel.pp} or less",
         ),
         (
             training.global_batch % pieces,

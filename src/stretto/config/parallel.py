@@ -74,8 +74,8 @@ class ParallelSettings(Settings):
     """Stages of the model on each pipeline rank; without it, what the schedule needs: 1, or 2 for interleaved
     and V-shaped ones."""
     microbatch_group: int | None = Field(default=None, ge=1)
-    """In interleaved schedules, microbatches that go through one of a rank's stages before its next one begins;
-    without it, as many as there are pipeline ranks, or a little more where they do not divide."""
+    """In interleaved schedules, microbatches that go through one of a rank's stages before its next begins;
+    without it, as many as there are pipeline ranks, or a few more where they do not divide."""
     split: Literal["auto"] | list[str] = "auto"
     """Where the model is cut: "auto", or the modules that begin a new stage, such as ["blocks.4"]."""
     max_live: int | None = Field(default=None, ge=1)

@@ -36,6 +36,10 @@ class Places:
     least: int = 1
     most: int | None = 1
 
+    def allow(self, virtual_stages: int) -> bool:
+        """Whether each rank may have so many stages."""
+        return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
+
     def stage_ranks(self, ranks: int, virtual_stages: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return (loop if self.map == "loop" else v)(ranks, virtual_stages)
@@ -71,12 +75,12 @@ def virtual_stages_of(schedule: str, asked: int | None) -> int:
     places = places_of(schedule)
     if asked is None:
         return places.usual
-    if asked < places.least or (places.most is not None and asked > places.most):
+    if not places.allow(asked):
         nearest = places.least if asked < places.least else places.most
         several = ", ".join(name for name, one in PLACES.items() if one.most is None)
         raise UsageError(
             f"schedule {schedule!r} has {places.usual} stage{'s' if places.usual > 1 else ''} a rank, not "
-            f"virtual_stages = {asked}: give virtual_stages = {nearest}, or leave it out, or choose a schedule "
-            f"with any number of them ({several})"
+            f"virtual_stages = {asked}: give virtual_stages = {nearest}, or leave it out, or choose a "
+            f"schedule with any number of them ({several})"
         )
     return asked

@@ -72,8 +72,8 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
             if left:
                 raise UsageError(
                     f"the job has {len(job.stages)} stages, and {wish!r} gives each of pp = {ranks} ranks "
-                    f"equally many: capture with {ranks * max(each, 1)} stages, or give a schedule of your own "
-                    "(.csv)"
+                    f"equally many: capture with {ranks * max(each, 1)} stages, or give a schedule of "
+                    "your own (.csv)"
                 )
             return make_schedule(
                 wish,

@@ -14,8 +14,10 @@ I, i and W, w their halves, where B is split; [F b] is one overlapped slot.
 7. p - 1 - r of a W that is left and I;
 8. the W that are left.
 
-W are done in the order in which their I were. The pattern needs m of at least 2p; of fewer microbatches, it is
-their part of it. Touches `stretto.ir` only.
+W are done in the order in which their I were. The pattern needs m of at least 2p; for fewer microbatches the
+rest of it is left out.
+
+Touches `stretto.ir` and the room of timing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The schedule families: functions from (ranks, microbatches, limits) to an order of actions a rank.
 
-A family knows nothing of times, ops or devices; it may touch `stretto.ir` and this folder only. On every stage
-the forwards, the input gradients and the weight gradients each go through the microbatches in ascending
-order, so that gradients are summed in one order whatever the family.
+A family knows nothing of ops or devices; it may touch `stretto.ir` and this folder only. On every stage the
+forwards, the input gradients and the weight gradients each go through the microbatches in ascending order, so
+that gradients are summed in one order whatever the family.
 
 A microbatch is *live* on a stage from the end of its forward to the end of its last backward action (W where
 the backward is split, else B).
@@ -39,10 +39,9 @@ def make_schedule(
 ) -> Schedule:
     """Make a family's schedule for so many pipeline ranks.
 
-    `virtual_stages` is the number of stages a rank; None is what the family needs (1, or 2). `max_live` is the
-    largest number of live microbatches a stage may hold; None leaves the family its own number. `group` is how
-    many microbatches go through one of a rank's stages before its next begins, in interleaved families; None
-    leaves it to the family.
+    virtual_stages: stages a rank; None is what the family needs (1, or 2). max_live: the most live
+    microbatches that a stage may hold; None leaves the family its own number. group: how many microbatches go through one
+    of a rank's stages before its next begins, in interleaved families; None leaves it to the family.
 
     Raises UsageError for an unknown family, for a number below 1, for stages a rank that the family cannot
     have, for a limit that it cannot keep, and for groups with which ranks would wait for each other for ever;
@@ -50,7 +49,7 @@ def make_schedule(
     """
     if family not in FAMILIES:
         raise UsageError(f"unknown schedule family {family!r}; choose one of: {', '.join(FAMILIES)}")
-    numbers = {"ranks": ranks, "microbatches": microbatches, "virtual_stages": virtual_stages, "group": group}
+    numbers = {"ranks": ranks, "microbatches": microbatches, "stages a rank": virtual_stages, "group": group}
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; a schedule needs at least 1")
@@ -84,8 +83,8 @@ def _check_group(family: Family, wanted: Wanted) -> None:
     others = sorted(range(1, wanted.microbatches + 1), key=lambda size: abs(size - wanted.group))
     nearest = next(size for size in others if _progresses(family, replace(wanted, group=size)))
     raise UsageError(
-        f"family {family.name!r} cannot have groups of {wanted.group} of {wanted.microbatches} microbatches on "
-        f"{wanted.ranks} ranks with {wanted.virtual_stages} stages each: ranks would wait for each other for "
+        f"family {family.name!r} cannot have groups of {wanted.group} of {wanted.microbatches} "
+        f"microbatches on {wanted.ranks} ranks with {wanted.virtual_stages} stages each: ranks would wait for each other for "
         f"ever. Give {nearest}, or no group"
     )
 

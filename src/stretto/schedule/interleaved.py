@@ -3,7 +3,8 @@
 Stage s is on rank s modulo ranks: a microbatch goes round all ranks once for each stage that a rank has.
 
 1. The forwards of a rank go group by group of microbatches: the group's microbatches through the rank's
-   first stage, then through its second, and so on. Its backwards do the same from its last stage to its first.
+   first stage, then through its second, and so on. Its backwards do the same from its last stage to its
+   first.
 2. Interleaved 1F1B is 1F1B over these two lists: a warm-up of forwards, a forward and a backward in turn,
    then the backwards that are left. The warm-up is what the first group runs before its last stage, and on
    top a number for every rank on the way to the last one and back.
@@ -11,8 +12,8 @@ Stage s is on rank s modulo ranks: a microbatch goes round all ranks once for ea
    `ranks` microbatches each: with fewer in a group, a rank would wait for what has yet to come round. This is
    Megatron-LM's default where microbatches are a multiple of ranks, and PyTorch's where it accepts them.
 
-A group that the user names is Megatron-LM's `--microbatch-group-size-per-virtual-pipeline-stage`: the last one
-may be smaller, and then ranks may wait for each other for ever (`make_schedule` refuses that).
+A group that the user names is Megatron-LM's `--microbatch-group-size-per-virtual-pipeline-stage`: the last
+one may be smaller, and then ranks may wait for each other for ever (`make_schedule` refuses that).
 
 Touches `stretto.ir` and this folder's walk.
 """
@@ -95,8 +96,8 @@ INTERLEAVED = (
         "Megatron-LM, SC 2021, arXiv 2104.04473",
         groups=True,
     ),
-    # A microbatch has been through a stage two groups' halves before its next one needs it, and a gradient has
-    # one more slot of time at every rank: messages of up to two slots hide.
+    # With twice as many microbatches in a group, one that went round has half a group's time to arrive; with
+    # a longer warm-up, a gradient has one more slot at every rank. Messages of up to two slots hide.
     Family(
         "eager-interleaved-1f1b",
         _interleaved("eager-interleaved-1f1b", 2, 3),

@@ -3,17 +3,17 @@
 For families whose memory is limited: an order that is fixed beforehand would leave ranks idle. Each time that
 a rank is free:
 
-1. Of each of its stages, only the next microbatch of each phase is looked at, so that every phase goes through
-   the microbatches in ascending order.
+1. Of each of its stages, only the next microbatch of each phase is looked at, so that every phase goes
+   through the microbatches in ascending order.
 2. An action is ready when all that it needs is done and, from another rank, has arrived. A forward must also
    fit the limit of live microbatches.
 3. Of what is ready the most urgent runs; a weight gradient where nothing else is ready or fits. `in_turn`,
    forwards and input gradients never overtake each other: where the most urgent of them is not ready, only a
    weight gradient may run.
 
-Why a limit of live microbatches a stage never stops the walk: take the oldest microbatch that is not done. All
-before it are done, so that no stage holds one of them, and it is let in everywhere. In turn, and with a limit
-for a rank's stages together, the caller's urgencies have to be an order that keeps the limit.
+Why a limit of live microbatches a stage never stops the walk: take the oldest microbatch that is not done.
+All before it are done, so that no stage holds one of them, and it is let in everywhere. In turn, and with a
+limit for a rank's stages together, the caller's urgencies have to be an order that keeps the limit.
 
 May touch `stretto.ir` and the room of timing.
 """

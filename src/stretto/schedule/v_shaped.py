@@ -1,8 +1,8 @@
 """Families with two stages a rank in a V: ZB-V, V-Half and V-Min, with the backward split.
 
 Rank r of p holds stage r, on the way there, and stage 2p - 1 - r, on the way back. The first rank then has
-the loss as well, and a microbatch that comes back to a rank is soon done with it: a stage that holds a
-microbatch for long shares its rank with one that holds it for a short time, so that all ranks hold equally much.
+the loss as well, and a stage that holds a microbatch for long shares its rank with one that holds it for a
+short time, so that all ranks hold equally much.
 
 V-Half and V-Min repeat a *building block* (arXiv 2405.15362): a slot of time for each action of a microbatch,
 the same for all microbatches, six slots apart, as a rank has six actions for each. From rank to rank, V-Min
@@ -80,7 +80,7 @@ def _zb_v(wanted: Wanted) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6), on rank r of p, F and f the forwards there and back, likewise I, i
     and W, w:
 
-    1. 2(p - r) - 1 of F, then r of f F, then p - r of f i w: the first gradient comes as the pipeline is full;
+    1. 2(p - r) - 1 of F, then r of f F, then p - r of f i w: gradients come as soon as the pipeline is full;
     2. F I W f i w in turn while there are forwards;
     3. r of I i, then I W in turn, then the weight gradients that are left.
 
