@@ -40,8 +40,9 @@ def make_schedule(
     """Make a family's schedule for so many pipeline ranks.
 
     virtual_stages: stages a rank; None is what the family needs (1, or 2). max_live: the most live
-    microbatches that a stage may hold; None leaves the family its own number. group: how many microbatches go through one
-    of a rank's stages before its next begins, in interleaved families; None leaves it to the family.
+    microbatches that a stage may hold; None leaves the family its own number. group: how many microbatches go
+    through one of a rank's stages before its next begins, in interleaved families; None leaves it to the
+    family.
 
     Raises UsageError for an unknown family, for a number below 1, for stages a rank that the family cannot
     have, for a limit that it cannot keep, and for groups with which ranks would wait for each other for ever;
@@ -62,7 +63,7 @@ def make_schedule(
     if max_live is not None:
         _check_limit(found, wanted, max_live)
     if group is not None:
-        _check_group(found, wanted)
+        _check_group(found, wanted, group)
     return found.build(wanted)
 
 
@@ -76,16 +77,15 @@ def _check_limit(family: Family, wanted: Wanted, max_live: int) -> None:
         )
 
 
-def _check_group(family: Family, wanted: Wanted) -> None:
-    assert wanted.group is not None
+def _check_group(family: Family, wanted: Wanted, group: int) -> None:
     if _progresses(family, wanted):
         return
-    others = sorted(range(1, wanted.microbatches + 1), key=lambda size: abs(size - wanted.group))
+    others = sorted(range(1, wanted.microbatches + 1), key=lambda size: abs(size - group))
     nearest = next(size for size in others if _progresses(family, replace(wanted, group=size)))
     raise UsageError(
-        f"family {family.name!r} cannot have groups of {wanted.group} of {wanted.microbatches} "
-        f"microbatches on {wanted.ranks} ranks with {wanted.virtual_stages} stages each: ranks would wait for each other for "
-        f"ever. Give {nearest}, or no group"
+        f"family {family.name!r} cannot have groups of {group} of {wanted.microbatches} "
+        f"microbatches on {wanted.ranks} ranks with {wanted.virtual_stages} stages each: ranks would wait for "
+        f"each other for ever. Give {nearest}, or no group"
     )
 
 
