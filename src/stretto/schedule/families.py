@@ -83,9 +83,9 @@ def _check_group(family: Family, wanted: Wanted, group: int) -> None:
     others = sorted(range(1, wanted.microbatches + 1), key=lambda size: abs(size - group))
     nearest = next(size for size in others if _progresses(family, replace(wanted, group=size)))
     raise UsageError(
-        f"family {family.name!r} cannot have groups of {group} of {wanted.microbatches} "
-        f"microbatches on {wanted.ranks} ranks with {wanted.virtual_stages} stages each: ranks would wait for "
-        f"each other for ever. Give {nearest}, or no group"
+        f"family {family.name!r} cannot have groups of {group} of {wanted.microbatches} microbatches on "
+        f"{wanted.ranks} ranks with {wanted.virtual_stages} stages each: ranks would wait for each other "
+        f"for ever. Give {nearest}, or no group"
     )
 
 
