@@ -116,7 +116,12 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             f"{vocab_size} tokens; leave it out"
         )
     known = vars(config_class())
-    unknown = [key for key in settings.config if key not in known and not hasattr(config_class, key)]
+    # `attn_implementation` and its like are properties whose names begin with an underscore.
+    unknown = [
+        key
+        for key in settings.config
+        if key not in known and not hasattr(config_class, key) and not hasattr(config_class, f"_{key}")
+    ]
     if unknown:
         raise UsageError(f"model.config.{unknown[0]}: {config_class.__name__} has no such setting")
     devices = [] if not torch.cuda.is_available() else list(range(torch.cuda.device_count()))

@@ -6,7 +6,8 @@ weighed.
                        slot is dropped, and adds nothing to its token.
     dropless           every choice is served: rows are sorted by expert (MegaBlocks, arXiv 2211.15841).
 
-Shapes depend on no values. Dims of tensors, as suffixes:
+Shapes depend on no values. Weights may be finer than tokens, as routers of `transformers` give them: results
+are of the tokens' dtype. Dims of tensors, as suffixes:
   N tokens   K choices of a token   D hidden   E experts   C slots of an expert   R rows, N x K of them
 """
 
@@ -46,7 +47,7 @@ def within_capacity(
     token_of_slot = torch.full((E * C + 1,), N, device=x_ND.device).scatter(0, slot_R, token_R)[:-1]
     y_ECD = of_slots(with_nothing(x_ND)[token_of_slot].view(E, C, D))
     y_KND = with_nothing(y_ECD.reshape(E * C, -1))[slot_R].view(K, N, -1)
-    return (y_KND * weights_NK.t().unsqueeze(-1)).sum(dim=0)
+    return (y_KND * weights_NK.t().unsqueeze(-1)).sum(dim=0).to(x_ND.dtype)
 
 
 def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, of_rows: OfRows) -> Tensor:
@@ -56,7 +57,7 @@ def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, 
     order_R = chosen_R.argsort(stable=True)
     y_RD = of_rows(x_ND[order_R // K], counts_of(chosen_R, experts))
     y_NKD = y_RD[order_R.argsort()].view(N, K, -1)
-    return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1)
+    return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1).to(x_ND.dtype)
 
 
 def with_nothing(x_RD: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from stretto.config import DecoderSettings, HuggingFaceSettings, TrainSettings
 from stretto.models.build import build_model, counted_loss_function
 from stretto.parallelize.ampipe import check_attention
 from stretto.parallelize.layout import Layout, layout_of
+from stretto.tensor.dtensor_adapter import without_values
 from stretto.train.text import Say, silent
 
 
@@ -23,7 +24,7 @@ def refuse_early(settings: TrainSettings) -> None:
     parallel = settings.parallel
     if parallel.tp == parallel.ep == parallel.ampipe_degree == 1:
         return
-    with torch.device("meta"):
+    with without_values():
         model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
         layout = spread(model, settings, silent)
         tokens = torch.zeros(1, settings.data.sequence_length + 1, dtype=torch.int64)
