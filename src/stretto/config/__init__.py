@@ -95,6 +95,9 @@ class TrainingSettings(Settings):
     """Tokens of text to write with the trained model; 0 writes none."""
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines of the log."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What ranks compute on: processors, or accelerators, one a rank; "auto" takes accelerators where this
+    machine has as many as it has ranks."""
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Processor threads of each rank; without it OMP_NUM_THREADS, without that the machine's cores over its
     ranks."""
@@ -145,6 +148,9 @@ class TrainSettings(Settings):
     """"bf16" computes in bfloat16; weights and the optimizer's state stay in float32."""
     compile: Literal["inductor"] | None = None
     """"inductor" compiles stretches of compute between communications; the first step waits for it."""
+    cuda_graph: bool = False
+    """Whether the step is recorded once and then replayed, so that the host need not queue it: on
+    accelerators, for models without dropout."""
     training: TrainingSettings = TrainingSettings()
     """How long to train."""
     checkpoint: CheckpointSettings = CheckpointSettings()
