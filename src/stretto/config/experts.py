@@ -114,6 +114,5 @@ def _of_slots(
 
 
 def _above(value: float) -> float:
-    """Rounded up to three digits, so that it works when it is given."""
-    digits = 10 ** max(3 - len(str(int(value))), 0) * 100
-    return ceil(value * digits) / digits
+    """Rounded up to four places, so that it works when it is given."""
+    return ceil(value * 1e4) / 1e4
