@@ -17,24 +17,24 @@ from torch import Tensor, nn
 from stretto.config import Parallel
 from stretto.parallelize.ampipe import Chunks, ampipe
 from tests.parallelize.test_ampipe import by_chunks
-from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, model_of
+from tests.parallelize.test_experts import ALL, DROPLESS, FEW, assert_equals, model_of
 
 PIPELINE: dict[str, Any] = {"ep": 2, "dp": 2, "pp": 2, "microbatches": 4, "ampipe_degree": 2}
 SLICES: dict[str, Any] = {"pipe_experts": True, "pipe_experts_multi_data": 3}
 CASES: list[tuple[float | None, dict[str, Any]]] = [
-    (FEW, {**PIPELINE, **SLICES, "schedule": "zb-h1"}),
+    (ALL, {**PIPELINE, **SLICES, "schedule": "zb-h1"}),
     (DROPLESS, {**PIPELINE, "schedule": "zb-h2", "pipe_experts_multi_data": 3}),
-    (FEW, {**PIPELINE, **SLICES, "recompute": "full"}),
+    (ALL, {**PIPELINE, **SLICES, "recompute": "full"}),
     (DROPLESS, {**PIPELINE, "recompute": "selective", "pipe_experts_multi_data": 3}),
-    (FEW, {**PIPELINE, **SLICES, "recompute": "gathers"}),
+    (ALL, {**PIPELINE, **SLICES, "recompute": "gathers"}),
     (DROPLESS, {**PIPELINE, "recompute": 10**9}),
     (FEW, {**PIPELINE, "recompute": "full", "schedule": "zb-h1"}),
     (FEW, {"ep": 2, "dp": 4, "ampipe_degree": 2, **SLICES}),
     (DROPLESS, {"ep": 2, "dp": 4, "pp": 2, "microbatches": 2, "ampipe_degree": 2}),
     (FEW, {"ep": 2, "dp": 4, "pp": 2, "microbatches": 2, "schedule": "zb-h2", "ampipe_degree": 3}),
-    (FEW, {"ep": 2, "dp": 2, "microbatches": 2, "ampipe_degree": 4, **SLICES}),
+    (ALL, {"ep": 2, "dp": 2, "microbatches": 2, "ampipe_degree": 4, **SLICES}),
     (DROPLESS, {"ep": 2, "dp": 2, "ampipe_degree": 6, "pipe_experts_multi_data": 4}),
-    (FEW, {**PIPELINE, **SLICES, "overlap": "local", "split_ops": True}),
+    (ALL, {**PIPELINE, **SLICES, "overlap": "local", "split_ops": True}),
 ]
 
 
