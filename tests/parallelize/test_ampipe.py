@@ -136,7 +136,7 @@ def test_attention_drops_what_the_uncut_one_drops(more: dict[str, Any]) -> None:
 def test_a_kernel_that_drops_by_itself_is_refused() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12, dropout=0.3))
-    with pytest.raises(CaptureError, match="drops with p = 0.3, and its kernel on CUDA draws"):
+    with pytest.raises(CaptureError, match=r"drops with p = 0.3, and its kernel on CUDA draws"):
         capture(model, batch(), next_token_sum, Parallel(ampipe_degree=2), device="cuda")
 
 
