@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.backend.observe_adapter import observe
+from stretto.ir.metrics import DROPPED, ROWS
+
 OfSlots = Callable[[Tensor], Tensor]
 """(E, C, D) to (E, C, D): each expert's slots."""
 
@@ -39,7 +42,10 @@ def within_capacity(
     # Rows in the order in which they are served: all first choices, then all second ones.
     chosen_R = chosen_NK.t().flatten()
     taken_RE = F.one_hot(chosen_R, E)
-    at_R = ((taken_RE.cumsum(dim=0) - 1) * taken_RE).sum(dim=1)
+    so_far_RE = taken_RE.cumsum(dim=0)
+    at_R = ((so_far_RE - 1) * taken_RE).sum(dim=1)
+    observe(ROWS, so_far_RE[-1])
+    observe(DROPPED, (so_far_RE[-1] - C).clamp(min=0))
     # A row's slot among all; one more, behind them, is where dropped rows go.
     slot_R = torch.where(at_R < C, chosen_R * C + at_R, E * C)
     token_R = torch.arange(N, device=x_ND.device).repeat(K)
@@ -54,7 +60,9 @@ def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, 
     N, K = chosen_NK.shape
     chosen_R = chosen_NK.flatten()
     order_R = chosen_R.argsort(stable=True)
-    y_RD = of_rows(x_ND[order_R // K], counts_of(chosen_R, experts))
+    counts_E = counts_of(chosen_R, experts)
+    observe(ROWS, counts_E)
+    y_RD = of_rows(x_ND[order_R // K], counts_E)
     y_NKD = y_RD[order_R.argsort()].view(N, K, -1)
     return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1)
 

@@ -20,6 +20,7 @@ from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
+from stretto.runtime.observed import Watch
 from stretto.runtime.record import Marks, now
 from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
@@ -81,6 +82,7 @@ class RankState:
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
         self.place = self.coordinates[PIPELINE]
+        self.watch = Watch(plan, self.place)
         externals = Externals(
             fixed,
             device,
@@ -139,6 +141,7 @@ class RankState:
         Afterwards `grads[index]` holds this step's gradient of each parameter that has one.
         """
         self._clear()
+        self.watch.begin()
         count, first = self.plan.job.microbatches, self._first_microbatch
         pieces = self.plan.job.pieces
         parts = {
@@ -160,6 +163,7 @@ class RankState:
             if self._kept is not None:
                 self.drawn()  # an op failed between its seed and its end
         self.steps += 1
+        self.watch.end()
         loss = self.share_of_loss() if self._loss is None else self._loss
         self._clear_after()
         return loss
@@ -317,6 +321,9 @@ class RankState:
 
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None:
         self._losses[microbatch] = value
+
+    def add_metric(self, metric: int, value: torch.Tensor) -> None:
+        self.watch.add(metric, value)
 
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None:
         self._buffers[buffer].copy_(value)

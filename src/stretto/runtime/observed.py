@@ -1,0 +1,128 @@
+"""A job's metrics while a rank walks its plan, and what they are over all ranks.
+
+    1. In a step, values of microbatches and of several calls are added up on the device.
+    2. At its end they become one vector, which is kept until it is read: no step waits for it.
+    3. To read is to fetch the vectors of the steps since, and to join those of ranks with other data.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.ir.action import Phase
+from stretto.ir.axes import PIPELINE
+from stretto.ir.metrics import Metric, Observed
+from stretto.ir.plan import Plan
+from stretto.runtime.memory_adapter import uncounted
+from stretto.runtime.transport import Transport
+
+KEPT_STEPS = 256
+"""Vectors that are kept if nobody reads them, the newest. Assumed: some kilobytes each, and a line of a log is
+of fewer steps."""
+
+Key = tuple[int, str, str]
+"""(stage, module, name): values of one are joined."""
+
+
+class Watch:
+    """One rank's metrics. Does nothing for a job without."""
+
+    def __init__(self, plan: Plan, place: int) -> None:
+        self._metrics = plan.job.metrics
+        self.keys = [key for key in _joined(plan) if plan.rank_of(key[0]) == place]
+        self._step: dict[Key, Tensor] = {}
+        self._steps: deque[Tensor] = deque(maxlen=KEPT_STEPS)
+
+    def begin(self) -> None:
+        """A step begins; what an earlier one left, that failed, goes."""
+        self._step = {}
+
+    def add(self, at: int, value: Tensor) -> None:
+        """Step 1 for a metric, by its place in the job."""
+        metric = self._metrics[at]
+        key = _key(metric)
+        with uncounted():
+            held = self._step.get(key)
+            if held is None:
+                # A copy: the value may lie in a storage that is written later.
+                self._step[key] = value.detach().reshape(-1).to(torch.float64, copy=True)
+            elif metric.joined == "sum":
+                held.add_(value.reshape(-1))
+            else:
+                torch.maximum(held, value.reshape(-1).to(torch.float64), out=held)
+
+    def end(self) -> None:
+        """Step 2."""
+        if self._step:
+            with uncounted():
+                self._steps.append(torch.cat([self._step[key] for key in self.keys]))
+            self._step = {}
+
+    def read(self) -> list[list[float]]:
+        """What is kept, a row a step; it is forgotten."""
+        found: list[list[float]] = torch.stack(tuple(self._steps)).tolist() if self._steps else []
+        self._steps.clear()
+        return found
+
+
+def observed(plan: Plan, transport: Transport, watch: Watch) -> tuple[Observed, ...]:
+    """Step 3, on every rank, which all must call it; () for a job without metrics, and before a step."""
+    if not plan.job.metrics:
+        return ()
+    told = transport.all_gather(watch.read())
+    made: list[Observed] = []
+    place, start = -1, 0
+    for key, (metric, length) in sorted(_joined(plan).items(), key=lambda item: plan.rank_of(item[0][0])):
+        if plan.rank_of(key[0]) != place:
+            place, start = plan.rank_of(key[0]), 0
+        rows = [[row[start : start + length] for row in told[rank]] for rank in _adding(plan, metric, place)]
+        start += length
+        if rows[0]:
+            values = torch.tensor(rows, dtype=torch.float64)
+            made.append(_summary(metric, values.sum(dim=0) if metric.joined == "sum" else values.amax(dim=0)))
+    order = {(metric.module, metric.name): at for at, metric in enumerate(plan.job.metrics)}
+    return tuple(sorted(made, key=lambda one: order[one.module, one.name]))
+
+
+def _summary(metric: Metric, steps: Tensor) -> Observed:
+    mean, least, most = (
+        tuple(found.tolist()) for found in (steps.mean(dim=0), steps.amin(dim=0), steps.amax(dim=0))
+    )
+    return Observed(metric.module, metric.name, metric.joined, len(steps), mean, least, most)
+
+
+def _key(metric: Metric) -> Key:
+    return metric.stage, metric.module, metric.name
+
+
+def _joined(plan: Plan) -> Mapping[Key, tuple[Metric, int]]:
+    """The metrics with their lengths, in the order of the job's; of those that are joined, the first."""
+    job = plan.job
+    specs = {
+        (stage.index, op.name): op.outputs[0]
+        for stage in (job.stages if job.metrics else ())
+        for op in stage.ops[Phase.F]
+        if len(op.outputs) == 1
+    }
+    found: dict[Key, tuple[Metric, int]] = {}
+    for metric in job.metrics:
+        spec = specs[metric.stage, metric.value]
+        assert spec is not None, "references are checked"
+        found.setdefault(_key(metric), (metric, spec.numel))
+    return found
+
+
+def _adding(plan: Plan, metric: Metric, place: int) -> Sequence[int]:
+    """The ranks of a place that have values of their own; along other axes than these they are equal."""
+    own = {*plan.job.data_axes, *metric.partial}
+    mesh = plan.mesh
+    return [
+        rank
+        for rank in range(plan.world)
+        if mesh.place(rank) == place
+        and all(at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in own and axis != PIPELINE)
+    ]
