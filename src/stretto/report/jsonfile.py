@@ -9,13 +9,14 @@ from __future__ import annotations
 from stretto.files.codec import Codec
 from stretto.files.form import Layout
 from stretto.files.typed_file import TypedFile
-from stretto.ir.timeline import Span, Timeline
+from stretto.ir.timeline import Span, Stall, Timeline
 
 CODEC = Codec()
 CODEC.row(Span, 6, Layout.ENTRY)
+CODEC.row(Stall, 4, Layout.ENTRY)
 
 FILE = TypedFile(
-    Timeline, "stretto timeline", 2, "timeline", "Make one with `stretto simulate --json`", CODEC
+    Timeline, "stretto timeline", 3, "timeline", "Make one with `stretto simulate --json`", CODEC
 )
 
 save_json, to_json, load_timeline = FILE.save, FILE.to_text, FILE.load
