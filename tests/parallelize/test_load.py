@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -78,7 +79,7 @@ def counted(model: MoEGPT, parallel: Parallel, degree: int) -> Counted:
 
 def bounds_of(degree: int) -> list[tuple[int, int]]:
     ends = bounds(CONTEXT, degree)
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))
 
 
 def assert_counted(found: tuple[Observed, ...], want: Counted, modules: int | None = None) -> None:
@@ -139,7 +140,8 @@ def test_what_finds_no_room_is_counted() -> None:
         elif one.name == "dropped":
             assert one.mean == (0, 2 * (rows - room), 0, 0)
         else:
-            assert one.name == "buffer" and one.mean == (2.0,)
+            assert one.name == "buffer"
+            assert one.mean == (2.0,)
 
 
 def test_an_evaluation_drops_what_finds_no_room() -> None:
@@ -180,4 +182,5 @@ def test_experts_of_transformers_are_seen_where_ranks_share_them() -> None:
         if parallel.ep == 1:
             assert found == ()
         else:
-            assert len(rows) == 2 and all(sum(one.mean) == ids.numel() * TOP for one in rows)
+            assert len(rows) == 2
+            assert all(sum(one.mean) == ids.numel() * TOP for one in rows)

@@ -1,4 +1,4 @@
-"""What a model's code lets people see is what the plain model makes, however its step is spread and ordered."""
+"""What a model's code lets people see is what the plain model makes, however its step is spread."""
 
 from __future__ import annotations
 
@@ -111,7 +111,11 @@ def assert_seen(found: tuple[Observed, ...], model: Stack) -> None:
     for one in found:
         steps = torch.tensor(want[one.module, one.name], dtype=torch.float64)
         assert one.steps == STEPS
-        for got, reduced in ((one.mean, steps.mean(0)), (one.least, steps.amin(0)), (one.most, steps.amax(0))):
+        for got, reduced in (
+            (one.mean, steps.mean(0)),
+            (one.least, steps.amin(0)),
+            (one.most, steps.amax(0)),
+        ):
             torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), reduced)
 
 
@@ -147,7 +151,8 @@ def test_addends_of_tensor_parallel_ranks_are_summed() -> None:
     plans = [plan_of(model, parallel) for parallel in (Parallel(), spread)]
     assert [plan.job.metrics[0].partial for plan in plans] == [(), ("tp",)]
     [alone], [together] = (seen_by(plan, model) for plan in plans)
-    assert alone.mean == pytest.approx(together.mean, rel=1e-12) and alone.mean[0] > 0
+    assert alone.mean == pytest.approx(together.mean, rel=1e-12)
+    assert alone.mean[0] > 0
 
 
 def test_an_evaluation_lets_see_as_well() -> None:
@@ -165,7 +170,8 @@ def test_equal_layers_are_repeated_with_what_they_let_see() -> None:
     model = Stack(4).double()
     job = capture(model, batch(0), loss, Parallel(pp=2, microbatches=2))
     whole = capture(model, batch(0), loss, Parallel(pp=2, microbatches=2), equal_layers=False)
-    assert job == whole and len(job.metrics) == 8
+    assert job == whole
+    assert len(job.metrics) == 8
 
 
 def test_a_plan_with_metrics_is_written_and_read() -> None:

@@ -2,8 +2,8 @@
 
     stretto.observe("rows", counts)
 
-In a step that is captured it is an op, which capture takes out again (`stretto.capture.observed`): what is left
-is that the value is needed. Anywhere else it does nothing. Used beside public names of PyTorch:
+In a step that is captured it is an op, which capture takes out again (`stretto.capture.observed`): what is
+left is that the value is needed. Anywhere else it does nothing. Used beside public names of PyTorch:
 torch.fx.node.has_side_effect, without which the exporter drops an op that nothing reads.
 """
 

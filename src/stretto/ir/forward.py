@@ -13,7 +13,7 @@ from stretto.ir.program import Edge, Job, Op, Stage
 
 
 def forward_only(job: Job) -> Job:
-    """The job's forward up to its loss and metrics; ops and messages that only its backward needs are left out.
+    """The job's forward up to its loss and metrics; what only its backward needs is left out.
 
     Evaluating does not change a model: updates of buffers are left out too.
     """

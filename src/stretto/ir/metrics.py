@@ -72,3 +72,19 @@ def one_after_another(stretches: Iterable[tuple[Observed, ...]]) -> tuple[Observ
             before = found.get((one.module, one.name))
             found[one.module, one.name] = one if before is None else before.and_then(one)
     return tuple(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRun:
+    """What a run let see: in the steps `first` to `last` of its end, in all since it was started or resumed,
+    and in its last evaluation."""
+
+    first: int
+    last: int
+    end: tuple[Observed, ...]
+    all: tuple[Observed, ...]
+    evaluation: tuple[Observed, ...] = ()
+
+    def and_then(self, step: int, later: tuple[Observed, ...]) -> ObservedRun:
+        """With the steps that followed, up to `step`."""
+        return ObservedRun(self.last + 1, step, later, one_after_another((self.all, later)), self.evaluation)

@@ -72,8 +72,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rank of the run stood for so long, in all, until `on` had begun its part of communications of an axis:
-    it waited for that rank, not for the network."""
+    """A rank of the run stood for so long, in all, until `on` had begun its part of communications of an
+    axis: it waited for that rank, not for the network."""
 
     axis: str
     rank: int

@@ -1,8 +1,8 @@
 """A job's metrics while a rank walks its plan, and what they are over all ranks.
 
-    1. In a step, values of microbatches and of several calls are added up on the device.
-    2. At its end they become one vector, which is kept until it is read: no step waits for it.
-    3. To read is to fetch the vectors of the steps since, and to join those of ranks with other data.
+1. In a step, values of microbatches and of several calls are added up on the device.
+2. At its end they become one vector, which is kept until it is read: no step waits for it.
+3. To read is to fetch the vectors of the steps since, and to join those of ranks with other data.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from stretto.runtime.memory_adapter import uncounted
 from stretto.runtime.transport import Transport
 
 KEPT_STEPS = 256
-"""Vectors that are kept if nobody reads them, the newest. Assumed: some kilobytes each, and a line of a log is
-of fewer steps."""
+"""Vectors that are kept if nobody reads them, the newest. Assumed: some kilobytes each, and a line of a log
+is of fewer steps."""
 
 Key = tuple[int, str, str]
 """(stage, module, name): values of one are joined."""
@@ -62,18 +62,20 @@ class Watch:
                 self._steps.append(torch.cat([self._step[key] for key in self.keys]))
             self._step = {}
 
-    def read(self) -> list[list[float]]:
-        """What is kept, a row a step; it is forgotten."""
+    def read(self, forget: bool = True) -> list[list[float]]:
+        """What is kept, a row a step."""
         found: list[list[float]] = torch.stack(tuple(self._steps)).tolist() if self._steps else []
-        self._steps.clear()
+        if forget:
+            self._steps.clear()
         return found
 
 
-def observed(plan: Plan, transport: Transport, watch: Watch) -> tuple[Observed, ...]:
-    """Step 3, on every rank, which all must call it; () for a job without metrics, and before a step."""
+def observed(plan: Plan, transport: Transport, watch: Watch, forget: bool = True) -> tuple[Observed, ...]:
+    """Step 3, on every rank, which all must call it; () for a job without metrics, and before a step. forget:
+    later steps are read without these."""
     if not plan.job.metrics:
         return ()
-    told = transport.all_gather(watch.read())
+    told = transport.all_gather(watch.read(forget))
     made: list[Observed] = []
     place, start = -1, 0
     for key, (metric, length) in sorted(_joined(plan).items(), key=lambda item: plan.rank_of(item[0][0])):
@@ -124,5 +126,7 @@ def _adding(plan: Plan, metric: Metric, place: int) -> Sequence[int]:
         rank
         for rank in range(plan.world)
         if mesh.place(rank) == place
-        and all(at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in own and axis != PIPELINE)
+        and all(
+            at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in own and axis != PIPELINE
+        )
     ]

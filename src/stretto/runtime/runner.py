@@ -271,8 +271,10 @@ class Runner:
         return observed(self.plan, self.transport, self.state.watch)
 
     def report(self) -> Report:
-        """Predicted against measured of the last step; every rank must call it. `print` shows a table."""
-        return Report(self.plan, self.timeline())
+        """Predicted against measured of the last step, and what `observed` would give; every rank must call
+        it. `print` shows a table."""
+        seen = observed(self.plan, self.transport, self.state.watch, forget=False)
+        return Report(self.plan, self.timeline(), seen)
 
 
 def _default_transport(plan: Plan) -> Transport:
