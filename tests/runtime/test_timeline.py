@@ -241,6 +241,7 @@ def test_who_waits_for_whom() -> None:
         m.runs.append((plan.orders[0][0].ref, (0,), 0, 90_000))
         m.starts.append((loss, 4, began))
         m.finishes.append((loss, "dp", waits, 60_000))
+        m.finishes.append(("dp 0.0", "dp", 91_000, 99_000))  # between windows
     timeline = build_timeline(plan, marks, [0.0, 0.0])
     assert timeline.stalls == (Stall("dp", 0, 1, 30.0),)
     assert timeline.busy_us == (40.0, 71.0)

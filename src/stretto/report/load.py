@@ -92,19 +92,19 @@ def load_grid(run: ObservedRun) -> Grid | None:
         rows.append(
             (
                 load.module,
-                format_share(1 / len(load.shares)),
-                f"{format_share(load.shares[load.idlest])} (expert {load.idlest})",
-                f"{format_share(load.shares[load.busiest])} (expert {load.busiest})",
+                f"{format_share(load.shares[load.idlest])} ({load.idlest})",
+                f"{format_share(load.shares[load.busiest])} ({load.busiest})",
                 f"{format_share(min(load.least))} to {format_share(max(load.most))}",
                 without or "-",
                 "-" if load.dropped is None else format_share(load.dropped),
                 "-" if buffer is None else f"{buffer:.2f}",
             )
         )
-    head = ("", "even", "fewest", "most", "in single steps", "none", "dropped", "buffer")
+    head = ("", "fewest", "most", "in single steps", "none", "dropped", "buffer")
+    even = " or ".join(dict.fromkeys(format_share(1 / len(load.shares)) for load in loads))
     caption = (
-        "Shares of the rows (a token's choices) that a layer's router sends. fewest, most: of an expert in "
-        "the mean of the steps. none: experts without any."
+        f"Shares of the rows (a token's choices) that a layer's router sends; {even} would be even. fewest, "
+        "most: in the mean of the steps, with the expert's number. none: experts without any."
     )
     if any(load.dropped is not None for load in loads):
         caption += " dropped: rows that found no room."
@@ -113,7 +113,7 @@ def load_grid(run: ObservedRun) -> Grid | None:
             " buffer: rows for the rank that was sent most, over the mean, in any of "
             f"{loads_of(run.all)[0].steps} steps: ep_buffer must not be below it."
         )
-    return Grid(f"Load by expert, steps {run.first} to {run.last}", head, rows, (0,), caption)
+    return Grid(f"Load by expert, steps {run.first} to {run.last}", head, rows, (0, 4), caption)
 
 
 def others_grid(run: ObservedRun) -> Grid | None:

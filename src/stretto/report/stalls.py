@@ -42,15 +42,18 @@ def stalls_grid(timeline: Timeline, plan: Plan | None, observed: Sequence[Observ
             row.append(format_share(shares[rank]) if rank in shares else "-")
         row += [
             _with_share(by_rank[rank], timeline.step_us),
-            "-" if longest is None else f"rank {longest[0][1]} on {longest[0][0]}, {format_us(longest[1])}",
+            "-" if longest is None else f"rank {longest[0][1]} ({longest[0][0]})",
             _with_share(for_rank[rank], timeline.step_us),
         ]
         rows.append(tuple(row))
-    head = ("", "computes", *(["its experts' rows"] if shares else []), "waits for others", "longest for")
-    caption = "Waiting for a rank ends where it begins its part; what comes after is the network's."
+    head = ("", "computes", *(["experts' rows"] if shares else []), "waits", "most for", "waited for")
+    caption = (
+        "waits: for other ranks, until they begin their part of a communication. waited for: how long all "
+        "others stand for it."
+    )
     if shares:
-        caption += " its experts' rows: of those of all ranks that share them."
-    return Grid("Who waits for whom", (*head, "others wait for it"), rows, (0,), caption)
+        caption += " experts' rows: what goes to its experts, of what goes to those of all ranks."
+    return Grid("Who waits for whom", head, rows, (0,), caption)
 
 
 def stalls_findings(timeline: Timeline) -> list[str]:

@@ -139,10 +139,14 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
 
 
 def busy_us(marks: Marks) -> float:
-    """How long a rank's windows ran, without what they waited for."""
-    ran = sum(end - start for _, _, start, end in marks.runs)
-    waited = sum(end - start for *_, start, end in (*marks.waits, *marks.finishes))
-    return (ran - waited) / 1000.0
+    """How long a rank's windows ran, without what they waited for (waits are also between them)."""
+    runs = [(start, end) for _, _, start, end in marks.runs]
+    total = sum(end - start for start, end in runs)
+    for *_, start, end in (*marks.waits, *marks.finishes):
+        at = bisect_right(runs, start, key=lambda run: run[0]) - 1
+        if at >= 0 and start < runs[at][1]:
+            total -= end - start
+    return total / 1000.0
 
 
 def _stalls(

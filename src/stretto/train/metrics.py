@@ -1,8 +1,9 @@
 """What each step gave, as lines of JSON and, if asked for, as TensorBoard events. Rank 0 writes them.
 
 Keys: step (steps done), loss, lr, grad_norm, step_s, tokens_per_s; exposed_fraction on the steps whose
-timeline was gathered; observed on those that are logged, of a model that lets see something: module -> name
--> the means of the steps since the last, by element; held_out_loss on a line of its own, with its own observed.
+timeline was gathered; observed on those that are logged, of a model that lets see something (module -> name
+-> by element, the mean of the steps since the last such line); held_out_loss on a line of its own, with what
+was observed in that measurement.
 """
 
 from __future__ import annotations
