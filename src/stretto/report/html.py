@@ -17,6 +17,7 @@ from stretto.report.curve import draw_loss
 from stretto.report.findings import findings
 from stretto.report.grid import Grid
 from stretto.report.load import load_findings, load_grid, others_grid
+from stretto.report.load_picture import draw_loads
 from stretto.report.pack import packed
 from stretto.report.rundir import Run
 from stretto.report.stalls import stalls_findings, stalls_grid
@@ -77,13 +78,18 @@ def _subtitle(run: Run) -> str:
     words = [str(run.path)]
     if run.plan is not None:
         schedule = run.plan.schedule
-        words.append(f"{schedule.family}, {schedule.stages} stages on {run.plan.ranks} ranks")
+        where = _count(run.plan.ranks, "rank")
         if run.plan.job.axes:
-            axes = ", ".join(f"{axis}={size}" for axis, size in run.plan.job.axes)
-            words.append(f"each {axes}, {run.plan.world} ranks in all")
-        words.append(f"{run.plan.job.microbatches} microbatches")
+            axes = " x ".join(f"{axis}={size}" for axis, size in run.plan.job.axes)
+            where = f"{_count(run.plan.ranks, 'place')} of {axes} ({_count(run.plan.world, 'rank')})"
+        words.append(f"{schedule.family}, {_count(schedule.stages, 'stage')} on {where}")
+        words.append(_count(run.plan.job.microbatches, "microbatch", "es"))
         words.append(f"costs: {run.plan.costs.source}")
     return " · ".join(words)
+
+
+def _count(number: int, what: str, more: str = "s") -> str:
+    return f"{number} {what}{more if number != 1 else ''}"
 
 
 # --- the timelines' place, which the scripts fill ------------------------------------------------------
@@ -140,8 +146,8 @@ def grids_of_ranks(run: Run) -> list[Grid]:
     seen = run.observed
     found = [
         None if run.measured is None else stalls_grid(run.measured, run.plan, seen.end if seen else ()),
-        None if seen is None else load_grid(seen),
         None if seen is None else others_grid(seen),
+        None if seen is None else load_grid(seen),
     ]
     return [grid for grid in found if grid is not None]
 
@@ -162,6 +168,9 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     if timelines:
         body.append(_section(traffic_grid(timelines)))
     body += [_section(grid) for grid in grids_of_ranks(run)]
+    picture = None if run.observed is None else draw_loads(run.observed)
+    if picture is not None:
+        body.append(f'<div class="scroll">{picture}</div>')
     if run.plan is not None:
         costliest = costliest_ops(run.plan)
         if costliest:
