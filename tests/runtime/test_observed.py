@@ -17,11 +17,13 @@ from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.metrics import Observed, one_after_another
 from stretto.ir.plan import Plan
+from stretto.ir.timeline import Stall, Timeline
 from stretto.parallelize.layout import layout_of
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
+from stretto.runtime.compare import metric_line, stall_lines
 
 WIDTH, ROWS = 8, 8
 STEPS = 3
@@ -236,3 +238,28 @@ def test_stretches_of_steps_follow_each_other() -> None:
     other = Observed("m", "n", "sum", 3, (8.0, 4.0), (1.0, 2.0), (9.0, 5.0))
     [both] = one_after_another([(one,), (other,)])
     assert both == Observed("m", "n", "sum", 4, (7.0, 3.0), (1.0, 0.0), (9.0, 5.0))
+
+
+@pytest.mark.slow  # compiles for some seconds
+def test_a_compiled_step_lets_see_as_well() -> None:
+    model = Stack(2).double()
+    runner = Runner(plan_of(model, Parallel(microbatches=2)), copy.deepcopy(model), compile="inductor")
+    for step in range(STEPS):
+        runner.step(batch(step))
+    assert "above" in str(runner.report())
+    assert_seen(runner.observed(), model)
+
+
+def test_a_report_names_them_and_who_waits() -> None:
+    one = Observed("layers.0", "above", "sum", 3, (6.0, 2.0), (5.0, 1.0), (7.0, 3.0))
+    assert metric_line(one) == "  layers.0 above: 8, of it 25.0 % ([1]) to 75.0 % ([0]) (mean of 3 steps)"
+    signed = replace(one, mean=(-1.0, 2.0))
+    assert metric_line(signed) == "  layers.0 above: -1 to 2 (mean of 3 steps)"
+    number = Observed("", "loss", "max", 3, (2.0,), (1.0,), (3.5,))
+    assert metric_line(number) == "  loss: 2 (1 to 3.5 in 3 steps)"
+    stalls = (Stall("ep", 0, 1, 1500.0), Stall("ep", 1, 0, 2500.0))
+    timeline = Timeline("measured", 1, 1e4, (), (0,), members=2, busy_us=(1.0, 1.0), stalls=stalls)
+    assert list(stall_lines(timeline)) == [
+        "  rank 1 waits for rank 0, ep: 2.5 ms",
+        "  rank 0 waits for rank 1, ep: 1.5 ms",
+    ]

@@ -46,7 +46,7 @@ def stall_lines(measured: Timeline) -> Iterator[str]:
 
 def metric_line(one: Observed) -> str:
     """A metric: one number, or of several the sum, and the shares of the greatest and the least."""
-    name = f"  {one.module} {one.name}".rstrip()
+    name = "  " + f"{one.module} {one.name}".strip()
     total = sum(one.mean)
     if len(one.mean) == 1:
         return f"{name}: {total:.4g} ({one.least[0]:.4g} to {one.most[0]:.4g} in {one.steps} steps)"

@@ -31,36 +31,37 @@ Key = tuple[int, str, str]
 class Watch:
     """One rank's metrics. Does nothing for a job without."""
 
-    def __init__(self, plan: Plan, place: int) -> None:
-        self._metrics = plan.job.metrics
-        self.keys = [key for key in _joined(plan) if plan.rank_of(key[0]) == place]
-        self._step: dict[Key, Tensor] = {}
+    def __init__(self, plan: Plan, place: int, device: torch.device) -> None:
+        lengths = {key: n for key, (_, n) in _joined(plan).items() if plan.rank_of(key[0]) == place}
+        # All of a step side by side, and allocated once: a step neither makes tensors for it nor counts any.
+        self._now = torch.zeros(sum(lengths.values()), dtype=torch.float64, device=device)
+        parts = dict(zip(lengths, self._now.split(tuple(lengths.values())), strict=True))
+        self._parts = [parts.get(_key(metric)) for metric in plan.job.metrics]
+        self._most = [metric.joined == "max" for metric in plan.job.metrics]
+        self._begun: set[int] = set()
         self._steps: deque[Tensor] = deque(maxlen=KEPT_STEPS)
 
     def begin(self) -> None:
         """A step begins; what an earlier one left, that failed, goes."""
-        self._step = {}
+        self._begun.clear()
 
     def add(self, at: int, value: Tensor) -> None:
         """Step 1 for a metric, by its place in the job."""
-        metric = self._metrics[at]
-        key = _key(metric)
-        with uncounted():
-            held = self._step.get(key)
-            if held is None:
-                # A copy: the value may lie in a storage that is written later.
-                self._step[key] = value.detach().reshape(-1).to(torch.float64, copy=True)
-            elif metric.joined == "sum":
-                held.add_(value.reshape(-1))
-            else:
-                torch.maximum(held, value.reshape(-1).to(torch.float64), out=held)
+        held = self._parts[at]
+        assert held is not None, "a rank runs the ops of its own stages"
+        if id(held) not in self._begun:
+            self._begun.add(id(held))
+            held.copy_(value.reshape(-1))
+        elif self._most[at]:
+            torch.maximum(held, value.reshape(-1).to(torch.float64), out=held)
+        else:
+            held.add_(value.reshape(-1))
 
     def end(self) -> None:
         """Step 2."""
-        if self._step:
+        if self._begun:
             with uncounted():
-                self._steps.append(torch.cat([self._step[key] for key in self.keys]))
-            self._step = {}
+                self._steps.append(self._now.clone())
 
     def read(self, forget: bool = True) -> list[list[float]]:
         """What is kept, a row a step."""

@@ -85,7 +85,7 @@ class RankState:
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
         self.place = self.coordinates[PIPELINE]
-        self.watch = Watch(plan, self.place)
+        self.watch = Watch(plan, self.place, device)
         externals = Externals(
             fixed,
             device,
