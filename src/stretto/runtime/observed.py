@@ -35,7 +35,7 @@ class Watch:
         lengths = {key: n for key, (_, n) in _joined(plan).items() if plan.rank_of(key[0]) == place}
         # All of a step side by side, and allocated once: a step neither makes tensors for it nor counts any.
         self._now = torch.zeros(sum(lengths.values()), dtype=torch.float64, device=device)
-        parts = dict(zip(lengths, self._now.split(tuple(lengths.values())), strict=True))
+        parts = dict(zip(lengths, torch.split(self._now, list(lengths.values())), strict=True))
         self._parts = [parts.get(_key(metric)) for metric in plan.job.metrics]
         self._most = [metric.joined == "max" for metric in plan.job.metrics]
         self._begun: set[int] = set()
