@@ -286,6 +286,9 @@ def test_a_mixture_of_experts_keeps_its_balancing_loss() -> None:
     assert large.item() > small.item() + 0.5
     model.config.router_aux_loss_coef = 0.5
     assert_sums_are_the_means(huggingface_sum, huggingface_loss, model)
+    # An evaluation measures what the model tells of text alone.
+    torch.testing.assert_close(huggingface_loss(model.eval(), tokens), small)
+    assert_sums_are_the_means(huggingface_sum, huggingface_loss, model)
 
 
 def assert_sums_are_the_means(summed: Any, mean: Any, model: nn.Module) -> None:
