@@ -140,8 +140,8 @@ class RankState:
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Walk all instructions once. batch: leaves of the whole batch. Returns the step's loss.
 
-        Afterwards `grads[index]` holds this step's gradient of each parameter that has one, and `watch` what the
-        model lets see.
+        Afterwards `grads[index]` holds this step's gradient of each parameter that has one, and `watch` what
+        the model lets see.
         """
         self._clear()
         self.watch.begin()
