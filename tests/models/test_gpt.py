@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -360,18 +359,3 @@ def test_an_evaluation_leaves_out_the_losses_of_routers() -> None:
     torch.testing.assert_close(moe_token_loss(model.eval(), batch), plain)
     total, count = moe_token_sum(model, batch)
     torch.testing.assert_close(total / count, plain)
-
-
-def test_experts_whose_weights_sum_to_their_number_are_an_mlp_of_their_joint_width() -> None:
-    config = MoEConfig(
-        vocab_size=32, layers=1, hidden=8, heads=2, context=4, experts=2, expert_ratio=2.0, routed_scale=2.0
-    )
-    experts = MoEGPT(config, seed=1).double().blocks[0].mlp
-    with torch.no_grad():
-        experts.router.weight.zero_()  # both experts weigh alike
-    x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    up, down = experts.experts.up, experts.experts.down
-    joint = F.gelu(x @ torch.cat((up[0], up[1]), dim=1), approximate="tanh") @ torch.cat((down[0], down[1]))
-    torch.testing.assert_close(experts(x)[0], joint)
-    with pytest.raises(ValueError, match="routed_scale = 0 must be a number above 0"):
-        replace(config, routed_scale=0)

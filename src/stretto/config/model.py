@@ -81,9 +81,6 @@ class MoESettings(DecoderSettings):
     """Weight of the loss that balances the experts' loads."""
     z_weight: float = Field(default=0.001, ge=0)
     """Weight of the loss that keeps routers' scores small."""
-    routed_scale: float = Field(default=1.0, gt=0)
-    """What the weights of a token's experts sum to: with 1 they give a mean of the experts, with `top_k` a
-    sum, as one MLP of their joint width does."""
 
     @model_validator(mode="after")
     def _experts_fit(self) -> MoESettings:

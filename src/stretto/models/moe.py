@@ -45,8 +45,6 @@ class MoEConfig(GPTConfig):
     expert over `hidden`. shared_experts: experts that every token goes to, as one MLP of their joint width.
     dense_every: one block in so many keeps a plain MLP, the first first; 0 for none. aux_weight, z_weight:
     of the balancing loss (Switch Transformers) and of the routers' z loss (ST-MoE, arXiv 2202.08906).
-    routed_scale: what the weights of a token's experts sum to (DeepSeek-V2, arXiv 2405.04434). With 1 they
-    give a mean of the experts; with top_k a sum, as a dense MLP of their joint width does.
     """
 
     experts: int = 8
@@ -57,7 +55,6 @@ class MoEConfig(GPTConfig):
     dense_every: int = 0
     aux_weight: float = 0.01
     z_weight: float = 0.001
-    routed_scale: float = 1.0
 
     def __post_init__(self) -> None:
         super(MoEConfig, self).__post_init__()
@@ -67,8 +64,6 @@ class MoEConfig(GPTConfig):
             raise ValueError(
                 f"capacity_factor = {self.capacity_factor} must be above 0, or None for dropless"
             )
-        if not 0 < self.routed_scale < math.inf:
-            raise ValueError(f"routed_scale = {self.routed_scale} must be a number above 0")
 
     @property
     def expert_hidden(self) -> int:
@@ -86,8 +81,8 @@ class MoEConfig(GPTConfig):
 
 
 class Routed(NamedTuple):
-    """chosen: experts of each token (N, K), the best first. weights: of their results (N, K); they sum to
-    `routed_scale`. losses: the balancing loss and the z loss, unweighted."""
+    """chosen: experts of each token (N, K), the best first. weights: of their results (N, K); they sum to 1.
+    losses: the balancing loss and the z loss, unweighted."""
 
     chosen: Tensor
     weights: Tensor
@@ -100,7 +95,6 @@ class Router(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.top_k = config.top_k
-        self.scale = config.routed_scale
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
 
     def forward(self, x_ND: Tensor) -> Routed:
@@ -108,7 +102,7 @@ class Router(nn.Module):
         logits_NE = F.linear(x_ND.to(precise), self.weight.to(precise))
         score_NE = logits_NE.softmax(dim=-1)
         best_NK, chosen_NK = score_NE.topk(self.top_k, dim=-1)
-        weights_NK = best_NK * (self.scale / best_NK.sum(dim=-1, keepdim=True))
+        weights_NK = best_NK / best_NK.sum(dim=-1, keepdim=True)
         experts = score_NE.shape[1]
         share_E = counts_of(chosen_NK, experts).to(precise) / chosen_NK.numel()
         balance = experts * (share_E * score_NE.mean(dim=0)).sum()
