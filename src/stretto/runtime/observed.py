@@ -58,7 +58,7 @@ class Watch:
             held.add_(value.reshape(-1))
 
     def end(self) -> None:
-        """Step 2, after each step, replayed ones too (`step_graph`), which write where the recorded one did."""
+        """Step 2, after each step; a replayed one (`step_graph`) has written where the recorded one did."""
         if self._begun:
             with uncounted():
                 self._steps.append(self._now.clone())
