@@ -90,7 +90,7 @@ def _print_seen(results: Results) -> None:
     stalls = None if measured is None else stalls_grid(measured, results.plan, results.seen.end)
     for grid in (loads, stalls):
         if grid is not None:
-            grid.print(Console())
+            grid.print()
 
 
 def _sample(results: Results, say: Callable[[str], None]) -> str | None:
