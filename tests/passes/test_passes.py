@@ -314,6 +314,7 @@ def test_there_is_one_ordered_list() -> None:
         "equal_collectives",
         "scatter_borders",
         "split_products",
+        "dense_messages",
         "messages_in_parts",
         "recomputed",
     ]

@@ -135,9 +135,7 @@ def test_one_message_a_microbatch_is_as_it_was() -> None:
             assert lower(job, schedule, costs, ahead=ahead) == lower(job, schedule, costs)
 
 
-NO_HANG = [
-    pytest.param(stages, marks=[] if stages == 2 else [pytest.mark.slow]) for stages in range(2, 9)
-]
+NO_HANG = [pytest.param(stages, marks=[] if stages == 2 else [pytest.mark.slow]) for stages in range(2, 9)]
 
 
 @pytest.mark.parametrize("stages", NO_HANG)

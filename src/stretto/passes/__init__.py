@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.passes.dead_ops import dead_ops
+from stretto.passes.dense_messages import dense_messages
 from stretto.passes.equal_collectives import equal_collectives
 from stretto.passes.graph import Graph
 from stretto.passes.messages_in_parts import messages_in_parts
@@ -56,6 +57,7 @@ ORDER = (
     OfGraph(equal_collectives),  # one collective instead of two of the same value
     OfJob(scatter_borders),  # sums that leave a stage are scattered before the border, gathered behind it
     OfStep(split_products, tried=True),  # products and the collectives of their results in parts
+    OfStep(dense_messages),  # what crosses stages is in one piece of memory
     OfStep(messages_in_parts),  # what all tensor-parallel ranks hold alike crosses in parts
     OfStep(recomputed),  # what the backward computes again instead of keeping it
 )

@@ -6,7 +6,8 @@ cannot begin before the work of this one ends. Posted earlier, they travel under
 are held for longer. So:
 
     1. Lower the step with receives posted 0, 1, ... `MOST` microbatches ahead, and simulate it. Where that
-       changes nothing, as of one message a microbatch, the step stays as it is.
+       changes nothing, as of one message a microbatch, the step stays as it is (and with one edge between
+       any two ranks, none of it is done).
     2. Of those that take about as long as the fastest (`WORTH`), the one with the fewest buffers is taken.
     3. Where it holds more than the step may, so do those with more buffers; step 2 is done for the others.
 
@@ -17,6 +18,7 @@ buffered. Messages keep their order. May touch `stretto.ir`, `stretto.passes.ste
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -38,7 +40,9 @@ whoever needs the memory for a larger model or batch gains more by it."""
 def receives_ahead(step: Step, context: Context) -> Step:
     """The step with the number of microbatches that receives are posted ahead. Raises PlanError for one whose
     ranks wait for each other for ever."""
-    if step.overlap == "off":
+    ranks = step.schedule.stage_ranks
+    pairs = Counter((ranks[edge.source], ranks[edge.target]) for edge in step.job.edges)
+    if step.overlap == "off" or max(pairs.values(), default=0) < 2:
         return step
     tried: list[tuple[Step, Plan]] = []
     for ahead in range(MOST + 1):
