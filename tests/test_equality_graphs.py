@@ -88,7 +88,7 @@ def test_the_drawings_have_edges_of_every_kind() -> None:
             seen["one number"] += edge.spec.shape == ()
             seen["not in one piece"] += edge.spec.stride is not None
     for kind in ("float64", "float32", "bfloat16", "int64", "int8", "bool", "FF", "II", "FI"):
-        assert seen[kind] >= 5, kind
+        assert seen[kind] >= 3, kind
     for kind in ("skips forward", "skips backward", "one number", "not in one piece", "ties"):
         assert seen[kind] >= 20, kind
     assert seen["several stages read one value"] >= 50
