@@ -220,3 +220,26 @@ def _weight(draw: Random) -> nn.Parameter:
     numbers = torch.Generator().manual_seed(draw.randrange(2**31))
     held = torch.randn(WIDTH, WIDTH, generator=numbers, dtype=torch.float64) * 0.6
     return nn.Parameter(held, requires_grad=draw.random() < 0.9)
+
+
+def all_kinds() -> tuple[Anywhere, str]:
+    """A model in which values of every kind are made, then read, and the name of the first step that reads one:
+    cut there, all kinds cross."""
+    modules: list[nn.Module] = [Weighted(_weight(Random(1)), "linear")]
+    reads: list[tuple[int, int]] = [(-1, -1)]
+    for kind in SPECIAL:
+        modules.append(Special(kind, False))
+        reads.append((0, 0))
+    side = len(modules)
+    modules.append(Side())
+    reads.append((0, -2))
+    first = last = len(modules)
+    modules.append(Weighted(_weight(Random(2)), "two"))
+    reads.append((0, 0))
+    for at, kind in enumerate(SPECIAL):
+        modules.append(Special(kind, True))
+        reads.append((last, at + 1))
+        last += 1
+    modules.append(Side())
+    reads.append((last, side))
+    return Anywhere(Drawn(tuple(modules), tuple(reads), (last,), last + 1)), f"steps.{first}"

@@ -3,16 +3,20 @@
 Skips over any number of stages, values that several stages read, parameters of several stages, gradients
 that sum what several stages give, integers, booleans, one number, half precision, slices, leaves of the batch
 at any stage (`tests.random_stages`). In float64 within 1e-10 for every family, and bit by bit between them.
+This file is also the program that processes run.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stretto.capture.split import place
 from stretto.capture.stages import cut
@@ -20,9 +24,21 @@ from stretto.capture.trace import trace
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
+from stretto.ir.serialize import load_plan
 from stretto.planning.make_plan import make_plan
-from tests.random_stages import Anywhere, batch_of, draw_model, loss_of
-from tests.runtime.equality import FAMILIES, assert_equal, assert_same_bits, made_up_costs, plain, run
+from stretto.runtime import Runner
+from tests.random_stages import SPECIAL, Anywhere, all_kinds, batch_of, draw_model, loss_of
+from tests.runtime.equality import (
+    FAMILIES,
+    assert_equal,
+    assert_same_bits,
+    gather,
+    job_of,
+    made_up_costs,
+    plain,
+    run,
+)
+from tests.runtime.launch import launch
 from tests.verify.random_programs import random_schedule
 
 FAST = 15
@@ -129,3 +145,48 @@ def test_a_sum_of_two_stages_is_read_before_between_and_behind() -> None:
     for result in results:
         assert_equal(result, expected, 1e-10)
         assert_same_bits(result, results[0])
+
+
+@cache
+def plan_of_all_kinds() -> tuple[Anywhere, Plan]:
+    """Two stages, between which values of all kinds cross at once."""
+    model, first = all_kinds()
+    found = trace(model, batch_of(4), loss_of, microbatches=2)
+    job = job_of(found, 2, 2, [first])
+    return model, make_plan(job, made_up_costs(job), schedule="1f1b")
+
+
+def test_all_kinds_of_values_cross_one_border() -> None:
+    model, plan = plan_of_all_kinds()
+    forward = [edge for edge in plan.job.edges if edge.phase is Phase.F]
+    assert len(forward) >= len(SPECIAL)
+    kinds = {edge.spec.dtype for edge in forward}
+    assert kinds == {"float64", "float32", "bfloat16", "int64", "int8", "bool"}
+    assert any(edge.spec.shape == () for edge in forward)
+    assert crossing(plan) == []
+    assert_equal(run(plan, model, batch_of(4)), plain(model, batch_of(4), loss_of), 1e-10)
+
+
+def launched(folder: Path) -> None:
+    """One rank of two."""
+    dist.init_process_group("gloo")
+    model, _ = all_kinds()
+    runner = Runner(load_plan(folder / "plan.json"), model)
+    loss = runner.step(batch_of(4))
+    grads = {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+    torch.save((loss, grads), folder / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_kinds_of_values_cross_between_processes(tmp_path: Path) -> None:
+    model, plan = plan_of_all_kinds()
+    plan.save(tmp_path / "plan.json")
+    launch(2, "tests.test_equality_graphs", str(tmp_path))
+    found = gather(model, [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
+    assert_equal(found, plain(model, batch_of(4), loss_of), 1e-10)
+    assert_same_bits(found, run(plan, model, batch_of(4)))
+
+
+if __name__ == "__main__":
+    launched(Path(sys.argv[1]))
