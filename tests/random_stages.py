@@ -223,8 +223,8 @@ def _weight(draw: Random) -> nn.Parameter:
 
 
 def all_kinds() -> tuple[Anywhere, str]:
-    """A model in which values of every kind are made, then read, and the name of the first step that reads one:
-    cut there, all kinds cross."""
+    """A model in which values of every kind are made, then read, and the name of the first step that reads
+    one: cut there, all kinds cross."""
     modules: list[nn.Module] = [Weighted(_weight(Random(1)), "linear")]
     reads: list[tuple[int, int]] = [(-1, -1)]
     for kind in SPECIAL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,10 +20,12 @@ from stretto.ir.program import Edge, Job, Op
 from stretto.passes.dense_messages import COPY, dense_messages
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
+from stretto.runtime import Runner, run_threads
 from stretto.runtime.rank import RankState
 from stretto.schedule.families import make_schedule
 from stretto.verify.memory import peak_bytes
 from tests.passes.steps import after
+from tests.passes.test_messages_in_parts import costs_of
 from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run
 
 PIECE, WIDTH = 4, 6
@@ -168,3 +171,31 @@ def test_who_reads_by_strides_of_its_own_is_sent_what_it_was() -> None:
     found = run(make_plan(job, made_up_costs(job), schedule="1f1b"), model, BATCH)
     parts = plain(model, BATCH, lambda m, b: torch.stack([m(part) for part in b.chunk(2)]).mean())
     assert_equal(found, parts, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "turned" else [pytest.mark.slow]) for n in FORMS]
+)
+@pytest.mark.filterwarnings("ignore:the tensor-parallel plan")
+def test_what_is_dense_may_cross_in_parts(name: str) -> None:
+    """All tensor-parallel ranks hold the value alike: each sends its rows of what is sent."""
+    form, back, *_, [elements] = FORMS[name]
+    model = Crossing(form, back)
+    layout = Parallel(pp=2, tp=2, microbatches=2, split=["last"])
+    whole = {"first": "replicated", "last": "replicated"}
+    job = capture(model, BATCH, loss_of, layout, tp_plan=whole)
+    plan = make_plan(job, costs_of(job, link=0.001, gather=1000.0), schedule="1f1b")
+    parts = [e for e in plan.job.edges if e.value.endswith("_sent_own") and e.phase is Phase.F]
+    assert [edge.spec.numel * 2 for edge in parts] == [elements]
+    expected = plain(model, BATCH, loss_of)
+
+    def work(runner: Runner) -> tuple[Tensor, dict[str, Tensor | None]]:
+        return runner.step(BATCH), {n: p.grad for n, p in runner.named_parameters()}
+
+    for loss, grads in run_threads(plan, lambda _: copy.deepcopy(model), work):
+        assert torch.allclose(loss, expected.loss, rtol=1e-12)
+        for key, grad in grads.items():
+            want = expected.grads[key]
+            assert grad is not None
+            assert want is not None
+            assert (grad - want).norm() <= 1e-10 * want.norm()
