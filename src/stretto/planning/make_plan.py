@@ -5,8 +5,8 @@
 3. Each is tried: passes, orders of ops, lowering, a simulation (`stretto.planning.tries`). The fastest goes
    on, the next if it is refused.
 4. Its last backwards are ordered for the sums of gradients that start in them
-   (`stretto.planning.sums_within`); a simulation tells when every message has left
-   (`stretto.planning.sends`).
+   (`stretto.planning.sums_within`); simulations tell how long before their use receives are posted
+   (`stretto.planning.receives`), and when every message has left (`stretto.planning.sends`).
 5. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
 6. Prediction: step time, exposed communication, bubble, memory, bound.
 """
@@ -27,6 +27,7 @@ from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.order.policies import DEFAULT, policy_of
 from stretto.passes.step import Context, Step
 from stretto.planning.costs import listed, memory_limit, prices_of
+from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import shorter
 from stretto.planning.sends import sends_waited
 from stretto.planning.sums_within import sums_within
@@ -192,12 +193,17 @@ def _finished(step: Step, context: Context) -> Plan:
     """Steps 4 to 6. Raises PlanError for a step that cannot work."""
     # A policy that the user chose orders last runs as well.
     early = sums_within(step, context) if context.order == DEFAULT else step
-    draft = lowered(sends_waited(early, context), context)
+    draft = _with_messages(early, context)
     if early is not step and step.max_bytes is not None and memory_faults(draft, step.max_bytes):
         # Sums that start early hold their buffers for longer.
-        draft = lowered(sends_waited(step, context), context)
+        draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
     return replace(draft, prediction=predict(draft))
+
+
+def _with_messages(step: Step, context: Context) -> Plan:
+    """Lowered, with receives as early and waits for sends as late as messages need them."""
+    return lowered(sends_waited(receives_ahead(step, context), context), context)
 
 
 def plan(

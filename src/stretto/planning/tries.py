@@ -22,7 +22,7 @@ from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError, TooLargeError
 from stretto.ir.program import OverlapMode
 from stretto.order.policies import DEFAULT
-from stretto.passes.step import Context, LeftOutError, Step
+from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.schedules import moved_across
 from stretto.planning.sums_within import least_us
 from stretto.planning.variants import Variant, again, begins, overlaps, ways
@@ -71,17 +71,24 @@ class Tries:
     def __init__(self, step: Step, context: Context) -> None:
         self._first = step
         self._context = context
-        self._made: dict[Variant, Step | Exception] = {(): step}
+        self._made: dict[tuple[int, Pass], Step | Exception] = {}
         self.missing: list[str] = []
 
     def step(self, variant: Variant) -> Step:
-        """The step that a variant makes. Raises what its passes raise."""
-        if variant not in self._made:
+        """The step that a variant makes. Raises what its passes raise.
+
+        What a pass makes of a step is made once: a variant with a pass that changes nothing is the one
+        without it."""
+        if not variant:
+            return self._first
+        before = self.step(variant[:-1])
+        key = id(before), variant[-1]
+        if key not in self._made:
             try:
-                self._made[variant] = variant[-1](self.step(variant[:-1]), self._context)
+                self._made[key] = variant[-1](before, self._context)
             except (LeftOutError, PlanError, TooLargeError) as error:
-                self._made[variant] = error
-        found = self._made[variant]
+                self._made[key] = error
+        found = self._made[key]
         if isinstance(found, Exception):
             raise found
         return found
@@ -103,7 +110,8 @@ class Tries:
         if all(one.overlap != "off" for one in found):
             if asked == "window":
                 self._miss("no collectives that another microbatch's ops could hide")
-            return [*found, Tried((*variants[0][:-1], at_once), "off", inf)]
+            found.sort(key=self._weighed_us)
+            return [*found, Tried((*found[0].variant[:-1], at_once), "off", inf)]
         others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
         if order == DEFAULT and others:
             wholes = [one for one in found if whole_step in one.variant]
