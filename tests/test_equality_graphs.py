@@ -41,7 +41,7 @@ from tests.runtime.equality import (
 from tests.runtime.launch import launch
 from tests.verify.random_programs import random_schedule
 
-FAST = 15
+FAST = 8
 SEEDS = 200
 
 
