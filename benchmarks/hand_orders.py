@@ -5,9 +5,9 @@
                `--delay-wgrad-compute`; MindSpeed's `--moe-fb-overlap` has the same):
                    lane of all-to-alls  combine B    | dispatch F, dispatch B | combine F
                    compute              attention F  | MLP B, MLP dW, MLP F   | attention B
-    ampipe     a forward, or a backward, in chunks of the sequence (MindSpeed's `--ampipe-degree`): attention of
-               all chunks, each with its dispatch behind it; experts of all chunks, each with its combine behind
-               it; the rest. The backward goes the other way.
+    ampipe     a forward, or a backward, in chunks of the sequence (MindSpeed's `--ampipe-degree`):
+               attention of all chunks, each with its dispatch behind it; experts of all chunks, each with its
+               combine behind it; the rest. The backward goes the other way.
 
 Where theirs leaves a choice, here is what is better for it: a start stands before weight gradients and shared
 experts that could as well come later, and windows that they do not speak of are searched as Stretto's own.
@@ -42,7 +42,7 @@ class Placed:
         self.order: list[int] = []
         self._there = [False] * len(graph.nodes)
         waits: list[int] = []
-        for index, before in enumerate(graph.before):
+        for before in graph.before:
             needed = max((waits[n] + (graph.nodes[n].role is Role.FINISH) for n in before), default=0)
             waits.append(needed)
         self.waits = waits
@@ -148,8 +148,8 @@ def planned(job: Job, prices: Prices, order: Orderer) -> Plan:
 
 
 def steady_us(timeline: Timeline) -> tuple[float, float]:
-    """Of rank 0, while there are forwards as well as backwards: from the first backward's begin until the last
-    forward's end."""
+    """Of rank 0, while there are forwards as well as backwards: from the first backward's begin until the
+    last forward's end."""
     spans = [s for s in timeline.spans if s.rank == 0 and s.kind is SpanKind.COMPUTE]
     backward = min(s.start_us for s in spans if s.phase in (Phase.B, Phase.I))
     return backward, max(s.end_us for s in spans if s.phase is Phase.F)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.hand_orders import steady_us
 
 from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_TO_ALL, PRICED
@@ -24,15 +25,23 @@ from stretto.ir.program import Job, Op, OverlapMode, Parameter, Ref, Stage, Tens
 from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
 from stretto.simulate import simulate
-from benchmarks.hand_orders import steady_us
 from tests.synthetic import ACTIVATION, WEIGHT, WORK, chain
 
-TIMES = {"attention": 2.0, "post": 1.0, "mlp": 2.0, "mlp_b": 2.0, "mlp_w": 2.0, "post_b": 2.0, "attention_b": 4.0}
+TIMES = {
+    "attention": 2.0,
+    "post": 1.0,
+    "mlp": 2.0,
+    "mlp_b": 2.0,
+    "mlp_w": 2.0,
+    "post_b": 2.0,
+    "attention_b": 4.0,
+}
 MICROBATCHES = 12
 
 
 def layers_job(layers: int, post: bool, hops: int) -> tuple[Job, Costs]:
-    """post: whether norm and router are ops of their own. hops: all-to-alls of a dispatch, and of a combine."""
+    """post: whether norm and router are ops of their own. hops: all-to-alls of a dispatch, as of a
+    combine."""
     programs: dict[Phase, list[Op]] = {Phase.F: [], Phase.I: [], Phase.W: []}
     us: dict[tuple[int, str], float] = {}
 
