@@ -10,7 +10,8 @@
                combine behind it; the rest. The backward goes the other way.
 
 Where theirs leaves a choice, here is what is better for it: a start stands before weight gradients and shared
-experts that could as well come later, and windows that they do not speak of are searched as Stretto's own.
+experts that could as well come later; windows that they do not speak of are searched, and sums of gradients
+placed, as Stretto's own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from stretto.passes.step import Context, Step
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import choose_schedule
 from stretto.planning.schedules import paired
+from stretto.planning.sums_within import sums_within
 from stretto.planning.windows import lowered
 from stretto.simulate import simulate
 
@@ -114,7 +116,7 @@ def megatron(graph: WindowGraph) -> Sequence[int]:
 def ampipe(graph: WindowGraph) -> Sequence[int]:
     """Of a window of a forward, or of a backward."""
     placed = Placed(graph)
-    backward = graph.window.parts[0][1].parts != graph.window.parts[0][1].parts[:1]
+    backward = graph.window.parts[0][1] is not Phase.F
     starts = placed.starts(0)
     for waits in sorted({placed.waits[start] for start in starts}):
         for start in (start for start in starts if placed.waits[start] == waits):
@@ -144,7 +146,7 @@ def planned(job: Job, prices: Prices, order: Orderer) -> Plan:
         found = order(graph)
         assert sorted(found) == list(range(len(graph.nodes)))
         windows[name] = replace(window, items=tuple(graph.nodes[index].item for index in found))
-    return lowered(replace(step, windows=windows), context)
+    return lowered(sums_within(replace(step, windows=windows), context), context)
 
 
 def steady_us(timeline: Timeline) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Experts on 16 H100, predicted from the catalogue: what hides their all-to-all.
 
-    python benchmarks/moe_described.py [MICROBATCHES]
+    python -m benchmarks.moe_described [MICROBATCHES]
 
 A mixture of experts with DeepSeek-V2-Lite's shapes (arXiv 2405.04434, table of the Lite model: hidden 2048,
 64 routed experts of width 1408, 6 of them for each token, 2 shared), two layers and the head, captured on the
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hand_orders import Orderer, ampipe, hidden, megatron, planned
+from benchmarks.hand_orders import Orderer, ampipe, hidden, megatron, planned
 
 import stretto
 from stretto.ir.plan import Plan

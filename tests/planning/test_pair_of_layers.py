@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benchmarks.hand_orders import steady_us
+from benchmarks.hand_orders import megatron, steady_us
+from benchmarks.hand_orders import planned as by_hand
 
 from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_TO_ALL, PRICED
@@ -22,7 +23,8 @@ from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Op, OverlapMode, Parameter, Ref, Stage, TensorSpec
-from stretto.ir.timeline import SpanKind
+from stretto.ir.timeline import Span, SpanKind, Timeline
+from stretto.planning.costs import listed
 from stretto.planning.make_plan import make_plan
 from stretto.simulate import simulate
 from tests.synthetic import ACTIVATION, WEIGHT, WORK, chain
@@ -91,6 +93,13 @@ def planned(case: tuple[Job, Costs], overlap: OverlapMode) -> Plan:
     return make_plan(*case, schedule="1f1b", overlap=overlap)
 
 
+def stalls(timeline: Timeline) -> list[Span]:
+    """Between the ends."""
+    begin_us, end_us = steady_us(timeline)
+    kinds = SpanKind.EXPOSED, SpanKind.BUBBLE
+    return [s for s in timeline.spans if s.kind in kinds and s.end_us > begin_us and s.start_us < end_us]
+
+
 @pytest.mark.parametrize(
     ("post", "hops", "serial", "compute"), [(False, 1, 16, 12), (True, 1, 19, 15), (True, 2, 23, 15)]
 )
@@ -104,6 +113,23 @@ def test_nothing_is_exposed_between_the_ends(
     assert off.step_us == pytest.approx(serial * pairs)
     begin_us, end_us = steady_us(window)
     assert end_us - begin_us >= 0.6 * window.step_us
-    waits = [s for s in window.spans if s.kind in (SpanKind.EXPOSED, SpanKind.BUBBLE)]
-    assert not [s for s in waits if s.end_us > begin_us and s.start_us < end_us]
+    assert not stalls(window)
     assert compute * pairs <= window.step_us <= compute * pairs + layers * (serial - compute)
+
+
+def test_the_order_by_hand_is_megatrons_and_no_faster() -> None:
+    job, costs = layers_job(2, post=True, hops=1)
+    plan = by_hand(job, listed(job, costs), megatron)
+    ops = [str(item.ref) for item in plan.windows["0F+0B"].items]
+    lane = [name.removesuffix("_0") for name in ops if name.endswith("_0")]
+    assert lane == [
+        *("combine_b1", "dispatch0", "dispatch_b1", "combine0"),
+        *("combine_b0", "dispatch1", "dispatch_b0", "combine1"),
+    ]
+    compute = [name for name in ops if not name.endswith(("_0", "_wait")) and "loss" not in name]
+    first = ["attention0", "post0", "mlp_b1", "mlp_w1", "mlp0", "post_b1", "attention_b1"]
+    assert compute == first + [name.translate({48: "1", 49: "0"}) for name in first]
+    by_others, ours = simulate(plan), simulate(planned((job, costs), "window"))
+    assert ours.step_us <= by_others.step_us
+    # It hides all that has another microbatch beside it.
+    assert not stalls(by_others)
