@@ -333,5 +333,5 @@ def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParalle
 
 def leaves_of(how: TensorParallel) -> frozenset[str]:
     """Names of the modules that are one call each."""
-    kinds = (*COLWISE, *ROWWISE, "vocabulary")
+    kinds = (*COLWISE, *ROWWISE, "vocabulary", "experts")
     return frozenset(name for name, style in how.modules.items() if style.kind in kinds)

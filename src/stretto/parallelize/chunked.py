@@ -35,6 +35,7 @@ from stretto.parallelize.chunk_placements import placements_of
 from stretto.parallelize.lower_right_adapter import lower_right
 from stretto.parallelize.parts import bounds
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
+from stretto.parallelize.unseen import unseen
 from stretto.parallelize.wrapper_adapter import without_elements
 
 
@@ -65,6 +66,7 @@ class Chunked(Tensor):
         """Of each chunk's slice of a block."""
         return [chunk.shape[self.cut_dim] // self.blocks for chunk in self.parts]
 
+    @unseen
     def joined(self) -> Tensor:
         """The whole."""
         if self.blocks == 1:

@@ -5,13 +5,15 @@ Knows shards and tensors; nothing of modules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from stretto.ir.program import Shard
 
 
-def local_shape(shape: torch.Size, shard: Shard, size: int) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], shard: Shard, size: int) -> tuple[int, ...]:
     """The shape of one rank's part."""
     return tuple(n // shard.parts(size) if dim == shard.dim else n for dim, n in enumerate(shape))
 

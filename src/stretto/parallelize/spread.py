@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stretto.errors import UsageError
 from stretto.parallelize import ops
+from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.functions import functions_given, put_forward
 from stretto.parallelize.sequence import whole_inside
 from stretto.parallelize.slices import SEQUENCE_DIM, Slices
@@ -75,6 +76,8 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
                 replace(module, _colwise(module, name, how, state, style.kind == "colwise_gather_output"))
             elif style.kind in ROWWISE:
                 replace(module, _rowwise(module, name, how, state, style.kind == "rowwise_split_input"))
+            elif style.kind == "experts":
+                replace(module, _experts(module, how, state))
             elif style.kind == "vocabulary":
                 if isinstance(module, nn.Embedding):
                     replace(module, _embedding(module, how))
@@ -127,6 +130,8 @@ def _own(module: nn.Module) -> Callable[..., Any]:
 
 def _let_in(x: Tensor, how: TensorParallel, state: _Forward, sliced: bool) -> Tensor:
     """Copy or gather the input of a colwise module, once for all that read it."""
+    if type(x) is Chunked:
+        return x.each(lambda chunk: _let_in(chunk, how, state, sliced))
     known = state.entered.get(id(x))
     if known is not None and known[0] is x:
         return known[1]
@@ -204,6 +209,21 @@ def _rowwise(
         else:
             y = ops.reduce(y, AXIS, how.size)
         return y if bias is None else y + bias
+
+    return forward
+
+
+def _experts(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
+    """Of tokens, chosen experts and weights. What it makes is an addend, and stays one: it may be added to
+    others (of shared experts) before the proof of placements has the sum taken."""
+    own = _own(module)
+
+    def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        def let_in(x: Tensor) -> Tensor:
+            return _let_in(x, how, state, False) if x.is_floating_point() else x
+
+        made: Tensor = own(*map(let_in, args), **{key: let_in(x) for key, x in kwargs.items()})
+        return made
 
     return forward
 
