@@ -41,11 +41,13 @@ from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """degree: chunks of a sequence. experts: names of modules with a row for each token. whole: whether
-    experts with a capacity serve all chunks together."""
+    experts with a capacity serve all chunks together. joins: whether what leaves the last block is joined;
+    with sequence parallelism chunks are slices, and are gathered first."""
 
     degree: int
     experts: tuple[str, ...] = ()
     whole: bool = False
+    joins: bool = True
 
 
 class _Attention(TorchFunctionMode):
@@ -61,7 +63,9 @@ class _Attention(TorchFunctionMode):
         named = {**(kwargs or {})}
         if self.inside and function is F.scaled_dot_product_attention:
             args = (*args, *(named.pop(key) for key in ("query", "key", "value")[len(args) :]))
-            if type(args[0]) is not Chunked:
+            if type(args[0]) is Chunked:
+                self.cut = True
+            else:
                 named["lengths"] = self._lengths(args[0].shape[-2])
             # Here, and not in another mode that knows attention: it would take the chunks for one tensor.
             with self.outside():
@@ -113,7 +117,7 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
     try:
         for name in blocks:
             module = model.get_submodule(name)
-            undo.append(put_forward(module, _block(module.forward, mode, name == blocks[-1])))
+            undo.append(put_forward(module, _block(module.forward, mode, how.joins and name == blocks[-1])))
         for name in how.experts:
             module = model.get_submodule(name)
             undo.append(put_forward(module, _experts(module.forward, not how.whole or _dropless(module))))

@@ -65,9 +65,10 @@ class Layout:
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
+        degree = 1 if self.chunks is None else self.chunks.degree
         with (
             nullcontext() if self.experts is None else spread_experts(model, self.experts),
-            nullcontext() if self.tensor is None else spread(model, self.tensor),
+            nullcontext() if self.tensor is None else spread(model, self.tensor, degree),
             nullcontext() if self.chunks is None else ampipe(model, self.chunks),
         ):
             yield
@@ -103,4 +104,5 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     """How the sequence is cut in so many chunks."""
     if degree == 1:
         return None
-    return Chunks(degree, experts_in(model), parallel.ampipe_capacity == "whole")
+    whole = parallel.ampipe_capacity == "whole"
+    return Chunks(degree, experts_in(model), whole, joins=not parallel.sequence_parallel)

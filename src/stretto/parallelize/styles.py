@@ -57,6 +57,7 @@ KNOWN = (
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "rowwise_split_input")
 """Styles of matrices whose output, or input, features are spread."""
+EXPERTS = "experts"
 
 SYNONYMS = {
     "colwise_rep": "colwise_gather_output",
@@ -228,7 +229,7 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
         found.update({name: parse_style(style, where, modules[name]) for name in matched})
     for name, dim in dims.items():
         module, _, key = name.rpartition(".")
-        if found.get(module, Style("replicated")).kind == "experts":
+        if found.get(module, Style("replicated")).kind == EXPERTS:
             found[module] = replace(found[module], dims=(*found[module].dims, (key, *dim)))
         elif given is not None:
             raise UsageError(
