@@ -89,16 +89,21 @@ def convert(
 
 
 def _tell_whole(ops: list[TracedOp], places: list[int], call: Matched) -> None:
-    """The shapes that a call's results have in the model alone, to the ops that make them: the last of it."""
-    left = list(zip(call.local, call.whole, strict=True))
-    for place in reversed(places):
-        item = ops[place]
-        if call.scaled:
-            item = replace(item, scaled=True)
-        made = item.op.outputs[0] if len(item.op.outputs) == 1 else None
-        if left and made is not None and made.shape == left[-1][0]:
-            item = replace(item, whole=left.pop()[1], repeated=call.repeated)
-        ops[place] = item
+    """The shapes that a call's results have in the model alone, to the ops that make them: the last of it, or
+    of a sequence in chunks the last of each chunk's, for which the same ops are called."""
+    results = call.chunks or (tuple(zip(call.local, call.whole, strict=True)),)
+    each = len(places) // len(results)
+    for at, shapes in enumerate(results):
+        # Where chunks have ops of their own (a mask for some), nobody knows whose an op is.
+        left = list(shapes) if each * len(results) == len(places) else []
+        for place in reversed(places[at * each : (at + 1) * each if left else None]):
+            item = ops[place]
+            if call.scaled:
+                item = replace(item, scaled=True)
+            made = item.op.outputs[0] if len(item.op.outputs) == 1 else None
+            if left and made is not None and made.shape == left[-1][0]:
+                item = replace(item, whole=left.pop()[1], repeated=call.repeated)
+            ops[place] = item
 
 
 def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str], ranks: int) -> Op:
