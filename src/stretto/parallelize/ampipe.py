@@ -29,6 +29,7 @@ from stretto.parallelize.chunked import (
     JOINED,
     Chunked,
     attention,
+    by_chunk,
     check_written,
     joined,
     lengths_of,
@@ -153,22 +154,23 @@ def _dropless(module: nn.Module) -> bool:
     return slots(1) is None
 
 
-def _experts(own: Callable[..., Tensor], by_chunk: bool) -> Callable[..., Tensor]:
+def _experts(own: Callable[..., Tensor], each: bool) -> Callable[..., Tensor]:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         leaves, tree = tree_flatten((args, kwargs))
         first = next((x for x in leaves if type(x) is Chunked), None)
         rows = [x for x in leaves if isinstance(x, Tensor)]
-        if first is None or not by_chunk or len({x.shape[first.cut_dim] for x in rows}) > 1:
+        if first is None or not each or len({x.shape[first.cut_dim] for x in rows}) > 1:
             args, kwargs = joined((args, kwargs))
             return own(*args, **kwargs)
         dim, blocks = first.cut_dim, first.blocks
         columns = [first.cut_alike(x, dim, blocks) if _is_whole(x) else x for x in leaves]
-        made: list[Tensor] = []
-        for at in range(len(first.parts)):
+
+        def of(at: int) -> Tensor:
             given = [x.parts[at] if type(x) is Chunked else x[at] if type(x) is list else x for x in columns]
             chunk_args, chunk_kwargs = tree_unflatten(given, tree)
-            made.append(own(*chunk_args, **chunk_kwargs))
-        return Chunked(made, dim, blocks)
+            return own(*chunk_args, **chunk_kwargs)
+
+        return Chunked(by_chunk(of, len(first.parts)), dim, blocks)
 
     return forward
 

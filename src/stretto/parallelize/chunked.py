@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from stretto.parallelize.chunk_placements import placements_of
 from stretto.parallelize.lower_right_adapter import lower_right
 from stretto.parallelize.parts import bounds
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
-from stretto.parallelize.unseen import unseen
+from stretto.parallelize.unseen import of_chunk, unseen
 from stretto.parallelize.wrapper_adapter import without_elements
 
 
@@ -84,7 +84,11 @@ class Chunked(Tensor):
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Chunked:
         """What does the same to every row, done to each chunk."""
-        return Chunked([function(chunk) for chunk in self.parts], self.cut_dim, self.blocks)
+        return Chunked(self.made(function), self.cut_dim, self.blocks)
+
+    def made(self, function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Of each chunk."""
+        return by_chunk(lambda at: function(self.parts[at]), len(self.parts))
 
     @classmethod
     def __torch_function__(
@@ -143,7 +147,7 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         if x.shape[x.cut_dim] != shape[dim] and shape[dim] != -1:
             return None
         sizes = [-1 if d == dim else n for d, n in enumerate(shape)]
-        return Chunked([chunk.expand(sizes) for chunk in x.parts], dim, x.blocks)
+        return Chunked(x.made(lambda chunk: chunk.expand(sizes)), dim, x.blocks)
     known = math.prod(n for n in shape if n != -1)
     target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
     whole = x.shape[x.cut_dim] // x.blocks
@@ -151,11 +155,8 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         length = target[dim] // blocks
         if all(length * n % whole == 0 for n in x.lengths()):
             sizes = [blocks * (length * n // whole) for n in x.lengths()]
-            made = [
-                c.reshape([size if d == dim else n for d, n in enumerate(target)])
-                for c, size in zip(x.parts, sizes, strict=True)
-            ]
-            return Chunked(made, dim, blocks)
+            shapes = [[size if d == dim else n for d, n in enumerate(target)] for size in sizes]
+            return Chunked(by_chunk(lambda at: x.parts[at].reshape(shapes[at]), len(shapes)), dim, blocks)
     return None
 
 
@@ -182,6 +183,18 @@ def _in_blocks(x: Tensor, dim: int, blocks: int) -> Tensor:
     shape = list(x.shape)
     shape[dim : dim + 1] = [blocks, shape[dim] // blocks]
     return x.reshape(shape)
+
+
+Made = TypeVar("Made")
+
+
+def by_chunk(call: Callable[[int], Made], count: int) -> list[Made]:
+    """What a call makes of each chunk, by its number."""
+    made: list[Made] = []
+    for at in range(count):
+        with of_chunk(at):
+            made.append(call(at))
+    return made
 
 
 def joined(value: Any) -> Any:
@@ -283,8 +296,9 @@ def _by_chunks(
     placements = _placements(call, leaves, first)
     if placements is None:
         return None
-    chunks = range(len(first.parts))
-    made = [call([x.parts[at] if type(x) is Chunked else x for x in leaves]) for at in chunks]
+    made = by_chunk(
+        lambda at: call([x.parts[at] if type(x) is Chunked else x for x in leaves]), len(first.parts)
+    )
     columns = zip(*(tree_flatten(one)[0] for one in made), strict=True)
     results = [_result(p, column) for p, column in zip(placements, columns, strict=True)]
     return (tree_unflatten(results, tree_flatten(made[0])[1]),)
@@ -347,18 +361,20 @@ def attention(
         return F.scaled_dot_product_attention(
             query.joined(), key, value, attn_mask, dropout_p, is_causal, **more
         )
-    made: list[Tensor] = []
-    end = 0
-    for chunk in query.parts:
-        start, end = end, end + chunk.shape[-2]
+    ends = list(accumulate(chunk.shape[-2] for chunk in query.parts))
+
+    def of(at: int) -> Tensor:
+        chunk, end = query.parts[at], ends[at]
+        start = end - chunk.shape[-2]
         if is_causal and start:
-            made.append(lower_right(chunk, key[..., :end, :], value[..., :end, :], dropout_p, **more))
-            continue
+            return lower_right(chunk, key[..., :end, :], value[..., :end, :], dropout_p, **more)
         seen, mask = end if is_causal else key.shape[-2], attn_mask
         if mask is not None and mask.shape[-2] != 1:
             mask = mask[..., start:end, :]
         keys, values = key[..., :seen, :], value[..., :seen, :]
-        made.append(F.scaled_dot_product_attention(chunk, keys, values, mask, dropout_p, is_causal, **more))
+        return F.scaled_dot_product_attention(chunk, keys, values, mask, dropout_p, is_causal, **more)
+
+    made = by_chunk(of, len(ends))
     return Chunked(made, query.dim() - 2)
 
 
