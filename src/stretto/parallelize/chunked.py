@@ -154,10 +154,12 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
     for dim, blocks in cuts_at(target, where_cut(x.shape, x.cut_dim, x.blocks)):
         length = target[dim] // blocks
         if all(length * n % whole == 0 for n in x.lengths()):
-            sizes = [blocks * (length * n // whole) for n in x.lengths()]
-            shapes = [[size if d == dim else n for d, n in enumerate(target)] for size in sizes]
-            return Chunked(by_chunk(lambda at: x.parts[at].reshape(shapes[at]), len(shapes)), dim, blocks)
-    return None
+            break
+    else:
+        return None
+    sizes = [blocks * (length * n // whole) for n in x.lengths()]
+    shapes = [[size if d == dim else n for d, n in enumerate(target)] for size in sizes]
+    return Chunked(by_chunk(lambda at: x.parts[at].reshape(shapes[at]), len(shapes)), dim, blocks)
 
 
 _TURNED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -89,7 +89,8 @@ def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
     """Modules of a block (attention, MLP) that gather their input, because colwise modules in them need it.
 
     They gather it, and not the colwise modules: their code may look at its shape before it calls them. So do
-    modules with experts in them. Of modules within each other it is the outermost. Raises UsageError for colwise modules that stand in no such module.
+    modules with experts in them. Of modules within each other the outermost gathers. Raises UsageError for
+    colwise modules that stand in no such module.
     """
     found: dict[str, None] = {}
     for name, style in styles.items():

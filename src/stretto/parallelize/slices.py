@@ -5,8 +5,8 @@
     3. A norm beside the blocks that is given slices puts the sequence together again.
 
 Where the sequence is in chunks (`chunked`), each chunk is cut into slices by itself: of 8 tokens in 2 chunks,
-the first of 2 ranks has 0, 1, 4, 5. What is gathered of a chunk's slices is then that chunk, in its order, and
-no token is moved (MindSpeed's order too).
+the first of 2 ranks has 0, 1, 4, 5 (MindSpeed's order too). What is gathered of a chunk's slices is then that
+chunk, in its order, and no token is moved.
 
 A tensor's length says whether it is a slice: that of the whole is known from the first cut. Code that runs
 parts of the blocks where this does not hold (of blocks that are never called themselves) is refused.

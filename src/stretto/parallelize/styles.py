@@ -11,15 +11,15 @@
     vocabulary              an embedding's rows, or an output head's columns, are spread (`vocabulary`)
     sequence                a norm that sees a slice of the sequence, with `sequence_parallel`
     attributes:A,B          integers of the module that count what is spread, divided by the number of ranks
-    experts                 a module of experts, called with tokens, chosen experts and weights: of its own
-                            parameters those are spread that have a style, and its output is the sum over ranks
+    experts                 a module of experts, called with tokens, chosen experts and weights: those of its
+                            own parameters are spread that have a style, and its output is the sum over ranks
     dim:D, dim:D:K          a parameter of experts is spread along its dim D (which is K equal blocks)
     replicated              nothing is spread
 
 A plan maps patterns of module names to styles; `*` stands for one part of a name (a layer's number). These
 are the words of `transformers`; PyTorch's `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel` objects
-(`torch.distributed.tensor.parallel`) are understood as well. Of a parameter of experts that is named (experts,
-out, in), `transformers` says colwise, packed_colwise and rowwise.
+(`torch.distributed.tensor.parallel`) are understood as well. A parameter of experts with the dims (experts,
+out, in) may be colwise, packed_colwise or rowwise, as `transformers` says.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
         if style.kind == "rowwise":
             return count - 1, 1
     raise UsageError(
-        f"{where}: a parameter of {count} dims has no style {given!r}: give 'dim:D' (the number of a dim), or "
-        "for one named (experts, out, in) 'colwise', 'packed_colwise' or 'rowwise'"
+        f"{where}: a parameter of {count} dims has no style {given!r}: give 'dim:D', the number of the dim "
+        "along which it is spread, or for the dims (experts, out, in) 'colwise', 'packed_colwise', 'rowwise'"
     )
 
 
