@@ -81,10 +81,10 @@ def convert(
         backward = backward or any(source in tainted for source in node.all_input_nodes)
         roots[op.name] = op.alias if op.alias is not None else op.name
         if matched and not backward:
-            call = torch_adapter.call_of(node)
-            if call is not None and call < len(matched):
-                chunk = torch_adapter.chunk_of(node) if matched[call].chunks else None
-                made_by.setdefault((call, chunk), []).append(len(ops))
+            number = torch_adapter.call_of(node)
+            if number is not None and number < len(matched):
+                chunk = torch_adapter.chunk_of(node) if matched[number].chunks else None
+                made_by.setdefault((number, chunk), []).append(len(ops))
         own = torch_adapter.is_own(node)
         ops.append(TracedOp(replace(op, module=module), segment, backward, own=own))
     for (number, chunk), places in made_by.items():
