@@ -268,14 +268,6 @@ def test_auto_says_that_it_cuts_nothing() -> None:
     assert job.in_chunks == ()
 
 
-@pytest.mark.parametrize(
-    "how", [{"ampipe_degree": 2}, {"ampipe_degree": "auto"}, {"ep": 2, "dp": 2}], ids=str
-)
-def test_tensor_parallelism_beside_it_is_refused(how: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="with tp = 2 is to come; give tp = 1"):
-        Parallel(tp=2, **how)
-
-
 @pytest.mark.parametrize("degree", [0, -1, "2", True, 1.5])
 def test_what_is_no_degree_is_refused(degree: Any) -> None:
     with pytest.raises(UsageError, match="is neither 'auto' nor a number of chunks"):

@@ -65,7 +65,7 @@ class ParallelSettings(Settings):
     tp_plan: dict[str, str] | None = None
     """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
     part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
-    "rowwise_split_input", "packed_colwise:3" or "replicated". Without it, the model's own plan."""
+    "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
     microbatches: int = Field(default=1, ge=1)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: str = Field(default="eager-1f1b", min_length=1)
