@@ -3,8 +3,10 @@ model's."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,13 +19,15 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Job, Op, Shard
 from stretto.models.build import huggingface_sum
 from stretto.models.gpt import next_token_loss
-from stretto.models.moe import moe_token_sum
+from stretto.models.moe import MoEGPT, moe_token_sum
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
+from stretto.runtime import Runner, run_threads
+from stretto.train.clip import GradientClip
 from tests.parallelize import test_experts_of_transformers as of_transformers
 from tests.parallelize.test_ampipe import by_chunks
-from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of, together
+from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of, plain, together
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain, batch_of, gpt
 from tests.runtime.equality import from_transformers
 
@@ -31,31 +35,28 @@ WIDE = 4.0
 """Of `ep_buffer`, so that none of the few rows is without room."""
 
 
-def grid() -> list[Any]:
-    """Every degree with every layout. Those that differ most are run each time."""
-    fast = {(1, 2, False, 1, FEW), (3, 2, True, 1, DROPLESS)}
-    cells = [
-        (degree, ep, sequence, pp, capacity)
-        for degree in (1, 2, 3, 4)
-        for ep in (1, 2)
-        for sequence in (False, True)
-        for pp in (1, 2)
-        for capacity in (DROPLESS, FEW)
-    ]
-    return [pytest.param(*cell, marks=[] if cell in fast else [pytest.mark.slow]) for cell in cells]
-
-
-@pytest.mark.parametrize(("degree", "ep", "sequence", "pp", "capacity"), grid())
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [DROPLESS, FEW])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
 def test_the_step_is_that_of_the_plain_model(
     degree: int, ep: int, sequence: bool, pp: int, capacity: float | None
 ) -> None:
+    assert_equals(model_of(capacity, shared=1, dense_every=2), layout(degree, ep, sequence, pp))
+
+
+def layout(degree: int, ep: int, sequence: bool, pp: int) -> Parallel:
+    more = {"ampipe_degree": degree, "ampipe_capacity": "whole", "ep_buffer": WIDE}
     parallel = Parallel(tp=2, ep=ep, dp=ep, pp=pp, microbatches=pp, sequence_parallel=sequence)
-    more = {
-        "ampipe_degree": degree,
-        "ampipe_capacity": "whole",
-        "ep_buffer": WIDE,
-    }
-    assert_equals(model_of(capacity, shared=1, dense_every=2), parallel.model_copy(update=more))
+    return parallel.model_copy(update=more)
+
+
+def test_a_block_in_chunks_of_slices() -> None:
+    """A corner of the grid, for every run."""
+    config = replace(model_of(DROPLESS, shared=1).config, layers=1)
+    assert_equals(MoEGPT(config, seed=3).double(), layout(2, 2, True, 1))
 
 
 @pytest.mark.slow
@@ -164,6 +165,23 @@ def test_experts_are_spread_over_both() -> None:
     assert up.partial == down.partial == ()
     assert parameters["blocks.0.mlp.router.weight"].shards == ()
     assert parameters["blocks.0.mlp.router.weight"].partial == ()
+
+
+def test_what_is_spread_over_both_is_gathered_clipped_and_saved() -> None:
+    model, job = model_of(FEW, shared=1), captured(tp=2, ep=2, dp=2)
+    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+
+    def work(runner: Runner) -> tuple[float, dict[str, Tensor]]:
+        runner.step(batch())
+        return float(GradientClip(runner, 0.0)()), runner.state_dict()
+
+    found = run_threads(plan, lambda _: copy.deepcopy(model), work)
+    _, grads = plain(model, 2)
+    norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    for told, state in found:
+        assert told == pytest.approx(float(norm), rel=1e-10)
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_layer_of_experts_is_summed_as_a_dense_one() -> None:
