@@ -148,7 +148,7 @@ def test_under_a_quota_an_op_is_told_by_its_thread_and_its_program_by_the_clock(
     """By the clock an op in which its rank was stopped seems ten times as long as its equals."""
     job = comm_job(1, tp=2)
     assert not profile(job, CPU).rounds[0].thread_shares
-    monkeypatch.setattr("stretto.measure.profile.quota_share", lambda: 0.5)
+    monkeypatch.setattr("stretto.measure.stopwatch.quota_share", lambda: 0.5)
     found = profile(job, CPU)
     of = found.rounds[0]
     assert of.thread_shares.keys() == of.shares.keys()
