@@ -31,8 +31,11 @@ def test_the_ops_are_the_same(monkeypatch: Any, dtype: torch.dtype, kind: str) -
         empty = model().to(dtype)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     absent = trace(empty, batch.to("meta"), loss, microbatches=2, device="cuda")
-    one, other = (Counter(item.op.target for item in of.ops) for of in (found, absent))
+    # Which of its kernels of attention a device takes, PyTorch finds out by asking it.
+    one, other = (
+        Counter(item.op.target.replace("_cudnn_", "_flash_") for item in of.ops) for of in (found, absent)
+    )
     assert one - other == other - one == Counter(), (one - other, other - one)
-    assert [[o and (o.shape, o.dtype) for o in i.op.outputs] for i in found.ops] == [
-        [o and (o.shape, o.dtype) for o in i.op.outputs] for i in absent.ops
+    assert [[o and (o.shape, o.dtype) for o in i.op.outputs[:1]] for i in found.ops] == [
+        [o and (o.shape, o.dtype) for o in i.op.outputs[:1]] for i in absent.ops
     ]
