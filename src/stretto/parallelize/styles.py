@@ -209,11 +209,12 @@ def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
 def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
     """Module name -> style, for the modules that have one; given: as for `given_plan`.
 
-    Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
+    Patterns that name parameters are about those of experts; a model's own plan may name others, which stay
+    whole. Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
     """
     plan = given_plan(model, given)
     found: dict[str, Style] = {}
-    dims: dict[str, tuple[int, int]] = {}
+    dims: dict[str, tuple[Any, str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern, style in plan.items():
@@ -223,13 +224,14 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
         if not matched and not of_experts and given is not None:
             raise UsageError(f"{where}: the model has no module of that name")
         if of_experts:
-            dims.update({name: _dim_of(style, where, parameters[name]) for name in of_experts})
+            dims.update(dict.fromkeys(of_experts, (style, where)))
             continue
         parse_style(style, where, modules[matched[0]] if matched else None)
         found.update({name: parse_style(style, where, modules[name]) for name in matched})
-    for name, dim in dims.items():
+    for name, (style, where) in dims.items():
         module, _, key = name.rpartition(".")
-        if found.get(module, Style("replicated")).kind == EXPERTS:
+        if module in found and found[module].kind == EXPERTS:
+            dim = _dim_of(style, where, parameters[name])
             found[module] = replace(found[module], dims=(*found[module].dims, (key, *dim)))
         elif given is not None:
             raise UsageError(
