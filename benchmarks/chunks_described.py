@@ -2,8 +2,9 @@
 
     python benchmarks/chunks_described.py
 
-A GPT of 4 layers (hidden 4096, 32 heads, vocabulary 32768) over tp = 8, with one microbatch of 2 sequences of
-4096 tokens, captured on the meta device and planned with described costs. Prints the table of docs/experts.md.
+A GPT of 4 layers (hidden 4096, 32 heads, vocabulary 32768) over tp = 8, with one microbatch of 2 sequences
+of 4096 tokens, captured on the meta device and planned with described costs. Prints the table of
+docs/experts.md.
 """
 
 from __future__ import annotations
