@@ -29,7 +29,7 @@ from tests.parallelize.test_tensor_equality import (
 from tests.runtime.equality import plain
 
 SPREADS = [(1, False), (2, False), (2, True)]
-BITWISE = ("dead_ops", "no_ops", "equal_collectives", "reduce_scatter_chunks")
+BITWISE = ("dead_ops", "no_ops", "equal_collectives", "cut_before_adding", "reduce_scatter_chunks")
 """Passes after which every op computes what it did, or sums in the same order."""
 
 
@@ -308,6 +308,7 @@ def test_there_is_one_ordered_list() -> None:
     assert [one.apply.__name__ for one in ORDER] == [
         "dead_ops",
         "plain_matmuls",
+        "cut_before_adding",
         "reduce_scatter_chunks",
         "sequence_first",
         "no_ops",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from stretto.errors import UsageError
 from stretto.ir.program import Job
+from stretto.passes.cut_before_adding import cut_before_adding
 from stretto.passes.dead_ops import dead_ops
 from stretto.passes.dense_messages import dense_messages
 from stretto.passes.equal_collectives import equal_collectives
@@ -52,6 +53,7 @@ class OfStep:
 ORDER = (
     OfGraph(dead_ops),  # what nothing needs is dropped
     OfGraph(plain_matmuls),  # batched products that are one plain product become one
+    OfGraph(cut_before_adding),  # what is added to a sum over ranks that is then cut is cut before
     OfGraph(reduce_scatter_chunks),  # an all-reduce of which each rank keeps a part becomes a reduce-scatter
     OfGraph(sequence_first),  # MLPs take tokens in the order in which they are gathered
     OfGraph(no_ops),  # what changes nothing is dropped; chains of reshapes are joined
