@@ -136,7 +136,8 @@ def tensor(
     keep_out: KeepOut = None,
 ) -> None:
     """PyTorch's eager tensor parallelism against ours, with overlap off, local and window: tp = 2."""
-    from stretto.bench.tensor_race import BALANCED, SHAPES, races, run_races
+    from stretto.bench.races import BALANCED, run_races
+    from stretto.bench.tensor_race import SHAPES, WORKER, races
     from stretto.lab.rates import parse_rate
 
     _begin(rounds, 3, json_out)
@@ -157,7 +158,7 @@ def tensor(
         tables.warn_of_noise(result["races"][-1]["rows"])
         write_json(result, json_out)
 
-    run_races(setups, progress.print, keep, _folder(keep_out))
+    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
 
 @bench.command()
