@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.bench import races as lab_races
-from stretto.bench.in_lab import worker_command
 from stretto.bench.races import balanced_rate, run_races
 from stretto.bench.tensor_race import SHAPES, WORKER, races
 from stretto.bench.tensor_result import MODES, Setup
@@ -22,6 +17,7 @@ from stretto.cli.bench import bench
 from stretto.cli.bench_tables import tensor_table, warn_of_noise
 from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
+from tests.bench.small_race import run_small as run_race
 
 SMALL = {
     "hidden": 128,
@@ -37,21 +33,7 @@ SMALL = {
 
 def run_small(out: Path, *words: str, **changes: Any) -> Any:
     setup = {**SMALL, **changes}
-    world = setup.get("pp", 1) * 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = worker_command("tensor", setup, out, *words)
-    base = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            command, env={**base, "RANK": str(r), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
-        )
-        for r in range(world)
-    ]
-    errors = [rank.communicate(timeout=290)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, errors
-    return json.loads(out.read_text())
+    return run_race("tensor", setup, setup.get("pp", 1) * 2, out, *words)
 
 
 def check(result: Any, places: int) -> None:

@@ -155,6 +155,34 @@ def test_a_copy_of_what_is_written_stays() -> None:
     assert torch.allclose(grads["weight"], want, rtol=1e-12)
 
 
+class Sliced(nn.Module):
+    """Two matrices of which the product takes a slice: all of one, half of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.every, self.some = nn.Parameter(torch.randn(3, 6, 6)), nn.Parameter(torch.randn(6, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(torch.bmm(x, self.every[0:3]).tanh(), self.some[0:3])
+
+
+def test_the_gradient_of_a_slice_of_all_is_that_of_the_whole() -> None:
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    model = Sliced().double()
+    job = capture(model, x, loss, Parallel())
+    assert targets(job)["aten.slice_backward.default"] == 1, "of the one that is cut"
+    expected = plain(copy.deepcopy(model), x, loss)
+    _, grads = step(job, model, x)
+    for name, want in expected.grads.items():
+        assert want is not None
+        assert torch.equal(grads[name], want), name
+
+
 class Batched(nn.Module):
     """Linear layers that are written with three dims."""
 

@@ -47,7 +47,7 @@ def run_races(
     keep: Callable[[dict[str, Any]], None],
     folder: Path | None = None,
 ) -> None:
-    """Run all races. module: of this room, whose `run_worker(setup, words)` every rank runs. keep: is given
+    """Run all races. module: of this room, whose `run_worker(setup, word)` every rank runs. keep: is given
     {"cores": ..., "races": [{"setup", "rows"}, ...]} after each, with those before it, so that an end before
     the last loses none. folder: where what ran is kept (`bench.kept`), a folder for each race and system.
     Raises RunError when ranks fail."""

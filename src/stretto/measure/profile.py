@@ -1,7 +1,8 @@
 """Op times of a job's programs, measured on the device that will run them.
 
     1. Inputs are made up from their specs: small random numbers, zeros for integers (a valid index into
-       anything), the real shapes and layouts.
+       anything), the real shapes and layouts. A norm's weights are about one: where they are about zero, what
+       is behind it is the same for all tokens, and a router sends them all to the same experts.
     2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
     3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
        that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
@@ -151,6 +152,7 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
     specs = specs_of(job)
     constants = {f"const/{c.name}": c for c in job.constants}
     made_here = {op.name for ops in stage.ops.values() for op in ops}
+    scales = {f"param/{p.name}" for p in job.parameters if len(p.spec.shape) == 1 and _is_weight(p.name)}
     made: dict[str, torch.Tensor] = {}
     generator = torch.Generator(device="cpu").manual_seed(0)
     for phase in PHASES:
@@ -166,7 +168,13 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
                 made[name] = torch.tensor(found.data, dtype=dtype, device=device).reshape(found.spec.shape)
             else:
                 made[name] = random_tensor(specs[name], generator, device)
+                if name in scales:
+                    made[name] += 1.0
     return made
+
+
+def _is_weight(name: str) -> bool:
+    return name.rpartition(".")[2] == "weight"
 
 
 def random_tensor(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -238,8 +238,14 @@ def plan(
             refused.append(error)
     if not made:
         raise refused[0]
-    best = min(made, key=_predicted_us)
-    others = [one for one in made if one is not best]
+    return fastest(made)
+
+
+def fastest(plans: Sequence[Plan]) -> Plan:
+    """Of plans of one step in different numbers of chunks, the one that is predicted to be the fastest;
+    where that has none, it says how much longer the fastest with chunks would take."""
+    best = min(plans, key=_predicted_us)
+    others = [one for one in plans if one is not best]
     if best.job.chunks > 1 or not others:
         return best
     other = min(others, key=_predicted_us)
