@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from stretto.capture.trace import Traced
@@ -88,6 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("lab"):
             item.add_marker("quiet")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="there is no accelerator here"))
     tests = Counter(item.path for item in items)
     first = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: (first.get(item.path, len(LONG)), -tests[item.path]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from dataclasses import asdict
@@ -111,6 +112,7 @@ def test_the_even_router_gives_each_expert_of_every_chunk_the_same() -> None:
 # --- the MLP-only pipeline ----------------------------------------------------------------------------
 
 
+@functools.cache
 def mlp_only(slices: int, routing: str = "balanced") -> tuple[Plan, dict[str, Op], tuple[str, ...]]:
     """A plan of two blocks, its ops by name, and the modules with experts."""
     setup = Setup(**{**SMALL, "layers": 2, "routing": routing})
@@ -125,7 +127,14 @@ def mlp_only(slices: int, routing: str = "balanced") -> tuple[Plan, dict[str, Op
     return plan, {op.name: op for ops in job.stages[0].ops.values() for op in ops}, modules
 
 
-@pytest.mark.parametrize(("slices", "routing"), [(2, "balanced"), (4, "balanced"), (2, "router")])
+@pytest.mark.parametrize(
+    ("slices", "routing"),
+    [
+        (2, "balanced"),
+        pytest.param(4, "balanced", marks=pytest.mark.slow),
+        pytest.param(2, "router", marks=pytest.mark.slow),
+    ],
+)
 def test_only_experts_run_under_their_all_to_alls(slices: int, routing: str) -> None:
     plan, ops, modules = mlp_only(slices, routing)
     overlapped = 0

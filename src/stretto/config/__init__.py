@@ -94,6 +94,9 @@ class TrainingSettings(Settings):
     """Tokens of text to write with the trained model; 0 writes none."""
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines of the log."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What ranks compute on: processors, or accelerators, one a rank; "auto" takes accelerators where this
+    machine has as many as it has ranks."""
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Processor threads of each rank; without it OMP_NUM_THREADS, without that the machine's cores over its
     ranks."""

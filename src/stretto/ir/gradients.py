@@ -24,9 +24,11 @@ PRODUCT = "aten.mm.default"
 
 @dataclass(frozen=True, slots=True)
 class Addend:
-    """A value as a part of a gradient. nbytes: of the whole gradient; product, copied: steps 1 and 3."""
+    """A value as a part of a gradient. nbytes: of the whole gradient, whose dtype it is; product, copied:
+    steps 1 and 3."""
 
     parameter: str
+    dtype: str
     nbytes: int
     product: bool
     copied: bool
@@ -51,7 +53,7 @@ def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
                 dtype = parameter.own_dtype or parameter.spec.dtype
                 kept = owned and spec is not None and spec.dtype == dtype and not _expanded(spec)
                 product = kept and op is not None and op.target == PRODUCT
-                made.append(Addend(name, parameter.grad_nbytes, product, not kept))
+                made.append(Addend(name, dtype, parameter.grad_nbytes, product, not kept))
             if made:
                 found[value] = tuple(made)
     return found

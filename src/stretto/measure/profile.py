@@ -1,8 +1,9 @@
 """Op times of a job's programs, measured on the device that will run them.
 
-    1. Inputs are made up from their specs: small random numbers, zeros for integers (a valid index into
-       anything), the real shapes and layouts. A norm's weights are about one: where they are about zero, what
-       is behind it is the same for all tokens, and a router sends them all to the same experts.
+    1. Inputs are made up from their specs: small random numbers, the real shapes and layouts. Integers of the
+       batch name rows of the embedding that they reach; others are zeros, a valid index into anything. Equal
+       tokens would make an accelerator faster than it is: its clock goes with the power that it takes. And a
+       router would send them all to the same experts: so a norm's weights are about one, and not about zero.
     2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
     3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
        that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
@@ -12,14 +13,14 @@
     6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
        while it is multiplied, which takes less than a product and a sum.
     7. Under a quota (`stretto.processor`) an op's share is its thread's time: the clock has stops in it.
+    8. On an accelerator all clocks are events. The device is first kept busy for as long as the host takes to
+       queue a phase, so that no op waits for its launch, as in a step where the host is ahead.
 Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in the runtime.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -28,14 +29,14 @@ from typing import Any
 import torch
 
 from stretto.backend.heap import keep_freed_memory
-from stretto.backend.synchronise import synchronise
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
+from stretto.ir.leaf_rows import rows_named
 from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 from stretto.measure.fake_collectives import function_of
-from stretto.processor.quota import quota_share
+from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch
 
 ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
@@ -58,16 +59,6 @@ class Profile:
     op_us: Mapping[tuple[int, str], float]
     source: str
     rounds: Mapping[int, Rounds] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """What the rounds of one stage took. shares: by op, with clocks; thread_shares: the same of the computing
-    thread, under a quota; totals: by phase, without clocks."""
-
-    shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    thread_shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 def profile(
@@ -122,13 +113,16 @@ def _measure(
     made = make_inputs(job, stage, device)
     calls = make_calls(job, stage, device)
     grads: dict[str, torch.Tensor] = {}
+    clock: Stopwatch = HostStopwatch(device) if device.type == "cpu" else DeviceStopwatch(device)
     with torch.no_grad():
-        warm_us = sum(_run(calls, made, grads, device, None).values())
+        if device.type != "cpu":
+            _run(calls, made, grads, clock, None)  # kernels are looked for, and memory is taken
+        warm_us = sum(_run(calls, made, grads, clock, None).values())
         longer = LEAST_ROUND_US / max(warm_us, 1.0)
         count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
         for _ in range(count):
-            _run(calls, made, grads, device, rounds)
-            for phase, us in _run(calls, made, grads, device, None).items():
+            _run(calls, made, grads, clock, rounds)
+            for phase, us in _run(calls, made, grads, clock, None).items():
                 rounds.totals[phase].append(us)
     result: dict[str, float] = {}
     found = rounds.thread_shares or rounds.shares
@@ -155,6 +149,7 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
     scales = {f"param/{p.name}" for p in job.parameters if len(p.spec.shape) == 1 and _is_weight(p.name)}
     made: dict[str, torch.Tensor] = {}
     generator = torch.Generator(device="cpu").manual_seed(0)
+    rows = {f"batch/{name}": count for name, count in rows_named(job).items()}
     for phase in PHASES:
         for name in inputs_of(stage, phase):
             if name in made or name in made_here:
@@ -167,7 +162,7 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
                 dtype = getattr(torch, found.spec.dtype)
                 made[name] = torch.tensor(found.data, dtype=dtype, device=device).reshape(found.spec.shape)
             else:
-                made[name] = random_tensor(specs[name], generator, device)
+                made[name] = random_tensor(specs[name], generator, device, rows.get(name, 1))
                 if name in scales:
                     made[name] += 1.0
     return made
@@ -177,11 +172,15 @@ def _is_weight(name: str) -> bool:
     return name.rpartition(".")[2] == "weight"
 
 
-def random_tensor(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:
-    """A made-up value: small random numbers, zeros for integers, which are valid indices into anything."""
+def random_tensor(
+    spec: TensorSpec, generator: torch.Generator, device: torch.device, rows: int = 1
+) -> torch.Tensor:
+    """A made-up value: small random numbers; integers below `rows`, zeros where nothing is known of them."""
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         value = (torch.randn(spec.shape, generator=generator) * 0.02).to(device, dtype)
+    elif rows > 1:
+        value = torch.randint(0, rows, spec.shape, generator=generator).to(device, dtype)
     else:
         value = torch.zeros(spec.shape, dtype=dtype, device=device)
     if spec.stride is None or 0 in spec.stride:
@@ -212,7 +211,8 @@ class OpCall:
             if held is not None:
                 held.add_(made)
             elif self.addends:
-                grads[self.op.name] = made.clone() if self.addends[0].copied else made
+                dtype = getattr(torch, self.addends[0].dtype)
+                grads[self.op.name] = made.to(dtype, copy=True) if self.addends[0].copied else made
         values[self.op.name] = made
         for name in self.dead:
             values.pop(name, None)
@@ -269,28 +269,21 @@ def _run(
     calls: Mapping[Phase, Sequence[OpCall]],
     given: Mapping[str, torch.Tensor],
     grads: dict[str, torch.Tensor],
-    device: torch.device,
+    clock: Stopwatch,
     rounds: Rounds | None,
 ) -> dict[Phase, float]:
-    """Steps 2, 3 and 7: one microbatch through F, I and W; microseconds of each phase.
+    """Steps 2, 3, 7 and 8: one microbatch through F, I and W; microseconds of each phase.
 
     Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
     fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
     """
-    threads = rounds is not None and device.type == "cpu" and quota_share() < 1.0
     values: dict[str, Any] = dict(given)
     result: dict[Phase, float] = {}
     for phase in PHASES:
-        synchronise(device)
-        begin = time.perf_counter_ns()
+        clock.begin(phase)
         for call in calls[phase]:
-            start, mine = time.perf_counter_ns(), time.thread_time_ns() if threads else 0
-            call.run(values, grads)
             if rounds is not None:
-                synchronise(device)
-                rounds.shares[call.op.name].append((time.perf_counter_ns() - start) / 1000.0)
-                if threads:
-                    rounds.thread_shares[call.op.name].append((time.thread_time_ns() - mine) / 1000.0)
-        synchronise(device)
-        result[phase] = (time.perf_counter_ns() - begin) / 1000.0
+                clock.op(call.op.name)
+            call.run(values, grads)
+        result[phase] = clock.end(rounds)
     return result

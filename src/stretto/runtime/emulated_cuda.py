@@ -1,14 +1,12 @@
 """The emulated transport of an accelerator: every lane is a side stream, on which a transfer is a kernel that
 lasts as long as the plan predicts.
 
-Public API only. May touch `stretto.simulate`. The contract:
+May touch `stretto.simulate`. The contract:
 
 1. A lane is a stream of high priority. A transfer waits there for what was queued on the compute stream
    before it (an event), then takes its time; a wait makes the compute stream wait for the transfer's event.
    The processor that queues the work never stands.
-2. What takes time is a running sum down the rows of a tensor of two columns: one block of two threads, which
-   runs as long as there are rows, and leaves all other multiprocessors and nearly all memory bandwidth
-   alone. How many rows a microsecond has is measured when lanes are opened.
+2. What takes time is a kernel that leaves the device free (`stretto.backend.device_delay`).
 3. A received message begins when the plan's simulation says, counted from the step's start, or when its
    receive is posted and the one before it has arrived, whichever is later. The peers do not answer to this
    rank's pace, as they do on processors: nothing knows the time on the device while work is queued.
@@ -23,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from stretto.backend.device_delay import DeviceDelay, mark
 from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
@@ -32,12 +31,6 @@ from stretto.runtime.lone import LoneEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
 from stretto.simulate import simulate
 from stretto.verify.trace import ends_of
-
-LONG_ROWS = 2**18
-"""Rows of the longest single kernel. Assumed: tens of milliseconds, from 4 MiB."""
-
-SHORT_ROWS = 2**12
-"""Rows of the shorter of the two kernels by which the rate is measured."""
 
 HIGH_PRIORITY = -1
 """The priority of lanes; streams have 0 by default, and lower numbers go first."""
@@ -61,10 +54,7 @@ class CudaTransport(LoneEnd["Queued"]):
         self._device = device
         self._begins_us, self._ends_us = self._predicted()
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._sums: dict[str, torch.Tensor] = {}
         self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-        self._rows_per_us = 0.0
-        self._least_us = 0.0
 
     def _predicted(self) -> tuple[dict[str, float], dict[str, float]]:
         """Name of a received message -> when it begins and ends in the simulation."""
@@ -80,27 +70,11 @@ class CudaTransport(LoneEnd["Queued"]):
         for lane in self._members:
             stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
             self._streams[lane] = stream
-            self._sums[lane] = torch.empty(LONG_ROWS, 2, device=device)
-        self._ones = torch.ones(LONG_ROWS, 2, device=device)
-        self._measure()
-
-    def _measure(self) -> None:
-        """Step 2: the time of a short and of a long kernel, the second time each, give rows a microsecond."""
-        out = torch.empty_like(self._ones)
-        took: dict[int, float] = {}
-        for rows in (SHORT_ROWS, LONG_ROWS, SHORT_ROWS, LONG_ROWS):
-            start = self._mark(torch.cuda.current_stream(self._device))
-            torch.cumsum(self._ones[:rows], 0, out=out[:rows])
-            end = self._mark(torch.cuda.current_stream(self._device))
-            end.synchronize()
-            took[rows] = 1000.0 * start.elapsed_time(end)
-        self._rows_per_us = (LONG_ROWS - SHORT_ROWS) / max(took[LONG_ROWS] - took[SHORT_ROWS], 1.0)
-        self._least_us = max(0.0, took[SHORT_ROWS] - SHORT_ROWS / self._rows_per_us)
+        self._delay = DeviceDelay(device)
 
     def close(self) -> None:
         super().close()
         self._streams.clear()
-        self._sums.clear()
 
     # The step.
 
@@ -111,13 +85,13 @@ class CudaTransport(LoneEnd["Queued"]):
         self._until_us: dict[str, float] = {}
         self._taken: list[Taken] = []
         self._waits: list[tuple[Taken, torch.cuda.Event, torch.cuda.Event]] = []
-        self._start = self._mark(torch.cuda.current_stream(self._device))
+        self._start = mark(torch.cuda.current_stream(self._device))
         for stream in self._streams.values():
             stream.wait_event(self._start)
 
     def timeline(self, peak_bytes: int) -> Timeline:
         """What the device did since `begin`; the compute lane has one span between two waits."""
-        end = self._mark(torch.cuda.current_stream(self._device))
+        end = mark(torch.cuda.current_stream(self._device))
         torch.cuda.synchronize(self._device)
 
         def us(event: torch.cuda.Event) -> float:
@@ -143,11 +117,6 @@ class CudaTransport(LoneEnd["Queued"]):
         peaks = tuple(peak_bytes if rank == place else 0 for rank in range(self._plan.ranks))
         members = self._plan.members
         return Timeline("measured", self._plan.ranks, step_us, tuple(spans), peaks, members=members)
-
-    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
 
     # The transport's words.
 
@@ -179,31 +148,27 @@ class CudaTransport(LoneEnd["Queued"]):
     def _queue(self, lane: str, name: str, us: float, fill: Callable[[], object] | None = None) -> Queued:
         """Step 1: the transfer, behind what is queued on the compute stream and on its lane."""
         stream = self._streams[lane]
-        stream.wait_event(self._mark(torch.cuda.current_stream(self._device)))
-        begun = self._mark(stream)
+        stream.wait_event(mark(torch.cuda.current_stream(self._device)))
+        begun = mark(stream)
         self._spend(lane, us)
         if fill is not None:
             with torch.cuda.stream(stream), torch.no_grad():
                 fill()
-        taken = Taken(name, lane, begun, self._mark(stream))
+        taken = Taken(name, lane, begun, mark(stream))
         self._taken.append(taken)
         return Queued(self, taken)
 
     def _spend(self, lane: str, us: float) -> None:
         """Step 2."""
         with torch.cuda.stream(self._streams[lane]):
-            while us > self._least_us:
-                rows = int((us - self._least_us) * self._rows_per_us)
-                rows = max(1, min(rows, LONG_ROWS))
-                torch.cumsum(self._ones[:rows], 0, out=self._sums[lane][:rows])
-                us -= self._least_us + rows / self._rows_per_us
+            self._delay.spend(us, lane)
 
     def wait_for(self, taken: Taken) -> None:
         """The compute stream waits for the transfer."""
         stream = torch.cuda.current_stream(self._device)
-        before = self._mark(stream)
+        before = mark(stream)
         stream.wait_event(taken.ended)
-        self._waits.append((taken, before, self._mark(stream)))
+        self._waits.append((taken, before, mark(stream)))
 
 
 class Queued:

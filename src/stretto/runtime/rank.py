@@ -16,11 +16,12 @@ from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.runtime.clock import clock_of
 from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
-from stretto.runtime.record import Marks, now
+from stretto.runtime.record import Marks
 from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
 
@@ -65,6 +66,8 @@ class RankState:
         self.seed = seed
         self.steps = 0
         self._kept: torch.Tensor | None = None
+        self.clock = clock_of(device)
+        self._now = self.clock.now
         self.marks = Marks()
         self.grads: dict[int, torch.Tensor] = {}
         self._buffers = buffers
@@ -150,12 +153,13 @@ class RankState:
         self._batch = [{name: chunks[m] for name, chunks in parts.items()} for m in range(count)]
         self.divisor.begin(batch)
         self.marks = Marks()
+        self.clock.begin()
         try:
             with torch.no_grad():
-                self.marks.start = now()
+                self.marks.start = self._now()
                 for instruction in self.plan.orders[self.place]:
                     self._actions[instruction.kind](instruction)
-                self.marks.end = now()
+                self.marks.end = self._now()
         finally:
             if self._kept is not None:
                 self.drawn()  # an op failed between its seed and its end
@@ -190,17 +194,17 @@ class RankState:
         for stage, microbatch in zip(window.stages, instruction.microbatches, strict=True):
             store = self._stores.setdefault((stage, microbatch), {})
             arguments += [self._batch[microbatch] if microbatch != ONCE else {}, store, microbatch]
-        start = now()
+        start = self._now()
         window.run(self, *arguments)
         if self.plan.windows[name].actions:
-            self.marks.runs.append((name, instruction.microbatches, start, now()))
+            self.marks.runs.append((name, instruction.microbatches, start, self._now()))
 
     def _sent(self, instruction: Instruction) -> None:
         key = (int(instruction.ref), instruction.microbatches[0])
         handle, _ = self._leaving.pop(key)
-        start = now()
+        start = self._now()
         handle.wait()
-        self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, now()))
+        self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, self._now()))
 
     def _slots(self, groups: Sequence[str], lane: str) -> list[Slot]:
         held = (self.plan.job.parameters[self._members[group][0]] for group in groups)
@@ -228,9 +232,9 @@ class RankState:
         if key in self._local:
             return self._local.pop(key)
         handle, buffer = self._received.pop(key)
-        start = now()
+        start = self._now()
         handle.wait()
-        self.marks.waits.append((edge, microbatch, start, now()))
+        self.marks.waits.append((edge, microbatch, start, self._now()))
         stride = self.plan.job.edges[edge].spec.stride
         return buffer if stride is None else _with_stride(buffer, stride)
 
@@ -240,7 +244,7 @@ class RankState:
             self._local[edge, microbatch] = value
             return
         value = value.contiguous()
-        self.marks.sends.append((edge, microbatch, now()))
+        self.marks.sends.append((edge, microbatch, self._now()))
         self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
 
     def gather_grads(self, groups: Sequence[str], lane: str) -> torch.Tensor:
@@ -273,7 +277,7 @@ class RankState:
         owned: bool = False,
     ) -> Started:
         """owned: nothing else reads the value before the wait."""
-        began = now()
+        began = self._now()
         row = KINDS[kind]
         if row.in_place:
             copied = value.clone(memory_format=torch.contiguous_format) if not owned else value
@@ -289,9 +293,9 @@ class RankState:
         return Started(name, lane, handle, result, source)
 
     def finish(self, started: Started) -> torch.Tensor:
-        start = now()
+        start = self._now()
         started.handle.wait()
-        self.marks.finishes.append((started.name, started.lane, start, now()))
+        self.marks.finishes.append((started.name, started.lane, start, self._now()))
         return started.result
 
     def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None:
@@ -322,7 +326,7 @@ class RankState:
         self._buffers[buffer].copy_(value)
 
     def enter(self, part: int) -> None:
-        self.marks.parts.append((now(), part))
+        self.marks.parts.append((self._now(), part))
 
     def draw(self, microbatch: int, op: int) -> None:
         _DRAWING.acquire()

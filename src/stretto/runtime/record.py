@@ -1,12 +1,11 @@
 """What happened when: cheap marks during the step, and a timeline from all ranks' marks afterwards.
 
-A mark is a tuple with clock readings in nanoseconds, appended to a list; nothing is computed while the
-step runs. The timeline has the same tracks and accounts as the simulated one.
+A mark is a tuple with readings of a clock (`stretto.runtime.clock`), appended to a list; nothing is computed
+while the step runs. The timeline has the same tracks and accounts as the simulated one.
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +18,13 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
 
-now = time.perf_counter_ns
-
 LEAST_SPAN_US = 1.0
 """Waits shorter than this are the cost of asking, not of waiting."""
 
-THERE_US = 200.0
-"""A wait shorter than this found the message there: nobody saw it arrive, and it is drawn as long as the link
-is known to take. Measured: Gloo answers such a wait in 20 to 100 us."""
+THERE_US = {"cpu": 200.0, "cuda": 5.0}
+"""By kind of device: a wait shorter than this found the message there. Nobody saw it arrive, and it is drawn
+as long as the link is known to take. Measured: Gloo answers such a wait in 20 to 100 us, two events with
+nothing between them are 1 to 2 us apart."""
 
 Message = tuple[int, int]
 
@@ -36,7 +34,7 @@ Asked = tuple[int, Phase, int]
 
 @dataclass
 class Marks:
-    """One rank's marks of one step, in its own clock (ns)."""
+    """One rank's marks of one step, in its own clock: nanoseconds where it has been read."""
 
     start: int = 0
     end: int = 0
@@ -170,7 +168,7 @@ def _message(
     edge = plan.job.edges[edge_index]
     sender = plan.rank_of(edge.source)
     arrived = waited[1]
-    if waited[1] - waited[0] < THERE_US:
+    if waited[1] - waited[0] < THERE_US[plan.job.device]:
         arrived = min(arrived, left + message_us(plan.costs.link(sender, place), edge.spec.nbytes))
     return Span(
         place,
@@ -203,7 +201,7 @@ def _collective(
     words = name.split(" ")
     kind = words[1] if (words[0], words[1]) in plan.costs.collectives else SUM
     cost = plan.costs.collectives.get((words[0], kind))
-    if waited[1] - waited[0] < THERE_US and cost is not None:
+    if waited[1] - waited[0] < THERE_US[plan.job.device] and cost is not None:
         done = min(done, begun + cost.curve.us(nbytes))
     stage, phase, microbatch = asked or (None, None, None)
     end = max(done, begun)

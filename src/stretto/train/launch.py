@@ -36,7 +36,7 @@ from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
 from stretto.train.text import silent
 from stretto.train.worker import work
-from stretto.train.world import LAUNCHER_PID, crowding, is_worker, threads
+from stretto.train.world import LAUNCHER_PID, World, crowding, device_for, device_note, is_worker, threads
 
 RANKS_STUCK_S = 40.0
 """How long the launcher has to end by itself after a signal while there are ranks, of whose end it
@@ -78,6 +78,12 @@ def _check(settings: TrainSettings) -> None:
         model = build_model(settings.model, data.vocab_size, settings.training.seed)
     spread(model, settings, silent)  # the first rank will say it
     ranks = settings.parallel.world
+    here = World(size=ranks, local_size=ranks)
+    note = device_note(settings.training.device, here)
+    if note is not None:
+        say(f"note: {note}")
+    if device_for(settings.training.device, here).type != "cpu":
+        return
     crowd = crowding(ranks, threads(settings.training.threads_per_rank, ranks))
     if crowd is not None:
         say(f"note: {crowd}")

@@ -41,7 +41,7 @@ from stretto.train.compatible import check
 from stretto.train.data import TextData, prepare_data
 from stretto.train.heartbeat import Heartbeat
 from stretto.train.heldout import HeldOut
-from stretto.train.layout import spread
+from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
 from stretto.train.metrics import Metrics
@@ -141,10 +141,12 @@ class Trainer:
         layout = spread(model, settings, say)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
-            job = capture(model, batch, loss, settings.parallel, precision=settings.precision)
+            device = self.world.device.type
+            job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
         plan = make_plan(job, cluster="local")
         for line in str(plan).splitlines():
             say(line)
+        move(model, plan, self.world.rank, self.world.device)
         self.runner = Runner(plan, model, seed=settings.training.seed, compile=settings.compile)
         # With "auto" the plan has chosen.
         layout = replace(layout, chunks=chunks_of(model, settings.parallel, plan.job.chunks))
@@ -235,8 +237,11 @@ class Trainer:
     def _one_step(self, batch: torch.Tensor) -> tuple[float, float, float]:
         """Loss, learning rate and gradient norm of the next step, which is then done."""
         settings = self.settings
-        loss = float(self.runner.step(batch))
-        norm = float(self.clip())
+        lost, size = self.runner.step(batch), self.clip()
+        loss, norm = (
+            float(lost),
+            float(size),
+        )  # asked for once both are queued: an accelerator goes on meanwhile
         rate = learning_rate(settings.lr_schedule, settings.optimizer.lr, settings.training.steps, self.step)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise RunError(

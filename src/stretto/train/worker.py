@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 from stretto.config import TrainSettings
 from stretto.train.checkpoint_files import what_is_left
@@ -23,6 +24,7 @@ from stretto.train.world import (
     LAUNCHER_PID,
     World,
     check_size,
+    device_for,
     environment,
     join,
     threads,
@@ -45,6 +47,7 @@ def work(settings: TrainSettings) -> int:
     _watch_launcher()
     place = environment()
     check_size(place, settings.parallel)
+    place = replace(place, device=device_for(settings.training.device, place))
     trainer = Trainer(settings, place)
 
     def stuck(interrupted: Interrupted) -> None:

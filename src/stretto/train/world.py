@@ -6,7 +6,7 @@ May touch `torch.distributed`'s process group and the number of threads. It deci
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -38,12 +38,15 @@ def is_launched() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """rank of size ranks, of which local_size are on this machine. store: None for a single rank."""
+    """rank of size ranks, of which local_size are on this machine, this one the local_rank-th. store: None
+    for a single rank. device: what this rank computes on."""
 
     rank: int = 0
     size: int = 1
     local_size: int = 1
     store: Store | None = None
+    local_rank: int = 0
+    device: torch.device = field(default=torch.device("cpu"))
 
     def all_gather(self, item: Said) -> list[Said]:
         """Every rank's item, by rank; all must call it."""
@@ -61,12 +64,14 @@ def environment() -> World:
     if not is_worker():
         return World()
     found: dict[str, int] = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        text = os.environ.get(name, os.environ["WORLD_SIZE"])
+    whole = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "LOCAL_RANK": os.environ["RANK"]}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        text = os.environ[name] if name in os.environ else whole[name]
         if not text.isdigit():
             raise UsageError(f"{name} = {text!r} in the environment is no number; start ranks with torchrun")
         found[name] = int(text)
-    return World(found["RANK"], found["WORLD_SIZE"], max(1, found["LOCAL_WORLD_SIZE"]))
+    local_size = max(1, found["LOCAL_WORLD_SIZE"])
+    return World(found["RANK"], found["WORLD_SIZE"], local_size, local_rank=found["LOCAL_RANK"] % local_size)
 
 
 def check_size(world: World, parallel: ParallelSettings) -> None:
@@ -80,6 +85,31 @@ def check_size(world: World, parallel: ParallelSettings) -> None:
             f"{needed} (torchrun --nproc-per-node {needed}), choose a layout of {world.size}, or leave "
             "starting them to `stretto train`"
         )
+
+
+def device_for(wanted: str, place: World) -> torch.device:
+    """What this rank computes on, for a `training.device`. Raises UsageError where there are too few."""
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and here < place.local_size):
+        return torch.device("cpu")
+    if here < place.local_size:
+        raise UsageError(
+            f"training.device = 'cuda' needs an accelerator for each of the {place.local_size} ranks on this "
+            f"machine, and it has {here}: choose a layout of fewer ranks, start more machines "
+            "(torchrun --nnodes), or set training.device = 'cpu'"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def device_note(wanted: str, place: World) -> str | None:
+    """What to tell of accelerators that are not used; None where there are none, or all is as asked."""
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted != "auto" or not here or here >= place.local_size:
+        return None
+    return (
+        f"this machine has {here} accelerator{'s' if here > 1 else ''}, too few for its {place.local_size} "
+        "ranks, which compute on processors"
+    )
 
 
 def crowding(ranks: int, threads_per_rank: int) -> str | None:
@@ -100,20 +130,39 @@ def available_cores() -> int:
 
 
 def join(place: World) -> World:
-    """Meet the other ranks and make the process group (Gloo). Raises StrettoError when they do not come."""
+    """Meet the other ranks and make the process group: Gloo, and NCCL beside it for accelerators. Raises
+    StrettoError when they do not come, UsageError when they compute on other kinds of devices."""
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
     if place.size == 1:
         return place
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        backends = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise StrettoError(
             f"rank {place.rank} could not meet the others at {where}: {str(error).splitlines()[0]}; check "
             f"that all {place.size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
         ) from None
-    return World(rank, size, place.local_size, store)
+    world = replace(place, rank=rank, size=size, store=store)
+    kinds = store_kinds(world)
+    if len(set(kinds)) > 1:
+        cpu = kinds.index("cpu")
+        raise UsageError(
+            f"rank {cpu} would compute on a processor and rank {kinds.index('cuda')} on an accelerator: give "
+            "training.device = 'cpu', or start ranks where there are accelerators"
+        )
+    return world
+
+
+def store_kinds(world: World) -> list[str]:
+    """Each rank's kind of device, by rank, through the store: process groups of two kinds would not meet."""
+    assert world.store is not None
+    world.store.set(f"device/{world.rank}", world.device.type)
+    return [world.store.get(f"device/{rank}").decode() for rank in range(world.size)]
 
 
 def leave(world: World) -> None:

@@ -1,0 +1,134 @@
+"""What a Runner computes on an accelerator is what the plain model computes there.
+
+All ranks are threads of this process and share one device, so that any layout can be tested on one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.config import Parallel
+from stretto.models.gpt import GPT, GPTConfig, next_token_sum
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
+from stretto.price.cluster import Cluster
+from stretto.runtime.shards import pieces_of
+
+pytestmark = pytest.mark.gpu
+
+VOCAB, CONTEXT, ROWS = 64, 32, 8
+Grads = dict[str, Tensor]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, layers=2, hidden=64, heads=4, context=CONTEXT), seed=3)
+
+
+def moe(capacity: float | None) -> nn.Module:
+    config = MoEConfig(
+        vocab_size=VOCAB,
+        layers=2,
+        hidden=64,
+        heads=4,
+        context=CONTEXT,
+        experts=4,
+        top_k=2,
+        expert_ratio=2.0,
+        capacity_factor=capacity,
+        shared_experts=1,
+    )
+    return MoEGPT(config, seed=3)
+
+
+def batch() -> Tensor:
+    made = torch.randint(0, VOCAB, (ROWS, CONTEXT + 1), generator=torch.Generator().manual_seed(4))
+    return made.cuda()
+
+
+def plain(model: nn.Module, loss: Any, pieces: int) -> tuple[Tensor, Grads]:
+    own = copy.deepcopy(model)
+    parts = [loss(own, part) for part in batch().chunk(pieces)]
+    total = torch.stack([part for part, _ in parts]).sum() / sum(int(count) for _, count in parts)
+    total.backward()
+    return total.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+
+def together(plan: stretto.Plan, model: nn.Module) -> tuple[Tensor, Grads]:
+    def work(runner: stretto.Runner) -> tuple[Tensor, Grads]:
+        loss = runner.step(batch())
+        return loss, {name: p.grad for name, p in runner.named_parameters() if p.grad is not None}
+
+    found = stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)
+    grads: Grads = {}
+    parameters = {p.name: p for p in plan.job.parameters}
+    for rank, (_, of_rank) in enumerate(found):
+        for name, grad in of_rank.items():
+            whole = grads.setdefault(name, torch.full_like(model.get_parameter(name), torch.nan))
+            at = plan.mesh.coordinates(rank)
+            for offsets, box in pieces_of(grad, parameters[name], plan.job, at):
+                whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))] = box
+    return found[0][0], grads
+
+
+def assert_equals(model: nn.Module, loss: Any, parallel: Parallel, dtype: torch.dtype) -> None:
+    model = model.to("cuda", dtype)
+    job = stretto.capture(model, batch(), loss=loss, parallel=parallel)
+    assert job.device == "cuda"
+    plan = stretto.plan(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0))
+    got, grads = together(plan, model)
+    want, wanted = plain(model, loss, parallel.microbatches * parallel.dp)
+    tolerance = TOLERANCE[dtype]
+    assert abs(float(got) - float(want)) <= tolerance * abs(float(want))
+    assert grads.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        off = float((grads[name].double() - grad.double()).norm())
+        assert off <= tolerance * max(float(grad.double().norm()), 1e-3), (name, off)
+
+
+LAYOUTS = [
+    Parallel(),
+    Parallel(pp=2, microbatches=4),
+    Parallel(pp=2, microbatches=4, schedule="zb-h1", recompute="selective"),
+    Parallel(tp=2, microbatches=2),
+    Parallel(tp=2, sequence_parallel=True, microbatches=2, recompute="full"),
+    Parallel(dp=2, tp=2, pp=2, microbatches=2, ampipe_degree=1),
+]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_a_gpt(parallel: Parallel) -> None:
+    assert_equals(gpt(), next_token_sum, parallel, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpt_in_other_dtypes(dtype: torch.dtype) -> None:
+    """Kernels of attention are others than in float64."""
+    assert_equals(gpt(), next_token_sum, LAYOUTS[-1], dtype)
+
+
+WITH_EXPERTS = [
+    Parallel(),
+    Parallel(ep=2, dp=2, ep_buffer=4.0),
+    Parallel(ep=2, dp=2, pp=2, microbatches=2, schedule="zb-h1", ep_buffer=4.0),
+    Parallel(ep=2, dp=2, ampipe_degree=2, ampipe_capacity="whole", ep_buffer=4.0),
+    Parallel(ep=2, dp=2, pp=2, microbatches=2, ampipe_degree=2, ampipe_capacity="whole", ep_buffer=4.0),
+    Parallel(ep=2, dp=2, pipe_experts_multi_data=2, ep_buffer=4.0),
+]
+
+
+@pytest.mark.parametrize("capacity", [None, 100.0])
+@pytest.mark.parametrize("parallel", WITH_EXPERTS, ids=str)
+def test_experts(parallel: Parallel, capacity: float | None) -> None:
+    assert_equals(moe(capacity), moe_token_sum, parallel, torch.float64)
+
+
+@pytest.mark.parametrize("capacity", [None, 100.0])
+def test_experts_in_half_precision(capacity: float | None) -> None:
+    """Dropless experts have one kernel for all groups."""
+    assert_equals(moe(capacity), moe_token_sum, WITH_EXPERTS[-2], torch.bfloat16)

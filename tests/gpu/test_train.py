@@ -1,0 +1,60 @@
+"""`stretto train` on an accelerator: it trains there, and goes on from a checkpoint bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli.main import app
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = """
+[model]
+layers = 2
+hidden = 128
+heads = 4
+context = 64
+
+[data]
+sequence_length = 64
+vocab_size = 512
+paths = ["{text}"]
+cache_dir = "{cache}"
+
+[training]
+steps = 20
+global_batch = 16
+sample_tokens = 8
+device = "{device}"
+
+[output]
+run_dir = "{run}"
+"""
+
+
+DEVICE = "cuda"
+
+
+def losses(folder: Path, run: str, *steps: int) -> list[float]:
+    """Of a run that is started once for each number of steps."""
+    text, config = folder / "text.txt", folder / f"{run}.toml"
+    text.write_text("".join(f"{k} times {k} is {k * k}. " for k in range(20_000)))
+    names = {"text": text, "cache": folder / "cache", "run": folder / run, "device": DEVICE}
+    config.write_text(SETTINGS.format(**names))
+    for count in steps:
+        said = CliRunner().invoke(app, ["train", str(config), f"training.steps={count}"])
+        assert said.exit_code == 0, said.output
+        print(said.output)
+    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_it_trains_and_goes_on(tmp_path: Path) -> None:
+    whole = losses(tmp_path, "whole", 20)
+    assert len(whole) == 20
+    assert whole[-1] < 0.8 * whole[0]
+    assert losses(tmp_path, "parts", 10, 20) == whole

@@ -1,0 +1,44 @@
+"""Lanes on NCCL: a communicator of one rank, on a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.ir.collectives import KINDS
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import Communicator
+from stretto.runtime.torch_transport import TorchTransport
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[TorchTransport]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    made = TorchTransport()
+    made.open([Communicator("tp", (0,), ("tp",))], torch.device("cuda", 0), Mesh((("pp", 1), ("tp", 1))))
+    yield made
+    made.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_a_collective_comes_back(transport: TorchTransport, kind: str) -> None:
+    value = torch.randn(64, 64, device="cuda")
+    result = value if KINDS[kind].in_place else torch.zeros_like(value)
+    expected = value.clone()
+    handle = transport.collective("tp", kind, result, value, "sum" if KINDS[kind].in_place else "")
+    handle.wait()
+    torch.cuda.synchronize()
+    assert torch.equal(result, expected)
+
+
+def test_the_stream_has_high_priority(transport: TorchTransport) -> None:
+    group = transport._group("tp")
+    assert group._get_backend(torch.device("cuda")).options.is_high_priority_stream
