@@ -15,6 +15,7 @@ from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
+from stretto.ir.gradients import addends
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.passes import GRAPH_PASSES, ORDER, STEP_PASSES
 from stretto.passes.dead_ops import dead_ops
@@ -183,6 +184,50 @@ def test_the_gradient_of_a_slice_of_all_is_that_of_the_whole() -> None:
         assert torch.equal(grads[name], want), name
 
 
+class Twice(nn.Module):
+    """Matrices that are used several times: three products, two of batches, and one whose output is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.plain = nn.Parameter(torch.randn(6, 6))
+        self.batch = nn.Parameter(torch.randn(2, 6, 6))
+        self.also_added = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (0, 2, 4):
+            x = x + (x[:, part : part + 2] @ self.plain).tanh().mean((1, 2), keepdim=True)
+        halves = x.unflatten(1, (2, 3)).transpose(0, 1).flatten(1, 2)
+        x = torch.bmm(torch.bmm(halves, self.batch).sin(), self.batch)
+        return (x @ self.also_added).tanh() + self.also_added.sum()
+
+
+def test_sums_of_products_become_parts_of_the_gradient() -> None:
+    x = torch.randn(4, 6, 6, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    model = Twice().double()
+    job, before = (
+        capture(model, x, loss, Parallel(microbatches=2, skip_passes=skip))
+        for skip in ((), ("gradient_parts",))
+    )
+    assert {p.name: len(p.grads) for p in before.parameters} == {"plain": 1, "batch": 1, "also_added": 1}
+    assert {p.name: len(p.grads) for p in job.parameters} == {"plain": 3, "batch": 2, "also_added": 1}
+    assert len(ops_of(before)) - len(ops_of(job)) == 3, "additions"
+    adding = addends(job, 0)
+    for parameter in job.parameters[:2]:
+        assert all(adding[value][0].product for _, _, value in parameter.grads)
+    expected = plain(model, x, loss)
+    for found in (job, before):
+        told, grads = step(found, model, x)
+        assert torch.allclose(told, expected.loss, rtol=1e-12)
+        for name, want in expected.grads.items():
+            assert want is not None
+            assert (grads[name] - want).norm() <= 1e-12 * want.norm(), name
+
+
 class Batched(nn.Module):
     """Linear layers that are written with three dims."""
 
@@ -341,6 +386,7 @@ def test_there_is_one_ordered_list() -> None:
         "no_ops",
         "equal_collectives",
         "scatter_borders",
+        "gradient_parts",
         "split_products",
         "messages_in_parts",
         "recomputed",

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from stretto.backend.heap import keep_freed_memory
+from stretto.backend.products import add_product
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
@@ -205,7 +206,7 @@ class OpCall:
         arguments = [value_of(a, values) for a in self.args]
         held = grads.get(self.op.name)
         if held is not None and self.addends[0].product:
-            made = torch.addmm(held, *arguments, out=held)
+            made = add_product(held, *arguments)
         else:
             made = self.function(*arguments, **{key: value_of(a, values) for key, a in self.kwargs})
             if held is not None:

@@ -17,6 +17,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.passes.dead_ops import dead_ops
 from stretto.passes.equal_collectives import equal_collectives
+from stretto.passes.gradient_parts import gradient_parts
 from stretto.passes.graph import Graph
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.passes.no_ops import no_ops
@@ -55,6 +56,7 @@ ORDER = (
     OfGraph(no_ops),  # what changes nothing is dropped; chains of reshapes are joined
     OfGraph(equal_collectives),  # one collective instead of two of the same value
     OfJob(scatter_borders),  # sums that leave a stage are scattered before the border, gathered behind it
+    OfJob(gradient_parts),  # a gradient that is a sum of products becomes these, which are added one by one
     OfStep(split_products, tried=True),  # products and the collectives of their results in parts
     OfStep(messages_in_parts),  # what all tensor-parallel ranks hold alike crosses in parts
     OfStep(recomputed),  # what the backward computes again instead of keeping it
