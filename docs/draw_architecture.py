@@ -43,6 +43,7 @@ ROOMS = (
     "backend",
     "batch",
     "ir",
+    "convert",
     "config",
     "files",
     "errors",

@@ -39,22 +39,22 @@ run_dir = "{run}"
 DEVICE = "cuda"
 
 
-def losses(folder: Path, run: str, *steps: int) -> list[float]:
-    """Of a run that is started once for each number of steps."""
+def losses(folder: Path, run: str, *changes: str) -> list[float]:
+    """Of one run."""
     text, config = folder / "text.txt", folder / f"{run}.toml"
     text.write_text("".join(f"{k} times {k} is {k * k}. " for k in range(20_000)))
     names = {"text": text, "cache": folder / "cache", "run": folder / run, "device": DEVICE}
     config.write_text(SETTINGS.format(**names))
-    for count in steps:
-        said = CliRunner().invoke(app, ["train", str(config), f"training.steps={count}"])
-        assert said.exit_code == 0, said.output
-        print(said.output)
+    said = CliRunner().invoke(app, ["train", str(config), *changes])
+    assert said.exit_code == 0, said.output
+    print(said.output)
     lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def test_it_trains_and_goes_on(tmp_path: Path) -> None:
-    whole = losses(tmp_path, "whole", 20)
+    whole = losses(tmp_path, "whole", "checkpoint.every_steps=10")
     assert len(whole) == 20
     assert whole[-1] < 0.8 * whole[0]
-    assert losses(tmp_path, "parts", 10, 20) == whole
+    middle = tmp_path / "whole" / "checkpoints" / "step-000010"
+    assert losses(tmp_path, "rest", f"checkpoint.resume={middle}") == whole[10:]

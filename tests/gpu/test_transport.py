@@ -42,3 +42,18 @@ def test_a_collective_comes_back(transport: TorchTransport, kind: str) -> None:
 def test_the_stream_has_high_priority(transport: TorchTransport) -> None:
     group = transport._group("tp")
     assert group._get_backend(torch.device("cuda")).options.is_high_priority_stream
+
+
+def test_a_collective_is_recorded_and_replayed(transport: TorchTransport) -> None:
+    """As `stretto.runtime.step_graph` records a step with communication."""
+    value = torch.zeros(1024, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        doubled = value * 2.0
+        transport.collective("tp", "all_reduce", doubled, doubled, "sum").wait()
+        made = doubled + 1.0
+    for number in (3.0, 5.0):
+        value.fill_(number)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(made, torch.full_like(made, 2.0 * number + 1.0))

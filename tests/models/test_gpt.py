@@ -316,6 +316,16 @@ def test_a_training_takes_sums_with_their_counts() -> None:
             r"model\.config\.hiden_size: LlamaConfig has no such setting",
         ),
         ("LlamaForCausalLM", {"hidden_size": "wide"}, r"model\.config: LlamaForCausalLM cannot be built"),
+        (
+            "LlamaForCausalLM",
+            {**LLAMA.config, "rope_theta": "wide"},
+            r"model\.config: LlamaForCausalLM cannot be built",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_theta": 1e5, "rope_teta": 1e5},
+            r"model\.config\.rope_teta: LlamaConfig has no such setting",
+        ),
     ],
 )
 def test_a_model_of_transformers_that_cannot_be(

@@ -261,3 +261,9 @@ def test_a_batch_that_is_divided_over_another_axis_than_dp() -> None:
     message = refused(plan, Chain(), rows())
     assert "divides its batch over cp = 2 ranks" in message
     assert "plan with dp in its place" in message
+
+
+def test_a_step_is_replayed_on_accelerators_only() -> None:
+    model = Chain()
+    with pytest.raises(stretto.UsageError, match="computes on a processor: leave it out"):
+        stretto.Runner(plan_for(model, stages=1), model, cuda_graph=True)

@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": "Race Stretto against other systems.",
     "show": "List the ops of one phase of one stage of a plan.",
     "report": "Show a finished run: predicted against measured.",
+    "convert": "Make settings of a Megatron-LM command line.",
     "export": "Write a checkpoint as safetensors.",
 }
 """Name -> one line of help. The command is the app of this name in the module of this name."""

@@ -147,6 +147,9 @@ class TrainSettings(Settings):
     """"bf16" computes in bfloat16; weights and the optimizer's state stay in float32."""
     compile: Literal["inductor"] | None = None
     """"inductor" compiles stretches of compute between communications; the first step waits for it."""
+    cuda_graph: bool = False
+    """Whether the step is recorded once and then replayed, so that the host need not queue it: on
+    accelerators, for models without dropout."""
     training: TrainingSettings = TrainingSettings()
     """How long to train."""
     checkpoint: CheckpointSettings = CheckpointSettings()

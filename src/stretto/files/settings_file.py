@@ -41,14 +41,35 @@ def read_settings(
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        lines: dict[str, list[str]] = {}
-        for fault in error.errors(include_url=False):
-            holder, key = _key_path(kind, fault)
-            source = next((text for name, text in origin.items() if _within(key, name)), str(path))
-            start, rest = _explain(kind, holder, key, fault)
-            # Where a word or a list is allowed, pydantic reports a fault for each: they are one.
-            lines.setdefault(f"{source}: {start}", []).append(rest)
-        raise UsageError("\n".join(_join(start, rests) for start, rests in lines.items())) from None
+        faults = _worded(kind, error, str(path), origin)
+        raise UsageError("\n".join(f"{source}: {fault}" for source, fault in faults)) from None
+
+
+def faults_of(
+    kind: type[BaseModel], values: Mapping[str, Any], source: str, origin: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """What is wrong with the values of a tree, as `read_settings` would say it: where each fault comes from
+    (origin: by key, else `source`), and its line; none where nothing is."""
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        return _worded(kind, error, source, origin)
+    return []
+
+
+def _worded(
+    kind: type[BaseModel], error: ValidationError, source: str, origin: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    lines: dict[tuple[str, str], list[str]] = {}
+    for fault in error.errors(include_url=False):
+        holder, key = _key_path(kind, fault)
+        found = next((text for name, text in origin.items() if _within(key, name)), source)
+        start, rest = _explain(kind, holder, key, fault)
+        # Where a word or a list is allowed, pydantic reports a fault for each: they are one.
+        lines.setdefault((found, start), []).append(rest)
+    return [
+        (found, line) for (found, start), rests in lines.items() for line in _join(start, rests).split("\n")
+    ]
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -195,8 +216,8 @@ def _message(fault: ErrorDetails) -> str:
 
 def _join(start: str, rests: list[str]) -> str:
     """One fault's text; a fault between tables has a line for each."""
-    source = start.removesuffix(": ")
-    return "\n".join(f"{source}: {line}" for line in ", or ".join(rests).split("\n"))
+    begin = f"{start}: " if start else ""
+    return "\n".join(f"{begin}{line}" for line in ", or ".join(rests).split("\n"))
 
 
 def _members(root: type[BaseModel], key: str) -> list[type[BaseModel]]:

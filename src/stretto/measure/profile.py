@@ -14,7 +14,8 @@
        while it is multiplied, which takes less than a product and a sum.
     7. Under a quota (`stretto.processor`) an op's share is its thread's time: the clock has stops in it.
     8. On an accelerator all clocks are events. The device is first kept busy for as long as the host takes to
-       queue a phase, so that no op waits for its launch, as in a step where the host is ahead.
+       queue a phase, so that no op waits for its launch, as in a step where the host is ahead. A phase takes
+       what the device takes, or the host where it needs longer to queue it.
 Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in the runtime.
 """
 
@@ -38,6 +39,7 @@ from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 from stretto.measure.fake_collectives import function_of
 from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch
+from stretto.price.roofline import FREE
 
 ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
@@ -128,12 +130,20 @@ def _measure(
     result: dict[str, float] = {}
     found = rounds.thread_shares or rounds.shares
     for phase in PHASES:
-        shares = {op.name: typical(found[op.name]) for op in stage.ops[phase]}
+        shares = {
+            op.name: 0.0 if device.type != "cpu" and _makes_nothing(op) else typical(found[op.name])
+            for op in stage.ops[phase]
+        }
         total = sum(shares.values())
         scale = typical(rounds.totals[phase]) / total if total else 0.0
         result |= {name: us * scale for name, us in shares.items()}
         result |= {op.name: 0.0 for op in stage.ops[phase] if op.target == WAIT}
     return result
+
+
+def _makes_nothing(op: Op) -> bool:
+    """Whether a device does nothing for it; what its events are apart is their own cost."""
+    return op.alias is not None or op.target in FREE
 
 
 def typical(times: Sequence[float]) -> float:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -22,7 +22,10 @@ from stretto.ir.action import Phase
 from stretto.processor.quota import quota_share
 
 AHEAD = 1.5
-"""How long the device is kept busy, over what the host last took to queue the phase. Assumed."""
+"""How long the device is kept busy, over what the host takes to queue the phase. Assumed."""
+
+ALONE = 2
+"""Runs of a phase before that. The first also looks for kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +72,24 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """Events on the stream that computes, behind work that lets the host get ahead."""
+    """Events on the stream that computes, behind work that lets the host get ahead.
+
+    The first runs of a phase tell how long the host takes to queue it, without such work: where the device
+    has too much to do its queue fills, and the host waits, too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._delay = DeviceDelay(device)
-        self._queued_us: dict[tuple[Phase, bool], float] = {}
+        self._host_us: dict[Phase, float] = {}
+        self._runs: Counter[Phase] = Counter()
 
     def begin(self, phase: Phase) -> None:
         torch.cuda.synchronize(self._device)
         self._phase = phase
-        known = [us for (of, _), us in self._queued_us.items() if of is phase]
-        self._delay.spend(AHEAD * max(known, default=0.0))
+        self._runs[phase] += 1
+        if self._runs[phase] > ALONE:
+            self._delay.spend(AHEAD * self._host_us[phase])
         self._events: list[tuple[str, torch.cuda.Event]] = []
         self._began_ns = time.perf_counter_ns()
         self._begin = self._mark()
@@ -90,13 +99,15 @@ class DeviceStopwatch:
 
     def end(self, rounds: Rounds | None) -> float:
         self.op("")
-        self._queued_us[self._phase, rounds is None] = (time.perf_counter_ns() - self._began_ns) / 1000.0
+        if self._runs[self._phase] <= ALONE:
+            host_us = (time.perf_counter_ns() - self._began_ns) / 1000.0
+            self._host_us[self._phase] = min(host_us, self._host_us.get(self._phase, host_us))
         _, end = self._events[-1]
         end.synchronize()
         for (name, start), (_, stop) in pairwise(self._events):
             assert rounds is not None
             rounds.shares[name].append(1000.0 * start.elapsed_time(stop))
-        return 1000.0 * float(self._begin.elapsed_time(end))
+        return max(1000.0 * float(self._begin.elapsed_time(end)), self._host_us[self._phase])
 
     def _mark(self) -> torch.cuda.Event:
         return mark(torch.cuda.current_stream(self._device))

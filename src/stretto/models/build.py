@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +89,24 @@ def _huggingface(
     return loss, model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
 
 
+def _unknown(kind: Any, given: Mapping[str, Any]) -> list[str]:
+    """Keys that a model and its configuration class have no use for. What the class does not know it keeps
+    under the same name; an older name of a known one (`rope_theta`, which is a part of `rope_parameters` now)
+    it does not keep. A model's code may ask by name for what its class does not know (`head_dim`)."""
+    config_class = kind.config_class
+    known = vars(config_class())
+    strange = [key for key in given if key not in known and not hasattr(config_class, key)]
+    if not strange:
+        return []
+    code = inspect.getsource(inspect.getmodule(kind) or kind)
+    strange = [key for key in strange if f'(config, "{key}"' not in code]
+    try:
+        kept = vars(config_class(**{key: given[key] for key in strange}))
+    except Exception:
+        return []  # a value that it cannot read, as building the model will say
+    return [key for key in strange if key in kept]
+
+
 def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int) -> nn.Module:
     try:
         import transformers
@@ -115,9 +135,7 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             f"model.config.vocab_size = {values['vocab_size']!r} is too small: the tokenizer has "
             f"{vocab_size} tokens; leave it out"
         )
-    known = vars(config_class())
-    unknown = [key for key in settings.config if key not in known and not hasattr(config_class, key)]
-    if unknown:
+    if unknown := _unknown(kind, settings.config):
         raise UsageError(f"model.config.{unknown[0]}: {config_class.__name__} has no such setting")
     devices = [] if not torch.cuda.is_available() else list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):

@@ -6,13 +6,16 @@ weighed.
                        slot is dropped, and adds nothing to its token.
     dropless           every choice is served: rows are sorted by expert (MegaBlocks, arXiv 2211.15841).
 
-Shapes depend on no values. Dims of tensors, as suffixes:
+Shapes depend on no values. Rows are only ever gathered, in the backward too, where PyTorch would add them one
+by one to where they came from: on an accelerator, thousands of empty slots to one row of zeros. Dims of
+tensors, as suffixes:
   N tokens   K choices of a token   D hidden   E experts   C slots of an expert   R rows, N x K of them
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,14 +41,16 @@ def within_capacity(
     (N, D), K, E, C = x_ND.shape, chosen_NK.shape[1], experts, slots
     # Rows in the order in which they are served: all first choices, then all second ones.
     chosen_R = chosen_NK.t().flatten()
-    taken_RE = F.one_hot(chosen_R, E)
-    at_R = ((taken_RE.cumsum(dim=0) - 1) * taken_RE).sum(dim=1)
+    counts_E = counts_of(chosen_R, E)
+    first_E = counts_E.cumsum(dim=0) - counts_E
+    at_R = inverse(chosen_R.argsort(stable=True)) - first_E[chosen_R]
     # A row's slot among all; one more, behind them, is where dropped rows go.
     slot_R = torch.where(at_R < C, chosen_R * C + at_R, E * C)
-    token_R = torch.arange(N, device=x_ND.device).repeat(K)
-    token_of_slot = torch.full((E * C + 1,), N, device=x_ND.device).scatter(0, slot_R, token_R)[:-1]
-    y_ECD = of_slots(with_nothing(x_ND)[token_of_slot].view(E, C, D))
-    y_KND = with_nothing(y_ECD.reshape(E * C, -1))[slot_R].view(K, N, -1)
+    row_R = torch.arange(N * K, device=x_ND.device)
+    row_of_slot = torch.full((E * C + 1,), N * K, device=x_ND.device).scatter(0, slot_R, row_R)[:-1]
+    token_of_slot = torch.where(row_of_slot < N * K, row_of_slot % N, N)
+    y_ECD = of_slots(rows_at(x_ND, token_of_slot, slot_R.view(K, N)).view(E, C, D))
+    y_KND = rows_at(y_ECD.reshape(E * C, -1), slot_R, row_of_slot.unsqueeze(0)).view(K, N, -1)
     return (y_KND * weights_NK.t().unsqueeze(-1)).sum(dim=0)
 
 
@@ -54,9 +59,38 @@ def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, 
     N, K = chosen_NK.shape
     chosen_R = chosen_NK.flatten()
     order_R = chosen_R.argsort(stable=True)
-    y_RD = of_rows(x_ND[order_R // K], counts_of(chosen_R, experts))
-    y_NKD = y_RD[order_R.argsort()].view(N, K, -1)
+    place_R = inverse(order_R)
+    x_RD = rows_at(x_ND, order_R // K, place_R.view(N, K).t())
+    y_RD = of_rows(x_RD, counts_of(chosen_R, experts))
+    y_NKD = rows_at(y_RD, place_R, order_R.unsqueeze(0)).view(N, K, -1)
     return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1)
+
+
+def rows_at(x_RD: Tensor, at_S: Tensor, back_MR: Tensor) -> Tensor:
+    """(S, D): the rows of x at `at_S`, zeros at R. back_MR: for each row of x the M places where it went, S
+    for none."""
+    made: Tensor = _RowsAt.apply(x_RD, at_S, back_MR)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _RowsAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, at_S: Tensor, back_MR: Tensor) -> Tensor:
+        ctx.save_for_backward(back_MR)
+        return with_nothing(x_RD)[at_S]
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> Any:
+        (back_MR,) = ctx.saved_tensors
+        places, rows = back_MR.shape
+        went = with_nothing(grad_SD)[back_MR.reshape(-1)]
+        return went.view(places, rows, -1).sum(dim=0) if places > 1 else went, None, None
+
+
+def inverse(order_R: Tensor) -> Tensor:
+    """Where each row went that is now in this order."""
+    rows = torch.arange(order_R.shape[0], device=order_R.device)
+    return torch.empty_like(order_R).scatter(0, order_R, rows)
 
 
 def with_nothing(x_RD: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import Shard
-from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, with_nothing, within_capacity
+from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
 from stretto.parallelize.functions import put_forward
 from stretto.parallelize.parts import bounds
@@ -252,7 +252,7 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
 
     # 3. What came is sorted by expert: each buffer is already, and has empty places behind its rows.
     before_PH = came_PH.cumsum(dim=1)
-    x_PBD = with_nothing(x_RD)[row_of_place].view(size, room, -1)
+    x_PBD = rows_at(x_RD, row_of_place, place_R.unsqueeze(0)).view(size, room, -1)
     made: list[Tensor] = []
     for start, end in pairwise(bounds(room, how.slices)):
         part = x_PBD[:, start:end].reshape(size * (end - start), -1)
@@ -260,7 +260,8 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
         place = torch.arange(start, end, device=x_RD.device).expand(size, end - start).contiguous()
         expert = torch.searchsorted(before_PH, place, right=True).flatten()
         order = expert.argsort(stable=True)
-        done = own(came[order], counts_of(expert, here + 1)[:here])
-        back = ops.exchange(done[order.argsort()], AXIS, size)
+        went = inverse(order)
+        done = own(rows_at(came, order, went.unsqueeze(0)), counts_of(expert, here + 1)[:here])
+        back = ops.exchange(rows_at(done, went, order.unsqueeze(0)), AXIS, size)
         made.append(back.view(size, end - start, -1))
-    return with_nothing(_joined(made, 1).flatten(0, 1))[place_R]
+    return rows_at(_joined(made, 1).flatten(0, 1), place_R, row_of_place.unsqueeze(0))

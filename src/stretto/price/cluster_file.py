@@ -86,6 +86,8 @@ class Figures(_Strict):
     """Time of the host for one op."""
     unaligned: Part | None = None
     """What is left of `matmul` where a dim is no multiple of 8."""
+    grouped: Part | None = None
+    """What is left of `matmul` for one kernel of products of groups of rows."""
     slowdown: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Part of the compute's speed that is lost while a collective is in flight."""
 

@@ -33,7 +33,8 @@ class Efficiency:
     matmul: part of the peak that a large product reaches; k_ramp: k at which a tile's prologue takes as long
     as its loop; memory: part of the memory rate that streaming kernels reach; kernel_us: shortest time of a
     kernel; launch_us: time of the host for one op; unaligned: what is left of `matmul` where a dim is no
-    multiple of 8, so that rows of half precision do not begin at 16 bytes.
+    multiple of 8, so that rows of half precision do not begin at 16 bytes; grouped: what is left of it for
+    one kernel of products of groups of rows.
     """
 
     matmul: float
@@ -42,6 +43,7 @@ class Efficiency:
     kernel_us: float
     launch_us: float
     unaligned: float = 1.0
+    grouped: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,13 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`batch` products of (m, k) by (k, n)."""
+    """`batch` products of (m, k) by (k, n). grouped: in a kernel for groups of unequal numbers of rows."""
 
     m: int
     n: int
     k: int
     batch: int = 1
+    grouped: bool = False
 
     @property
     def flops(self) -> float:
@@ -75,6 +78,8 @@ def matmul_us(dims: Matmul, nbytes: float, roof: Roof) -> float:
     core_flops_per_us = roof.flops_per_us * reach.matmul / roof.cores
     if dims.n % ALIGNMENT or dims.k % ALIGNMENT or dims.m % ALIGNMENT:
         core_flops_per_us *= reach.unaligned
+    if dims.grouped:
+        core_flops_per_us *= reach.grouped
     best = math.inf
     for rows, columns, part in TILES:
         tiles = math.ceil(dims.m / rows) * math.ceil(dims.n / columns) * dims.batch
@@ -108,7 +113,7 @@ def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
 
     target: its name, such as `aten.addmm.default`; shapes: of its tensor arguments, in order.
     """
-    name = target.removeprefix("aten.").split(".", 1)[0]
+    name = target.removeprefix("aten.").removeprefix("stretto_moe.").split(".", 1)[0]
     if name in ("addmm", "baddbmm"):
         shapes = shapes[1:]  # the first is added
     if name in ("mm", "addmm"):
@@ -117,4 +122,10 @@ def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
     if name in ("bmm", "baddbmm"):
         (batch, m, k), (_, _, n) = shapes[:2]
         return Matmul(m, n, k, batch)
+    if name == "grouped_mm":  # rows are shared out evenly, for want of another guess
+        (rows, k), (groups, _, n) = shapes[:2]
+        return Matmul(-(-rows // groups), n, k, groups, grouped=True)
+    if name == "grouped_mm_t":
+        (rows, m), (_, n), (groups,) = shapes[:3]
+        return Matmul(m, n, -(-rows // groups), groups, grouped=True)
     return None

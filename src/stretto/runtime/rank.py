@@ -68,7 +68,6 @@ class RankState:
         self.steps = 0
         self._kept: torch.Tensor | None = None
         self.clock = clock_of(device)
-        self._now = self.clock.now
         self.marks = Marks()
         self.grads: dict[int, torch.Tensor] = {}
         self._buffers = buffers
@@ -157,10 +156,10 @@ class RankState:
         self.clock.begin()
         try:
             with torch.no_grad():
-                self.marks.start = self._now()
+                self.marks.start = self.clock.now()
                 for instruction in self.plan.orders[self.place]:
                     self._actions[instruction.kind](instruction)
-                self.marks.end = self._now()
+                self.marks.end = self.clock.now()
         finally:
             if self._kept is not None:
                 self.drawn()  # an op failed between its seed and its end
@@ -195,17 +194,17 @@ class RankState:
         for stage, microbatch in zip(window.stages, instruction.microbatches, strict=True):
             store = self._stores.setdefault((stage, microbatch), {})
             arguments += [self._batch[microbatch] if microbatch != ONCE else {}, store, microbatch]
-        start = self._now()
+        start = self.clock.now()
         window.run(self, *arguments)
         if self.plan.windows[name].actions:
-            self.marks.runs.append((name, instruction.microbatches, start, self._now()))
+            self.marks.runs.append((name, instruction.microbatches, start, self.clock.now()))
 
     def _sent(self, instruction: Instruction) -> None:
         key = (int(instruction.ref), instruction.microbatches[0])
         handle, _ = self._leaving.pop(key)
-        start = self._now()
+        start = self.clock.now()
         handle.wait()
-        self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, self._now()))
+        self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, self.clock.now()))
 
     def _slots(self, groups: Sequence[str], lane: str) -> list[Slot]:
         held = (self.plan.job.parameters[self._members[group][0]] for group in groups)
@@ -233,9 +232,9 @@ class RankState:
         if key in self._local:
             return self._local.pop(key)
         handle, buffer = self._received.pop(key)
-        start = self._now()
+        start = self.clock.now()
         handle.wait()
-        self.marks.waits.append((edge, microbatch, start, self._now()))
+        self.marks.waits.append((edge, microbatch, start, self.clock.now()))
         stride = self.plan.job.edges[edge].spec.stride
         return buffer if stride is None else _with_stride(buffer, stride)
 
@@ -245,7 +244,7 @@ class RankState:
             self._local[edge, microbatch] = value
             return
         value = value.contiguous()
-        self.marks.sends.append((edge, microbatch, self._now()))
+        self.marks.sends.append((edge, microbatch, self.clock.now()))
         self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
 
     def gather_grads(self, groups: Sequence[str], lane: str) -> torch.Tensor:
@@ -278,7 +277,7 @@ class RankState:
         owned: bool = False,
     ) -> Started:
         """owned: nothing else reads the value before the wait."""
-        began = self._now()
+        began = self.clock.now()
         row = KINDS[kind]
         if row.in_place:
             copied = value.clone(memory_format=torch.contiguous_format) if not owned else value
@@ -294,9 +293,9 @@ class RankState:
         return Started(name, lane, handle, result, source)
 
     def finish(self, started: Started) -> torch.Tensor:
-        start = self._now()
+        start = self.clock.now()
         started.handle.wait()
-        self.marks.finishes.append((started.name, started.lane, start, self._now()))
+        self.marks.finishes.append((started.name, started.lane, start, self.clock.now()))
         return started.result
 
     def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None:
@@ -327,7 +326,7 @@ class RankState:
         self._buffers[buffer].copy_(value)
 
     def enter(self, part: int) -> None:
-        self.marks.parts.append((self._now(), part))
+        self.marks.parts.append((self.clock.now(), part))
 
     def draw(self, microbatch: int, op: int) -> None:
         _DRAWING.acquire()

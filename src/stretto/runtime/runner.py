@@ -31,6 +31,7 @@ from stretto.runtime.old_model import Cut, OldModel, warn_if_old
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.shards import part_of
+from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 from stretto.runtime.whole_state import entries_of, gather, put
@@ -49,7 +50,8 @@ class Runner:
     Runner on this rank, of a plan that spreads the same model in the same way; its parts are used, so that
     this one reads what that one trains. compile: "inductor" compiles stretches of compute between
     communications; it takes some seconds for each kind of stretch here, and results differ in rounding
-    (`docs/compute.md`).
+    (`docs/compute.md`). cuda_graph: whether the step is recorded once, in the third, and then replayed
+    (`stretto.runtime.step_graph`), so that the host need not queue it; on an accelerator, without dropout.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
     hold different copies of a value, or there is no compiler; RunError when a rank is lost.
@@ -64,6 +66,7 @@ class Runner:
         seed: int = 0,
         shares: Runner | None = None,
         compile: Literal["inductor"] | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         if not isinstance(plan, Plan):
             raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
@@ -115,6 +118,19 @@ class Runner:
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
+        self._graph: StepGraph | None = None
+        if cuda_graph:
+            if self.device.type != "cuda":
+                raise UsageError(
+                    "cuda_graph=True replays what an accelerator was given, and this Runner computes on a "
+                    "processor: leave it out"
+                )
+            if threads:
+                raise UsageError(
+                    "cuda_graph=True records what one process gives its accelerator, and the ranks of this "
+                    "run are threads of one: start processes, or leave it out"
+                )
+            self._graph = StepGraph(self.state, self.held.parameters)
         self._last: Marks | None = None
         self._peak_bytes = 0
 
@@ -207,7 +223,7 @@ class Runner:
         self._means.look(leaves)
         # The first step makes what is made on first use; threads among it would be of the lane's class.
         with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
-            loss = self.state.step(leaves)
+            loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
         for k, grad in sorted(self.state.grads.items()):
             parameter = self.held.parameters[k]
             if not parameter.requires_grad:
@@ -221,8 +237,9 @@ class Runner:
         self.state.grads = {}
         if self.plan.job.trains:
             self.old_model.changed()
-        self._last = self.state.marks
-        self._last.peak_bytes = self._peak_bytes
+        if self._graph is None or not self._graph.replays:
+            self._last = self.state.marks
+            self._last.peak_bytes = self._peak_bytes
         return loss
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -252,7 +269,8 @@ class Runner:
     # What happened.
 
     def timeline(self) -> Timeline:
-        """The last step as measured on all ranks; every rank must call it. Raises RunError before a step."""
+        """The last step as measured on all ranks; every rank must call it. With `cuda_graph` the last that
+        was not replayed. Raises RunError before a step."""
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
         marks = self.state.clock.read(self._last)

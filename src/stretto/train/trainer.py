@@ -147,7 +147,13 @@ class Trainer:
         for line in str(plan).splitlines():
             say(line)
         move(model, plan, self.world.rank, self.world.device)
-        self.runner = Runner(plan, model, seed=settings.training.seed, compile=settings.compile)
+        self.runner = Runner(
+            plan,
+            model,
+            seed=settings.training.seed,
+            compile=settings.compile,
+            cuda_graph=settings.cuda_graph,
+        )
         # With "auto" the plan has chosen.
         layout = replace(layout, chunks=chunks_of(model, settings.parallel, plan.job.chunks))
         self.held_out = HeldOut(

@@ -1,0 +1,124 @@
+"""`stretto convert`: a command line of Megatron-LM or MindSpeed becomes settings. Thin: all in `convert`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from stretto.cli.outputs import check_output
+from stretto.convert.megatron import Conversion
+from stretto.convert.megatron import convert as of_texts
+from stretto.errors import StrettoError, UsageError
+from stretto.files.typed_file import read_text
+from stretto.files.whole_file import saving, write_file
+from stretto.report.grid import WIDTH, Grid
+
+FATES = {
+    "taken": "becomes",
+    "not needed": "why",
+    "lacking": "what happens without",
+    "unknown": "what it may be",
+}
+"""What became of a flag, and what is said of it, in the order of the listing."""
+
+convert = typer.Typer(add_completion=False)
+
+
+@convert.command()
+def run(
+    megatron: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--megatron",
+            metavar="ARGS",
+            help="A command line, or its flags alone; the last of a flag counts.",
+            show_default=False,
+        ),
+    ] = None,
+    megatron_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--megatron-file",
+            help="A file of flags, or a shell script with one training command; - is standard input. Of a "
+            "flag that --megatron gives too, that one counts.",
+            show_default=False,
+        ),
+    ] = None,
+    world: Annotated[
+        int | None,
+        typer.Option("--world", min=1, help="Ranks of the run; without it, what the launcher is told."),
+    ] = None,
+    var: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--var",
+            metavar="NAME=VALUE",
+            help="A variable of the script; 1=VALUE is its first argument.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The settings file to write; without it, standard output."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write --out in the place of a file there.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Write nothing where a flag is lacking or unknown.")
+    ] = False,
+) -> None:
+    """Make settings of a Megatron-LM or MindSpeed command line, and list what became of each flag.
+
+    A flag is taken (it became settings), not needed (and why), lacking (and what happens without), or
+    unknown.
+    """
+    check_output("--out", out)
+    if out is not None and out.exists() and not force:
+        raise UsageError(f"--out {out}: the file is there; name another, or give --force to replace it")
+    texts = [*([_text(megatron_file)] if megatron_file is not None else []), *(megatron or [])]
+    if not texts:
+        raise UsageError('give a command line, --megatron "--num-layers 12 ...", or --megatron-file run.sh')
+    made = of_texts(texts, ranks=world, variables=_variables(var or []))
+    _list(made, to_error=out is None)
+    missed = len(made.of("lacking")) + len(made.of("unknown"))
+    if strict and missed:
+        raise StrettoError(f"--strict: {missed} flags are lacking or unknown; nothing was written")
+    if out is None:
+        typer.echo(made.text, nl=False)
+        return
+    with saving(out):
+        write_file(out, made.text)
+    typer.echo(f"wrote {out}; train with: stretto train {out}")
+
+
+def _text(path: Path) -> str:
+    if str(path) != "-":
+        return read_text(path, "file of flags")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--megatron-file -: not a text ({error})") from None
+
+
+def _variables(given: list[str]) -> dict[str, str]:
+    found = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals or not (name.isidentifier() or name.isdecimal()):
+            raise UsageError(f"--var {one}: expected NAME=VALUE, or 1=VALUE for a script's first argument")
+        found[name] = value
+    return found
+
+
+def _list(made: Conversion, to_error: bool) -> None:
+    """Every flag. It goes to standard error where the settings go to standard output."""
+    console = Console(width=WIDTH, stderr=to_error, markup=False, highlight=False, emoji=False)
+    for fate, head in FATES.items():
+        if rows := made.of(fate):
+            flags = [(row.flag, row.what) for row in rows]
+            Grid(f"{fate}: {len(flags)}", ("flag", head), flags, (0, 1)).print(console)
+    for note in made.notes:
+        console.print(f"note: {note}")

@@ -1,0 +1,136 @@
+"""The words of a command become flags with values, by the table, as Python's argparse would read them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stretto.convert.flags import ALIASES, TABLE
+from stretto.convert.row import Flag, Value
+from stretto.convert.shell import shown, unresolved
+
+NEAR = 0.75
+"""How alike a known name must be to be offered, of 1. Two flags of the table are often as alike as 0.9."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A flag as it was given. written: as the user wrote it, with its values. unknown: what is in them that
+    the text does not say."""
+
+    row: Flag
+    written: str
+    value: Value
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Arguments:
+    """by_name: flags that count, the last of each. replaced: those before it. unknown: written, and the
+    nearest known name. stray: words that belong to no flag. faults: values that are none."""
+
+    by_name: dict[str, Given] = field(default_factory=dict)
+    replaced: list[Given] = field(default_factory=list)
+    unknown: list[tuple[str, str | None]] = field(default_factory=list)
+    stray: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def read_arguments(words: Sequence[str]) -> Arguments:
+    """Every word finds its place; nothing is raised."""
+    found = Arguments()
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not _is_flag(word):
+            found.stray.append(shown(word))
+            continue
+        name, equals, value = word.partition("=")
+        end = at
+        while end < len(words) and not _is_flag(words[end]):
+            end += 1
+        behind = [value] if equals else list(words[at:end])
+        row = TABLE.get(ALIASES.get(name, name))
+        if row is None:
+            at = at if equals else end
+            near = difflib.get_close_matches(name, TABLE, n=1, cutoff=NEAR)
+            found.unknown.append((_written(name, behind, bool(equals)), near[0] if near else None))
+            continue
+        taken = behind if equals else behind[: _most(row)]
+        at += 0 if equals else len(taken)
+        given, fault = _read(row, name, taken, bool(equals))
+        if fault is not None:
+            found.faults.append(fault)
+        elif given is not None:
+            if row.name in found.by_name:
+                found.replaced.append(found.by_name.pop(row.name))
+            found.by_name[row.name] = given
+    return found
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and len(word) > 1 and " " not in word.partition("=")[0] and not _number(word)
+
+
+def _number(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _most(row: Flag) -> int:
+    """Words that may follow."""
+    return {"nothing": 0, "many": 1 << 30}.get(row.takes if isinstance(row.takes, str) else "", 1)
+
+
+def _written(name: str, values: Sequence[str], equals: bool = False) -> str:
+    """The flag for people: with quotes where they are needed."""
+    texts = [shown(value) for value in values]
+    quoted = [f'"{text}"' if " " in text or not text else text for text in texts]
+    return f"{name}={quoted[0]}" if equals else " ".join([name, *quoted])
+
+
+def _read(row: Flag, name: str, values: list[str], equals: bool) -> tuple[Given | None, str | None]:
+    """The flag with its value, or what is wrong with it."""
+    written = _written(name, values, equals)
+    takes = row.takes
+    if takes == "nothing":
+        if equals:
+            return None, f"{written}: the flag takes no value; write {name}"
+        return Given(row, written, True), None
+    if not values and takes != "many":
+        return None, f"{name}: a value must follow, {_expected(row)}"
+    gaps = tuple(gap for value in values for gap in unresolved(value))
+    if takes == "many":
+        return Given(row, written, values, gaps), None
+    text = values[0]
+    if gaps and takes != "text" and row.fate == "taken":
+        return None, f"{written}: what {', '.join(gaps)} is, the text does not say; {_how(gaps[0])}"
+    if gaps or takes == "text":
+        return Given(row, written, text, gaps), None
+    value: Value = text
+    if takes == "int":
+        value = int(text) if text.strip().lstrip("+-").isdecimal() else None
+    elif takes == "float":
+        value = _number(text)
+    elif text not in takes and row.fate == "taken":
+        value = None
+    if value is None:
+        return None, f"{written}: expected {_expected(row)}"
+    return Given(row, written, value), None
+
+
+def _expected(row: Flag) -> str:
+    if isinstance(row.takes, tuple):
+        return " or ".join(row.takes)
+    return {"int": "a whole number", "float": "a number"}.get(row.takes, "a text")
+
+
+def _how(gap: str) -> str:
+    name = gap.strip("${}")
+    return f"give --var {name}=VALUE" if name.isidentifier() or name.isdecimal() else "write the value"

@@ -1,0 +1,248 @@
+"""The flags of a mixture of experts: which blocks have them, how many and how wide, what balances them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+from stretto.convert.tally import Tally
+
+MOST_LAYERS = 10_000
+CAPACITY = (
+    "--moe-expert-capacity-factor",
+    "--moe-train-capacity-factor",
+    "--moe-no-drop",
+    "--moe-model-type",
+)
+KINDS = "--moe-router-load-balancing-type"
+SHARED = ("--moe-shared-expert-intermediate-size", "--n-shared-experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """width: of an expert. plain: of a block's MLP without experts. dense: the blocks without. capacity: over
+    an even share, 0 for dropless. aux, z: the weights of their losses."""
+
+    count: int
+    top_k: int
+    width: int
+    plain: int
+    layers: int
+    dense: tuple[int, ...]
+    capacity: float
+    aux: float
+    z: float
+
+
+def experts_of(tally: Tally, layers: int, plain: int) -> Experts | None:
+    """What the flags say; None for a model without experts."""
+    if not tally.is_given("--num-experts"):
+        return None
+    width = tally.get("--moe-ffn-hidden-size")
+    return Experts(
+        tally.need("--num-experts"),
+        tally.need("--moe-router-topk"),
+        tally.need("--moe-ffn-hidden-size") if width is not None else plain,
+        plain,
+        layers,
+        _dense(tally, layers),
+        _capacity(tally),
+        _balance(tally),
+        tally.get("--moe-z-loss-coeff"),
+    )
+
+
+def put_experts(tally: Tally, experts: Experts | None, hidden: int) -> None:
+    """Their settings, for the kind of model that is written already."""
+    if experts is None:
+        return
+    if tally.values["model.kind"] == "moe":
+        _put_own(tally, experts, hidden)
+    else:
+        _put_transformers(tally, experts, tally.values["model.architecture"])
+
+
+def _put_own(tally: Tally, experts: Experts, hidden: int) -> None:
+    tally.put("model.experts", experts.count, "--num-experts")
+    tally.put("model.top_k", experts.top_k, "--moe-router-topk")
+    wide = "--moe-ffn-hidden-size" if tally.is_given("--moe-ffn-hidden-size") else "--ffn-hidden-size"
+    tally.put("model.expert_ratio", experts.width / hidden, wide, why="an expert is as wide as an MLP")
+    tally.put("model.capacity_factor", experts.capacity, *_capacity_flags(tally))
+    tally.put("model.aux_weight", experts.aux, "--moe-aux-loss-coeff", KINDS)
+    tally.put("model.z_weight", experts.z, "--moe-z-loss-coeff")
+    shared = _shared(tally, experts.width)
+    if shared:
+        tally.put("model.shared_experts", shared, *SHARED)
+    tally.skip("there are none", *SHARED)
+    every = _every(experts)
+    if every is None:
+        tally.refused.append(
+            f"{tally.written(_placed(tally))}: Stretto has experts in every block, or a plain MLP in "
+            "one block of "
+            "so many, the first block first; append --moe-layer-freq 1, or a list such as ([0]*1+[1]*"
+            f"{experts.layers - 1})"
+        )
+    elif every:
+        tally.put("model.dense_every", every, _placed(tally))
+    tally.skip("every block has experts", "--moe-layer-freq", "--expert-interval")
+
+
+def _put_transformers(tally: Tally, experts: Experts, name: str) -> None:
+    key, qwen = "model.config.", name == "Qwen3MoeForCausalLM"
+    width = ("--moe-ffn-hidden-size", "--ffn-hidden-size")
+    tally.put(f"{key}{'num_experts' if qwen else 'num_local_experts'}", experts.count, "--num-experts")
+    tally.put(f"{key}num_experts_per_tok", experts.top_k, "--moe-router-topk")
+    if qwen:
+        tally.put(f"{key}moe_intermediate_size", experts.width, width[0], why="as wide as an MLP")
+        tally.put(f"{key}intermediate_size", experts.plain, width[1])
+        tally.put(f"{key}norm_topk_prob", True, why="Megatron takes the softmax of the chosen scores")
+        if experts.dense:
+            tally.put(f"{key}mlp_only_layers", list(experts.dense), _placed(tally))
+    else:
+        wide = width[0] if tally.is_given(width[0]) else width[1]
+        tally.put(f"{key}intermediate_size", experts.width, wide)
+        tally.skip("every block has experts, as wide as --moe-ffn-hidden-size says", width[1])
+        if experts.dense:
+            tally.lack(f"every block of {name} has experts", _placed(tally))
+    tally.skip("every block has experts", "--moe-layer-freq", "--expert-interval")
+    if experts.aux:
+        # Megatron sums the losses of blocks; transformers takes one over all blocks together, in which each
+        # of a token's choices counts, not their mean (`load_balancing_loss_func`).
+        blocks = experts.layers - (len(experts.dense) if qwen else 0)
+        tally.put(f"{key}output_router_logits", True, "--moe-aux-loss-coeff")
+        weight = experts.aux * blocks / experts.top_k
+        tally.put(f"{key}router_aux_loss_coef", weight, "--moe-aux-loss-coeff", KINDS)
+        tally.also(
+            "--moe-aux-loss-coeff",
+            "times blocks / top k, as transformers takes one loss over all blocks and choices",
+        )
+    tally.skip("no balancing loss is asked for", "--moe-aux-loss-coeff", KINDS)
+    if experts.z:
+        tally.lack(f"{name} has no loss for its routers' scores", "--moe-z-loss-coeff")
+    tally.skip("there is none", "--moe-z-loss-coeff")
+    if experts.capacity:
+        tally.lack(f"{name} is dropless: every token is served", *CAPACITY)
+    tally.skip(f"{name} is dropless", *CAPACITY)
+    if _shared(tally, 1):
+        tally.lack(f"{name} has no experts that all tokens share", *SHARED)
+    tally.skip("there are none", *SHARED)
+
+
+def _capacity(tally: Tally) -> float:
+    """Megatron is dropless without its factor; MindSpeed's deepspeed_moe has a capacity of its own."""
+    if tally.get("--moe-model-type") == "deepspeed_moe":
+        return 0.0 if tally.get("--moe-no-drop") else float(tally.get("--moe-train-capacity-factor"))
+    return float(tally.get("--moe-expert-capacity-factor") or 0.0)
+
+
+def _capacity_flags(tally: Tally) -> tuple[str, ...]:
+    if tally.get("--moe-model-type") == "deepspeed_moe":
+        tally.skip("deepspeed_moe has --moe-train-capacity-factor", CAPACITY[0])
+        return ("--moe-train-capacity-factor", "--moe-no-drop", "--moe-model-type")
+    tally.skip("only --moe-model-type deepspeed_moe reads it", "--moe-train-capacity-factor", "--moe-no-drop")
+    return ("--moe-expert-capacity-factor", "--moe-model-type")
+
+
+def _balance(tally: Tally) -> float:
+    """The weight of the balancing loss. Megatron takes a list of kinds, and a weight for each."""
+    name = "--moe-aux-loss-coeff"
+    kinds = list(tally.get(KINDS)) or ["aux_loss"]
+    texts = list(tally.get(name))
+    try:
+        weights = [float(text) for text in texts]
+    except ValueError:
+        weights = []
+    if not weights or len(weights) not in (1, len(kinds)):
+        tally.refused.append(f"{tally.written(name)}: expected a number, or one for each kind of balance")
+        return 0.0
+    if kinds == ["none"]:
+        return 0.0
+    if kinds != ["aux_loss"]:
+        tally.refused.append(
+            f"{tally.written(KINDS)}: Stretto balances by the loss of Switch Transformers over a "
+            f"microbatch; append {KINDS} aux_loss, or none"
+        )
+    return weights[0]
+
+
+def _shared(tally: Tally, width: int) -> int:
+    """How many experts of this width all tokens share."""
+    count, total = tally.get(SHARED[1]), tally.get(SHARED[0])
+    if count is not None or total is None:
+        return int(count or 0)
+    if total % width:
+        near = max(total // width, 1) * width
+        tally.refused.append(
+            f"{tally.written(SHARED[0])}: shared experts are as wide as the others, {width}; append "
+            f"{SHARED[0]} {near}"
+        )
+    return int(total // width)
+
+
+def _placed(tally: Tally) -> str:
+    """The flag that says which blocks have experts."""
+    return "--expert-interval" if tally.is_given("--expert-interval") else "--moe-layer-freq"
+
+
+def _dense(tally: Tally, layers: int) -> tuple[int, ...]:
+    """The blocks without experts. Megatron's number counts from the first block, which has experts;
+    MindSpeed's from the last of each group, which has."""
+    layers = min(layers, MOST_LAYERS)
+    if tally.is_given("--expert-interval"):
+        every = tally.need("--expert-interval")
+        return tuple(n for n in range(layers) if (n + 1) % every)
+    text = (tally.text("--moe-layer-freq") or "1").strip().strip("'\"")
+    if text.isdecimal() and int(text):
+        return tuple(n for n in range(layers) if n % int(text))
+    pattern = _pattern(text)
+    if pattern is None or len(pattern) != layers:
+        tally.refused.append(
+            f"{tally.written('--moe-layer-freq')}: expected a number from 1 on, or a list of 0 and 1 for "
+            f"{layers} layers, such as ([0]*1+[1]*{layers - 1})"
+        )
+        return ()
+    return tuple(n for n, has in enumerate(pattern) if not has)
+
+
+def _every(experts: Experts) -> int | None:
+    """`model.dense_every` with which just these blocks are dense; None where there is no such number."""
+    if not experts.dense:
+        return 0
+    for every in range(2, min(experts.layers, MOST_LAYERS) + 1):
+        if experts.dense == tuple(range(0, experts.layers, every)):
+            return every
+    return None
+
+
+def _pattern(text: str) -> list[int] | None:
+    """Megatron's `([0]*3+[1]*1)*2`, without running it."""
+    if not re.fullmatch(r"[0-9\s()\[\],+*]+", text):
+        return None
+    try:
+        return _list(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _list(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.List):
+        return [_number(one, (0, 1)) for one in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _short(_list(node.left) + _list(node.right))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        part, times = _list(node.left), _number(node.right)
+        return part * times if len(part) * times <= MOST_LAYERS else _short([0] * (MOST_LAYERS + 1))
+    raise ValueError("no list of 0 and 1")
+
+
+def _short(made: list[int]) -> list[int]:
+    if len(made) > MOST_LAYERS:
+        raise ValueError("too long")
+    return made
+
+
+def _number(node: ast.expr, allowed: tuple[int, ...] | None = None) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int and (not allowed or node.value in allowed):
+        return node.value
+    raise ValueError("no number")

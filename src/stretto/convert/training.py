@@ -1,0 +1,138 @@
+"""The flags of training: steps, rates, the optimizer, precision, evaluation and saving."""
+
+from __future__ import annotations
+
+import math
+
+from stretto.convert.tally import Tally
+
+WARMUP = ("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples")
+DECAY = ("--lr-decay-iters", "--lr-decay-samples")
+
+
+def put_training(tally: Tally) -> None:
+    """All of the tree but `[model]` and `[parallel]`."""
+    _put_precision(tally)
+    tally.need("--seq-length")
+    steps = _put_steps(tally)
+    _put_rates(tally, steps)
+    _put_optimizer(tally)
+    _put_evaluation(tally)
+    _put_saving(tally)
+
+
+def _put_precision(tally: Tally) -> None:
+    if tally.get("--bf16") or tally.get("--fp16"):
+        tally.put("precision", "bf16", "--bf16", why='--fp16, in place of which Stretto has "bf16"')
+    tally.lack('precision = "bf16" stands in its place, which needs no scaled loss', "--fp16")
+
+
+def _put_steps(tally: Tally) -> int:
+    if tally.get("--train-iters") is None and tally.is_given("--train-samples"):
+        batch: int = tally.values.get("training.global_batch", 1)
+        steps = tally.need("--train-samples") // batch
+        tally.put("training.steps", steps, "--train-samples")
+        return max(steps, 1)
+    steps = tally.need("--train-iters")
+    tally.put("training.steps", steps, "--train-iters")
+    tally.skip("--train-iters says the steps", "--train-samples")
+    return steps
+
+
+def _put_rates(tally: Tally, steps: int) -> None:
+    peak, least, style = tally.get("--lr"), tally.get("--min-lr"), tally.get("--lr-decay-style")
+    if peak is None:
+        tally.refused.append("--lr is missing; append --lr and the highest rate")
+        return
+    if style not in ("constant", "linear", "cosine"):
+        tally.refused.append(
+            f"{tally.written('--lr-decay-style')}: Stretto's rates are constant, linear or cosine; append "
+            "--lr-decay-style cosine"
+        )
+        return
+    tally.put("lr_schedule.kind", style, "--lr-decay-style")
+    if style == "constant":
+        tally.skip("a constant rate has no least", "--min-lr")
+    elif peak > 0:
+        tally.put("lr_schedule.min_lr_ratio", least / peak, "--min-lr", "--lr")
+    batch = tally.values.get("training.global_batch", 1)
+    decay, samples = tally.get("--lr-decay-iters"), tally.get("--lr-decay-samples")
+    over = decay if decay is not None else samples // batch if samples is not None else steps
+    _put_warmup(tally, over, batch)
+    if style == "constant":
+        tally.skip("a constant rate does not decay", *DECAY)
+    elif over == steps:
+        tally.skip("the rate decays over all steps", *DECAY)
+    tally.lack(f"the rate decays over all {steps} steps, not over {over}", *DECAY)
+
+
+def _put_warmup(tally: Tally, over: int, batch: int) -> None:
+    fraction, steps, samples = (tally.get(name) for name in WARMUP)
+    if fraction is not None:
+        if not 0 <= fraction <= 1:
+            tally.refused.append(f"{tally.written(WARMUP[0])}: expected a number from 0 to 1")
+            return
+        tally.put("lr_schedule.warmup_steps", round(fraction * over), WARMUP[0])
+    elif tally.is_given(WARMUP[2]) and samples:
+        tally.put("lr_schedule.warmup_steps", math.ceil(samples / batch), WARMUP[2])
+    else:
+        tally.put("lr_schedule.warmup_steps", steps, WARMUP[1])
+    tally.skip("another flag says the warm-up", *WARMUP)
+
+
+def _put_optimizer(tally: Tally) -> None:
+    kind = tally.get("--optimizer")
+    if kind != "adam":
+        tally.refused.append(
+            f"{tally.written('--optimizer')}: Stretto's optimizer is AdamW, and needs rates of its "
+            "own; append "
+            "--optimizer adam and its rates"
+        )
+    tally.skip("AdamW is the one there is", "--optimizer")
+    betas = [tally.get("--adam-beta1"), tally.get("--adam-beta2")]
+    tally.put("optimizer.betas", betas, "--adam-beta1", "--adam-beta2")
+
+
+def _put_evaluation(tally: Tally) -> None:
+    batches = tally.get("--eval-iters")
+    if batches == 0:
+        tally.put("training.eval_every", 0, "--eval-iters")
+        tally.also("--eval-iters", "the held-out text is still measured after the last step")
+        tally.skip("--eval-iters 0 measures nothing meanwhile", "--eval-interval")
+    else:
+        tally.put("training.eval_batches", batches, "--eval-iters")
+        tally.put("training.eval_every", tally.get("--eval-interval"), "--eval-interval")
+    _put_split(tally)
+
+
+def _put_split(tally: Tally) -> None:
+    text = tally.text("--split")
+    if text is None:
+        return
+    try:
+        parts = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < math.inf:
+        tally.refused.append(f"{tally.written('--split')}: expected up to three shares, such as 969,30,1")
+    elif sum(parts[1:]) == 0:
+        tally.lack("some text is always held out: data.held_out_fraction keeps its default", "--split")
+    else:
+        tally.put("data.held_out_fraction", sum(parts[1:]) / sum(parts), "--split")
+
+
+def _put_saving(tally: Tally) -> None:
+    saved, loaded = tally.text("--save"), tally.text("--load")
+    if saved is not None:
+        tally.put("checkpoint.dir", saved, "--save")
+    if tally.get("--save-interval") is not None:
+        tally.put("checkpoint.every_steps", tally.get("--save-interval"), "--save-interval")
+    same = tally.is_given("--load") and tally.given["--load"].value == tally.get("--save")
+    if same:
+        tally.fates.pop("--load", None)
+        tally.skip("a run goes on from its own newest checkpoint by itself (checkpoint.resume)", "--load")
+    elif loaded is not None:
+        tally.lack("Megatron's checkpoints are not read: the run starts with fresh weights", "--load")
+    if tally.is_given("--tensorboard-dir"):
+        tally.put("output.tensorboard", True, "--tensorboard-dir")
+        tally.also("--tensorboard-dir", "its events are in the run's folder")

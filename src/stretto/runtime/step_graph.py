@@ -1,0 +1,95 @@
+"""A rank's step as one CUDA graph: recorded once, then replayed, so that the host has next to nothing to do.
+
+A rank that computes less than its host needs to queue it hides nothing, whatever its plan says. A plan is one
+fixed order of ops, waits and messages on fixed shapes, which is what a graph holds.
+
+    1. The first steps are walked op by op: kernels are chosen, communicators connect.
+    2. The walk is recorded, on copies of the batch's leaves. What it makes is in the graph's own memory.
+    3. A step copies its batch there and replays. Gradients and loss are the graph's own tensors, so gradients
+       that the caller still has from the step before are copied away first.
+
+What a graph cannot hold is refused: ops that draw random numbers, which are to draw others in the next step.
+Replayed steps have no marks. Method: NVIDIA's CUDA graphs, as `torch.cuda.graph` records them, calls of NCCL
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from stretto.errors import UsageError
+from stretto.runtime.clock import HostClock
+from stretto.runtime.rank import RankState
+
+WALKED = 2
+"""Step 1. The first makes what is made on first use; the second is as all that follow, and has marks."""
+
+
+class StepGraph:
+    """Takes the place of `RankState.step`."""
+
+    def __init__(self, state: RankState, parameters: Mapping[int, nn.Parameter]) -> None:
+        """parameters: index in the job -> what the caller's gradients are on."""
+        self._state = state
+        self._parameters = parameters
+        self._walked = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._grads: dict[int, torch.Tensor] = {}
+        self._leaves: dict[str, torch.Tensor] = {}
+
+    @property
+    def replays(self) -> bool:
+        """Whether the last step was not walked, and has no marks."""
+        return self._graph is not None
+
+    def step(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """As `RankState.step`. Raises UsageError for a step that no graph can hold."""
+        if self._walked < WALKED:
+            self._walked += 1
+            return self._state.step(leaves)
+        if self._graph is None:
+            self._record(leaves)
+        assert self._graph is not None
+        self._keep()
+        for name, leaf in leaves.items():
+            self._leaves[name].copy_(leaf)
+        self._graph.replay()
+        self._state.steps += 1
+        self._state.grads = dict(self._grads)
+        return self._loss.clone()
+
+    def _record(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Step 2."""
+        state = self._state
+        self._leaves = {name: leaf.clone() for name, leaf in leaves.items()}
+        clock, state.clock = state.clock, HostClock()  # events within a graph cannot be read
+        torch.cuda.empty_cache()  # what the walked steps took, the graph takes again
+        graph = torch.cuda.CUDAGraph()
+        state.draw = _refuse  # type: ignore[method-assign]
+        steps = state.steps
+        try:
+            # Threads of the communication library look at events of their own meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._loss = state.step(self._leaves)
+        finally:
+            state.steps, state.clock = steps, clock
+        self._grads = dict(state.grads)
+        self._graph = graph
+
+    def _keep(self) -> None:
+        """Step 3."""
+        for k, grad in self._grads.items():
+            held = self._parameters[k].grad
+            if held is not None and held.data_ptr() == grad.data_ptr():
+                self._parameters[k].grad = held.clone()
+
+
+def _refuse(microbatch: int, op: int) -> NoReturn:
+    raise UsageError(
+        "cuda_graph=True replays one recorded step, and this one draws random numbers (dropout), which would "
+        "be the same in every step: train without dropout, or without cuda_graph"
+    )

@@ -1,0 +1,334 @@
+"""Command lines as users have them become settings that `stretto train` reads; faults name their flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings, TrainSettings, load_settings
+from stretto.convert.flags import ROWS
+from stretto.convert.megatron import Conversion, convert
+from stretto.convert.written import toml_text, toml_value
+from stretto.errors import UsageError
+from stretto.files.parse import parse_toml
+from tests.convert.scripts import AMPIPE, GPT3_175B, MIXTRAL_8X7B
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "
+    "--train-iters 100 --lr 1e-3"
+)
+
+
+def read(made: Conversion, folder: Path) -> TrainSettings:
+    """As `stretto train` reads them."""
+    path = folder / "made.toml"
+    path.write_text(made.text, encoding="utf-8")
+    return load_settings(path)
+
+
+def fates(made: Conversion) -> dict[str, str]:
+    return {one.flag.split()[0]: one.fate for one in made.outcomes}
+
+
+def test_gpt3_of_175_billion_is_the_example_of_this_repository(tmp_path: Path) -> None:
+    made = convert([GPT3_175B, "--bf16 --vocab-size 50257"], ranks=1024, variables={"1": "/ckpt"})
+    found = read(made, tmp_path)
+    ours = load_settings(Path(__file__).parents[2] / "examples" / "gpt3_175b.toml")
+    assert isinstance(found.model, GPTSettings)
+    assert isinstance(ours.model, GPTSettings)
+    same = {"layers", "hidden", "heads", "context", "vocab_size", "positions", "mlp_ratio", "kind"}
+    assert found.model.model_dump(include=same) == ours.model.model_dump(include=same)
+    assert (found.model.tie_embeddings, found.model.dropout) == (True, 0.1)
+    layout = ours.parallel.model_copy(update={"sequence_parallel": False})
+    assert found.parallel == layout
+    assert (found.parallel.world, found.parallel.microbatches) == (1024, 192)
+    assert (found.training.global_batch, found.training.steps) == (1536, 500_000)
+    assert found.lr_schedule.warmup_steps == 430
+    assert found.lr_schedule.min_lr_ratio == pytest.approx(0.1)
+    assert found.optimizer.betas == (0.9, 0.95)
+    assert found.optimizer.lr == 6e-5
+    assert found.data.held_out_fraction == pytest.approx(0.051)
+    assert (str(found.checkpoint_dir), found.checkpoint.every_steps) == ("/ckpt", 10_000)
+    assert found.precision == "bf16"
+    lacking = {one.flag.split()[0] for one in made.of("lacking")}
+    assert lacking == {
+        "--data-path",
+        "--vocab-file",
+        "--rampup-batch-size",
+        "--init-method-std",
+        "--fp16",
+        "--lr-decay-iters",
+    }
+    assert fates(made)["--load"] == "not needed"
+
+
+def test_gpt3_as_it_is_published_has_too_few_ranks() -> None:
+    with pytest.raises(UsageError) as refused:
+        convert([GPT3_175B])
+    assert str(refused.value) == (
+        "--tensor-model-parallel-size 8, --pipeline-model-parallel-size 16: 8 ranks are no multiple of "
+        "tp x pp = 128; give --world 128, or fewer ranks to each"
+    )
+
+
+def test_mixtral_8x7b(tmp_path: Path) -> None:
+    made = convert([MIXTRAL_8X7B])
+    found = read(made, tmp_path)
+    assert isinstance(found.model, HuggingFaceSettings)
+    assert found.model.architecture == "MixtralForCausalLM"
+    assert found.model.config == {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "initializer_range": 0.01,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": pytest.approx(0.01 * 32 / 2),
+        "vocab_size": 32000,
+    }
+    layout = found.parallel
+    assert (layout.tp, layout.pp, layout.dp, layout.ep, layout.microbatches) == (1, 4, 8, 8, 32)
+    assert found.precision == "bf16"
+    become = fates(made)
+    assert become["--sequence-parallel"] == "not needed"  # one tensor-parallel rank
+    assert become["--overlap-grad-reduce"] == become["--overlap-param-gather"] == "not needed"
+    assert become["--use-distributed-optimizer"] == "lacking"
+    assert become["--num-layers-per-virtual-pipeline-stage"] == "lacking"
+    assert "--moe-grouped-gemm" not in become  # a comment
+    assert "--save-interval" not in become  # a comment
+    assert made.of("unknown") == []
+    assert [note for note in made.notes if "LOGGING_ARGS is set within an if" in note]
+
+
+def test_ampipe_and_pipe_experts_of_mindspeed(tmp_path: Path) -> None:
+    made = convert([AMPIPE])
+    found = read(made, tmp_path)
+    assert isinstance(found.model, MoESettings)
+    assert (found.model.experts, found.model.top_k, found.model.capacity_factor) == (4, 2, 1.1)
+    assert (found.model.aux_weight, found.model.z_weight) == (0.01, 0.001)
+    layout = found.parallel
+    assert (layout.dp, layout.ep, layout.tp, layout.pp, layout.microbatches) == (16, 2, 1, 1, 2)
+    assert (layout.ampipe_degree, layout.ampipe_capacity) == (2, "chunk")
+    assert (layout.pipe_experts, layout.pipe_experts_multi_data) == (True, 4)
+    assert layout.recompute == "full"
+    become = fates(made)
+    for name in ("--ampipe-tp-sp-comm-overlap", "--pipe-experts-multi-stream", "--use-flash-attn"):
+        assert become[name] == "not needed"
+    assert become["--recompute-method"] == become["--fp16"] == "lacking"
+    assert made.of("unknown") == []
+
+
+def test_what_mindspeed_switches_off_works_and_is_said() -> None:
+    for data, stream, off in ((3, "", True), (2, "", True), (2, "--pipe-experts-multi-stream", False)):
+        text = AMPIPE.replace("--pipe-experts-multi-data 4", f"--pipe-experts-multi-data {data}")
+        made = convert([text.replace("--pipe-experts-multi-stream", stream or "--bf16")])
+        (said,) = [one.what for one in made.outcomes if one.flag == "--use-pipe-experts"]
+        assert said.startswith("parallel.pipe_experts = true")
+        assert ("MindSpeed switches it off" in said) == off
+
+
+def test_megatrons_defaults_are_written_where_they_differ(tmp_path: Path) -> None:
+    found = read(convert([SMALL], ranks=1), tmp_path)
+    assert isinstance(found.model, GPTSettings)
+    assert (found.model.positions, found.model.tie_embeddings, found.model.dropout) == ("learned", True, 0.1)
+    assert (found.optimizer.betas, found.optimizer.weight_decay) == ((0.9, 0.999), 0.01)
+    assert (found.lr_schedule.kind, found.lr_schedule.min_lr_ratio) == ("linear", 0.0)
+    assert (found.training.seed, found.data.seed, found.training.eval_every) == (1234, 1234, 1000)
+    assert found.precision == "float32"
+    experts = read(convert([SMALL, "--num-experts 4"], ranks=1), tmp_path).model
+    assert isinstance(experts, MoESettings)
+    assert (experts.top_k, experts.capacity_factor) == (2, 0.0)
+    assert (experts.aux_weight, experts.z_weight) == (0.0, 0.0)
+
+
+def test_unknown_flags_are_listed_with_the_nearest() -> None:
+    made = convert([f"{SMALL} --num-layer 5 6 --zzz=1 stray", "--frobnicate"], ranks=1)
+    assert [(one.flag, one.what) for one in made.of("unknown")] == [
+        ("--num-layer 5 6", "the nearest known is --num-layers"),
+        ("--zzz=1", "no known flag is near"),
+        ("--frobnicate", "no known flag is near"),
+        ("stray", "the word belongs to no flag"),
+    ]
+    assert "# unknown: --num-layer 5 6: the nearest known is --num-layers" in made.text
+
+
+def test_values_with_equals_blanks_and_minus(tmp_path: Path) -> None:
+    made = convert([f"{SMALL} --seed=7 --save '/my runs/a \"b\"#c' --adam-eps=1e-6"], ranks=1)
+    found = read(made, tmp_path)
+    assert (found.training.seed, found.checkpoint.dir, found.optimizer.eps) == (7, '/my runs/a "b"#c', 1e-6)
+    with pytest.raises(UsageError) as refused:
+        convert([f"{SMALL} --weight-decay -0.1 --seed -3 --clip-grad=-1e-3"], ranks=1)
+    assert str(refused.value).split("\n") == [
+        "--seed -3: data.seed = -3: input should be greater than or equal to 0",
+        "--weight-decay -0.1: optimizer.weight_decay = -0.1: input should be greater than or equal to 0",
+        "--clip-grad=-1e-3: optimizer.grad_clip_norm = -0.001: input should be greater than or equal to 0",
+        "--seed -3: training.seed = -3: input should be greater than or equal to 0",
+    ]
+
+
+def test_the_last_of_a_flag_counts(tmp_path: Path) -> None:
+    made = convert([f"{SMALL} --lr 1", "--lr 2e-3 --num-layers 6"], ranks=1)
+    found = read(made, tmp_path)
+    assert found.optimizer.lr == 2e-3
+    assert [one.flag for one in made.outcomes if one.what == "the flag is given again"] == [
+        "--lr 1e-3",
+        "--lr 1",
+        "--num-layers 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        # the tree's own errors, with the flags that made what is wrong
+        (
+            "--num-experts 8 --expert-model-parallel-size 3 --tensor-model-parallel-size 1",
+            "--expert-model-parallel-size 3: parallel: ep = 3 takes its ranks from the data-parallel ones",
+        ),
+        (
+            "--num-experts 7 --expert-model-parallel-size 2",
+            "--num-experts 7, --expert-model-parallel-size 2: parallel.ep = 2 must divide model.experts = 7",
+        ),
+        (
+            "--num-attention-heads 5",
+            "--hidden-size 64, --num-attention-heads 5: model: hidden = 64 must be a multiple of heads = 5",
+        ),
+        (
+            "--pipeline-model-parallel-size 8",
+            "--num-layers 4, --pipeline-model-parallel-size 8: parallel.pp = 8 must not be above model",
+        ),
+        (
+            "--max-position-embeddings 64",
+            "--max-position-embeddings 64, --seq-length 128: data.sequence_length = 128 must not be above",
+        ),
+        ("--ampipe-degree 100", "--ampipe-degree 100, --seq-length 128: parallel.ampipe_degree = 100 cuts"),
+        ("--num-experts 8 --moe-router-topk 9", "--moe-router-topk 9: model: top_k = 9 must not be above"),
+        ("--hidden-dropout 1", "--hidden-dropout 1: model.dropout = 1.0: input should be less than 1"),
+        ("--lr 0", "--lr 0: optimizer.lr = 0.0: input should be greater than 0"),
+        ("--min-lr 1", "--min-lr 1, --lr 1e-3: lr_schedule.min_lr_ratio = 1000.0: input should be less"),
+        ("--lr-warmup-iters 200", "--train-iters 100, --lr-warmup-iters 200: lr_schedule.warmup_steps = 200"),
+        ("--vocab-size 10", "--vocab-size 10: data.vocab_size = 10: input should be greater"),
+        ("--split 10,90", "--split 10,90: data.held_out_fraction = 0.9: input should be less"),
+        ("--save ''", "--save \"\": checkpoint.dir = '': string should have at least 1 character"),
+        # what Megatron's own check would say
+        ("--global-batch-size 20", "append --global-batch-size 16"),
+        ("--global-batch-size 3", "append --global-batch-size 16"),
+        ("--micro-batch-size 0", "--micro-batch-size 0: expected a whole number from 1 on"),
+        ("--hidden-size=-4", "--hidden-size=-4: expected a whole number from 1 on"),
+        ("--kv-channels 32", "append --kv-channels 16"),
+        ("--position-embedding-type none", "append --position-embedding-type rope or learned_absolute"),
+        ("--no-position-embedding", "append --position-embedding-type rope"),
+        ("--optimizer sgd", "append --optimizer adam"),
+        ("--lr-decay-style WSD", "append --lr-decay-style cosine"),
+        ("--lr-warmup-fraction 2", "--lr-warmup-fraction 2: expected a number from 0 to 1"),
+        ("--split a,b", "--split a,b: expected up to three shares"),
+        ("--context-parallel-size 2", "append --context-parallel-size 1"),
+        ("--num-experts 4 --moe-layer-freq 2", "append --moe-layer-freq 1, or a list such as ([0]*1+[1]*3)"),
+        ("--num-experts 4 --moe-layer-freq [1]*9", "expected a number from 1 on, or a list of 0 and 1"),
+        (
+            "--num-experts 4 --moe-layer-freq [1]*999999999",
+            "expected a number from 1 on, or a list of 0 and 1",
+        ),
+        ("--num-experts 4 --moe-layer-freq __import__", "expected a number from 1 on, or a list of 0 and 1"),
+        (
+            "--num-experts 4 --moe-shared-expert-intermediate-size 300",
+            "append --moe-shared-expert-intermediate-size 256",
+        ),
+        ("--num-experts 4 --moe-aux-loss-coeff x", "--moe-aux-loss-coeff x: expected a number"),
+        ("--num-experts 4 --moe-router-load-balancing-type sinkhorn", "append --moe-router-load-balancing"),
+        ("--make-vocab-size-divisible-by 0 --vocab-size 300", "--make-vocab-size-divisible-by 0: expected 1"),
+        ("--hidden-size $H", "--hidden-size $H: what $H is, the text does not say; give --var H=VALUE"),
+        ("--hidden-size $(nproc)", "what $(nproc) is, the text does not say; write the value"),
+    ],
+)
+def test_faults_name_the_flag_and_what_to_do(given: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        convert([SMALL, given], ranks=8)
+    assert said in str(refused.value)
+
+
+def test_all_that_is_missing_is_said_at_once() -> None:
+    with pytest.raises(UsageError) as refused:
+        convert(["--bf16"])
+    lines = str(refused.value).split("\n")
+    for name in (
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--micro-batch-size",
+        "--train-iters",
+        "--lr",
+    ):
+        assert sum(line.startswith(f"{name} is missing; append {name}") for line in lines) == 1, name
+    assert sum("--world" in line for line in lines) == 1
+    assert len(lines) == 8
+
+
+def test_ranks_are_given_or_of_the_launcher_or_of_the_script(tmp_path: Path) -> None:
+    launched = f"torchrun --nproc_per_node 2 --nnodes 2 pretrain_gpt.py {SMALL}"
+    scripted = f"WORLD_SIZE=$((2*3))\nsrun python pretrain_gpt.py {SMALL}"
+    for text, ranks, dp in ((launched, None, 4), (launched, 8, 8), (scripted, None, 6)):
+        assert read(convert([text], ranks=ranks), tmp_path).parallel.dp == dp
+    with pytest.raises(UsageError, match="--world N"):
+        convert([SMALL])
+
+
+@pytest.mark.parametrize("text", ["", "   ", "# only a comment", "run.sh", "echo --num-layers 2", "--zzz 1"])
+def test_texts_without_a_command(text: str) -> None:
+    with pytest.raises(UsageError):
+        convert([text], ranks=1)
+
+
+@pytest.mark.parametrize("text", [f"{SMALL} --save a\0b", f"{SMALL} --save \ue000", f"{SMALL} --save \udcff"])
+def test_characters_that_no_file_of_settings_can_have(text: str) -> None:
+    with pytest.raises(UsageError, match=r"characters that no command line has|not UTF-8"):
+        convert([text], ranks=1)
+
+
+def test_every_flag_is_listed_once() -> None:
+    """All flags of the table together, in two orders."""
+    rows = [row for row in ROWS if row.fate != "refused" and row.name not in SMALL.split()]
+    given = {"int": "1", "float": "0.5", "text": "1", "many": "1", "nothing": ""}
+    flags = [
+        f"{row.name} {row.takes[0] if isinstance(row.takes, tuple) else given[row.takes]}" for row in rows
+    ]
+    fit = (
+        "--position-embedding-type rope --optimizer adam --lr-decay-style cosine --num-experts 8 --split 9,1 "
+        "--moe-router-load-balancing-type aux_loss --global-batch-size 16 --vocab-size 300 "
+        "--moe-ffn-hidden-size 8 --kv-channels 16 --max-position-embeddings 128 --min-lr 0"
+    )
+    names = {row.name for row in rows} | {word for word in SMALL.split() if word.startswith("--")}
+    for texts in ([SMALL, *flags, fit], [fit, *reversed(flags), SMALL, fit]):
+        made = convert(texts, ranks=8)
+        listed = [one.flag.split()[0] for one in made.outcomes if one.what != "the flag is given again"]
+        assert sorted(listed) == sorted(names)
+        assert {one.fate for one in made.outcomes} == {"taken", "not needed", "lacking"}
+
+
+def test_flags_behind_an_operator_are_not_dropped() -> None:
+    with pytest.raises(UsageError, match="--bf16 stands behind"):
+        convert([f"{SMALL} --moe-layer-freq [0]*1 (x) --bf16"], ranks=1)
+    assert (
+        fates(convert([f"{SMALL} 2>&1 | tee a.log"], ranks=1)).keys()
+        == fates(convert([SMALL], ranks=1)).keys()
+    )
+
+
+@pytest.mark.parametrize(
+    "value", ['a "b" \\ c', "\x7f\t\n", "é ☃ 𝄞", "", 1e-8, 1e22, -3, True, [0.5, 1], ["a'", '"']]
+)
+def test_what_is_written_is_read_back(value: object) -> None:
+    text = toml_text({"a.b": value, "c": 1}, {"a.b": "--x \n\x07y"}, ["one\ntwo", ""])
+    assert parse_toml(text) == {"c": 1, "a": {"b": value}}
+    assert parse_toml(f"v = {toml_value(value)}") == {"v": value}

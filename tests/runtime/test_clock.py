@@ -1,0 +1,56 @@
+"""Marks of an accelerator's step, read off events that are made up here; `tests/gpu` has real ones."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from stretto.runtime.clock import DeviceClock
+from stretto.runtime.record import Marks
+
+
+class Event:
+    """One millisecond after the one that was recorded before it."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.at_ms = -1.0
+
+    def record(self, stream: object) -> None:
+        Event.recorded += 1
+        self.at_ms = float(Event.recorded)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_marks_become_times_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    clock = DeviceClock(torch.device("cuda", 0))
+    for _ in range(2):  # events are used again
+        clock.begin()
+        marks = Marks(start=clock.now())  # type: ignore[arg-type]
+        begun = clock.now()
+        marks.runs.append(("0F", (3,), begun, clock.now()))  # type: ignore[arg-type]
+        marks.waits.append((1, 2, clock.now(), clock.now()))  # type: ignore[arg-type]
+        marks.end = clock.now()  # type: ignore[assignment]
+        marks.peak_bytes = 17
+        before = time.perf_counter_ns()
+        read = clock.read(marks)
+        after = time.perf_counter_ns()
+        assert len(clock._events) == 6
+        # The tie is the seventh event, and is now.
+        assert before <= read.start + 6_000_000 <= after
+        ms = 1_000_000
+        assert read.end - read.start == 5 * ms
+        assert read.runs == [("0F", (3,), read.start + ms, read.start + 2 * ms)]
+        assert read.waits == [(1, 2, read.start + 3 * ms, read.start + 4 * ms)]
+        assert read.peak_bytes == 17

@@ -1,0 +1,41 @@
+"""What ranks compute on: accelerators where there is one for each, else processors, or a refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stretto.errors import UsageError
+from stretto.train.world import World, device_for, device_note
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two")
+def test_each_rank_of_a_machine_has_its_own() -> None:
+    assert device_for("auto", World()) == torch.device("cuda", 0)
+    assert device_for("cuda", World(rank=7, size=8, local_size=2, local_rank=1)) == torch.device("cuda", 1)
+    assert device_for("cpu", World()) == torch.device("cpu")
+    assert device_note("auto", World()) is None
+    assert device_note("cpu", World(local_size=4)) is None
+
+
+@pytest.mark.usefixtures("two")
+def test_where_they_are_too_few_it_is_said() -> None:
+    many = World(size=4, local_size=4)
+    assert device_for("auto", many) == torch.device("cpu")
+    assert "has 2 accelerators, too few for its 4 ranks" in str(device_note("auto", many))
+    with pytest.raises(UsageError, match=r"4 ranks on this machine, and it has 2: choose a layout"):
+        device_for("cuda", many)
+
+
+def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_for("auto", World()) == torch.device("cpu")
+    assert device_note("auto", World(local_size=2)) is None
+    with pytest.raises(UsageError, match=r"has 0: .*training.device = 'cpu'"):
+        device_for("cuda", World())
