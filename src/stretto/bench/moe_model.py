@@ -66,5 +66,5 @@ def squared_error(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     config = model.config
     assert isinstance(config, MoEConfig)
     balance, z = losses.unbind()
-    error: Tensor = F.mse_loss(made_BSD, batch["target"])
-    return error + config.aux_weight * balance + config.z_weight * z
+    routers: Tensor = config.aux_weight * balance + config.z_weight * z
+    return F.mse_loss(made_BSD, batch["target"]) + routers
