@@ -42,6 +42,9 @@ class ParallelSettings(Settings):
     ep: int = Field(default=1, ge=1)
     """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
     is a multiple of it."""
+    ep_plan: dict[str, str] | None = None
+    """Which modules hold experts, where the model has no plan of its own: a pattern of module names
+    ("layers.*.mlp.experts", where * is one part of a name) and "experts"."""
     ep_buffer: float = Field(default=2.0, ge=1)
     """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
     ep_overflow: Literal["error", "drop"] = "error"
@@ -115,6 +118,7 @@ class ParallelSettings(Settings):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
             raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")
         unused = (
+            ("ep_plan", self.ep == 1 and self.ampipe_degree == 1, "modules of experts", "ep = 2 or more"),
             ("ep_buffer", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
             ("ep_overflow", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
             (

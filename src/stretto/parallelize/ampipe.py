@@ -2,7 +2,7 @@
 other.
 
     1. A block's attention is given whole queries, keys and values, and gives chunks of queries their results:
-       each chunk reads the keys that it may see (`chunked.attention`).
+       each chunk reads the keys that it may see (`chunk_attention`).
     2. What follows is done chunk by chunk (`chunked`): output projection, dropout, residual, norm, router,
        MLP. Experts are called for each chunk; with a capacity, each chunk has its own (as in MindSpeed), or
        with `whole` the chunks are joined for them, and they serve what they serve in the uncut model.
@@ -20,20 +20,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stretto.errors import UsageError
-from stretto.parallelize.chunked import (
-    JOINED,
-    Chunked,
-    attention,
-    check_written,
-    joined,
-    lengths_of,
-    writes,
-)
+from stretto.parallelize.chunk_attention import attention, lengths_of
+from stretto.parallelize.chunk_writes import check_written, views_noted, writes
+from stretto.parallelize.chunked import Chunked, joined
 from stretto.parallelize.functions import functions_given, put_forward
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 
@@ -66,7 +61,7 @@ class _Attention(TorchFunctionMode):
             # Here, and not in another mode that knows attention: it would take the chunks for one tensor.
             with self.outside():
                 return attention(*args, **named)
-        if args and JOINED and writes(function):
+        if args and writes(function):
             check_written(args[0])
         return function(*args, **named)
 
@@ -117,19 +112,48 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
         for name in how.experts:
             module = model.get_submodule(name)
             undo.append(put_forward(module, _experts(module.forward, not how.whole or _dropless(module))))
-        JOINED.clear()
-        with mode, functions_given(joined):
+        with views_noted(), mode, functions_given(joined):
             yield
         if not mode.cut:
-            raise UsageError(
-                f"ampipe_degree = {how.degree} cuts at F.scaled_dot_product_attention, which no block "
-                f"of {type(model).__name__} calls: choose that attention (transformers: "
-                "attn_implementation='sdpa'), or leave ampipe_degree out"
-            )
+            raise _no_attention(model, how.degree)
     finally:
-        JOINED.clear()
         for action in reversed(undo):
             action()
+
+
+def _no_attention(model: nn.Module, degree: int) -> UsageError:
+    return UsageError(
+        f"ampipe_degree = {degree} cuts at F.scaled_dot_product_attention, which no block of "
+        f"{type(model).__name__} calls: choose that attention where the model has it (transformers: "
+        "attn_implementation='sdpa'), or leave ampipe_degree out"
+    )
+
+
+class _CalledError(Exception):
+    """Attention was."""
+
+
+class _Awaited(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            raise _CalledError
+        return function(*args, **(kwargs or {}))
+
+
+def check_attention(model: nn.Module, call: Callable[[], object], how: Chunks) -> None:
+    """Raises UsageError where `call`, which may be of a model without values, comes to its end and has called
+    no attention that can be cut. One that fails for other reasons says nothing: capture will say it. Experts
+    are left out, whose kernels may want values."""
+    undo = [put_forward(model.get_submodule(name), lambda x, *_, **__: x) for name in how.experts]
+    try:
+        with _Awaited(), torch.no_grad():
+            call()
+    except Exception:
+        return
+    finally:
+        for action in undo:
+            action()
+    raise _no_attention(model, how.degree)
 
 
 def _block(own: Callable[..., Any], mode: _Attention, last: bool) -> Callable[..., Any]:

@@ -17,7 +17,8 @@ from torch import nn
 from stretto.config import ParallelSettings
 from stretto.ir.program import Shard
 from stretto.parallelize.ampipe import Chunks, ampipe
-from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, spread_experts
+from stretto.parallelize.expert_plan import experts_in
+from stretto.parallelize.experts import ExpertParallel, expert_parallel, spread_experts
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import spread
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
@@ -78,6 +79,7 @@ def layout_of(
         experts = expert_parallel(
             model,
             parallel.ep,
+            plan=parallel.ep_plan,
             buffer=parallel.ep_buffer,
             slices=parallel.pipe_experts_multi_data,
             each_expert=parallel.pipe_experts,
@@ -92,4 +94,4 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     """How the sequence is cut in so many chunks."""
     if degree == 1:
         return None
-    return Chunks(degree, experts_in(model), parallel.ampipe_capacity == "whole")
+    return Chunks(degree, experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole")
