@@ -48,7 +48,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.measure.measured import measured_costs
 from stretto.order.policies import register
-from stretto.parallelize.experts import experts_in
+from stretto.parallelize.expert_plan import experts_in
 from stretto.planning.make_plan import choose_schedule, fastest, make_plan
 
 
