@@ -24,15 +24,19 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import signature
 from stretto.ir.processor import Processor
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
-from stretto.measure import calibrate, time_ops
+from stretto.measure import calibrate, measured, time_ops
 from stretto.measure.fake_collectives import function_of
-from stretto.measure.local_processes import MOST_PROCESSES, fitting
+from stretto.measure.local_processes import MOST_PROCESSES, Between, fitting
+from stretto.measure.measure_collectives import Measured
 from stretto.measure.measured import skew_of, stretches, with_skew
 from stretto.measure.profile import make_calls, make_inputs, profile, typical
 from stretto.measure.sweep import linear_ops, sweep_ops
 from stretto.measure.time_ops import distinct_ops, time_op
 from stretto.price.calibration import load_calibration, save_calibration
+from stretto.price.calls import Calls
 from stretto.price.roofline import scaled
+from stretto.price.wanted import Wanted
+from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -95,6 +99,25 @@ def test_one_process_measures_collectives_between_others() -> None:
     assert found.curve.us(16 * 32 * 4) > 1.0
     assert plan.costs.default_link.source == "no messages"
     assert plan.costs.processor is None
+
+
+def test_communication_is_measured_once_for_all_forms_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, tuple[int, ...]]] = []
+    cost = CollectiveCost(Curve(((0.0, 5.0), (1e9, 5.0))))
+
+    def between(mesh: Mesh, wanted: list[Wanted], link: bool) -> Between:
+        asked.append({one.kind: one.sizes for one in wanted})
+        return Between(None, {(one.axis, one.kind): Measured(cost, Calls(1.0), 0.0) for one in wanted})
+
+    monkeypatch.setattr(measured, "measure_between", between)
+    jobs = [comm_job(1, tp=2, rows=rows, hidden=32) for rows in (16, 2048)]
+    measuring = measured.Measuring(jobs, make_schedule("1f1b", 1, 2))
+    found = [measuring.costs_of(job) for job in jobs]
+    assert len(asked) == 1
+    assert {16 * 32 * 4, 2048 * 32 * 4} <= set(asked[0]["all_reduce"])
+    assert found[0].collectives == found[1].collectives
+    totals = [sum(costs.op_us.values()) for costs in found]
+    assert totals[1] > totals[0], "ops of each are measured"
 
 
 def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> None:

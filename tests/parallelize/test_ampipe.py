@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -294,9 +295,13 @@ def test_auto_takes_what_is_predicted_to_be_the_fastest() -> None:
 
     cheap, dear = planned(1e6), planned(1.0)
     assert cheap.job.chunks == 1
-    assert "chunks of the sequence are predicted to take" in cheap.overlap_why
+    # What cannot win by its bound is not planned.
+    told = r"1 chunk of the sequence, [\d.]+ ms, as 2 take (at least )?[\d.]+ ms, 4 take at least [\d.]+ ms$"
+    assert re.search(told, cheap.overlap_why), cheap.overlap_why
     assert dear.job.chunks > 1
     assert not dear.job.in_chunks
+    told = rf"{dear.job.chunks} chunks of the sequence, [\d.]+ ms, as 1 takes [\d.]+ ms, "
+    assert re.search(told, dear.overlap_why), dear.overlap_why
 
 
 def test_auto_says_that_it_cuts_nothing() -> None:

@@ -388,7 +388,10 @@ def test_there_is_one_ordered_list() -> None:
         "scatter_borders",
         "gradient_parts",
         "split_products",
+        "dense_messages",
         "messages_in_parts",
+        "sent_once",
+        "handed_on",
         "recomputed",
     ]
-    assert [one.apply.__name__ for one in STEP_PASSES if one.tried] == ["split_products"]
+    assert [one.apply.__name__ for one in STEP_PASSES if one.tried] == ["split_products", "handed_on"]

@@ -49,7 +49,7 @@ from stretto.ir.program import Job
 from stretto.measure.measured import measured_costs
 from stretto.order.policies import register
 from stretto.parallelize.expert_plan import experts_in
-from stretto.planning.make_plan import choose_schedule, fastest, make_plan
+from stretto.planning.make_plan import choose_schedule, make_plan
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:
@@ -112,9 +112,9 @@ def _planned(model: Stack, jobs: Mapping[Cuts, Job], costs: Mapping[Cuts, Costs]
         return make_plan(job, costs[system.cuts], overlap=system.overlap, order=system.order)
 
     found = {name: plan(system) for name, system in SYSTEMS.items()}
-    found[AUTO] = fastest(
-        [found["windows"], *(plan(System(Cuts(chunks), "window")) for chunks in AUTO_CHUNKS)]
-    )
+    windows = [found["windows"], *(plan(System(Cuts(chunks), "window")) for chunks in AUTO_CHUNKS)]
+    # As planning chooses, from the costs that all have.
+    found[AUTO] = min(windows, key=lambda one: prediction_of(one).step_us)
     return found
 
 

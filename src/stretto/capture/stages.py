@@ -20,6 +20,7 @@ from stretto.capture.trace import Traced
 from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
+from stretto.ir.metrics import Metric
 from stretto.ir.program import Buffer, Edge, Job, Op, Parameter, Ref, Stage
 from stretto.passes.rewrite import stage_of
 
@@ -98,6 +99,10 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         whole=traced.whole,
         count=traced.count,
         mean_over=traced.mean_over,
+        metrics=tuple(
+            Metric(one.module, one.name, homes[one.value][0], one.value, one.joined, one.partial)
+            for one in traced.seen
+        ),
     )
 
 

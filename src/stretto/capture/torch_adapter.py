@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stretto.backend.observe_adapter import watched
 from stretto.batch.loss import Loss, loss_and_count
 from stretto.capture.calls_adapter import buffers_in_place, replaced
 from stretto.capture.carried import Calls
@@ -210,6 +211,7 @@ def export_joint(
             calls.one(left),
             nullcontext() if program is None else program.state(model),
             segments.forward(),
+            watched(),
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
         ):

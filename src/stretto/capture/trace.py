@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.backend.observe_adapter import watched
 from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.capture import torch_adapter
@@ -32,6 +33,7 @@ from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explained
 from stretto.capture.mesh_program import OnMeshes
+from stretto.capture.observed import Seen, taken_out
 from stretto.capture.proof import Proof
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.capture.state import State
@@ -88,6 +90,7 @@ class Traced:
     count: Count | None = None
     mean_over: Count | None = None
     frozen: frozenset[str] = frozenset()
+    seen: tuple[Seen, ...] = ()
 
 
 def trace(
@@ -222,18 +225,23 @@ def _trace(
             kept[f"buffer/{key}" if kind == "update" else kind] = names[out]
     step = Step(tuple(ops), gradients, kept)
     step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
-    ops, gradients, kept = list(step.ops), dict(step.grads), dict(step.kept)
+    ops, seen = taken_out(step.ops)
+    gradients, kept = dict(step.grads), dict(step.kept)
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
     divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     if tensor is not None:
-        proved = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None).proved()
+        values = tuple(one.value for one in seen)
+        proof = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None, values)
+        proved = proof.proved()
         ops, parts = list(proved.ops), dict(proved.partial)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
+        seen = tuple(one.renamed(proved.renamed, proved.seen) for one in seen)
     roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
+    roots |= {one.value for one in seen}
     ops, renamed = _passed(ops, roots, given, skip_passes)
     for key, value in gradients.items():
         now = value if value is None else renamed.get(value, value)
@@ -263,6 +271,7 @@ def _trace(
         count=count,
         mean_over=divided,
         frozen=frozenset(frozen),
+        seen=tuple(one.renamed(renamed) for one in seen),
     )
 
 
@@ -291,6 +300,7 @@ def _alone(
         calls.installed(),
         nullcontext() if layers is None else layers.installed(),
         calls.forward(),
+        watched(),  # it calls what the spread model calls
     ):
         before = State(("", model), ("the loss", loss))
         try:

@@ -48,7 +48,8 @@ class ParallelSettings(Settings):
     ep_buffer: float = Field(default=2.0, ge=1)
     """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
     ep_overflow: Literal["error", "drop"] = "error"
-    """What becomes of rows beyond `ep_buffer`: the step fails and says what would do, or they are dropped."""
+    """What becomes of rows beyond `ep_buffer`: the step fails and says what would do, or they are dropped, as
+    an evaluation does either way."""
     ampipe_degree: Annotated[int | Literal["auto"], PlainValidator(_degree)] = 1
     """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
     runs under the compute of another (`docs/experts.md`); 1 does not cut, and "auto" takes of 1, 2 and 4 what

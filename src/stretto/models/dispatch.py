@@ -22,6 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.backend.observe_adapter import observe
+from stretto.ir.metrics import DROPPED, ROWS
+
 OfSlots = Callable[[Tensor], Tensor]
 """(E, C, D) to (E, C, D): each expert's slots."""
 
@@ -43,6 +46,8 @@ def within_capacity(
     # Rows in the order in which they are served: all first choices, then all second ones.
     chosen_R = chosen_NK.t().flatten()
     counts_E = counts_of(chosen_R, E)
+    observe(ROWS, counts_E)
+    observe(DROPPED, (counts_E - C).clamp(min=0))
     first_E = counts_E.cumsum(dim=0) - counts_E
     at_R = inverse(chosen_R.argsort(stable=True)) - first_E[chosen_R]
     # A row's slot among all; one more, behind them, is where dropped rows go.
@@ -62,7 +67,9 @@ def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, 
     order_R = chosen_R.argsort(stable=True)
     place_R = inverse(order_R)
     x_RD = rows_at(x_ND, order_R // K, place_R.view(N, K).t())
-    y_RD = of_rows(x_RD, counts_of(chosen_R, experts))
+    counts_E = counts_of(chosen_R, experts)
+    observe(ROWS, counts_E)
+    y_RD = of_rows(x_RD, counts_E)
     y_NKD = rows_at(y_RD, place_R, order_R.unsqueeze(0)).view(N, K, -1)
     return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1).to(x_ND.dtype)
 

@@ -35,9 +35,11 @@ import torch
 from torch import Tensor, nn
 
 from stretto.backend.grouped_adapter import within
+from stretto.backend.observe_adapter import observe
 from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
+from stretto.ir.metrics import BUFFER, DROPPED
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
@@ -238,6 +240,7 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
 
     # 1. What each rank gets: a row's place in the buffer of its expert's rank; one place more is for none.
     wanted_P = counts_E.view(size, here).sum(dim=1)
+    observe(BUFFER, wanted_P.max() * (size / R), "max")
     if how.fails:
         wanted_P = within(wanted_P, room, R / size)
     start_P = wanted_P.cumsum(dim=0) - wanted_P
@@ -250,6 +253,8 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
     ends_PH = counts_E.view(size, here).cumsum(dim=1).clamp(max=room)
     sent_PH = ends_PH.diff(dim=1, prepend=torch.zeros_like(ends_PH[:, :1]))
     came_PH = ops.communicate(ALL_TO_ALL, sent_PH, AXIS, size)
+    if not how.fails:
+        observe(DROPPED, counts_E - sent_PH.flatten())
 
     # 3. What came is sorted by expert: each buffer is already, and has empty places behind its rows.
     before_PH = came_PH.cumsum(dim=1)

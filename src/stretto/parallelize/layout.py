@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -51,6 +51,12 @@ class Layout:
             for name, p in model.named_parameters(remove_duplicate=False)
             if name in how.shards
         }
+
+    @property
+    def evaluating(self) -> Layout:
+        """The same, of an evaluation: a run does not end for text of which nothing is learned, so that what
+        finds no room in `ep_buffer` is dropped, and can be seen."""
+        return self if self.experts is None else replace(self, experts=replace(self.experts, fails=False))
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

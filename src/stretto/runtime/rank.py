@@ -22,6 +22,7 @@ from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
+from stretto.runtime.observed import Watch
 from stretto.runtime.record import Marks
 from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
@@ -84,6 +85,7 @@ class RankState:
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
         self.place = self.coordinates[PIPELINE]
+        self.watch = Watch(plan, self.place, device)
         externals = Externals(
             fixed,
             device,
@@ -139,9 +141,11 @@ class RankState:
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Walk all instructions once. batch: leaves of the whole batch. Returns the step's loss.
 
-        Afterwards `grads[index]` holds this step's gradient of each parameter that has one.
+        Afterwards `grads[index]` holds this step's gradient of each parameter that has one, and `watch` what
+        the model lets see.
         """
         self._clear()
+        self.watch.begin()
         count, first = self.plan.job.microbatches, self._first_microbatch
         pieces = self.plan.job.pieces
         parts = {
@@ -321,6 +325,9 @@ class RankState:
 
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None:
         self._losses[microbatch] = value
+
+    def add_metric(self, metric: int, value: torch.Tensor) -> None:
+        self.watch.add(metric, value)
 
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None:
         self._buffers[buffer].copy_(value)
