@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stretto.backend.observe_adapter import observe
     from stretto.batch.tree import whole
     from stretto.capture import capture
     from stretto.check.compare import Check, check
@@ -55,6 +56,7 @@ __all__ = [
     "load",
     "load_plan",
     "local",
+    "observe",
     "plan",
     "rehearse",
     "reshard",
@@ -85,6 +87,7 @@ _HOMES = {
     "load": "stretto.saving",
     "load_plan": "stretto.ir.serialize",
     "local": "stretto.tensor.face",
+    "observe": "stretto.backend.observe_adapter",
     "plan": "stretto.planning.make_plan",
     "rehearse": "stretto.runtime.rehearse",
     "reshard": "stretto.tensor.face",

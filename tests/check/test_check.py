@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
+from stretto.check import compare
 from stretto.check.bisect_layout import bisect_layout
-from stretto.check.compare import LOW_PRECISION_TOLERANCE, TOLERANCE
+from stretto.check.compare import LOW_PRECISION_TOLERANCE, TOLERANCE, Difference
 from stretto.cli.check import make
 from stretto.config import Parallel, ParallelSettings, load_settings
 from stretto.errors import CaptureError, RunError, UsageError
+from stretto.ir.program import Job
 from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
@@ -24,6 +27,7 @@ from stretto.parallelize.styles import GPT2_PLAN
 from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
 from tests.parallelize.unproved import without_proof
 from tests.runtime.equality import from_transformers
+from tests.synthetic import make_job
 
 torch.set_num_threads(1)
 
@@ -236,6 +240,35 @@ def test_a_capacity_of_each_chunk_is_compared_as_one_of_all() -> None:
     assert "compared with ampipe_capacity = 'whole'" in str(found)
     with pytest.raises(RunError, match="on one rank it is right: dp = 2 or ep = 2 or ampipe_degree = 2"):
         stretto.check(mixture(0.5), rows_of_tokens(), unlike_in_copies, how)
+
+
+CHOSEN = Parallel(ep=2, dp=2, ep_buffer=4.0, ampipe_degree="auto")
+
+
+@pytest.mark.slow
+def test_what_planning_may_choose_is_right_in_all_forms() -> None:
+    found = stretto.check(mixture(None), rows_of_tokens(), moe_token_sum, CHOSEN)
+    assert found.differences[0].relative < 1e-12
+    assert "compared in 1, 2 and 4 chunks of the sequence" in str(found)
+
+
+def test_the_form_that_is_furthest_off_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {1: 0.0, 2: 0.3, 4: 0.1}
+    compared: list[int] = []
+
+    def different(job: Job, *_: Any) -> tuple[float, list[Difference]]:
+        compared.append(job.chunks)
+        return 1.0, [Difference("a", 0.0), Difference("b", off[job.chunks])]
+
+    one = make_job(1, 4)
+    forms = replace(one, in_chunks=tuple(replace(one, chunks=chunks) for chunks in (2, 4)))
+    monkeypatch.setattr(compare, "capture", lambda *_, **__: forms)
+    monkeypatch.setattr(compare, "make_plan", lambda job, *_, **__: job)
+    monkeypatch.setattr(compare, "_differences", different)
+    found = compare._compare(mixture(None), rows_of_tokens(), moe_token_sum, CHOSEN, None, 1e-9)
+    assert found.chunks == tuple(compared) == (1, 2, 4)
+    assert Difference("b", 0.3) in found.wrong
+    assert Difference("a", 0.0) in found.differences
 
 
 def unlike_in_copies(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | int]:

@@ -11,26 +11,32 @@ import torch
 from typer.testing import CliRunner
 
 import stretto
+from stretto.bench.moe_result import Setup
 from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app
 from stretto.errors import StrettoError
 from stretto.files.typed_file import from_text
+from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.prices import signature
 from stretto.ir.processor import Processor
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
-from stretto.measure import calibrate, time_ops
+from stretto.measure import calibrate, measured, time_ops
 from stretto.measure.fake_collectives import function_of
-from stretto.measure.local_processes import MOST_PROCESSES, fitting
+from stretto.measure.local_processes import MOST_PROCESSES, Between, fitting
+from stretto.measure.measure_collectives import Measured
 from stretto.measure.measured import skew_of, stretches, with_skew
-from stretto.measure.profile import profile, typical
+from stretto.measure.profile import make_calls, make_inputs, profile, typical
 from stretto.measure.sweep import linear_ops, sweep_ops
 from stretto.measure.time_ops import distinct_ops, time_op
 from stretto.price.calibration import load_calibration, save_calibration
+from stretto.price.calls import Calls
 from stretto.price.roofline import scaled
+from stretto.price.wanted import Wanted
+from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -93,6 +99,25 @@ def test_one_process_measures_collectives_between_others() -> None:
     assert found.curve.us(16 * 32 * 4) > 1.0
     assert plan.costs.default_link.source == "no messages"
     assert plan.costs.processor is None
+
+
+def test_communication_is_measured_once_for_all_forms_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, tuple[int, ...]]] = []
+    cost = CollectiveCost(Curve(((0.0, 5.0), (1e9, 5.0))))
+
+    def between(mesh: Mesh, wanted: list[Wanted], link: bool) -> Between:
+        asked.append({one.kind: one.sizes for one in wanted})
+        return Between(None, {(one.axis, one.kind): Measured(cost, Calls(1.0), 0.0) for one in wanted})
+
+    monkeypatch.setattr(measured, "measure_between", between)
+    jobs = [comm_job(1, tp=2, rows=rows, hidden=32) for rows in (16, 2048)]
+    measuring = measured.Measuring(jobs, make_schedule("1f1b", 1, 2))
+    found = [measuring.costs_of(job) for job in jobs]
+    assert len(asked) == 1
+    assert {16 * 32 * 4, 2048 * 32 * 4} <= set(asked[0]["all_reduce"])
+    assert found[0].collectives == found[1].collectives
+    totals = [sum(costs.op_us.values()) for costs in found]
+    assert totals[1] > totals[0], "ops of each are measured"
 
 
 def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> None:
@@ -187,6 +212,34 @@ def test_starts_make_the_buffer_of_their_result(target: str) -> None:
     made = function_of(target, CPU)(x, *how, "tp", 2)
     assert made.shape == (rows, 3)
     assert made.data_ptr() != x.data_ptr()
+
+
+def test_others_are_taken_to_send_as_many_rows() -> None:
+    counts = torch.tensor([[3, 1], [0, 4]])
+    assert function_of("comm.all_to_all", CPU)(counts, "ep", 2).tolist() == [[3, 1], [0, 4]]
+    assert function_of("comm.all_gather", CPU)(counts[0], "ep", 2).tolist() == [3, 1, 3, 1]
+
+
+def test_dropless_experts_are_measured_with_rows_for_all() -> None:
+    """And with a buffer that made-up routing may not fit."""
+    ep = 4
+    setup = Setup(
+        ep=ep, routing="router", hidden=32, heads=2, layers=1, sequence=256, microbatches=1, ep_buffer=1.0
+    )
+    job = setup.capture(*setup.build())
+    assert profile(job, CPU).op_us
+    values = dict(make_inputs(job, job.stages[0], CPU))
+    calls = make_calls(job, job.stages[0], CPU)[Phase.F]
+    served: list[list[int]] = []
+    for call in calls:
+        if call.op.target == "stretto_moe.grouped_mm.default":
+            served.append(
+                values[call.op.args[2].name].diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+            )
+        call.run(values, {})
+    assert len(served) == 2
+    even = 2 * 256 / 8 * ep  # rows of an expert: two of each token, of all ranks
+    assert all(even / 4 < rows < 4 * even for rows in served[0]), served[0]
 
 
 def test_a_rank_of_coordinate_0_stands_for_all() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.config import GPTSettings, HuggingFaceSettings
@@ -21,6 +22,7 @@ from stretto.models.build import (
     huggingface_sum,
 )
 from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, next_token_sum, rotate
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_loss, moe_token_sum
 
 TINY = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16)
 LEARNED = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16, positions="learned")
@@ -283,6 +285,9 @@ def test_a_mixture_of_experts_keeps_its_balancing_loss() -> None:
     assert large.item() > small.item() + 0.5
     model.config.router_aux_loss_coef = 0.5
     assert_sums_are_the_means(huggingface_sum, huggingface_loss, model)
+    # An evaluation measures what the model tells of text alone.
+    torch.testing.assert_close(huggingface_loss(model.eval(), tokens), small)
+    assert_sums_are_the_means(huggingface_sum, huggingface_loss, model)
 
 
 def assert_sums_are_the_means(summed: Any, mean: Any, model: nn.Module) -> None:
@@ -341,3 +346,16 @@ def test_without_transformers_the_user_is_told_how_to_get_it(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"pip install 'stretto\[hf\]'"):
         build_model(LLAMA, 61, 0)
+
+
+def test_an_evaluation_leaves_out_the_losses_of_routers() -> None:
+    config = MoEConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=8, experts=4, z_weight=0.1)
+    model = MoEGPT(config, seed=1)
+    batch = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(2))
+    output = model(batch[:, :-1])
+    plain = F.cross_entropy(output.logits.flatten(0, 1), batch[:, 1:].flatten())
+    routers = config.aux_weight * output.losses[0] + config.z_weight * output.losses[1]
+    torch.testing.assert_close(moe_token_loss(model, batch), plain + routers)
+    torch.testing.assert_close(moe_token_loss(model.eval(), batch), plain)
+    total, count = moe_token_sum(model, batch)
+    torch.testing.assert_close(total / count, plain)

@@ -14,7 +14,7 @@ from stretto.models.moe import moe_token_sum
 from tests.parallelize.test_ampipe import by_chunks
 from tests.parallelize.test_experts import ALL, DROPLESS, FEW, assert_equals, batch, model_of
 
-SLICES: tuple[dict[str, Any], ...] = ({"pipe_experts_multi_data": 2}, {"pipe_experts_multi_data": 1000})
+SLICES: tuple[dict[str, Any], ...] = ({"pipe_experts_multi_data": 2}, {"pipe_experts_multi_data": 12})
 EACH: tuple[dict[str, Any], ...] = (
     {"pipe_experts": True},
     {"pipe_experts": True, "pipe_experts_multi_data": 3},

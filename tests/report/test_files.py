@@ -40,9 +40,9 @@ def test_json_there_and_back(timeline: Timeline, tmp_path: Path) -> None:
         ("{}", 'not a timeline file: expected "format": "stretto timeline"'),
         (
             '{"format": "stretto timeline", "version": 9}',
-            "version 9 cannot be read: this Stretto reads version 2",
+            "version 9 cannot be read: this Stretto reads version 3",
         ),
-        ('{"format": "stretto timeline", "version": 2}', "the key 'source' is missing"),
+        ('{"format": "stretto timeline", "version": 3}', "the key 'source' is missing"),
     ],
 )
 def test_a_wrong_timeline_file_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -16,9 +16,12 @@ from stretto.capture.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
 from stretto.models.gpt import next_token_loss
+from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
+from stretto.price.cluster import Cluster
+from stretto.price.flat import described_costs
 from stretto.runtime.clock import HostClock
 from stretto.runtime.record import Marks, build_timeline, compute_spans
 from stretto.runtime.torch_transport import TorchTransport
@@ -226,3 +229,27 @@ def test_a_window_adds_little_to_its_ops() -> None:
     timeline = runner.timeline()
     outside = timeline.step_us - timeline.total_us(SpanKind.COMPUTE, 0)
     assert outside / 64 < 100, f"{outside / 64:.0f} us a run are spent outside windows"
+
+
+def test_who_waits_for_whom() -> None:
+    """Rank 1 begins its part of a sum 30 us after rank 0, which waits for it from the start."""
+    parallel = stretto.Parallel(dp=2)
+    job = stretto.capture(Chain(), rows(4), mean_square, parallel)
+    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    loss = "dp loss"
+    marks = [Marks(0, 100_000), Marks(0, 100_000)]
+    for m, began, waits in zip(marks, (10_000, 40_000), (10_000, 41_000), strict=True):
+        m.runs.append((plan.orders[0][0].ref, (0,), 0, 90_000))
+        m.starts.append((loss, 4, began))
+        m.finishes.append((loss, "dp", waits, 60_000))
+        m.finishes.append(("dp 0.0", "dp", 91_000, 99_000))  # between windows
+    timeline = build_timeline(plan, marks, [0.0, 0.0])
+    assert timeline.stalls == (Stall("dp", 0, 1, 30.0),)
+    assert timeline.busy_us == (40.0, 71.0)
+
+
+def test_a_receiver_waits_for_its_sender() -> None:
+    plan = gpt_plan("1f1b")
+    timeline = build_timeline(plan, made_up(plan, 0, 10**9), [0.0, -1e6])
+    assert timeline.stalls == (Stall("pp", 1, 0, pytest.approx(40.0)),)
+    assert timeline.busy_us == pytest.approx((50.0, 25.0))

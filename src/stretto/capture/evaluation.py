@@ -1,6 +1,7 @@
 """Capture for evaluation: the forward of a model in `eval()` mode, cut where its training is cut.
 
-    1. Trace the model with dropout and the like switched off.
+    1. Trace the model with dropout and the like switched off, and experts' rows without room dropped
+       (`Layout.evaluating`).
     2. Find the cuts of the training job again. Their places are known by what reads parameters: both
        forwards read the same parameters in the same order, and the first such op of a stage begins it.
     3. Cut there, and leave the backward out (`stretto.ir.forward`).
@@ -57,7 +58,7 @@ def capture_evaluation(
             microbatches=training.pieces,
             param_dtype=None if training.param_dtype is None else getattr(torch, training.param_dtype),
             device=device,
-            layout=layout,
+            layout=layout.evaluating,
         )
     finally:
         for module, mode in modes:

@@ -49,17 +49,19 @@ ADD = "aten.add.Tensor"
 @dataclass(frozen=True, slots=True)
 class Proved:
     """The step with the sums that it needs. renamed: a root -> what it is called now. partial: parameters
-    whose gradients are addends."""
+    whose gradients are addends. seen: what is observed -> axes along which it is an addend."""
 
     ops: tuple[TracedOp, ...]
     renamed: Mapping[str, str]
     partial: Mapping[str, tuple[str, ...]]
+    seen: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(slots=True)
 class Proof:
     """See the module. given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and
-    `buffer/<name>` -> value. on_meshes: the program says what is summed where, and nothing is added."""
+    `buffer/<name>` -> value. on_meshes: the program says what is summed where, and nothing is added.
+    seen: values that are observed."""
 
     ops: Sequence[TracedOp]
     given: Mapping[str, TensorSpec]
@@ -68,6 +70,7 @@ class Proof:
     kept: Mapping[str, str]
     size: int
     on_meshes: bool = False
+    seen: Sequence[str] = ()
     specs: dict[str, TensorSpec] = field(init=False)
     placers: list[tuple[int, Placer]] = field(init=False)
     made: list[TracedOp] = field(default_factory=list)
@@ -86,7 +89,8 @@ class Proof:
             raise CaptureError(f"{error}: give both the same heads of keys, or one 'replicated'") from None
         self.placers = [(placer.along, placer) for placer in placers]
         self.uses = Counter(name for item in self.ops for name in item.op.uses)
-        self.roots = frozenset((*self.kept.values(), *(v for v in self.gradients.values() if v is not None)))
+        grads = (v for v in self.gradients.values() if v is not None)
+        self.roots = frozenset((*self.kept.values(), *grads, *self.seen))
 
     def proved(self) -> Proved:
         """Raises CaptureError for what does not fit."""
@@ -99,7 +103,8 @@ class Proof:
         if self.renamed or self.sums or self.gone:
             owned = rooted(item.op for item in ops)
             ops = [replace(item, op=op) for item, op in zip(ops, owned, strict=True)]
-        return Proved(tuple(ops), {root: self._now(root) for root in self.roots}, partial)
+        seen = {value: self._addends(value) for value in self.seen}
+        return Proved(tuple(ops), {root: self._now(root) for root in self.roots}, partial, seen)
 
     def _now(self, name: str) -> str:
         while name in self.renamed:
@@ -300,6 +305,19 @@ class Proof:
                 "whose output it takes 'colwise_gather_output', or leave it out of tp_plan"
             )
         self.renamed[now] = self._summed(replace(item), (now,))(now)
+
+    def _addends(self, value: str) -> tuple[str, ...]:
+        """Axes along which ranks have addends of what is observed."""
+        now = self._now(value)
+        held = [placer.of(now) for _, placer in self.placers]
+        if all(one.kind == "equal" or one == UNKNOWN for one in held):
+            return ()
+        if all(one.kind == "sum" or one == LOCAL or is_thin(one, self.specs[now].shape) for one in held):
+            return (AXIS,)
+        raise CaptureError(
+            f"{_made_in(self.made[self.at[now]])} observes what is {held[0]} on {AXIS} ranks: observe a sum "
+            "over what is spread"
+        )
 
     def _partial(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         for name, value in self.gradients.items():

@@ -202,6 +202,7 @@ def _share(traced: Traced, placed: Mapping[str, int], free: frozenset[str]) -> P
     """Free ops go to all stages that use them; the loss and other roots keep their own."""
     stages: dict[str, set[int]] = defaultdict(set)
     kept = {traced.loss, *(update for _, update in traced.buffers.values() if update is not None)}
+    kept |= {one.value for one in traced.seen}
     for item in reversed(traced.ops):
         name = item.op.name
         if name not in free or name in kept or not stages[name]:

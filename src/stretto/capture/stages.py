@@ -20,6 +20,7 @@ from stretto.capture.trace import Traced
 from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
+from stretto.ir.metrics import Metric
 from stretto.ir.program import Buffer, Edge, Job, Op, Parameter, Ref, Stage
 from stretto.passes.rewrite import stage_of
 
@@ -66,7 +67,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
             tuple((stage, phase_of[stage, value], value) for stage, value in grads.get(name, ())),
             tied_to,
             None if traced.own_dtypes.get(name) == spec.dtype else traced.own_dtypes.get(name),
-            (traced.shards[name],) if name in traced.shards else (),
+            traced.shards.get(name, ()),
             traced.partial.get(name, ()),
             name in traced.frozen,
         )
@@ -98,6 +99,10 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         whole=traced.whole,
         count=traced.count,
         mean_over=traced.mean_over,
+        metrics=tuple(
+            Metric(one.module, one.name, homes[one.value][0], one.value, one.joined, one.partial)
+            for one in traced.seen
+        ),
     )
 
 

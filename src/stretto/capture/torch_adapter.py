@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stretto.backend.observe_adapter import watched
 from stretto.batch.loss import Loss, loss_and_count
 from stretto.capture.calls_adapter import buffers_in_place, replaced
 from stretto.capture.carried import Calls
@@ -32,7 +33,7 @@ from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
-from stretto.parallelize.unseen import OWN
+from stretto.parallelize.unseen import CHUNK, OWN
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
@@ -210,6 +211,7 @@ def export_joint(
             calls.one(left),
             nullcontext() if program is None else program.state(model),
             segments.forward(),
+            watched(),
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
         ):
@@ -307,6 +309,11 @@ def call_of(node: torch.fx.Node) -> int | None:
     """The number of the call that made the node, if one did."""
     custom = node.meta.get("custom")
     return custom.get(CALL) if custom else None
+
+
+def chunk_of(node: torch.fx.Node) -> int | None:
+    """The number of the chunk of a sequence that the node is of, if it is of one."""
+    return (node.meta.get("custom") or {}).get(CHUNK)
 
 
 def is_own(node: torch.fx.Node) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.backend.observe_adapter import watched
 from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.capture import torch_adapter
@@ -32,6 +33,7 @@ from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explained
 from stretto.capture.mesh_program import OnMeshes
+from stretto.capture.observed import Seen, taken_out
 from stretto.capture.proof import Proof
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.capture.state import State
@@ -42,13 +44,11 @@ from stretto.parallelize.alone import (
     Beside,
     Found,
     Key,
-    leaves_of,
     with_gathered_logits,
 )
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.lower_right_adapter import as_on_cuda
 from stretto.parallelize.split_logits import WrittenError
-from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
 from stretto.passes import check_names, on_graph
 from stretto.passes.graph import Graph
@@ -81,13 +81,14 @@ class Traced:
     own_dtypes: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     fixed: tuple[tuple[str, str], ...] = ()
-    shards: Mapping[str, Shard] = field(default_factory=dict)
+    shards: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     borders: Mapping[int, int] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     count: Count | None = None
     mean_over: Count | None = None
     frozen: frozenset[str] = frozenset()
+    seen: tuple[Seen, ...] = ()
 
 
 def trace(
@@ -176,8 +177,10 @@ def _trace(
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     beside = None
     if tensor is not None and meshes is None:
-        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats)
-        beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
+        leaves_at = layout.leaves()
+        calls = Beside(model, leaves_at, tensor.size)
+        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, calls, repeats)
+        beside = Beside(model, leaves_at, tensor.size, found, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, layout.part_shapes(model)),
         CudaChoices() if absent else nullcontext(),
@@ -222,18 +225,23 @@ def _trace(
             kept[f"buffer/{key}" if kind == "update" else kind] = names[out]
     step = Step(tuple(ops), gradients, kept)
     step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
-    ops, gradients, kept = list(step.ops), dict(step.grads), dict(step.kept)
+    ops, seen = taken_out(step.ops)
+    gradients, kept = dict(step.grads), dict(step.kept)
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
     divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     if tensor is not None:
-        proved = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None).proved()
+        values = tuple(one.value for one in seen)
+        proof = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None, values)
+        proved = proof.proved()
         ops, parts = list(proved.ops), dict(proved.partial)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
+        seen = tuple(one.renamed(proved.renamed, proved.seen) for one in seen)
     roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
+    roots |= {one.value for one in seen}
     ops, renamed = _passed(ops, roots, given, skip_passes)
     for key, value in gradients.items():
         now = value if value is None else renamed.get(value, value)
@@ -263,6 +271,7 @@ def _trace(
         count=count,
         mean_over=divided,
         frozen=frozenset(frozen),
+        seen=tuple(one.renamed(renamed) for one in seen),
     )
 
 
@@ -274,11 +283,10 @@ def _alone(
     mode: Any,
     at: torch.device,
     param_dtype: torch.dtype | None,
-    tensor: TensorParallel,
+    calls: Beside,
     repeats: bool,
 ) -> Mapping[Key, Found]:
     """The calls of the model alone; those of equal layers are those of the first."""
-    calls = Beside(model, leaves_of(tensor), tensor.size)
     layers = layers_of(model) if repeats else None
     if layers is not None:
         layers.begin(SimpleNamespace(names=[""], follow=lambda names: None))
@@ -291,6 +299,7 @@ def _alone(
         calls.installed(),
         nullcontext() if layers is None else layers.installed(),
         calls.forward(),
+        watched(),  # it calls what the spread model calls
     ):
         before = State(("", model), ("the loss", loss))
         try:

@@ -72,6 +72,8 @@ class Check:
 
     evaluated: the model draws random numbers in training, and was compared in evaluation. whole_capacity: it
     was compared with `ampipe_capacity` "whole", since with "chunk" the layout means another step.
+    chunks: in how many chunks of its sequence it was compared, where planning may choose; differences are
+    the largest.
     """
 
     loss: float
@@ -81,6 +83,7 @@ class Check:
     world: int
     evaluated: bool = False
     whole_capacity: bool = False
+    chunks: tuple[int, ...] = ()
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -97,6 +100,11 @@ class Check:
         ]
         if self.evaluated:
             lines.append("compared in evaluation, since the model draws random numbers in training")
+        if self.chunks:
+            *some, last = map(str, self.chunks)
+            lines.append(
+                f"compared in {', '.join(some)} and {last} chunks of the sequence: planning takes one of them"
+            )
         if self.whole_capacity:
             lines.append(
                 "compared with ampipe_capacity = 'whole', since with 'chunk' each chunk of a sequence has "
@@ -185,10 +193,24 @@ def _compare(
         raise UsageError(
             f"the plain model's loss is {value}: give a batch and weights with which it is finite"
         )
-    told, differences = _differences(make_plan(job, _costs(job), order="list"), own, given, expected)
-    differences.append(Difference("loss", abs(told - value) / max(abs(value), 1e-300)))
-    order = tuple(sorted(differences, key=lambda d: _largest(d.relative), reverse=True))
-    return Check(told, value, order, tolerance, parallel.world, evaluated)
+    forms = (replace(job, in_chunks=()), *job.in_chunks)
+    compared = [_form(one, own, given, value, expected) for one in forms]
+    told, _ = max(compared, key=lambda one: _largest(one[1][-1].relative))
+    worst = [
+        max(of_one, key=lambda d: _largest(d.relative))
+        for of_one in zip(*(differences for _, differences in compared), strict=True)
+    ]
+    order = tuple(sorted(worst, key=lambda d: _largest(d.relative), reverse=True))
+    chunks = tuple(one.chunks for one in forms) if len(forms) > 1 else ()
+    return Check(told, value, order, tolerance, parallel.world, evaluated, chunks=chunks)
+
+
+def _form(
+    job: Job, model: nn.Module, batch: Any, value: float, expected: Mapping[str, Tensor | None]
+) -> tuple[float, list[Difference]]:
+    """Steps 3 and 4 of one form of the step: the loss, and the differences of gradients and, last, of it."""
+    told, found = _differences(make_plan(job, _costs(job), order="list"), model, batch, expected)
+    return told, [*found, Difference("loss", abs(told - value) / max(abs(value), 1e-300))]
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -293,9 +315,9 @@ def _differences(
             else:
                 wholes.setdefault(parameters[name].tied_to, []).append(grad)
     for (name, _), parts in spread.items():
-        copies = parameters[name].shards[0].copies
+        copies = max(shard.copies for shard in parameters[name].shards)
         wholes.setdefault(parameters[name].tied_to, []).extend(
-            join(parts[copy:] + parts[:copy], parameters[name]) for copy in range(copies)
+            join(parts, parameters[name], plan.job, copy) for copy in range(copies)
         )
     norms = [float(grad.norm()) for grad in expected.values() if grad is not None]
     least = NEGLIGIBLE * sum(norm**2 for norm in norms) ** 0.5 or 1.0

@@ -12,7 +12,7 @@ import typer
 
 import stretto
 from stretto.cli.outputs import check_output
-from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
+from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
 from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description, describe
@@ -74,11 +74,12 @@ def make(settings: TrainSettings, cluster: str | Description, order: str = "impr
     import torch
 
     from stretto.models.build import build_model, counted_loss_function
+    from stretto.train.layout import likely_vocab_size
     from stretto.train.world import threads, use_threads
 
     # As in training: the measured times are those of as many threads.
     use_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
-    vocab_size = _vocab_size(settings)
+    vocab_size = likely_vocab_size(settings)
     with torch.device("meta"):
         model = build_model(settings.model, vocab_size, settings.training.seed)
     shape = (settings.training.global_batch, settings.data.sequence_length + 1)
@@ -99,17 +100,3 @@ def read_cluster(cluster: str) -> str | Description:
         return describe(cluster) or "local"
     except UsageError as error:
         raise UsageError(f"--cluster {cluster}: {error}") from None
-
-
-def _vocab_size(settings: TrainSettings) -> int:
-    """How many tokens to plan for: the model's own number, or as many as the tokenizer may have.
-
-    The tokenizer itself would need the text; a text with too little for `data.vocab_size` tokens gives
-    fewer, and a training run then plans for those.
-    """
-    given = (
-        settings.model.config.get("vocab_size")
-        if isinstance(settings.model, HuggingFaceSettings)
-        else settings.model.vocab_size
-    )
-    return min(int(given), settings.data.vocab_size) if given else settings.data.vocab_size

@@ -15,7 +15,7 @@ from stretto.files.whole_file import saving, write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.costliest import costliest_ops
 from stretto.report.findings import findings
-from stretto.report.html import render
+from stretto.report.html import grids_of_ranks, more_findings, render
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
@@ -72,11 +72,14 @@ def _print(found: Run) -> None:
         console.print(comparison_grid(found.prediction, found.measured).rich())
     elif found.prediction is not None and found.simulated is not None:
         console.print(summary_grid(found.simulated, found.prediction).rich())
-    for words in findings(found.prediction, found.simulated, found.measured):
+    said = findings(found.prediction, found.simulated, found.measured)
+    for words in (*said, *more_findings(found)):
         console.print(f"- {words}", highlight=False)
     for timeline in timelines[-1:]:
         console.print(ranks_grid(timeline).rich())
         console.print(traffic_grid([timeline]).rich())
+    for grid in grids_of_ranks(found):
+        console.print(grid.rich())
     if found.plan is not None:
         costliest = costliest_ops(found.plan, most=COSTLIEST, by_inputs=False)
         if costliest:

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from stretto.config.base import Settings
+from stretto.config.experts import faults_of_experts
 from stretto.config.model import DecoderSettings as DecoderSettings
 from stretto.config.model import GPTSettings as GPTSettings
 from stretto.config.model import HuggingFaceSettings as HuggingFaceSettings
@@ -174,30 +175,6 @@ class TrainSettings(Settings):
         return self
 
 
-def _faults_of_experts(settings: TrainSettings) -> list[tuple[bool, str]]:
-    model, parallel, length = settings.model, settings.parallel, settings.data.sequence_length
-    experts = model.experts if isinstance(model, MoESettings) else parallel.ep
-    fits = [n for n in range(1, experts + 1) if experts % n == 0]
-    return [
-        (
-            parallel.ep > 1 and isinstance(model, GPTSettings),
-            f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: give "
-            "model.kind = 'moe', or ep = 1",
-        ),
-        (
-            experts % parallel.ep > 0,
-            f"parallel.ep = {parallel.ep} must divide model.experts = {experts}: give one of {fits}",
-        ),
-        (
-            parallel.ampipe_degree != "auto"
-            and parallel.ampipe_degree > 1
-            and length < 2 * parallel.ampipe_degree,
-            f"parallel.ampipe_degree = {parallel.ampipe_degree} cuts data.sequence_length = {length} into "
-            f"chunks of less than two tokens: give {max(length // 2, 1)} or less",
-        ),
-    ]
-
-
 def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training = settings.model, settings.parallel, settings.training
@@ -230,7 +207,6 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"training.global_batch = {training.global_batch} must be a multiple of "
             f"parallel.microbatches = {parallel.microbatches}{by}",
         ),
-        *_faults_of_experts(settings),
         (
             parallel.sequence_parallel and length % parallel.tp,
             f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "
@@ -241,7 +217,9 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"lr_schedule.warmup_steps = {warmup} must not be above training.steps = {training.steps}",
         ),
     )
-    return [fault for wrong, fault in checked if wrong]
+    return [fault for wrong, fault in checked if wrong] + [
+        *faults_of_experts(model, parallel, length, training.global_batch // pieces)
+    ]
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:

@@ -91,6 +91,11 @@ class MoESettings(DecoderSettings):
                 f"expert_ratio = {self.expert_ratio} of hidden = {self.hidden} makes experts of width 0; "
                 f"give {1 / self.hidden:.3g} or more"
             )
+        if self.dense_every and not any(n % self.dense_every for n in range(self.layers)):
+            raise ValueError(
+                f"dense_every = {self.dense_every} leaves none of layers = {self.layers} with experts; give 0"
+                + (" or 2" if self.layers > 1 else "")
+            )
         return self
 
 

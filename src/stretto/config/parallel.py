@@ -42,10 +42,14 @@ class ParallelSettings(Settings):
     ep: int = Field(default=1, ge=1)
     """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
     is a multiple of it."""
+    ep_plan: dict[str, str] | None = None
+    """Which modules hold experts, where the model has no plan of its own: a pattern of module names
+    ("layers.*.mlp.experts", where * is one part of a name) and "experts"."""
     ep_buffer: float = Field(default=2.0, ge=1)
     """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
     ep_overflow: Literal["error", "drop"] = "error"
-    """What becomes of rows beyond `ep_buffer`: the step fails and says what would do, or they are dropped."""
+    """What becomes of rows beyond `ep_buffer`: the step fails and says what would do, or they are dropped, as
+    an evaluation does either way."""
     ampipe_degree: Annotated[int | Literal["auto"], PlainValidator(_degree)] = 1
     """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
     runs under the compute of another (`docs/experts.md`); 1 does not cut, and "auto" takes of 1, 2 and 4 what
@@ -65,7 +69,7 @@ class ParallelSettings(Settings):
     tp_plan: dict[str, str] | None = None
     """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
     part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
-    "rowwise_split_input", "packed_colwise:3" or "replicated". Without it, the model's own plan."""
+    "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
     microbatches: int = Field(default=1, ge=1)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: str = Field(default="eager-1f1b", min_length=1)
@@ -111,16 +115,11 @@ class ParallelSettings(Settings):
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
-        for what, asked in (("ep", self.ep > 1), ("ampipe_degree", self.ampipe_degree != 1)):
-            if asked and self.tp > 1:
-                raise ValueError(
-                    f"{what} = {getattr(self, what)!r} with tp = {self.tp} is to come; give tp = 1, or "
-                    f"{what} = 1"
-                )
         if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
             raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")
         unused = (
+            ("ep_plan", self.ep == 1 and self.ampipe_degree == 1, "modules of experts", "ep = 2 or more"),
             ("ep_buffer", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
             ("ep_overflow", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
             (

@@ -40,7 +40,8 @@ def ops_of_stage(stage: Stage, phase: Phase) -> dict[str, tuple[Op, Phase]]:
 
 
 def results_of(job: Job, stage: int, phase: Phase) -> dict[str, list[str]]:
-    """Values that outlive a program: name -> what they are (`grad <param>`, `update <buffer>`, `loss`)."""
+    """Values that outlive a program: name -> what they are (`grad <param>`, `update <buffer>`, `loss`,
+    `metric <place in the job>`)."""
     uses: dict[str, list[str]] = {}
     for parameter in job.parameters:
         for at, in_phase, value in parameter.grads:
@@ -52,6 +53,10 @@ def results_of(job: Job, stage: int, phase: Phase) -> dict[str, list[str]]:
                 uses.setdefault(value, []).append(f"update {buffer.name}")
     if phase is Phase.F and job.loss[0] == stage:
         uses.setdefault(job.loss[1], []).append("loss")
+    if phase is Phase.F:
+        for at, metric in enumerate(job.metrics):
+            if metric.stage == stage:
+                uses.setdefault(metric.value, []).append(f"metric {at}")
     return uses
 
 

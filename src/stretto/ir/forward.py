@@ -13,11 +13,11 @@ from stretto.ir.program import Edge, Job, Op, Stage
 
 
 def forward_only(job: Job) -> Job:
-    """The job's forward up to its loss; ops and messages that only its backward needs are left out.
+    """The job's forward up to its loss and metrics; what only its backward needs is left out.
 
     Evaluating does not change a model: updates of buffers are left out too.
     """
-    needed = {job.loss}
+    needed = {job.loss, *((metric.stage, metric.value) for metric in job.metrics)}
     kept: list[tuple[Op, ...]] = [()] * len(job.stages)
     homes = {(edge.value, edge.target): edge.source for edge in job.edges if edge.phase is Phase.F}
     # A value comes from its own stage or over an edge, from a stage that may be before or after it.

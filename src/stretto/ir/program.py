@@ -46,6 +46,7 @@ from stretto.ir.action import Phase
 from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
+from stretto.ir.metrics import Metric
 from stretto.ir.parameters import Buffer as Buffer
 from stretto.ir.parameters import Constant as Constant
 from stretto.ir.parameters import Parameter as Parameter
@@ -257,6 +258,7 @@ class Job:
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
     chunks: in how many the sequence is cut within blocks. in_chunks: the same step in other numbers of them,
         of which planning may take one.
+    metrics: what the model's code lets people see of its forward.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -287,6 +289,7 @@ class Job:
     mean_over: Count | None = None
     chunks: Natural = 1
     microbatch_group: Natural | None = None
+    metrics: tuple[Metric, ...] = ()
     in_chunks: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
 
     def size(self, axis: str) -> int:

@@ -116,6 +116,8 @@ def _job(found: _Found, job: Job) -> None:
         )
 
     makes("job.loss", job.loss[0], Phase.F, job.loss[1])
+    for at, metric in enumerate(job.metrics):
+        makes(f"job.metrics[{at}]", metric.stage, Phase.F, metric.value)
     arrivals: dict[tuple[str, int], int] = {}
     for at, edge in enumerate(job.edges):
         path = f"job.edges[{at}]"

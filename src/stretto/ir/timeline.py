@@ -30,6 +30,12 @@ class SpanKind(StrEnum):
     MESSAGE = "message"
 
 
+def axis_of(name: str) -> str:
+    """The axis of a communication by its name, of which it is the first word; pp if that is none."""
+    word = name.partition(" ")[0]
+    return word if word in AXES else PIPELINE
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One interval on one lane of one rank.
@@ -60,9 +66,19 @@ class Span:
 
     @property
     def axis(self) -> str:
-        """The axis of a communication, or of what waits for one: the first word of its name; pp if none."""
-        word = self.name.partition(" ")[0]
-        return word if word in AXES else PIPELINE
+        """The axis of a communication, or of what waits for one."""
+        return axis_of(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A rank of the run stood for so long, in all, until `on` had begun its part of communications of an
+    axis: it waited for that rank, not for the network."""
+
+    axis: str
+    rank: int
+    on: int
+    us: float
 
 
 Saver = Callable[["Timeline", Path], None]
@@ -76,6 +92,8 @@ class Timeline:
 
     memory[rank]: (time, bytes held) steps, ascending in time; empty where it was not recorded.
     members: how many ranks of the run each rank here stands for, those of one place, which do equal work.
+    busy_us: of each rank of the run, how long its compute lane ran ops; empty where that was not measured.
+    stalls: who waits for whom, by axis and pair of ranks, likewise.
     """
 
     source: str
@@ -85,6 +103,8 @@ class Timeline:
     peak_bytes: tuple[int, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = field(default=(), repr=False)
     members: int = 1
+    busy_us: tuple[float, ...] = ()
+    stalls: tuple[Stall, ...] = ()
 
     def who(self, rank: int) -> str:
         """A rank in words, as the run counts: `rank 1`, or `ranks 2-3` for a place of two."""

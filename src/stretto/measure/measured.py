@@ -14,7 +14,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -22,8 +22,10 @@ import torch.distributed as dist
 
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
+from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import NO_LINK, Costs, Link
 from stretto.ir.mesh import Mesh
+from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Job
 from stretto.measure.local_processes import Between, measure_between
 from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
@@ -41,22 +43,87 @@ def measured_costs(job: Job, schedule: Schedule) -> Costs:
 
     Raises UsageError when ranks were started but cannot talk, or there is no device of the job's kind.
     """
-    device = device_of(job)
-    mesh = job.mesh(schedule.ranks)
-    if dist.is_initialized() and dist.get_world_size() == mesh.world and mesh.world > 1:
-        return _together(job, schedule, mesh, device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        raise UsageError(
-            "several ranks were started, but torch.distributed is not initialised: call "
-            "torch.distributed.init_process_group() before stretto.plan, so that all ranks agree on the costs"
+    return Measuring((job,), schedule).costs_of(job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Communication:
+    """What messages and collectives cost. link: of pairs that `links` does not name."""
+
+    links: Mapping[tuple[int, int], Link]
+    link: Link
+    collectives: Mapping[tuple[str, str], Measured]
+    shared: tuple[str, ...] = ()
+    processor: Processor | None = None
+
+
+class Measuring:
+    """Costs of a step in several forms, which send the same messages between the same places: communication
+    is measured once, for all of them, the ops of each when it is asked for."""
+
+    def __init__(self, jobs: Sequence[Job], schedule: Schedule) -> None:
+        self._jobs = jobs
+        self._schedule = schedule
+        self._communication: _Communication | None = None
+
+    def costs_of(self, job: Job) -> Costs:
+        """As `measured_costs`. All ranks ask for the same jobs, in the same order."""
+        device = device_of(job)
+        mesh = job.mesh(self._schedule.ranks)
+        if dist.is_initialized() and dist.get_world_size() == mesh.world and mesh.world > 1:
+            return self._together(job, mesh, device)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            raise UsageError(
+                "several ranks were started, but torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group() before stretto.plan, so that all ranks agree on the "
+                "costs"
+            )
+        found = profile(job, device)
+        if self._communication is None:
+            self._communication = self._between(Mesh(job.axes))
+        return _costs(job, found.op_us, self._communication, found.source)
+
+    def _between(self, mesh: Mesh) -> _Communication:
+        """Between processes that are started for it."""
+        wanted = wanted_collectives(*self._jobs)
+        between = Between()
+        if self._schedule.ranks > 1 or wanted:
+            between = measure_between(mesh, wanted, link=self._schedule.ranks > 1)
+        link = NO_LINK if between.link is None else between.link.link
+        return _Communication({}, link, between.collectives)
+
+    def _together(self, job: Job, mesh: Mesh, device: torch.device) -> Costs:
+        stages = self._schedule.stages_of(mesh.place(dist.get_rank()))
+        dist.barrier()  # so that all ranks load the machine at the same time, as in a step
+        mine = profile(job, device, stages)
+        if self._communication is None:
+            self._communication = self._running(mesh, device)
+        dist.barrier()
+        mine = profile(job, device, stages, mine)
+        source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
+        costs = _costs(job, _merged(tell(dict(mine.op_us))), self._communication, source)
+        by_clock = skew_of(tell(stretches(job, {index: of.shares for index, of in mine.rounds.items()})))
+        by_thread = skew_of(
+            tell(stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()}))
         )
-    found = profile(job, device)
-    wanted = wanted_collectives(job)
-    between = Between()
-    if schedule.ranks > 1 or wanted:
-        between = measure_between(Mesh(job.axes), wanted, link=schedule.ranks > 1)
-    link = NO_LINK if between.link is None else between.link.link
-    return _costs(job, found.op_us, {}, link, between.collectives, found.source)
+        return with_skew(costs, by_clock, by_thread)
+
+    def _running(self, mesh: Mesh, device: torch.device) -> _Communication:
+        """Between the ranks of the plan."""
+        places = self._schedule.stage_ranks
+        pairs = sorted({(places[e.source], places[e.target]) for job in self._jobs for e in job.edges})
+        links: dict[tuple[int, int], list[Link]] = defaultdict(list)
+        for some in tell(measure_links([(a, b) for a, b in pairs if a != b], device, mesh)):
+            for pair, one in some.items():
+                links[pair].append(one.link)
+        typical = {pair: typical_link(links[pair]) for pair in sorted(links)}
+        return _Communication(
+            typical,
+            next(iter(typical.values()), NO_LINK),
+            measure_collectives(mesh, wanted_collectives(*self._jobs), device),
+            shared_axes(mesh, [axis for axis, _ in mesh.sizes if axis != PIPELINE]),
+            agreed_quota(device),
+        )
 
 
 def device_of(job: Job) -> torch.device:
@@ -82,50 +149,25 @@ def memory_here(job: Job) -> int | None:
     return int(min(tell(torch.cuda.get_device_properties(device).total_memory)))
 
 
-def _together(job: Job, schedule: Schedule, mesh: Mesh, device: torch.device) -> Costs:
-    stages = schedule.stages_of(mesh.place(dist.get_rank()))
-    dist.barrier()  # so that all ranks load the machine at the same time, as in a step
-    mine = profile(job, device, stages)
-    pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
-    links: dict[tuple[int, int], list[Link]] = defaultdict(list)
-    for some in tell(measure_links([(a, b) for a, b in pairs if a != b], device, mesh)):
-        for pair, one in some.items():
-            links[pair].append(one.link)
-    typical = {pair: typical_link(links[pair]) for pair in sorted(links)}
-    collectives = measure_collectives(mesh, wanted_collectives(job), device)
-    shared = shared_axes(mesh, [axis for axis, _ in job.axes])
-    processor = agreed_quota(device)
-    dist.barrier()
-    mine = profile(job, device, stages, mine)
-    costs = _costs(
-        job,
-        _merged(tell(dict(mine.op_us))),
-        typical,
-        next(iter(typical.values()), NO_LINK),
-        collectives,
-        f"measured on {device_name(device)}, {mesh.world} ranks at once",
-    )
-    by_clock = skew_of(tell(stretches(job, {index: of.shares for index, of in mine.rounds.items()})))
-    by_thread = skew_of(tell(stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()})))
-    return with_skew(replace(costs, shared=shared, processor=processor), by_clock, by_thread)
-
-
 def _costs(
-    job: Job,
-    op_us: Mapping[tuple[int, str], float],
-    links: Mapping[tuple[int, int], Link],
-    link: Link,
-    collectives: Mapping[tuple[str, str], Measured],
-    source: str,
+    job: Job, op_us: Mapping[tuple[int, str], float], communication: _Communication, source: str
 ) -> Costs:
     """With what the transport's calls take added to every op that starts a collective or waits."""
     times = dict(op_us)
-    for key, us in calls_us(job, {name: one.calls for name, one in collectives.items()}).items():
+    measured = communication.collectives
+    for key, us in calls_us(job, {name: one.calls for name, one in measured.items()}).items():
         if key in times:
             times[key] += us
     # An axis' communicator has the axis' name.
     return Costs(
-        times, links, link, ACTION_US, source, {key: measured.cost for key, measured in collectives.items()}
+        times,
+        communication.links,
+        communication.link,
+        ACTION_US,
+        source,
+        {key: one.cost for key, one in measured.items()},
+        communication.shared,
+        processor=communication.processor,
     )
 
 

@@ -63,7 +63,7 @@ def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> 
     The model gets `input_ids` alone, and the loss is taken here: `model(labels=...)` shifts the labels
     itself, and so would either read one token more than a sequence has, or leave its last one out. Thus
     every kind of model is measured on the same tokens. A mixture of experts whose configuration has
-    `output_router_logits` adds its balancing loss, as `transformers` does.
+    `output_router_logits` adds its balancing loss while it trains.
     """
     loss, balance = _huggingface(model, batch, "mean")
     return loss if balance is None else loss + balance
@@ -79,12 +79,12 @@ def huggingface_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> t
 def _huggingface(
     model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The cross-entropy, and the balancing loss where there is one."""
+    """The cross-entropy, and of a model that trains the balancing loss where there is one."""
     inputs_BS, targets_BS = inputs_and_targets(batch)
     output = model(input_ids=inputs_BS, use_cache=False)
     loss = cross_entropy(output.logits, targets_BS, reduction)
     balance = getattr(output, "aux_loss", None)
-    if balance is None:
+    if balance is None or not model.training:
         return loss, None
     return loss, model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
 

@@ -7,7 +7,8 @@ weighed.
     dropless           every choice is served: rows are sorted by expert (MegaBlocks, arXiv 2211.15841).
 
 Shapes depend on no values. Rows are only ever gathered, in the backward too, where PyTorch would add them one
-by one to where they came from: on an accelerator, thousands of empty slots to one row of zeros. Dims of
+by one to where they came from: on an accelerator, thousands of empty slots to one row of zeros. Weights
+may be finer than tokens, as routers of `transformers` give them: results are of the tokens' dtype. Dims of
 tensors, as suffixes:
   N tokens   K choices of a token   D hidden   E experts   C slots of an expert   R rows, N x K of them
 """
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from stretto.backend.observe_adapter import observe
+from stretto.ir.metrics import DROPPED, ROWS
 
 OfSlots = Callable[[Tensor], Tensor]
 """(E, C, D) to (E, C, D): each expert's slots."""
@@ -42,6 +46,8 @@ def within_capacity(
     # Rows in the order in which they are served: all first choices, then all second ones.
     chosen_R = chosen_NK.t().flatten()
     counts_E = counts_of(chosen_R, E)
+    observe(ROWS, counts_E)
+    observe(DROPPED, (counts_E - C).clamp(min=0))
     first_E = counts_E.cumsum(dim=0) - counts_E
     at_R = inverse(chosen_R.argsort(stable=True)) - first_E[chosen_R]
     # A row's slot among all; one more, behind them, is where dropped rows go.
@@ -51,7 +57,7 @@ def within_capacity(
     token_of_slot = torch.where(row_of_slot < N * K, row_of_slot % N, N)
     y_ECD = of_slots(rows_at(x_ND, token_of_slot, slot_R.view(K, N)).view(E, C, D))
     y_KND = rows_at(y_ECD.reshape(E * C, -1), slot_R, row_of_slot.unsqueeze(0)).view(K, N, -1)
-    return (y_KND * weights_NK.t().unsqueeze(-1)).sum(dim=0)
+    return (y_KND * weights_NK.t().unsqueeze(-1)).sum(dim=0).to(x_ND.dtype)
 
 
 def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, of_rows: OfRows) -> Tensor:
@@ -61,9 +67,11 @@ def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, 
     order_R = chosen_R.argsort(stable=True)
     place_R = inverse(order_R)
     x_RD = rows_at(x_ND, order_R // K, place_R.view(N, K).t())
-    y_RD = of_rows(x_RD, counts_of(chosen_R, experts))
+    counts_E = counts_of(chosen_R, experts)
+    observe(ROWS, counts_E)
+    y_RD = of_rows(x_RD, counts_E)
     y_NKD = rows_at(y_RD, place_R, order_R.unsqueeze(0)).view(N, K, -1)
-    return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1)
+    return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1).to(x_ND.dtype)
 
 
 def rows_at(x_RD: Tensor, at_S: Tensor, back_MR: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.errors import UsageError
+
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2)."""
 RESIDUAL = ("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
@@ -237,6 +239,11 @@ def inputs_and_targets(batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Te
     token after input_ids[b, s]: they are not shifted again.
     """
     if isinstance(batch, Tensor):
+        if batch.dim() != 2 or batch.shape[1] < 2:
+            raise UsageError(
+                f"a batch of tokens is (sequences, tokens and one more), not "
+                f"{tuple(batch.shape)}: give each sequence two tokens or more"
+            )
         return batch[:, :-1], batch[:, 1:]
     return batch["input_ids"], batch["labels"]
 

@@ -194,9 +194,12 @@ class MoEGPT(GPT):
     """Token ids (B, S) to `Output`. As `GPT`: the same seed gives the same weights everywhere."""
 
     tp_plan: ClassVar[Mapping[str, str]] = {
-        **{pattern: style for pattern, style in TP_PLAN.items() if ".mlp." not in pattern},
+        **TP_PLAN,
         "blocks.*.mlp.shared.up": "colwise",
         "blocks.*.mlp.shared.down": "rowwise",
+        "blocks.*.mlp.experts": "experts",
+        "blocks.*.mlp.experts.up": "dim:2",
+        "blocks.*.mlp.experts.down": "dim:1",
     }
     ep_plan = EP_PLAN
 
@@ -213,25 +216,30 @@ class MoEGPT(GPT):
 
 
 def moe_token_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """The mean next-token loss of a `MoEGPT` and its routers' weighted losses, in nats; for `batch` see
-    `gpt.inputs_and_targets`."""
+    """The mean next-token loss of a `MoEGPT` and, while it trains, its routers' weighted losses, in nats; for
+    `batch` see `gpt.inputs_and_targets`."""
     loss, routers = _losses(model, batch, "mean")
-    return loss + routers
+    return loss if routers is None else loss + routers
 
 
 def moe_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
     """(sum, count) of what `moe_token_loss` is the mean of; the routers' losses count for every token."""
     loss, routers = _losses(model, batch, "sum")
     count = count_targets(batch)
-    return loss + routers * count, count
+    return (loss if routers is None else loss + routers * count), count
 
 
-def _losses(model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str) -> tuple[Tensor, Tensor]:
+def _losses(
+    model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str
+) -> tuple[Tensor, Tensor | None]:
+    """The cross-entropy, and the routers' losses: an evaluation measures what the model tells of text, and is
+    compared with models that have none."""
     inputs_BS, targets_BS = inputs_and_targets(batch)
     output = model(inputs_BS)
     config = model.config
     assert isinstance(config, MoEConfig)
+    loss = cross_entropy(output.logits, targets_BS, reduction)
+    if not model.training:
+        return loss, None
     balance, z = output.losses.unbind()
-    return cross_entropy(
-        output.logits, targets_BS, reduction
-    ), config.aux_weight * balance + config.z_weight * z
+    return loss, config.aux_weight * balance + config.z_weight * z

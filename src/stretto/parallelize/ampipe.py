@@ -2,7 +2,7 @@
 other.
 
     1. A block's attention is given whole queries, keys and values, and gives chunks of queries their results:
-       each chunk reads the keys that it may see (`chunked.attention`).
+       each chunk reads the keys that it may see (`chunk_attention`).
     2. What follows is done chunk by chunk (`chunked`): output projection, dropout, residual, norm, router,
        MLP. Experts are called for each chunk; with a capacity, each chunk has its own (as in MindSpeed), or
        with `whole` the chunks are joined for them, and they serve what they serve in the uncut model.
@@ -20,32 +20,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stretto.errors import UsageError
-from stretto.parallelize.chunked import (
-    JOINED,
-    Chunked,
-    attention,
-    check_written,
-    joined,
-    lengths_of,
-    writes,
-)
+from stretto.parallelize.chunk_attention import attention
+from stretto.parallelize.chunk_writes import check_written, views_noted, writes
+from stretto.parallelize.chunked import Chunked, by_chunk, joined
 from stretto.parallelize.functions import functions_given, put_forward
+from stretto.parallelize.parts import lengths_of
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """degree: chunks of a sequence. experts: names of modules with a row for each token. whole: whether
-    experts with a capacity serve all chunks together."""
+    experts with a capacity serve all chunks together. joins: whether what leaves the last block is joined;
+    with sequence parallelism chunks are slices, and are gathered first."""
 
     degree: int
     experts: tuple[str, ...] = ()
     whole: bool = False
+    joins: bool = True
 
 
 class _Attention(TorchFunctionMode):
@@ -61,12 +59,14 @@ class _Attention(TorchFunctionMode):
         named = {**(kwargs or {})}
         if self.inside and function is F.scaled_dot_product_attention:
             args = (*args, *(named.pop(key) for key in ("query", "key", "value")[len(args) :]))
-            if type(args[0]) is not Chunked:
+            if type(args[0]) is Chunked:
+                self.cut = True
+            else:
                 named["lengths"] = self._lengths(args[0].shape[-2])
             # Here, and not in another mode that knows attention: it would take the chunks for one tensor.
             with self.outside():
                 return attention(*args, **named)
-        if args and JOINED and writes(function):
+        if args and writes(function):
             check_written(args[0])
         return function(*args, **named)
 
@@ -113,23 +113,52 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
     try:
         for name in blocks:
             module = model.get_submodule(name)
-            undo.append(put_forward(module, _block(module.forward, mode, name == blocks[-1])))
+            undo.append(put_forward(module, _block(module.forward, mode, how.joins and name == blocks[-1])))
         for name in how.experts:
             module = model.get_submodule(name)
             undo.append(put_forward(module, _experts(module.forward, not how.whole or _dropless(module))))
-        JOINED.clear()
-        with mode, functions_given(joined):
+        with views_noted(), mode, functions_given(joined):
             yield
         if not mode.cut:
-            raise UsageError(
-                f"ampipe_degree = {how.degree} cuts at F.scaled_dot_product_attention, which no block "
-                f"of {type(model).__name__} calls: choose that attention (transformers: "
-                "attn_implementation='sdpa'), or leave ampipe_degree out"
-            )
+            raise _no_attention(model, how.degree)
     finally:
-        JOINED.clear()
         for action in reversed(undo):
             action()
+
+
+def _no_attention(model: nn.Module, degree: int) -> UsageError:
+    return UsageError(
+        f"ampipe_degree = {degree} cuts at F.scaled_dot_product_attention, which no block of "
+        f"{type(model).__name__} calls: choose that attention where the model has it (transformers: "
+        "attn_implementation='sdpa'), or leave ampipe_degree out"
+    )
+
+
+class _CalledError(Exception):
+    """Attention was."""
+
+
+class _Awaited(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            raise _CalledError
+        return function(*args, **(kwargs or {}))
+
+
+def check_attention(model: nn.Module, call: Callable[[], object], how: Chunks) -> None:
+    """Raises UsageError where `call`, which may be of a model without values, comes to its end and has called
+    no attention that can be cut. One that fails for other reasons says nothing: capture will say it. Experts
+    are left out, whose kernels may want values."""
+    undo = [put_forward(model.get_submodule(name), lambda x, *_, **__: x) for name in how.experts]
+    try:
+        with _Awaited(), torch.no_grad():
+            call()
+    except Exception:
+        return
+    finally:
+        for action in undo:
+            action()
+    raise _no_attention(model, how.degree)
 
 
 def _block(own: Callable[..., Any], mode: _Attention, last: bool) -> Callable[..., Any]:
@@ -149,22 +178,23 @@ def _dropless(module: nn.Module) -> bool:
     return slots(1) is None
 
 
-def _experts(own: Callable[..., Tensor], by_chunk: bool) -> Callable[..., Tensor]:
+def _experts(own: Callable[..., Tensor], each: bool) -> Callable[..., Tensor]:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         leaves, tree = tree_flatten((args, kwargs))
         first = next((x for x in leaves if type(x) is Chunked), None)
         rows = [x for x in leaves if isinstance(x, Tensor)]
-        if first is None or not by_chunk or len({x.shape[first.cut_dim] for x in rows}) > 1:
+        if first is None or not each or len({x.shape[first.cut_dim] for x in rows}) > 1:
             args, kwargs = joined((args, kwargs))
             return own(*args, **kwargs)
         dim, blocks = first.cut_dim, first.blocks
         columns = [first.cut_alike(x, dim, blocks) if _is_whole(x) else x for x in leaves]
-        made: list[Tensor] = []
-        for at in range(len(first.parts)):
+
+        def of(at: int) -> Tensor:
             given = [x.parts[at] if type(x) is Chunked else x[at] if type(x) is list else x for x in columns]
             chunk_args, chunk_kwargs = tree_unflatten(given, tree)
-            made.append(own(*chunk_args, **chunk_kwargs))
-        return Chunked(made, dim, blocks)
+            return own(*chunk_args, **chunk_kwargs)
+
+        return Chunked(by_chunk(of, len(first.parts)), dim, blocks)
 
     return forward
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +31,9 @@ from stretto.ir.placement import (
     where_cut,
 )
 from stretto.parallelize.chunk_placements import placements_of
-from stretto.parallelize.lower_right_adapter import lower_right
-from stretto.parallelize.parts import bounds
+from stretto.parallelize.chunk_writes import check_written, note_views, writes
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
+from stretto.parallelize.unseen import of_chunk, unseen
 from stretto.parallelize.wrapper_adapter import without_elements
 
 
@@ -65,6 +64,7 @@ class Chunked(Tensor):
         """Of each chunk's slice of a block."""
         return [chunk.shape[self.cut_dim] // self.blocks for chunk in self.parts]
 
+    @unseen
     def joined(self) -> Tensor:
         """The whole."""
         if self.blocks == 1:
@@ -82,7 +82,11 @@ class Chunked(Tensor):
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Chunked:
         """What does the same to every row, done to each chunk."""
-        return Chunked([function(chunk) for chunk in self.parts], self.cut_dim, self.blocks)
+        return Chunked(self.made(function), self.cut_dim, self.blocks)
+
+    def made(self, function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Of each chunk."""
+        return by_chunk(lambda at: function(self.parts[at]), len(self.parts))
 
     @classmethod
     def __torch_function__(
@@ -95,8 +99,6 @@ class Chunked(Tensor):
                 return turned(args[0])
         if function in _OF_WHOLE or getattr(function, "__name__", "") == "__get__":
             return super().__torch_function__(function, types, args, named)  # type: ignore[no-untyped-call]
-        if function is F.scaled_dot_product_attention:
-            return attention(*args, **named)
         if function in (F.dropout, torch.dropout):
             return _dropout(*args, **named)
         if function in _SHAPED and type(args[0]) is Chunked:
@@ -141,20 +143,19 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         if x.shape[x.cut_dim] != shape[dim] and shape[dim] != -1:
             return None
         sizes = [-1 if d == dim else n for d, n in enumerate(shape)]
-        return Chunked([chunk.expand(sizes) for chunk in x.parts], dim, x.blocks)
+        return Chunked(x.made(lambda chunk: chunk.expand(sizes)), dim, x.blocks)
     known = math.prod(n for n in shape if n != -1)
     target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
     whole = x.shape[x.cut_dim] // x.blocks
     for dim, blocks in cuts_at(target, where_cut(x.shape, x.cut_dim, x.blocks)):
         length = target[dim] // blocks
         if all(length * n % whole == 0 for n in x.lengths()):
-            sizes = [blocks * (length * n // whole) for n in x.lengths()]
-            made = [
-                c.reshape([size if d == dim else n for d, n in enumerate(target)])
-                for c, size in zip(x.parts, sizes, strict=True)
-            ]
-            return Chunked(made, dim, blocks)
-    return None
+            break
+    else:
+        return None
+    sizes = [blocks * (length * n // whole) for n in x.lengths()]
+    shapes = [[size if d == dim else n for d, n in enumerate(target)] for size in sizes]
+    return Chunked(by_chunk(lambda at: x.parts[at].reshape(shapes[at]), len(shapes)), dim, blocks)
 
 
 _TURNED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -182,6 +183,18 @@ def _in_blocks(x: Tensor, dim: int, blocks: int) -> Tensor:
     return x.reshape(shape)
 
 
+Made = TypeVar("Made")
+
+
+def by_chunk(call: Callable[[int], Made], count: int) -> list[Made]:
+    """What a call makes of each chunk, by its number."""
+    made: list[Made] = []
+    for at in range(count):
+        with of_chunk(at):
+            made.append(call(at))
+    return made
+
+
 def joined(value: Any) -> Any:
     """The value with whole tensors in the places of cut ones."""
     leaves, tree = tree_flatten(value)
@@ -204,33 +217,8 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
                 return found[0]
     whole_args, whole_kwargs = joined((tuple(args), dict(kwargs)))
     made = function(*whole_args, **whole_kwargs)
-    for leaf in tree_flatten(made)[0]:
-        if isinstance(leaf, Tensor) and type(leaf) is not Chunked:
-            JOINED.append((leaf, cut))
+    note_views(tree_flatten(made)[0], tree_flatten((whole_args, whole_kwargs))[0], leaves)
     return made
-
-
-JOINED: list[tuple[Tensor, list[Chunked]]] = []
-"""What was made of joined chunks, with these: code may take it for a view of them. Emptied by `ampipe`."""
-
-
-def check_written(target: Any) -> None:
-    """Raises CaptureError where the uncut model may write into something else by writing here."""
-    for made, cut in JOINED:
-        if target is made or any(target is x for x in cut):
-            raise CaptureError(
-                "a sequence in chunks is written in place beside what was made of it whole, such as x[:, 0]: "
-                "write y = x + ..., or leave ampipe_degree out"
-            )
-
-
-def writes(function: Callable[..., Any]) -> str:
-    """What a function that changes its first argument would be called if it made another tensor; "" for
-    others."""
-    name = str(getattr(function, "__name__", ""))
-    if name in ("__setitem__", "copy_") or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")):
-        return name.removeprefix("__i").strip("_") if name.startswith("__i") else name
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else ""
 
 
 def _written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -281,8 +269,9 @@ def _by_chunks(
     placements = _placements(call, leaves, first)
     if placements is None:
         return None
-    chunks = range(len(first.parts))
-    made = [call([x.parts[at] if type(x) is Chunked else x for x in leaves]) for at in chunks]
+    made = by_chunk(
+        lambda at: call([x.parts[at] if type(x) is Chunked else x for x in leaves]), len(first.parts)
+    )
     columns = zip(*(tree_flatten(one)[0] for one in made), strict=True)
     results = [_result(p, column) for p, column in zip(placements, columns, strict=True)]
     return (tree_unflatten(results, tree_flatten(made[0])[1]),)
@@ -322,44 +311,3 @@ def _dropout(
         return input
     kept = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
     return input.mul_(kept) if inplace else input * kept
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    lengths: Sequence[int] | None = None,
-    **more: Any,
-) -> Tensor:
-    """Attention of each chunk of queries to all keys that it may see; keys and values are whole. lengths: of
-    the chunks, for queries that are not cut yet."""
-    key, value, attn_mask = joined((key, value, attn_mask))
-    if type(query) is not Chunked:
-        assert lengths is not None
-        query = Chunked(torch.split(query, list(lengths), -2), query.dim() - 2)
-    shorter = is_causal and key.shape[-2] < query.shape[-2]
-    if query.cut_dim != query.dim() - 2 or query.blocks != 1 or shorter:
-        return F.scaled_dot_product_attention(
-            query.joined(), key, value, attn_mask, dropout_p, is_causal, **more
-        )
-    made: list[Tensor] = []
-    end = 0
-    for chunk in query.parts:
-        start, end = end, end + chunk.shape[-2]
-        if is_causal and start:
-            made.append(lower_right(chunk, key[..., :end, :], value[..., :end, :], dropout_p, **more))
-            continue
-        seen, mask = end if is_causal else key.shape[-2], attn_mask
-        if mask is not None and mask.shape[-2] != 1:
-            mask = mask[..., start:end, :]
-        keys, values = key[..., :seen, :], value[..., :seen, :]
-        made.append(F.scaled_dot_product_attention(chunk, keys, values, mask, dropout_p, is_causal, **more))
-    return Chunked(made, query.dim() - 2)
-
-
-def lengths_of(whole: int, degree: int) -> list[int]:
-    """Chunks of a sequence, as equal as can be."""
-    return [end - start for start, end in pairwise(bounds(whole, degree))]

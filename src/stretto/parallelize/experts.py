@@ -35,20 +35,21 @@ import torch
 from torch import Tensor, nn
 
 from stretto.backend.grouped_adapter import within
+from stretto.backend.observe_adapter import observe
 from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
+from stretto.ir.metrics import BUFFER, DROPPED
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
+from stretto.parallelize.expert_plan import ep_plan_of, experts_in
 from stretto.parallelize.functions import put_forward
 from stretto.parallelize.parts import bounds
-from stretto.parallelize.styles import named_by
 
 AXIS = EP.name
-STYLE = "experts"
-THEIR_STYLE = "ep_dispatch_experts"
-"""What `transformers` (5) calls it; it names the modules' parameters as well, which follow from these."""
+ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+"""What `transformers` calls the arguments of a module of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +65,6 @@ class ExpertParallel:
     fails: bool = True
 
 
-def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
-    """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have
-    too."""
-    own = getattr(model, "ep_plan", None) or {}
-    return {pattern: STYLE for pattern, style in own.items() if style in (STYLE, THEIR_STYLE)}
-
-
-def experts_in(model: nn.Module) -> tuple[str, ...]:
-    """The names of the modules that its own plan says hold experts."""
-    names = [name for name, _ in model.named_modules()]
-    return tuple(found for pattern in ep_plan_of(model) for found in named_by(pattern, names))
-
-
 def expert_parallel(
     model: nn.Module,
     size: int,
@@ -89,31 +77,22 @@ def expert_parallel(
 ) -> ExpertParallel:
     """Which modules' experts are shared, and how. plan: pattern of module names -> "experts"; the model's own
     (`ep_plan`) by default. Raises UsageError for a model without experts and sizes that do not fit."""
-    given = plan if plan is not None else ep_plan_of(model)
-    if not given:
+    if not (plan if plan is not None else ep_plan_of(model)):
         raise UsageError(
             f"{type(model).__name__} has no plan for expert parallelism: give one, "
             'ep_plan={"layers.*.mlp.experts": "experts"}, or ep = 1'
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: list[str] = []
+    found = experts_in(model, plan)
     shards: dict[str, Shard] = {}
-    for pattern, style in given.items():
-        where = f"ep_plan[{pattern!r}]"
-        if style != STYLE:
-            raise UsageError(f"{where}: unknown style {style!r}; the one that there is: {STYLE!r}")
-        names = named_by(pattern, modules)
-        if not names and plan is not None:
-            raise UsageError(f"{where}: the model has no module of that name")
-        for name in names:
-            for key, parameter in modules[name].named_parameters(recurse=False):
-                _divides(f"{name}.{key}", parameter.shape[0] if parameter.dim() else 1, size)
-                shards[f"{name}.{key}"] = Shard(AXIS, 0)
-        found += names
+    for name in found:
+        for key, parameter in modules[name].named_parameters(recurse=False):
+            _divides(f"{name}.{key}", parameter.shape[0] if parameter.dim() else 1, size)
+            shards[f"{name}.{key}"] = Shard(AXIS, 0)
     if not shards:
         raise UsageError(
             f"no module of {type(model).__name__} that its plan for expert parallelism names "
-            f"({', '.join(given)}) has parameters of its own: give ep_plan, or ep = 1"
+            f"({', '.join(ep_plan_of(model))}) has parameters of its own: give ep_plan, or ep = 1"
         )
     for name in found if each_expert else ():
         slots = getattr(modules[name], "slots", None)
@@ -123,15 +102,21 @@ def expert_parallel(
                 "it is not known where an expert's begin: cut them with pipe_experts_multi_data = 2, or give "
                 "experts a capacity"
             )
-    return ExpertParallel(size, tuple(found), shards, buffer, slices, each_expert, fails)
+        experts = next(modules[name].parameters(recurse=False)).shape[0]
+        if experts == size:
+            raise UsageError(
+                f"pipe_experts sends each expert's tokens by themselves, and {AXIS} = {size} ranks have one "
+                f"each of {name}: cut them with pipe_experts_multi_data = 2, or give a smaller {AXIS}"
+            )
+    return ExpertParallel(size, found, shards, buffer, slices, each_expert, fails)
 
 
 def _divides(name: str, experts: int, size: int) -> None:
     if experts % size:
-        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        fits = next(n for n in range(min(size, experts), 0, -1) if experts % n == 0)
         raise UsageError(
             f"{name} has {experts} experts, which cannot be shared equally by {AXIS} = {size} ranks: give an "
-            f"{AXIS} that divides them ({fits})"
+            f"{AXIS} that divides them, such as {fits}"
         )
 
 
@@ -158,14 +143,15 @@ def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel)
     of_slots = partial(_of_slots, own=getattr(module, "of_slots", own), how=how)
     experts = next(module.parameters(recurse=False)).shape[0] * how.size
 
-    def forward(
-        hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if args or kwargs:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        given = (*args, *(kwargs.pop(key) for key in ARGUMENTS[len(args) :] if key in kwargs))
+        if kwargs or not _are_of_experts(given):
             raise UsageError(
-                f"{type(module).__name__} is called with more than tokens, their experts and weights, which "
-                f"experts that {AXIS} ranks share do not take: give ep = 1"
+                f"{type(module).__name__} is not called with tokens (N, D), the experts that each chose "
+                f"(N, K) and their weights (N, K) alone, which {AXIS} ranks send each other: leave it out of "
+                "ep_plan, or give ep = 1"
             )
+        hidden_states, top_k_index, top_k_weights = given
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
         weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
@@ -178,6 +164,14 @@ def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel)
         return made.view_as(hidden_states)
 
     return forward
+
+
+def _are_of_experts(given: Sequence[Any]) -> bool:
+    if len(given) != len(ARGUMENTS) or not all(isinstance(x, Tensor) for x in given):
+        return False
+    tokens, chosen, weights = given
+    fits = chosen.shape == weights.shape and chosen.numel() % max(tokens.shape[:-1].numel(), 1) == 0
+    return fits and not chosen.is_floating_point() and weights.is_floating_point()
 
 
 def _of_a_rank(module: nn.Module, size: int, undo: list[Callable[[], None]]) -> Callable[..., Tensor]:
@@ -202,6 +196,7 @@ def _rows_by(own: Callable[..., Tensor], x_RD: Tensor, counts_E: Tensor) -> Tens
 def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], how: ExpertParallel) -> Tensor:
     E, C, D = x_ECD.shape
     size, here = how.size, E // how.size
+    _is_room(C, how.slices, "slots of an expert")
     x_PHCD = x_ECD.view(size, here, C, D)
     each = 1 if how.each_expert else here
     made: list[Tensor] = []
@@ -225,6 +220,13 @@ def _piece(x_PHCD: Tensor, own: OfSlots, size: int) -> Tensor:
     return ops.exchange(back, AXIS, size).view(size, H, C, D)
 
 
+def _is_room(room: int, slices: int, what: str) -> None:
+    if slices > room:
+        raise UsageError(
+            f"pipe_experts_multi_data = {slices} cuts the {room} {what}, which are fewer: give {room} or less"
+        )
+
+
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
@@ -233,10 +235,12 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
     R, size, E = x_RD.shape[0], how.size, counts_E.shape[0]
     here = E // size
     room = min(R, math.ceil(how.buffer * R / size))  # rows of one rank's buffer
+    _is_room(room, how.slices, "rows of a rank's buffer")
     row_R = torch.arange(R, device=x_RD.device)
 
     # 1. What each rank gets: a row's place in the buffer of its expert's rank; one place more is for none.
     wanted_P = counts_E.view(size, here).sum(dim=1)
+    observe(BUFFER, wanted_P.max() * (size / R), "max")
     if how.fails:
         wanted_P = within(wanted_P, room, R / size)
     start_P = wanted_P.cumsum(dim=0) - wanted_P
@@ -249,6 +253,8 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
     ends_PH = counts_E.view(size, here).cumsum(dim=1).clamp(max=room)
     sent_PH = ends_PH.diff(dim=1, prepend=torch.zeros_like(ends_PH[:, :1]))
     came_PH = ops.communicate(ALL_TO_ALL, sent_PH, AXIS, size)
+    if not how.fails:
+        observe(DROPPED, counts_E - sent_PH.flatten())
 
     # 3. What came is sorted by expert: each buffer is already, and has empty places behind its rows.
     before_PH = came_PH.cumsum(dim=1)

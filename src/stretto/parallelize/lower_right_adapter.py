@@ -38,18 +38,27 @@ def as_on_cuda() -> Iterator[None]:
         _state.cuda = False
 
 
-def lower_right(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, **more: Any) -> Tensor:
+def on_cuda(x: Tensor) -> bool:
+    """Whether what is called on a tensor will run on CUDA."""
+    return x.is_cuda or bool(getattr(_state, "cuda", False))
+
+
+def lower_right(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
     """query (B, H, S, K), key and value (B, H, T, K), T not below S: query s sees keys up to T - S + s."""
-    cuda = query.is_cuda or getattr(_state, "cuda", False)
-    if cuda and query.dtype in HALF and heads_fit(query, key, value) and query.shape[1] == key.shape[1]:
+    if (
+        on_cuda(query)
+        and query.dtype in HALF
+        and heads_fit(query, key, value)
+        and query.shape[1] == key.shape[1]
+    ):
         aten: Any = torch.ops.aten
         made, *_ = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, True, False, scale=more.get("scale")
+            query, key, value, 0.0, True, False, scale=more.get("scale")
         )
         return cast(Tensor, made)
     S, T = query.shape[-2], key.shape[-2]
     seen = torch.ones(S, T, dtype=torch.bool, device=query.device).tril(T - S)
-    return F.scaled_dot_product_attention(query, key, value, seen, dropout_p, **more)
+    return F.scaled_dot_product_attention(query, key, value, seen, **more)
 
 
 def heads_fit(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.flow import PHASES, results_of
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import CHUNK, VIEW, WAIT, Edge, Job, Op, Ref, TensorSpec
 from stretto.parallelize.tensor import AXIS
-from stretto.passes.rewrite import stage_of, with_uses
+from stretto.passes.rewrite import read_as, stage_of
 
 
 def rows_of(spec: TensorSpec) -> TensorSpec:
@@ -52,13 +53,8 @@ def in_parts(job: Job, edges: Sequence[Edge], own: Mapping[str, str]) -> Job:
     touched = {stage for edge in edges for stage in (edge.source, edge.target)}
     programs = {at: dict(job.stages[at].ops) for at in touched}
     for edge in edges:
-        of, name = programs[edge.target], f"{edge.value}_at_{edge.target}"
-        for phase in PHASES:
-            of[phase] = _renamed(of[phase], edge.value, name)
-        ops = of[edge.user_phase]
-        first = next(at for at, op in enumerate(ops) if name in op.uses)
-        gathered = _gathered(edge, own[edge.value], name, size, ops[first].module)
-        of[edge.user_phase] = (*ops[:first], *gathered, *ops[first:])
+        name = f"{edge.value}_at_{edge.target}"
+        read_as(programs[edge.target], edge, name, partial(_gathered, edge, own[edge.value], name, size))
     carried = tuple(
         replace(edge, value=own[edge.value], spec=part_of(edge.spec, size)) if edge in edges else edge
         for edge in job.edges
@@ -75,10 +71,6 @@ def cut_rows(value: str, name: str, spec: TensorSpec, rows: TensorSpec, size: in
         value = f"{name}_rows"
     part = part_of(rows, size)
     return [*found, Op(name, CHUNK, (Ref(value), 0, AXIS, size), (), (part,), value, module=module)]
-
-
-def _renamed(ops: Sequence[Op], old: str, new: str) -> tuple[Op, ...]:
-    return tuple(with_uses(op, lambda used: new if used == old else used) for op in ops)
 
 
 def _gathered(edge: Edge, part: str, name: str, size: int, module: str) -> list[Op]:

@@ -11,7 +11,7 @@ from itertools import islice
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
-from stretto.ir.program import Arg, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import Arg, Edge, Op, Ref, Stage, TensorSpec
 from stretto.passes.graph import Graph
 
 
@@ -47,6 +47,20 @@ def stage_of(index: int, programs: Mapping[Phase, Sequence[Op]]) -> Stage:
     whatever it was a view of where it was made."""
     owned = rooted(op for phase in PHASES for op in programs[phase])
     return Stage(index, {phase: tuple(islice(owned, len(programs[phase]))) for phase in PHASES})
+
+
+def read_as(
+    programs: dict[Phase, tuple[Op, ...]], edge: Edge, name: str, made: Callable[[str], Sequence[Op]]
+) -> None:
+    """Lets a stage read what arrives over an edge under another name. programs: the stage's, which are
+    changed. made: the ops that make `name`, for the module that reads first; they come before its op."""
+    for phase in PHASES:
+        programs[phase] = tuple(
+            with_uses(op, lambda used: name if used == edge.value else used) for op in programs[phase]
+        )
+    ops = programs[edge.user_phase]
+    first = next(at for at, op in enumerate(ops) if name in op.uses)
+    programs[edge.user_phase] = (*ops[:first], *made(ops[first].module), *ops[first:])
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:

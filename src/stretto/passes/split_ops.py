@@ -76,7 +76,7 @@ def split_products(step: Step, context: Context) -> Step:
         raise LeftOutError
     choice = _Choice(job, context.prices)
     cuts: dict[int, list[Chain]] = {}
-    kept = {job.loss[1], *(edge.value for edge in job.edges)}
+    kept = {job.loss[1], *(edge.value for edge in job.edges), *(metric.value for metric in job.metrics)}
     kept |= {value for p in job.parameters for _, _, value in p.grads}
     for stage in job.stages:
         for chain in chains(stage):

@@ -28,7 +28,8 @@ class Step:
     overlap: what the windows of `schedule` let overlap; asked: the most that they may. max_bytes: the most
     that a rank may hold.
     windows: by name, in the order of their items. sent_before: message (edge, microbatch) -> the sender's run
-    before which its send is waited for; others are waited for at the end.
+    before which its send is waited for; others are waited for at the end. ahead: microbatches before that
+    which needs it a receive is posted at the latest, beside what lowering does anyway.
     """
 
     job: Job
@@ -39,6 +40,7 @@ class Step:
     asked: OverlapMode = "off"
     windows: Mapping[str, Window] = field(default_factory=dict)
     sent_before: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

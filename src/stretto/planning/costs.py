@@ -6,11 +6,13 @@ All else is described (`stretto.price.cluster`), and priced in the same way as t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
-from stretto.measure.measured import measured_costs, memory_here
+from stretto.measure.measured import Measuring, memory_here
 from stretto.price.alike import ListedPricer
 from stretto.price.cluster import Description, describe, described
 from stretto.price.cluster_file import Hardware
@@ -31,10 +33,21 @@ def prices_of(job: Job, schedule: Schedule, found: Description | None) -> Prices
 
     Under torchrun all ranks must call it then. Raises UsageError for a job that does not fit.
     """
+    return pricing((job,), schedule, found)(job)
+
+
+def pricing(jobs: Sequence[Job], schedule: Schedule, found: Description | None) -> Callable[[Job], Prices]:
+    """What gives the price lists of one of several jobs, as `prices_of` does. Where they are measured,
+    communication is so once, for all jobs; the ops of a job when its turn comes."""
     if found is None:
-        return listed(job, measured_costs(job, schedule))
-    costs, pricer = described(job, schedule, found)
-    return Prices(job, costs, pricer, keep=False)
+        measuring = Measuring(jobs, schedule)
+        return lambda job: listed(job, measuring.costs_of(job))
+
+    def one(job: Job) -> Prices:
+        costs, pricer = described(job, schedule, found)
+        return Prices(job, costs, pricer, keep=False)
+
+    return one
 
 
 def listed(job: Job, costs: Costs) -> Prices:

@@ -8,8 +8,8 @@ knows them may give windows in a better order of items (`stretto.order`).
        tensor is ready, and is waited for as late as possible.
     2. Each rank runs its windows in the schedule's order.
     3. For each communicator, the receiver posts its receives in the order in which the sender starts
-       its sends. A receive is posted `lookahead` messages before it is needed, so that the transfer
-       never waits for the receiver, and no more buffers are held than that.
+       its sends. A receive is posted some messages before it is needed, and `ahead` microbatches before,
+       so that the transfer never waits for the receiver, and no more buffers are held than that.
     4. Sends are waited for at the end, or where `sent_before` says that they have left long ago.
     5. The loss and gradients are summed (`stretto.schedule.sums`). A sum that waits for no other starts in
        the window that completes the gradient; one that joins places, as that of the loss, in a window of its
@@ -33,8 +33,9 @@ from stretto.schedule.sums import communicators_of, with_sums
 from stretto.schedule.windows import last_name, last_run, make_window, window_name
 
 LOOKAHEAD = 3
-"""Receives posted ahead of the one that is needed. Two keep a saturated link busy (one in transfer, one
-matched); the third absorbs jitter. Assumed; the cost is three activation buffers a communicator."""
+"""Receives posted ahead of the one that is needed, at least. Two keep a saturated link busy (one in transfer,
+one matched); the third absorbs jitter. Assumed; the cost is three activation buffers a communicator. Where
+many messages make a microbatch's, `stretto.planning.receives` says whether more are worth it."""
 
 
 def lower(
@@ -45,6 +46,7 @@ def lower(
     overlap: OverlapMode = "local",
     windows: Mapping[str, Window] | None = None,
     sent_before: Mapping[Message, int] | None = None,
+    ahead: int = 0,
 ) -> Plan:
     """The plan, neither proved nor simulated.
 
@@ -55,6 +57,8 @@ def lower(
     Of last runs, those that are there are taken, and others are made of their kind (`last_run`).
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
+    ahead: microbatches before that which needs it a receive is posted at the latest (`schedule.posting`); of
+    one message a microbatch, `LOOKAHEAD` says more. Not where overlap is "off".
     """
     if windows is None:
         windows = captured_windows(job, schedule, at_once=overlap == "off")
@@ -78,6 +82,7 @@ def lower(
         _order(
             *(job, schedule, traffic, sends, rank, overlap != "off", sent_before or {}, latest, sums[rank]),
             names[rank],
+            ahead,
         )
         for rank in range(schedule.ranks)
     )
@@ -167,6 +172,7 @@ def _order(
     latest: Mapping[Message, int],
     sums: _Sums,
     names: Sequence[str],
+    ahead: int,
 ) -> tuple[Instruction, ...]:
     """Steps 2 to 5 for one rank. names: of its runs' windows."""
     order = schedule.orders[rank]
@@ -179,7 +185,8 @@ def _order(
     needed = {message: at for at, (slot, of_run) in enumerate(runs) for message in _bound(slot, of_run.waits)}
     for sender in range(schedule.ranks):
         messages = sends[sender].get(rank, []) if sender != rank else []
-        for message, at in post_positions(messages, needed, LOOKAHEAD if overlap else 1, latest):
+        lookahead, turns = (LOOKAHEAD, ahead) if overlap else (1, 0)
+        for message, at in post_positions(messages, needed, lookahead, latest, turns):
             before[at].append(Instruction(InstructionKind.RECV, message[0], (message[1],)))
 
     # 4. Sends, in their order: a later one is never waited for before an earlier one.

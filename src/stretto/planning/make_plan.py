@@ -5,8 +5,8 @@
 3. Each is tried: passes, orders of ops, lowering, a simulation (`stretto.planning.tries`). The fastest goes
    on, the next if it is refused.
 4. Its last backwards are ordered for the sums of gradients that start in them
-   (`stretto.planning.sums_within`); a simulation tells when every message has left
-   (`stretto.planning.sends`).
+   (`stretto.planning.sums_within`); simulations tell how long before their use receives are posted
+   (`stretto.planning.receives`), and when every message has left (`stretto.planning.sends`).
 5. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
 6. Prediction: step time, exposed communication, bubble, memory, bound.
 """
@@ -27,7 +27,9 @@ from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.ir.stage_maps import virtual_stages_of
 from stretto.order.policies import DEFAULT, policy_of
 from stretto.passes.step import Context, Step
-from stretto.planning.costs import listed, memory_limit, prices_of
+from stretto.planning.costs import listed, memory_limit, pricing
+from stretto.planning.in_chunks import fastest
+from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import shorter
 from stretto.planning.sends import sends_waited
 from stretto.planning.sums_within import sums_within
@@ -131,17 +133,18 @@ def make_plan(
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     job = without_sums(job)
-    return _made(job, listed(job, costs), schedule, overlap, order, max_bytes)
+    return _made(_begun(job, listed(job, costs), schedule, overlap, order, max_bytes))
 
 
-def _made(
+def _begun(
     job: Job,
     prices: Prices,
     schedule: str | Schedule | None,
     overlap: OverlapMode | None,
     order: str,
     max_bytes: int | None,
-) -> Plan:
+) -> Tries:
+    """Step 1, and the variants of step 2."""
     asked = _overlap_mode(job.overlap if overlap is None else overlap)
     policy_of(order)  # an unknown name is told even where there is nothing to order
     chosen = choose_schedule(job, schedule=schedule)
@@ -150,9 +153,13 @@ def _made(
     step = Step(job, chosen, shorter(chosen), "local", max_bytes, asked)
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=asked)
-    context = Context(prices, order, partial(_peaks, prices=prices))
-    tries = Tries(step, context)
-    found = tries.best_first(order)
+    return Tries(step, Context(prices, order, partial(_peaks, prices=prices)))
+
+
+def _made(tries: Tries) -> Plan:
+    """Steps 3 to 6."""
+    asked, context = tries.first.asked, tries.context
+    found = tries.best_first(context.order)
     refused: dict[OverlapMode, PlanError] = {}
 
     def finished(tried: Tried) -> Iterator[Plan]:
@@ -204,12 +211,17 @@ def _finished(step: Step, context: Context) -> Plan:
     """Steps 4 to 6. Raises PlanError for a step that cannot work."""
     # A policy that the user chose orders last runs as well.
     early = sums_within(step, context) if context.order == DEFAULT else step
-    draft = lowered(sends_waited(early, context), context)
+    draft = _with_messages(early, context)
     if early is not step and step.max_bytes is not None and memory_faults(draft, step.max_bytes):
         # Sums that start early hold their buffers for longer.
-        draft = lowered(sends_waited(step, context), context)
+        draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
     return replace(draft, prediction=predict(draft))
+
+
+def _with_messages(step: Step, context: Context) -> Plan:
+    """Lowered, with receives as early and waits for sends as late as messages need them."""
+    return lowered(sends_waited(receives_ahead(step, context), context), context)
 
 
 def plan(
@@ -240,21 +252,10 @@ def plan(
     job = without_sums(job)
     chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
-    made: list[Plan] = []
-    refused: list[PlanError] = []
-    for one in (replace(job, in_chunks=()), *job.in_chunks):
-        prices, limit = prices_of(one, chosen, found), memory_limit(found, one)
-        try:
-            made.append(_made(one, prices, chosen, overlap, order, limit))
-        except PlanError as error:  # another number of chunks may hold less
-            refused.append(error)
-    if not made:
-        raise refused[0]
-    best = min(made, key=_predicted_us)
-    others = [one for one in made if one is not best]
-    if best.job.chunks > 1 or not others:
-        return best
-    other = min(others, key=_predicted_us)
-    times = _predicted_us(other) / max(_predicted_us(best), 1e-9)
-    why = f"{other.job.chunks} chunks of the sequence are predicted to take {times:.3f} times as long"
-    return replace(best, overlap_why="; ".join(text for text in (best.overlap_why, why) if text))
+    jobs = (replace(job, in_chunks=()), *job.in_chunks)
+    priced = pricing(jobs, chosen, found)
+
+    def begun(one: Job) -> Tries:
+        return _begun(one, priced(one), chosen, overlap, order, memory_limit(found, one))
+
+    return fastest([partial(begun, one) for one in jobs], _made)

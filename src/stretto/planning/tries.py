@@ -20,9 +20,9 @@ from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError, TooLargeError
-from stretto.ir.program import OverlapMode
+from stretto.ir.program import Job, OverlapMode
 from stretto.order.policies import DEFAULT
-from stretto.passes.step import Context, LeftOutError, Step
+from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.schedules import moved_across
 from stretto.planning.sums_within import least_us
 from stretto.planning.variants import Variant, again, begins, overlaps, ways
@@ -66,22 +66,29 @@ class Tried:
 
 
 class Tries:
-    """The variants of one step. missing: why some are not there."""
+    """The variants of one step, `first`. missing: why some are not there."""
 
     def __init__(self, step: Step, context: Context) -> None:
-        self._first = step
-        self._context = context
-        self._made: dict[Variant, Step | Exception] = {(): step}
+        self.first = step
+        self.context = context
+        self._made: dict[tuple[int, Pass], Step | Exception] = {}
         self.missing: list[str] = []
 
     def step(self, variant: Variant) -> Step:
-        """The step that a variant makes. Raises what its passes raise."""
-        if variant not in self._made:
+        """The step that a variant makes. Raises what its passes raise.
+
+        What a pass makes of a step is made once: a variant with a pass that changes nothing is the one
+        without it."""
+        if not variant:
+            return self.first
+        before = self.step(variant[:-1])
+        key = id(before), variant[-1]
+        if key not in self._made:
             try:
-                self._made[variant] = variant[-1](self.step(variant[:-1]), self._context)
+                self._made[key] = variant[-1](before, self.context)
             except (LeftOutError, PlanError, TooLargeError) as error:
-                self._made[variant] = error
-        found = self._made[variant]
+                self._made[key] = error
+        found = self._made[key]
         if isinstance(found, Exception):
             raise found
         return found
@@ -92,7 +99,7 @@ class Tries:
 
         Raises PlanError when the job cannot be made as it must be, or its schedule cannot be simulated.
         """
-        asked = self._first.asked
+        asked = self.first.asked
         variants: list[Variant] = []
         for begin in self._begins():
             step = self.step(begin)
@@ -103,7 +110,8 @@ class Tries:
         if all(one.overlap != "off" for one in found):
             if asked == "window":
                 self._miss("no collectives that another microbatch's ops could hide")
-            return [*found, Tried((*variants[0][:-1], at_once), "off", inf)]
+            found.sort(key=self._weighed_us)
+            return [*found, Tried((*found[0].variant[:-1], at_once), "off", inf)]
         others = [one for one in found if one.overlap != "off" and whole_step not in one.variant]
         if order == DEFAULT and others:
             wholes = [one for one in found if whole_step in one.variant]
@@ -115,7 +123,7 @@ class Tries:
                 found += self._again(others, asked)
         found.sort(key=self._weighed_us)
         # Up to a limit that was asked for, memory is there to be used.
-        return found if isinstance(self._first.job.recompute, int) else lighter(found, self._holds)
+        return found if isinstance(self.first.job.recompute, int) else lighter(found, self._holds)
 
     def _begins(self) -> list[Variant]:
         """Those that can be done. Without what is only tried it must be."""
@@ -140,7 +148,7 @@ class Tries:
             plain = moved_across not in variant
             try:
                 before = self.step(variant[:-1])
-                plain &= before.schedule is self._first.schedule
+                plain &= before.schedule is self.first.schedule
                 place = id(before.job), before.schedule, variant[-1]
                 if place not in seen:
                     seen.add(place)
@@ -161,20 +169,31 @@ class Tries:
         if before.short is before.schedule:
             made = self.step(variant)
         else:
-            made = variant[-1](replace(before, schedule=before.short), self._context)
-        return Tried(variant, made.overlap, least_us(lowered(made, self._context)))
+            made = variant[-1](replace(before, schedule=before.short), self.context)
+        return Tried(variant, made.overlap, least_us(lowered(made, self.context)))
 
     def _as_short(self, whole: Tried, other: Tried) -> Tried:
         """One window a rank, which is ordered and simulated for all microbatches, with the step by which
         others are compared."""
-        if self._first.short is self._first.schedule:
+        if self.first.short is self.first.schedule:
             return whole
-        all_us = least_us(lowered(self.step(other.variant), self._context))
+        all_us = least_us(lowered(self.step(other.variant), self.context))
         return replace(whole, step_us=whole.step_us * other.step_us / all_us)
 
+    @property
+    def chunks(self) -> int:
+        """In how many chunks its sequence is."""
+        return self.first.job.chunks
+
+    def bound_us(self) -> float:
+        """No variant is faster. Raises PlanError as `best_first` does."""
+        return min(self._job_bound_us(self.step(begin).job) for begin in self._begins())
+
     def _bound_us(self, tried: Tried) -> float:
-        job = self.step(tried.variant[:-1]).job
-        return lower_bound(job, self._first.schedule, self._context.costs_of(job)).us
+        return self._job_bound_us(self.step(tried.variant[:-1]).job)
+
+    def _job_bound_us(self, job: Job) -> float:
+        return lower_bound(job, self.first.schedule, self.context.costs_of(job)).us
 
     def _miss(self, why: str) -> None:
         if why and why not in self.missing:
@@ -197,12 +216,12 @@ class Tries:
 
     def _holds(self, tried: Tried) -> int:
         """The most bytes of any rank."""
-        return max(simulate(lowered(self.step(tried.variant), self._context)).peak_bytes)
+        return max(simulate(lowered(self.step(tried.variant), self.context)).peak_bytes)
 
     def _weighed_us(self, tried: Tried) -> float:
         """By what variants are ordered. Where the schedule itself has windows that microbatches share, there
         is no choice."""
-        shares = tried.overlap == "window" and not overlaps(self._first)
+        shares = tried.overlap == "window" and not overlaps(self.first)
         return tried.step_us / WORTH if shares else tried.step_us
 
 

@@ -3,7 +3,9 @@
 In the order of a list:
 
     split_products     products and the collectives of their results in parts, where it was asked for
+    dense_messages     what crosses stages is in one piece of memory
     messages_in_parts  what all tensor-parallel ranks hold alike crosses in parts
+    sent_once, handed_on   values that several stages read are sent to each rank once, or handed on
     recomputed         what the backward computes again, and any other of `stretto.passes.STEP_PASSES`
     paired, one_window forwards share windows with backwards of other microbatches
     moved_across       communications go on from one window to the next

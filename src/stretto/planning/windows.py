@@ -101,4 +101,5 @@ def lowered(step: Step, context: Context) -> Plan:
         overlap=step.overlap,
         windows=step.windows,
         sent_before=step.sent_before,
+        ahead=step.ahead,
     )

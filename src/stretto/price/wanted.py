@@ -33,10 +33,22 @@ class Wanted:
     dtype: str
 
 
-def wanted_collectives(job: Job) -> tuple[Wanted, ...]:
-    """All (axis, kind) of the job's axes larger than 1, in an order that is equal on all ranks."""
+def wanted_collectives(*jobs: Job) -> tuple[Wanted, ...]:
+    """All (axis, kind) of the jobs' axes larger than 1, in an order that is equal on all ranks."""
     sizes: dict[tuple[str, str], set[int]] = defaultdict(set)
     dtypes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for job in jobs:
+        _ask(job, sizes, dtypes)
+    return tuple(
+        Wanted(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
+        for axis, kind in sorted(sizes)
+    )
+
+
+def _ask(
+    job: Job, sizes: dict[tuple[str, str], set[int]], dtypes: dict[tuple[str, str], Counter[str]]
+) -> None:
+    """What one job asks for, added to what others do."""
     for stage in job.stages:
         for ops in stage.ops.values():
             for op in ops:
@@ -62,10 +74,6 @@ def wanted_collectives(job: Job) -> tuple[Wanted, ...]:
                 for parameter, nbytes in zip(summed, each, strict=True):
                     dtype = parameter.own_dtype or parameter.spec.dtype
                     dtypes[axis, ALL_REDUCE.name][dtype] += nbytes
-    return tuple(
-        Wanted(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
-        for axis, kind in sorted(sizes)
-    )
 
 
 def sweep(asked: Iterable[int]) -> tuple[int, ...]:

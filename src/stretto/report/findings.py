@@ -65,9 +65,13 @@ def _communication(timeline: Timeline) -> list[str]:
             said.append(f"{words}; nothing worth mention is exposed.")
             continue
         rank, kind, most_us = _worst(timeline, axis.axis)
+        exposed = f"{format_us(axis.exposed_us)} is exposed, {format_share(share)} of the step"
+        if timeline.ranks == 1:
+            said.append(f"{words}; {exposed}, most of it in {kind} ({format_us(most_us)}).")
+            continue
         said.append(
-            f"{words}; {format_us(axis.exposed_us)} is exposed, {format_share(share)} of the step "
-            f"(mean of the ranks). Most on {timeline.who(rank)}: {format_us(most_us)} of {kind}."
+            f"{words}; {exposed} (mean of the ranks). "
+            f"Most on {timeline.who(rank)}: {format_us(most_us)} of {kind}."
         )
     kind = KINDS.get(timeline.source, timeline.source)
     return said or [f"Communication, {kind}: none."]
@@ -92,6 +96,8 @@ def _idle(timeline: Timeline) -> list[str]:
         return []
     share = total_us / timeline.ranks / timeline.step_us
     rank = max(range(timeline.ranks), key=lambda r: bubble[r])
+    if timeline.ranks == 1:
+        return [f"Bubbles take {format_share(share)} of the step ({format_us(total_us)})."]
     return [
         f"Bubbles take {format_share(share)} of the ranks' time, "
         f"most on {timeline.who(rank)} ({format_us(bubble[rank])})."

@@ -16,8 +16,11 @@ from stretto.report.costliest import costliest_ops
 from stretto.report.curve import draw_loss
 from stretto.report.findings import findings
 from stretto.report.grid import Grid
+from stretto.report.load import load_findings, load_grid, others_grid
+from stretto.report.load_picture import draw_loads
 from stretto.report.pack import packed
 from stretto.report.rundir import Run
+from stretto.report.stalls import stalls_findings, stalls_grid
 from stretto.report.tables import comparison_grid, costliest_grid, ranks_grid, summary_grid, traffic_grid
 from stretto.report.words import KINDS, format_us
 
@@ -34,7 +37,7 @@ def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
     name = run.plan.job.name if run.plan else run.path.name
     body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(_subtitle(run))}</p>']
-    told = findings(run.prediction, run.simulated, run.measured)
+    told = [*findings(run.prediction, run.simulated, run.measured), *more_findings(run)]
     said = "".join(f"<li>{escape(words)}</li>" for words in told)
     body.append(f'<ul class="findings">{said}</ul>')
     timelines = [t for t in (run.simulated, run.measured) if t is not None]
@@ -75,13 +78,18 @@ def _subtitle(run: Run) -> str:
     words = [str(run.path)]
     if run.plan is not None:
         schedule = run.plan.schedule
-        words.append(f"{schedule.family}, {schedule.stages} stages on {run.plan.ranks} ranks")
+        where = _count(run.plan.ranks, "rank")
         if run.plan.job.axes:
-            axes = ", ".join(f"{axis}={size}" for axis, size in run.plan.job.axes)
-            words.append(f"each {axes}, {run.plan.world} ranks in all")
-        words.append(f"{run.plan.job.microbatches} microbatches")
+            axes = " x ".join(f"{axis}={size}" for axis, size in run.plan.job.axes)
+            where = f"{_count(run.plan.ranks, 'place')} of {axes} ({_count(run.plan.world, 'rank')})"
+        words.append(f"{schedule.family}, {_count(schedule.stages, 'stage')} on {where}")
+        words.append(_count(run.plan.job.microbatches, "microbatch", "es"))
         words.append(f"costs: {run.plan.costs.source}")
     return " · ".join(words)
+
+
+def _count(number: int, what: str, more: str = "s") -> str:
+    return f"{number} {what}{more if number != 1 else ''}"
 
 
 # --- the timelines' place, which the scripts fill ------------------------------------------------------
@@ -127,6 +135,23 @@ def _line(timeline: Timeline) -> str:
     return f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the ranks)"
 
 
+def more_findings(run: Run) -> list[str]:
+    """What ranks and routers did, in sentences."""
+    said = [] if run.measured is None else stalls_findings(run.measured)
+    return said + ([] if run.observed is None else load_findings(run.observed))
+
+
+def grids_of_ranks(run: Run) -> list[Grid]:
+    """Tables of who waits for whom, and of what the model let see."""
+    seen = run.observed
+    found = [
+        None if run.measured is None else stalls_grid(run.measured, run.plan, seen.end if seen else ()),
+        None if seen is None else others_grid(seen),
+        None if seen is None else load_grid(seen),
+    ]
+    return [grid for grid in found if grid is not None]
+
+
 # --- tables ------------------------------------------------------------------------------------------
 
 
@@ -142,6 +167,10 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     body.append(f'<div class="pair">{sides}</div>')
     if timelines:
         body.append(_section(traffic_grid(timelines)))
+    body += [_section(grid) for grid in grids_of_ranks(run)]
+    picture = None if run.observed is None else draw_loads(run.observed)
+    if picture is not None:
+        body.append(f'<div class="scroll">{picture}</div>')
     if run.plan is not None:
         costliest = costliest_ops(run.plan)
         if costliest:
@@ -163,7 +192,9 @@ def _section(grid: Grid) -> str:
         "<tr>" + "".join(cell("td", at, text) for at, text in enumerate(row)) + "</tr>" for row in grid.rows
     )
     top = f"<thead><tr>{head}</tr></thead>" if any(grid.head) else ""
-    return f'<h2>{escape(grid.title)}</h2><div class="scroll"><table>{top}<tbody>{rows}</tbody></table></div>'
+    note = f'<p class="where">{escape(grid.caption)}</p>' if grid.caption else ""
+    table = f'<div class="scroll"><table>{top}<tbody>{rows}</tbody></table></div>'
+    return f"<h2>{escape(grid.title)}</h2>{table}{note}"
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

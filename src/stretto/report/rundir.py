@@ -1,7 +1,8 @@
 """What a run left behind: reads a run directory, or a plan file, into one object for tables and pages.
 
-A run directory holds settings.json, plan.json, metrics.jsonl, measured.json, simulated.json and summary.json.
-Any may be missing; the report says which. May touch `stretto.simulate`, to predict what was not saved.
+A run directory holds settings.json, plan.json, metrics.jsonl, measured.json, simulated.json, observed.json
+and summary.json. Any may be missing; the report says which. May touch `stretto.simulate`, to predict what was
+not saved.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
 from stretto.ir.costs import Prediction
+from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
-from stretto.report.jsonfile import load_timeline
+from stretto.report.jsonfile import OBSERVED, load_timeline
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
 
@@ -32,6 +34,7 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     measured: Timeline | None = None
     simulated: Timeline | None = None
+    observed: ObservedRun | None = None
     summary: dict[str, Any] | None = None
     prediction: Prediction | None = None
     notes: list[str] = field(default_factory=list)
@@ -69,7 +72,7 @@ def _load_directory(path: Path) -> Run:
         if (path / name).is_file():
             setattr(run, Path(name).stem, read(path / name))
             found += 1
-        elif name != "simulated.json":
+        elif name not in MAY_LACK:
             run.notes.append(f"{name} is missing. Left out: {what}.")
     if not found:
         raise UsageError(f"cannot report on {path}: it holds none of {', '.join(FILES)}")
@@ -117,6 +120,10 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metrics.jsonl": ("the loss and speed of each step", _load_lines),
     "measured.json": ("the measured timeline", load_timeline),
     "simulated.json": ("the predicted timeline", load_timeline),
+    "observed.json": ("what the model let see", OBSERVED.load),
     "summary.json": ("the summary", _load_object),
 }
 """Name -> what it holds, and what reads it into the field of `Run` of that name."""
+
+MAY_LACK = ("simulated.json", "observed.json")
+"""The first is made again; of a model that lets see nothing there is no other."""

@@ -58,10 +58,11 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
         ("bubble", prediction.bubble_us, SpanKind.BUBBLE),
     ):
         rows.append(_times(f"{name} (mean of the ranks)", _mean(predicted), _mean(measured.by_rank(kind))))
-        axes = prediction.exposed_axis_us if kind is SpanKind.EXPOSED else {}
+        by_axis = prediction.exposed_axis_us if kind is SpanKind.EXPOSED else {}
+        axes = [axis for axis in by_axis if any(by_axis[axis]) or measured.exposed_us.get(axis)]
         for axis in axes if len(axes) > 1 else ():
             # By axis only where there are several: for one it is the row above again.
-            rows.append(_times(f"  of it {axis}", _mean(axes[axis]), measured.exposed_us.get(axis, 0.0)))
+            rows.append(_times(f"  of it {axis}", _mean(by_axis[axis]), measured.exposed_us.get(axis, 0.0)))
     for rank, held in enumerate(measured.peak_bytes):
         expected = prediction.peak_bytes[rank] if rank < len(prediction.peak_bytes) else 0
         change = format_change(expected, held)

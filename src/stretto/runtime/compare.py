@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto.ir.costs import Prediction
+from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
 
 MS, MIB = (1000.0, "ms"), (2.0**20, "MiB")
+LINES = 8
+"""Pairs of ranks that a report names."""
 
 
 def line(name: str, predicted: float | None, measured: float, unit: tuple[float, str] = MS) -> str:
@@ -35,12 +38,33 @@ def place_lines(found: Prediction | None, measured: Timeline, place: int, prefix
     yield line(f"{prefix}peak memory", peak, measured.peak_bytes[place], MIB)
 
 
+def stall_lines(measured: Timeline) -> Iterator[str]:
+    """Who waits for whom, by the time that it takes, the longest few."""
+    for stall in sorted(measured.stalls, key=lambda one: -one.us)[:LINES]:
+        yield f"  rank {stall.rank} waits for rank {stall.on}, {stall.axis}: {stall.us / 1000.0:.1f} ms"
+
+
+def metric_line(one: Observed) -> str:
+    """A metric: one number, or of several the sum, and the shares of the greatest and the least."""
+    name = "  " + f"{one.module} {one.name}".strip()
+    total = sum(one.mean)
+    if len(one.mean) == 1:
+        return f"{name}: {total:.4g} ({one.least[0]:.4g} to {one.most[0]:.4g} in {one.steps} steps)"
+    if not total or min(one.mean) < 0:
+        return f"{name}: {min(one.mean):.4g} to {max(one.mean):.4g} (mean of {one.steps} steps)"
+    least, most = (at(range(len(one.mean)), key=one.mean.__getitem__) for at in (min, max))
+    shares = (f"{100 * one.mean[at] / total:.1f} % ([{at}])" for at in (least, most))
+    return f"{name}: {total:.4g}, of it {' to '.join(shares)} (mean of {one.steps} steps)"
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The last measured step beside the plan's prediction. `str()` is a table."""
+    """The last measured step beside the plan's prediction. `str()` is a table, with who waits for whom, and
+    what the model lets see."""
 
     plan: Plan
     measured: Timeline
+    observed: tuple[Observed, ...] = ()
 
     def __str__(self) -> str:
         found, measured = self.plan.prediction, self.measured
@@ -49,8 +73,9 @@ class Report:
         lines = [head, line("step", found.step_us if found else None, measured.step_us)]
         for place in range(ranks):
             lines += place_lines(found, measured, place, f"rank {place} ")
+        more = [*stall_lines(measured), *map(metric_line, self.observed)]
         if found is None:
-            return "\n".join(lines)
+            return "\n".join(lines + more)
         hidden = measured.hidden
         for axis in sorted(found.comm_axis_us):
             guess_share, share = found.hidden(axis), hidden.get(axis)
@@ -60,4 +85,4 @@ class Report:
                 )
         above = 100 * (measured.step_us / found.bound_us - 1) if found.bound_us else 0.0
         lines.append(f"  measured step is {above:.1f} % above the lower bound: {found.binds}")
-        return "\n".join(lines)
+        return "\n".join(lines + more)

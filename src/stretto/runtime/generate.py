@@ -9,8 +9,8 @@ The function's text is what it does, op by op; nothing is looked up while it run
        values of their own from the start, so that each is.
     3. `wait` returns a received tensor; `send` starts a message right after its op. A communication of the
        program is started and waited for where its ops stand.
-    4. Gradients, the loss and buffer updates go to the rank's state where they arise; updates of buffers
-       come last, so that every op of the window reads the microbatch's own version. A gradient that is a
+    4. Gradients, the loss, metrics and buffer updates go to the rank's state where they arise; buffers are
+       updated last, so that every op of the window reads the microbatch's own version. A gradient that is a
        matrix product is given as its two factors: the product is added where the gradient is kept. A sum of
        gradients reads them there, and its wait writes them.
     5. Values that later windows read go into the store.
@@ -365,6 +365,8 @@ class Writer:
                 self.line(f"hooks.add_grad({self.parameters[name]}, {value}, {owned})")
             elif kind == "loss":
                 self.line(f"hooks.add_loss(m{part}, {value})")
+            elif kind == "metric":
+                self.line(f"hooks.add_metric({name}, {value})")
         if self.later(stage, phase, op.name):
             self._keep(part, op.name)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stretto.backend.products import add_product, product
 from stretto.ir.action import ONCE
 from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
@@ -21,6 +22,7 @@ from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
+from stretto.runtime.observed import Watch
 from stretto.runtime.record import Marks
 from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
@@ -83,6 +85,7 @@ class RankState:
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
         self.place = self.coordinates[PIPELINE]
+        self.watch = Watch(plan, self.place, device)
         externals = Externals(
             fixed,
             device,
@@ -138,9 +141,11 @@ class RankState:
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Walk all instructions once. batch: leaves of the whole batch. Returns the step's loss.
 
-        Afterwards `grads[index]` holds this step's gradient of each parameter that has one.
+        Afterwards `grads[index]` holds this step's gradient of each parameter that has one, and `watch` what
+        the model lets see.
         """
         self._clear()
+        self.watch.begin()
         count, first = self.plan.job.microbatches, self._first_microbatch
         pieces = self.plan.job.pieces
         parts = {
@@ -314,12 +319,15 @@ class RankState:
         a tensor of the parameter's size for every microbatch; it rounds otherwise than product, then sum."""
         held = self.grads.get(parameter)
         if held is None or held.dtype is not left.dtype:
-            self.add_grad(parameter, torch.mm(left, right), True)
+            self.add_grad(parameter, product(left, right), True)
         else:
-            torch.addmm(held, left, right, out=held)
+            add_product(held, left, right)
 
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None:
         self._losses[microbatch] = value
+
+    def add_metric(self, metric: int, value: torch.Tensor) -> None:
+        self.watch.add(metric, value)
 
     def update_buffer(self, buffer: int, value: torch.Tensor) -> None:
         self._buffers[buffer].copy_(value)

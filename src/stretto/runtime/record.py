@@ -7,7 +7,8 @@ while the step runs. The timeline has the same tracks and accounts as the simula
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +16,7 @@ from stretto.ir.action import Action, Phase
 from stretto.ir.axes import PIPELINE
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline, axis_of
 from stretto.ir.transfers import SUM, message_us
 
 LEAST_SPAN_US = 1.0
@@ -123,7 +124,57 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
     for rank, m in enumerate(marks):
         place = mesh.place(rank)
         peaks[place] = max(peaks[place], m.peak_bytes)
-    return Timeline("measured", plan.ranks, clock.step_us, tuple(spans), tuple(peaks), members=plan.members)
+    return Timeline(
+        "measured",
+        plan.ranks,
+        clock.step_us,
+        tuple(spans),
+        tuple(peaks),
+        members=plan.members,
+        busy_us=tuple(busy_us(m) for m in marks),
+        stalls=_stalls(plan, marks, clock, started, asked_by, sent),
+    )
+
+
+def busy_us(marks: Marks) -> float:
+    """How long a rank's windows ran, without what they waited for (waits are also between them)."""
+    runs = [(start, end) for _, _, start, end in marks.runs]
+    total = sum(end - start for start, end in runs)
+    for *_, start, end in (*marks.waits, *marks.finishes):
+        at = bisect_right(runs, start, key=lambda run: run[0]) - 1
+        if at >= 0 and start < runs[at][1]:
+            total -= end - start
+    return total / 1000.0
+
+
+def _stalls(
+    plan: Plan,
+    marks: Sequence[Marks],
+    clock: _Clock,
+    started: Sequence[Mapping[tuple[str, Asked | None], tuple[float, int]]],
+    asked_by: Callable[[int, str, int], Asked | None],
+    sent: Mapping[tuple[int, Message], float],
+) -> tuple[Stall, ...]:
+    """Who waits for whom: of each wait, what is before the last of those that take part has begun."""
+    found: dict[tuple[str, int, int], float] = defaultdict(float)
+    for rank, m in enumerate(marks):
+        for name, lane, start_ns, end_ns in m.finishes:
+            members = plan.communicator(lane)
+            key = name, asked_by(rank, name, start_ns)
+            group = plan.mesh.group(rank, members.axes, members.ranks) or ()
+            begun = [(started[member][key][0], member) for member in group if key in started[member]]
+            at, last = max(begun, default=(0.0, rank))
+            stood = min(at, clock.us(rank, end_ns)) - clock.us(rank, start_ns)
+            if last != rank and stood > LEAST_SPAN_US:
+                found[axis_of(name), rank, last] += stood
+        here = plan.mesh.coordinates(rank)
+        for edge, mb, start_ns, end_ns in m.waits:
+            of = plan.mesh.rank({**here, PIPELINE: plan.rank_of(plan.job.edges[edge].source)})
+            left = sent.get((of, (edge, mb)), 0.0)
+            stood = min(left, clock.us(rank, end_ns)) - clock.us(rank, start_ns)
+            if stood > LEAST_SPAN_US:
+                found[PIPELINE, rank, of] += stood
+    return tuple(Stall(*key, us) for key, us in sorted(found.items()))
 
 
 class _Clock:

@@ -18,6 +18,7 @@ from torch import nn
 from stretto.backend.heap import keep_freed_memory
 from stretto.errors import RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
+from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
@@ -27,6 +28,7 @@ from stretto.runtime.counting import UnequalMeans
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
+from stretto.runtime.observed import observed
 from stretto.runtime.old_model import Cut, OldModel, warn_if_old
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
@@ -224,6 +226,7 @@ class Runner:
         # The first step makes what is made on first use; threads among it would be of the lane's class.
         with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
+        self.state.watch.end()
         for k, grad in sorted(self.state.grads.items()):
             parameter = self.held.parameters[k]
             if not parameter.requires_grad:
@@ -277,9 +280,16 @@ class Runner:
         gathered = self.transport.all_gather((marks, self.transport.clock_offset_us()))
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
+    def observed(self) -> tuple[Observed, ...]:
+        """What the model's code let see (`stretto.observe`) in the steps since this was last called, at most
+        256, over all ranks; every rank must call it. No step waits for it: this call does."""
+        return observed(self.plan, self.transport, self.state.watch)
+
     def report(self) -> Report:
-        """Predicted against measured of the last step; every rank must call it. `print` shows a table."""
-        return Report(self.plan, self.timeline())
+        """Predicted against measured of the last step, and what `observed` would give; every rank must call
+        it. `print` shows a table."""
+        seen = observed(self.plan, self.transport, self.state.watch, forget=False)
+        return Report(self.plan, self.timeline(), seen)
 
 
 def _default_transport(plan: Plan) -> Transport:

@@ -4,7 +4,9 @@ A rank that waits for each send at once stands until its receive is posted. Wher
 only shortly before it is needed, that may be behind work that needs the sender to go on. So:
 
     1. A receive is posted before the run that needs the message `lookahead` places ahead of it on the same
-       communicator, and before the run that needs itself.
+       communicator, and before the run that needs itself. Where several messages of a communicator are for
+       one run, that may be within the run before it: so it is also posted `ahead` runs before the one that
+       needs it, counted in runs that need any message of the communicator.
     2. Where sends are waited for at once, also before the first run that the receiver begins after the send,
        in one order of all ranks' runs that the messages allow (`latest_posts`). Walked one run at a time in
        that order, no rank ever stands; since a rank that stands never helps another on, none stands for ever
@@ -27,6 +29,7 @@ def post_positions(
     needed: Mapping[Message, int],
     lookahead: int,
     latest: Mapping[Message, int],
+    ahead: int = 0,
 ) -> list[tuple[Message, int]]:
     """For each message of one communicator, in the sender's order: the run before which it is posted.
 
@@ -35,9 +38,13 @@ def post_positions(
     """
     positions = [0] * len(messages)
     limit: int | None = None
+    runs = sorted({needed[message] for message in messages})
+    turns = {run: turn for turn, run in enumerate(runs)}
     for k in reversed(range(len(messages))):
+        run = needed[messages[k]]
         early = needed[messages[k - lookahead]] if k >= lookahead else 0
-        position = min(early, needed[messages[k]], latest.get(messages[k], early))
+        before = runs[turns[run] - ahead] if turns[run] >= ahead else 0
+        position = min(early, before, latest.get(messages[k], early))
         limit = position if limit is None else min(limit, position)
         positions[k] = limit
     return list(zip(messages, positions, strict=True))

@@ -17,6 +17,7 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.evaluation import capture_evaluation
 from stretto.capture.trace import PLAIN
+from stretto.ir.metrics import Observed
 from stretto.measure.profile import profile
 from stretto.parallelize.layout import Layout
 from stretto.planning.make_plan import make_plan
@@ -52,6 +53,10 @@ class HeldOut:
         self._tokens = tokens
         self._batches = batches
         self._global_batch = int(batch.shape[0])
+
+    def observed(self) -> tuple[Observed, ...]:
+        """What the model lets see of the batches since this was last called; every rank must call it."""
+        return self._runner.observed()
 
     def loss(self) -> float:
         """The mean loss in nats a token, the same on every rank; no parameter or buffer changes.

@@ -1,6 +1,7 @@
 """Starts a run's ranks on this machine through torchrun's own launcher, and words how it ended.
 
-    1. What can be wrong with settings, text or model is found before any process is started.
+    1. What can be wrong with settings, text or model is found before any process is started; what the model
+       says without its text, first.
     2. `torch.distributed.launcher` starts one process a rank, each the same command again, over 127.0.0.1.
     3. When ranks fail, the first cause is told once: a rank that died without a word is named by its
        signal, else the earliest note counts that is not about somebody else.
@@ -30,7 +31,7 @@ from stretto.models.build import build_model
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.data import prepare_data
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
-from stretto.train.layout import spread
+from stretto.train.layout import refuse_early, spread
 from stretto.train.lock import folders_of, refuse_if_held
 from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
@@ -54,10 +55,14 @@ def start(settings: TrainSettings, command: Sequence[str]) -> int:
         find(Path(settings.checkpoint.resume))
     if not is_worker():
         refuse_if_held(folders_of(settings))
-    if is_worker() or settings.parallel.world == 1:
+    if is_worker():
+        return work(settings)
+    if settings.parallel.world == 1:
+        refuse_early(settings)
         return work(settings)
     with Interrupts(end_at_once) as interrupts:
         try:
+            refuse_early(settings)
             _check(settings)
             interrupts.stuck_s = RANKS_STUCK_S
             return _launch(settings, command)

@@ -1,6 +1,6 @@
 """How a run's model is spread over ranks, and what the user is told of it.
 
-Reads the model's modules; moves them to the rank's device.
+Reads the model's modules, and calls it without values; moves them to the rank's device.
 """
 
 from __future__ import annotations
@@ -10,10 +10,42 @@ import warnings
 import torch
 from torch import nn
 
-from stretto.config import DecoderSettings, TrainSettings
+from stretto.config import DecoderSettings, HuggingFaceSettings, TrainSettings
 from stretto.ir.plan import Plan
+from stretto.models.build import build_model, counted_loss_function
+from stretto.parallelize.ampipe import check_attention
 from stretto.parallelize.layout import Layout, layout_of
-from stretto.train.text import Say
+from stretto.tensor.dtensor_adapter import without_values
+from stretto.train.text import Say, silent
+
+
+def refuse_early(settings: TrainSettings) -> None:
+    """Before text is made into tokens and ranks are started, both of which take long: raises UsageError for a
+    layout that the model does not fit. What else can be wrong with a model, its capture says."""
+    parallel = settings.parallel
+    if parallel.tp == parallel.ep == parallel.ampipe_degree == 1:
+        return
+    with without_values():
+        model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
+        layout = spread(model, settings, silent)
+        tokens = torch.zeros(1, settings.data.sequence_length + 1, dtype=torch.int64)
+        if layout.chunks is not None:
+            loss = counted_loss_function(settings.model)
+            check_attention(model, lambda: loss(model, tokens), layout.chunks)
+
+
+def likely_vocab_size(settings: TrainSettings) -> int:
+    """How many tokens to plan for: the model's own number, or as many as the tokenizer may have.
+
+    The tokenizer itself would need the text; a text with too little for `data.vocab_size` tokens gives
+    fewer, and a training run then plans for those.
+    """
+    given = (
+        settings.model.config.get("vocab_size")
+        if isinstance(settings.model, HuggingFaceSettings)
+        else settings.model.vocab_size
+    )
+    return min(int(given), settings.data.vocab_size) if given else settings.data.vocab_size
 
 
 def spread(model: nn.Module, settings: TrainSettings, say: Say) -> Layout:

@@ -1,20 +1,23 @@
 """What each step gave, as lines of JSON and, if asked for, as TensorBoard events. Rank 0 writes them.
 
 Keys: step (steps done), loss, lr, grad_norm, step_s, tokens_per_s; exposed_fraction on the steps whose
-timeline was gathered; held_out_loss on a line of its own.
+timeline was gathered; observed on those that are logged, of a model that lets see something (module -> name
+-> by element, the mean of the steps since the last such line); held_out_loss on a line of its own, with what
+was observed in that measurement.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
 from stretto.files.whole_file import write_file
+from stretto.ir.metrics import Observed
 
 NAMES = {
     "loss": "loss/train",
@@ -46,6 +49,14 @@ def writing(where: Path) -> Iterator[None]:
         ) from None
 
 
+def observed_line(seen: Sequence[Observed]) -> dict[str, dict[str, list[float]]]:
+    """Metrics as a line has them, with six digits."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for one in seen:
+        found.setdefault(one.module, {})[one.name] = [float(f"{value:.6g}") for value in one.mean]
+    return found
+
+
 class Metrics:
     """Writes metrics.jsonl in a run's folder. `write` and `close` are all that a step needs."""
 
@@ -65,7 +76,7 @@ class Metrics:
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=from_step + 1)
 
-    def write(self, line: dict[str, float | int]) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         """Add a line; it has `step`. Raises StrettoError when the disk is full."""
         with writing(self._path):
             self._file.write(json.dumps(line) + "\n")

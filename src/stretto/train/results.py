@@ -12,8 +12,11 @@ import torch
 from rich.console import Console
 
 from stretto.config import TrainSettings
+from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
+from stretto.report.load import load_grid
+from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import whole_spec
 from stretto.train.data import TextData
@@ -28,7 +31,7 @@ LARGEST_SAMPLED_BYTES = 2 * 1000**3
 @dataclass(frozen=True, slots=True)
 class Results:
     """What a run came to. losses, step_s: of the steps done by this process; held_out_loss: nats a token;
-    timelines: of the last steps, as traced."""
+    timelines: of the last steps, as traced; seen: what the model lets see, if anything."""
 
     settings: TrainSettings
     plan: Plan
@@ -38,6 +41,7 @@ class Results:
     step_s: tuple[float, ...]
     held_out_loss: float
     timelines: tuple[Timeline, ...]
+    seen: ObservedRun | None
     checkpoint: Path | None
     seconds: float
 
@@ -62,7 +66,8 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     if measured is not None and prediction is not None:
         say("")
         Console().print(comparison_grid(prediction, measured).rich())
-    end_run(run_dir, measured, _summary(results, sample))
+    _print_seen(results)
+    end_run(run_dir, measured, results.seen, _summary(results, sample))
     say("")
     told = [("report", run_dir / REPORT)]
     if measured is not None:
@@ -74,6 +79,18 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
         note = " (open it at https://ui.perfetto.dev)" if what == "trace" else ""
         say(f"{what:<11}{path}{note}")
     say(f"done in {duration(results.seconds)}")
+
+
+def _print_seen(results: Results) -> None:
+    """Who waits for whom and why, where the model has experts."""
+    loads = None if results.seen is None else load_grid(results.seen)
+    if results.seen is None or loads is None:
+        return
+    measured = results.measured
+    stalls = None if measured is None else stalls_grid(measured, results.plan, results.seen.end)
+    for grid in (loads, stalls):
+        if grid is not None:
+            grid.print()
 
 
 def _sample(results: Results, say: Callable[[str], None]) -> str | None:

@@ -1,7 +1,7 @@
 """What a run leaves in its folder beside metrics and checkpoints, and the paths to tell the user.
 
-Rank 0 writes: settings.json, plan.json, simulated.json, measured.json, trace.perfetto-trace, summary.json,
-report.html. `stretto report` reads them.
+Rank 0 writes: settings.json, plan.json, simulated.json, measured.json, observed.json, trace.perfetto-trace,
+summary.json, report.html. `stretto report` reads them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 
 from stretto.config import TrainSettings
 from stretto.files.whole_file import write_file
+from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.html import render
+from stretto.report.jsonfile import OBSERVED
 from stretto.report.rundir import load_run
 from stretto.simulate import simulate
 from stretto.train.checkpoint_files import earlier_in
@@ -26,7 +28,8 @@ TRACE = "trace.perfetto-trace"
 REPORT = "report.html"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
-RESULTS = ("measured.json", TRACE, SUMMARY, REPORT)
+SEEN = "observed.json"
+RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT)
 """What a run leaves at its end."""
 BEGINNING = ("settings.json", "plan.json", "simulated.json", METRICS, "tensorboard")
 """What it has from its beginning."""
@@ -69,11 +72,15 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
             (run_dir / name).unlink(missing_ok=True)
 
 
-def end_run(run_dir: Path, measured: Timeline | None, summary: dict[str, Any]) -> None:
+def end_run(
+    run_dir: Path, measured: Timeline | None, seen: ObservedRun | None, summary: dict[str, Any]
+) -> None:
     """What is known after the last step, and the report. Raises StrettoError when it cannot be written."""
     with writing(run_dir):
         if measured is not None:
             measured.save(run_dir / "measured.json")
             measured.save(run_dir / TRACE)
+        if seen is not None:
+            OBSERVED.save(seen, run_dir / SEEN)
         write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
         write_file(run_dir / REPORT, render(load_run(run_dir)))

@@ -28,10 +28,12 @@ import torch
 from stretto.capture import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
+from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
 from stretto.models.build import build_model, counted_loss_function
 from stretto.parallelize.layout import chunks_of
 from stretto.planning.make_plan import plan as make_plan
+from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.train import checkpoint
 from stretto.train.agreement import Checkpoint, agreed_checkpoint
@@ -44,7 +46,7 @@ from stretto.train.heldout import HeldOut
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
-from stretto.train.metrics import Metrics
+from stretto.train.metrics import Metrics, observed_line
 from stretto.train.optimizer import make_optimizer, set_learning_rate
 from stretto.train.progress import Progress
 from stretto.train.results import Results, finish
@@ -70,6 +72,7 @@ class Trainer:
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
         self._held_out_at: tuple[int, float] | None = None
+        self._seen: ObservedRun | None = None
         self._lock = RunLock()
 
     def run(self) -> None:
@@ -97,6 +100,7 @@ class Trainer:
                 step_s=tuple(self._step_s),
                 held_out_loss=self._held_out(),
                 timelines=tuple(self.timelines),
+                seen=self._seen,
                 checkpoint=latest_in(self.settings.checkpoint_dir),
                 seconds=time.monotonic() - started_s,
             )
@@ -227,16 +231,17 @@ class Trainer:
             tokens_per_s = training.global_batch * self.settings.data.sequence_length / step_s
             self._losses.append(loss)
             self._step_s.append(step_s)
-            line: dict[str, float | int] = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": norm}
+            line: dict[str, Any] = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": norm}
             line |= {"step_s": step_s, "tokens_per_s": tokens_per_s}
             gathered = self._gather_timeline()
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
+            self._look(line)
             self._write(line)
             self.progress.show({**line, "step_s": self._usual_step_s()}, exposed)
             last = self.step == training.steps
             if training.eval_every and self.step % training.eval_every == 0 and not last:
-                self.progress.say(f"step {self.step}: held-out loss {self._held_out():.4f}")
+                self.progress.say(f"step {self.step}: held-out loss {self._held_out():.4f}{self._dropped()}")
             if last or (every and self.step % every == 0):
                 self._save()
 
@@ -271,6 +276,23 @@ class Trainer:
             self.timelines.append(timeline)
         return sum(timeline.exposed_us.values()) / timeline.step_us
 
+    def _look(self, line: dict[str, Any]) -> None:
+        """On steps that are logged, and after the last: what the model lets see of those since."""
+        training = self.settings.training
+        if self.step % training.log_every and self.step != training.steps:
+            return
+        seen = self.runner.observed()
+        if seen:
+            before = self.step - seen[0].steps
+            told = self._seen or ObservedRun(before, before, (), ())
+            self._seen = replace(told, last=before).and_then(self.step, seen)
+            line["observed"] = observed_line(seen)
+
+    def _dropped(self) -> str:
+        """What the last evaluation dropped, in words for the log."""
+        words = "" if self._seen is None else dropped_words(self._seen.evaluation)
+        return f" ({words})" if words else ""
+
     def _usual_step_s(self) -> float:
         """The median of the last steps, which a pause does not disturb."""
         return statistics.median(self._step_s[-20:])
@@ -279,7 +301,12 @@ class Trainer:
         """The held-out loss after the steps done; measured once for each."""
         if self._held_out_at is None or self._held_out_at[0] != self.step:
             self._held_out_at = (self.step, self.held_out.loss())
-            self._write({"step": self.step, "held_out_loss": self._held_out_at[1]})
+            line: dict[str, Any] = {"step": self.step, "held_out_loss": self._held_out_at[1]}
+            seen = self.held_out.observed()
+            if seen:
+                line["observed"] = observed_line(seen)
+                self._seen = replace(self._seen or ObservedRun(self.step, self.step, (), ()), evaluation=seen)
+            self._write(line)
         return self._held_out_at[1]
 
     def _save(self) -> None:

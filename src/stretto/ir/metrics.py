@@ -1,0 +1,90 @@
+"""Small tensors that a step makes for people to see, beside its loss: what they are, and what came of them.
+
+A model's code names them (`stretto.backend.observe_adapter`); nothing in a step depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Joined = Literal["sum", "max"]
+"""How values of microbatches, of calls, and of ranks with other data become one."""
+
+ROWS = "rows"
+"""Name of: the rows that routers send to each expert of a layer."""
+DROPPED = "dropped"
+"""Name of: those of them that no expert computes, as there was no room."""
+BUFFER = "buffer"
+"""Name of: rows for the rank that is sent most, over the mean of the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value of a stage's forward.
+
+    module: the module whose code names it, and may name several so: they become one. partial: axes, beside
+    those over which the loss is summed, along which each rank has its own; along others they are equal.
+    """
+
+    module: str
+    name: str
+    stage: int
+    value: str
+    joined: Joined = "sum"
+    partial: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A metric of the whole run's ranks over some steps: of each of its elements the mean of the steps, the
+    least and the most."""
+
+    module: str
+    name: str
+    joined: Joined
+    steps: int
+    mean: tuple[float, ...]
+    least: tuple[float, ...]
+    most: tuple[float, ...]
+
+    def and_then(self, later: Observed) -> Observed:
+        """Of these steps and of those that followed."""
+        steps = self.steps + later.steps
+        pairs = zip(self.mean, later.mean, strict=True)
+        return Observed(
+            self.module,
+            self.name,
+            self.joined,
+            steps,
+            tuple((one * self.steps + other * later.steps) / steps for one, other in pairs),
+            tuple(map(min, self.least, later.least)),
+            tuple(map(max, self.most, later.most)),
+        )
+
+
+def one_after_another(stretches: Iterable[tuple[Observed, ...]]) -> tuple[Observed, ...]:
+    """All metrics over all stretches of steps."""
+    found: dict[tuple[str, str], Observed] = {}
+    for stretch in stretches:
+        for one in stretch:
+            before = found.get((one.module, one.name))
+            found[one.module, one.name] = one if before is None else before.and_then(one)
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRun:
+    """What a run let see: in the steps `first` to `last` of its end, in all since it was started or resumed,
+    and in its last evaluation."""
+
+    first: int
+    last: int
+    end: tuple[Observed, ...]
+    all: tuple[Observed, ...]
+    evaluation: tuple[Observed, ...] = ()
+
+    def and_then(self, step: int, later: tuple[Observed, ...]) -> ObservedRun:
+        """With the steps that followed, up to `step`."""
+        return ObservedRun(self.last + 1, step, later, one_after_another((self.all, later)), self.evaluation)

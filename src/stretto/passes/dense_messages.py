@@ -1,0 +1,127 @@
+"""What crosses stages is in one piece of memory, so that no message waits for a copy that nobody priced.
+
+A transport sends one piece. A transposed value is one, with its dims in another order; an expanded one
+repeats elements that need not be sent; a slice has gaps, and must be copied. Left to the transport, the copy
+is made by the thread that computes, where the message starts, and no price list knows it. So:
+
+    1. Take the values that go to a stage of another rank and are not contiguous.
+    2. The sender makes of each, right after it, what is sent: of an expanded dim one slice, and the dims in
+       the order in which they lie in memory, both views; and a copy if there are gaps still. The copy is an
+       op like any other: it has a price, and orders of ops count it.
+    3. The receiver puts the dims back in their places, and expands, by views: what reads the value finds it
+       with its dims in the same order in memory, without gaps.
+    4. A stage that reads a value by strides of its own (`as_strided`) is sent what it was.
+
+No number changes. Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from stretto.ir.program import Arg, Const, Edge, Job, Op, Ref, Stage, TensorSpec
+from stretto.passes.rewrite import dense_strides, read_as, spec_with, stage_of, strides_of
+from stretto.passes.step import Context, Step
+
+COPY = "aten.clone.default"
+CONTIGUOUS = (("memory_format", Const("memory_format", "contiguous_format")),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An op without a name: a view of its first argument, or the copy. args: those behind the first."""
+
+    target: str
+    args: tuple[Arg, ...]
+    spec: TensorSpec
+
+
+def dense_messages(step: Step, context: Context) -> Step:
+    """The step in which messages are contiguous; the step itself where they are."""
+    ranks = step.schedule.stage_ranks
+    job = step.job
+    strided = [
+        edge
+        for edge in job.edges
+        if ranks[edge.source] != ranks[edge.target]
+        and edge.spec.stride is not None
+        and edge.spec.numel
+        and not _by_strides(job.stages[edge.target], edge.value)
+    ]
+    return replace(step, job=_dense(job, strided)) if strided else step
+
+
+def _by_strides(stage: Stage, value: str) -> bool:
+    """Step 4."""
+    return any(
+        op.target.startswith("aten.as_strided") and (op.alias == value or value in op.uses)
+        for ops in stage.ops.values()
+        for op in ops
+    )
+
+
+def _dense(job: Job, strided: Sequence[Edge]) -> Job:
+    """Steps 2 and 3."""
+    programs = {stage.index: dict(stage.ops) for stage in job.stages}
+    carried = list(job.edges)
+    sent: set[str] = set()
+    for edge in strided:
+        there, back = _calls(edge.spec)
+        name = f"{edge.value}_sent"
+        if edge.value not in sent:
+            sent.add(edge.value)
+            of = programs[edge.source]
+            of[edge.phase] = tuple(
+                new
+                for op in of[edge.phase]
+                for new in (op, *(_ops(there, op.name, name, op.module) if op.name == edge.value else ()))
+            )
+        here = f"{edge.value}_at_{edge.target}" if back else name
+        read_as(programs[edge.target], edge, here, partial(_ops, back, name, here))
+        carried[edge.index] = replace(edge, value=name, spec=there[-1].spec)
+    touched = {stage for edge in strided for stage in (edge.source, edge.target)}
+    stages = tuple(stage_of(s.index, programs[s.index]) if s.index in touched else s for s in job.stages)
+    return replace(job, stages=stages, edges=tuple(carried))
+
+
+def _calls(spec: TensorSpec) -> tuple[list[_Call], list[_Call]]:
+    """What a sender makes of a value, and what a receiver makes of that."""
+    there: list[_Call] = []
+    back: list[_Call] = []
+    shape, strides, dims = list(spec.shape), list(strides_of(spec)), range(len(spec.shape))
+    expanded = [dim for dim in dims if strides[dim] == 0 and shape[dim] > 1]
+    for dim in expanded:
+        shape[dim] = 1
+        there.append(_Call("aten.slice.Tensor", (dim, 0, 1), spec_with(shape, spec.dtype, strides)))
+    made = spec_with(shape, spec.dtype, strides)
+    order = sorted(dims, key=lambda dim: -strides[dim])
+    if made.stride is not None and order != list(dims):
+        made = spec_with([shape[dim] for dim in order], spec.dtype, [strides[dim] for dim in order])
+        there.append(_Call("aten.permute.default", (tuple(order),), made))
+        dense, places = dense_strides(made.shape), [order.index(dim) for dim in dims]
+        found = spec_with(shape, spec.dtype, [dense[place] for place in places])
+        back.append(_Call("aten.permute.default", (tuple(places),), found))
+    if made.stride is not None:
+        there.append(_Call(COPY, (), replace(made, stride=None)))
+    if expanded:
+        found = (back or there)[-1].spec
+        kept = [0 if dim in expanded else stride for dim, stride in enumerate(strides_of(found))]
+        back.append(_Call("aten.expand.default", (spec.shape,), spec_with(spec.shape, spec.dtype, kept)))
+    return there, back
+
+
+def _ops(calls: Sequence[_Call], value: str, name: str, module: str) -> list[Op]:
+    """The calls as ops, one of the other's result, of which the last makes `name`."""
+    found: list[Op] = []
+    for at, call in enumerate(calls):
+        made = name if at == len(calls) - 1 else f"{name}_{at}"
+        copies = call.target == COPY
+        kwargs = CONTIGUOUS if copies else ()
+        alias = None if copies else value
+        found.append(
+            Op(made, call.target, (Ref(value), *call.args), kwargs, (call.spec,), alias, module=module)
+        )
+        value = made
+    return found

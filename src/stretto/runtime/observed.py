@@ -1,0 +1,133 @@
+"""A job's metrics while a rank walks its plan, and what they are over all ranks.
+
+1. In a step, values of microbatches and of several calls are added up on the device.
+2. At its end they become one vector, which is kept until it is read: no step waits for it.
+3. To read is to fetch the vectors of the steps since, and to join those of ranks with other data.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.ir.action import Phase
+from stretto.ir.axes import PIPELINE
+from stretto.ir.metrics import Metric, Observed
+from stretto.ir.plan import Plan
+from stretto.runtime.memory_adapter import uncounted
+from stretto.runtime.transport import Transport
+
+KEPT_STEPS = 256
+"""Vectors that are kept if nobody reads them, the newest. Assumed: some kilobytes each, and a line of a log
+is of fewer steps."""
+
+Key = tuple[int, str, str]
+"""(stage, module, name): values of one are joined."""
+
+
+class Watch:
+    """One rank's metrics. Does nothing for a job without."""
+
+    def __init__(self, plan: Plan, place: int, device: torch.device) -> None:
+        lengths = {key: n for key, (_, n) in _joined(plan).items() if plan.rank_of(key[0]) == place}
+        # All of a step side by side, and allocated once: a step neither makes tensors for it nor counts any.
+        self._now = torch.zeros(sum(lengths.values()), dtype=torch.float64, device=device)
+        parts = dict(zip(lengths, torch.split(self._now, list(lengths.values())), strict=True))
+        self._parts = [parts.get(_key(metric)) for metric in plan.job.metrics]
+        self._most = [metric.joined == "max" for metric in plan.job.metrics]
+        self._begun: set[int] = set()
+        self._steps: deque[Tensor] = deque(maxlen=KEPT_STEPS)
+
+    def begin(self) -> None:
+        """A step begins; what an earlier one left, that failed, goes."""
+        self._begun.clear()
+
+    def add(self, at: int, value: Tensor) -> None:
+        """Step 1 for a metric, by its place in the job."""
+        held = self._parts[at]
+        assert held is not None, "a rank runs the ops of its own stages"
+        if id(held) not in self._begun:
+            self._begun.add(id(held))
+            held.copy_(value.reshape(-1))
+        elif self._most[at]:
+            torch.maximum(held, value.reshape(-1).to(torch.float64), out=held)
+        else:
+            held.add_(value.reshape(-1))
+
+    def end(self) -> None:
+        """Step 2, after each step; a replayed one (`step_graph`) has written where the recorded one did."""
+        if self._begun:
+            with uncounted():
+                self._steps.append(self._now.clone())
+
+    def read(self, forget: bool = True) -> list[list[float]]:
+        """What is kept, a row a step."""
+        found: list[list[float]] = torch.stack(tuple(self._steps)).tolist() if self._steps else []
+        if forget:
+            self._steps.clear()
+        return found
+
+
+def observed(plan: Plan, transport: Transport, watch: Watch, forget: bool = True) -> tuple[Observed, ...]:
+    """Step 3, on every rank, which all must call it; () for a job without metrics, and before a step. forget:
+    later steps are read without these."""
+    if not plan.job.metrics:
+        return ()
+    told = transport.all_gather(watch.read(forget))
+    made: list[Observed] = []
+    place, start = -1, 0
+    for key, (metric, length) in sorted(_joined(plan).items(), key=lambda item: plan.rank_of(item[0][0])):
+        if plan.rank_of(key[0]) != place:
+            place, start = plan.rank_of(key[0]), 0
+        rows = [[row[start : start + length] for row in told[rank]] for rank in _adding(plan, metric, place)]
+        start += length
+        if rows[0]:
+            values = torch.tensor(rows, dtype=torch.float64)
+            made.append(_summary(metric, values.sum(dim=0) if metric.joined == "sum" else values.amax(dim=0)))
+    order = {(metric.module, metric.name): at for at, metric in enumerate(plan.job.metrics)}
+    return tuple(sorted(made, key=lambda one: order[one.module, one.name]))
+
+
+def _summary(metric: Metric, steps: Tensor) -> Observed:
+    mean, least, most = (
+        tuple(found.tolist()) for found in (steps.mean(dim=0), steps.amin(dim=0), steps.amax(dim=0))
+    )
+    return Observed(metric.module, metric.name, metric.joined, len(steps), mean, least, most)
+
+
+def _key(metric: Metric) -> Key:
+    return metric.stage, metric.module, metric.name
+
+
+def _joined(plan: Plan) -> Mapping[Key, tuple[Metric, int]]:
+    """The metrics with their lengths, in the order of the job's; of those that are joined, the first."""
+    job = plan.job
+    specs = {
+        (stage.index, op.name): op.outputs[0]
+        for stage in (job.stages if job.metrics else ())
+        for op in stage.ops[Phase.F]
+        if len(op.outputs) == 1
+    }
+    found: dict[Key, tuple[Metric, int]] = {}
+    for metric in job.metrics:
+        spec = specs[metric.stage, metric.value]
+        assert spec is not None, "references are checked"
+        found.setdefault(_key(metric), (metric, spec.numel))
+    return found
+
+
+def _adding(plan: Plan, metric: Metric, place: int) -> Sequence[int]:
+    """The ranks of a place that have values of their own; along other axes than these they are equal."""
+    own = {*plan.job.data_axes, *metric.partial}
+    mesh = plan.mesh
+    return [
+        rank
+        for rank in range(plan.world)
+        if mesh.place(rank) == place
+        and all(
+            at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in own and axis != PIPELINE
+        )
+    ]

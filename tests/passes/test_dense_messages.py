@@ -1,0 +1,201 @@
+"""What crosses stages lies in one piece: no copy where a view does, else one that has a price."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.ir.action import Phase
+from stretto.ir.plan import Plan
+from stretto.ir.program import Edge, Job, Op
+from stretto.passes.dense_messages import COPY, dense_messages
+from stretto.planning.lower import lower
+from stretto.planning.make_plan import make_plan
+from stretto.runtime import Runner, run_threads
+from stretto.runtime.rank import RankState
+from stretto.schedule.families import make_schedule
+from stretto.verify.memory import peak_bytes
+from tests.passes.steps import after
+from tests.passes.test_messages_in_parts import costs_of
+from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run
+
+PIECE, WIDTH = 4, 6
+"""Rows of a microbatch, and numbers of a row."""
+
+Form = Callable[[Tensor], Tensor]
+
+
+class Crossing(nn.Module):
+    """One value of the first stage, in another form, is read in the second."""
+
+    def __init__(self, form: Form, back: Form) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+        self.form, self.back = form, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        crosses = self.form(hidden * 2.0)
+        last = self.last(hidden)
+        found: Tensor = (self.back(crosses) * last).square().mean()
+        return found
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch)
+    return found
+
+
+BATCH = torch.randn(PIECE * 2, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def job_of(form: Form, back: Form) -> tuple[nn.Module, Job]:
+    model = Crossing(form, back)
+    return model, capture(model, BATCH, loss_of, Parallel(pp=2, microbatches=2, split=["last"]))
+
+
+def strided(job: Job) -> list[Edge]:
+    return [edge for edge in job.edges if edge.spec.stride is not None]
+
+
+def of_messages(job: Job) -> list[Op]:
+    """The forward's ops that messages are made of."""
+    ops = (op for stage in job.stages for op in stage.ops[Phase.F])
+    return [op for op in ops if "_sent" in op.name or "_at_" in op.name]
+
+
+FORMS: Mapping[str, tuple[Form, Form, list[str], list[int]]] = {
+    "turned": (lambda x: x.t(), lambda x: x.sin().t(), ["permute", "permute"], [PIECE * WIDTH]),
+    "turned in parts": (
+        *(lambda x: x.view(-1, 2, 3).permute(2, 0, 1), lambda x: x.sin().permute(1, 2, 0).reshape(-1, WIDTH)),
+        *(["permute", "permute"], [PIECE * WIDTH]),
+    ),
+    "expanded": (*(lambda x: x[:, :1].cos().expand(-1, WIDTH), lambda x: x, ["slice", "expand"], [PIECE]),),
+    "a slice": (lambda x: x[:, 1:3], lambda x: x.repeat(1, 3), ["clone"], [PIECE * 2]),
+    "a slice, turned": (
+        *(
+            lambda x: x[:, ::2].t(),
+            lambda x: x.sin().t().repeat(1, 2),
+            ["permute", "clone", "permute"],
+            [PIECE * 3],
+        ),
+    ),
+}
+"""Form -> what makes it, what reads it, the ops of its message, and how many elements that has."""
+
+
+def capture_forms(name: str) -> tuple[nn.Module, Job, Job]:
+    form, back, *_ = FORMS[name]
+    model, job = job_of(form, back)
+    return model, job, after(dense_messages, job, made_up_costs(job))[0]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_message_is_views_and_a_copy_only_where_there_are_gaps(name: str) -> None:
+    _, job, made = capture_forms(name)
+    *_, targets, elements = FORMS[name]
+    [edge] = [edge for edge in strided(job) if edge.phase is Phase.F]
+    assert strided(made) == []
+    ops = of_messages(made)
+    assert [op.target.split(".")[1] for op in ops] == targets
+    assert [op.alias is None for op in ops] == [op.target == COPY for op in ops]
+    assert [e.spec.numel for e in made.edges if e.index == edge.index] == elements
+    assert after(dense_messages, made, made_up_costs(made))[0] is made, "nothing is left to do"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_numbers_stay_and_no_send_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, job, _ = capture_forms(name)
+    plan = make_plan(job, made_up_costs(job), schedule="1f1b")
+    real: Any = RankState.send
+    sent: list[bool] = []
+
+    def send(self: RankState, edge: int, microbatch: int, value: Tensor) -> None:
+        sent.append(value.is_contiguous())
+        real(self, edge, microbatch, value)
+
+    left_alone = run(lower(job, plan.schedule, made_up_costs(job)), model, BATCH)
+    monkeypatch.setattr(RankState, "send", send)
+    found = run(plan, model, BATCH)
+    assert sent == [True] * len(plan.job.edges) * 2
+    assert_equal(found, plain(model, BATCH, loss_of), 1e-10)
+    assert_same_bits(found, left_alone)
+
+
+def test_a_copy_has_a_price_and_stands_in_the_timeline() -> None:
+    _, job, made = capture_forms("a slice")
+    [copy] = of_messages(made)
+    costs = replace(made_up_costs(made), action_us=0.0)
+    dear = replace(costs, op_us={**costs.op_us, (0, copy.name): 500.0})
+    schedule = make_schedule("1f1b", 2, 2)
+
+    def compute_us(plan: Plan) -> float:
+        found = stretto.simulate(plan)
+        return sum(span.end_us - span.start_us for span in found.spans if span.kind == "compute")
+
+    assert costs.op_us[0, copy.name] > 0.0
+    more = compute_us(lower(made, schedule, dear)) - compute_us(lower(made, schedule, costs))
+    assert more == pytest.approx(2 * (500.0 - costs.op_us[0, copy.name]))
+    assert (0, copy.name) in after(dense_messages, job, made_up_costs(job))[1].op_us
+
+
+def test_memory_is_counted_alike() -> None:
+    for name in ("expanded", "a slice, turned"):
+        _, job, _ = capture_forms(name)
+        plan = make_plan(job, made_up_costs(job), schedule="1f1b")
+        assert plan.prediction is not None
+        for rank, held in enumerate(plan.prediction.peak_bytes):
+            assert held <= peak_bytes(plan, rank) <= held + PIECE * WIDTH * 8
+
+
+def test_what_stays_on_its_rank_stays_as_it_is() -> None:
+    _, job, _ = capture_forms("a slice")
+    here = replace(make_schedule("1f1b", 2, 2), stage_ranks=(0, 0))
+    assert after(dense_messages, job, made_up_costs(job), here)[0] is job
+
+
+def test_who_reads_by_strides_of_its_own_is_sent_what_it_was() -> None:
+    model, job = job_of(lambda x: x.t(), lambda x: x.as_strided((PIECE, WIDTH), (WIDTH, 1)))
+    assert strided(job)
+    assert after(dense_messages, job, made_up_costs(job))[0] is job
+    found = run(make_plan(job, made_up_costs(job), schedule="1f1b"), model, BATCH)
+    parts = plain(model, BATCH, lambda m, b: torch.stack([m(part) for part in b.chunk(2)]).mean())
+    assert_equal(found, parts, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "turned" else [pytest.mark.slow]) for n in FORMS]
+)
+@pytest.mark.filterwarnings("ignore:the tensor-parallel plan")
+def test_what_is_dense_may_cross_in_parts(name: str) -> None:
+    """All tensor-parallel ranks hold the value alike: each sends its rows of what is sent."""
+    form, back, *_, [elements] = FORMS[name]
+    model = Crossing(form, back)
+    layout = Parallel(pp=2, tp=2, microbatches=2, split=["last"])
+    whole = {"first": "replicated", "last": "replicated"}
+    job = capture(model, BATCH, loss_of, layout, tp_plan=whole)
+    plan = make_plan(job, costs_of(job, link=0.001, gather=1000.0), schedule="1f1b")
+    parts = [e for e in plan.job.edges if e.value.endswith("_sent_own") and e.phase is Phase.F]
+    assert [edge.spec.numel * 2 for edge in parts] == [elements]
+    expected = plain(model, BATCH, loss_of)
+
+    def work(runner: Runner) -> tuple[Tensor, dict[str, Tensor | None]]:
+        return runner.step(BATCH), {n: p.grad for n, p in runner.named_parameters()}
+
+    for loss, grads in run_threads(plan, lambda _: copy.deepcopy(model), work):
+        assert torch.allclose(loss, expected.loss, rtol=1e-12)
+        for key, grad in grads.items():
+            want = expected.grads[key]
+            assert grad is not None
+            assert want is not None
+            assert (grad - want).norm() <= 1e-10 * want.norm()

@@ -1,0 +1,147 @@
+"""Loads of experts, and who waits for whom, in tables, sentences and on the page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.ir.metrics import Observed, ObservedRun
+from stretto.ir.timeline import Stall, Timeline
+from stretto.planning.make_plan import make_plan
+from stretto.price.cluster import Cluster
+from stretto.price.flat import described_costs
+from stretto.report.html import render
+from stretto.report.jsonfile import OBSERVED, load_timeline, save_json
+from stretto.report.load import dropped_words, load_findings, load_grid, loads_of, others_grid
+from stretto.report.load_picture import draw_loads
+from stretto.report.rundir import Run
+from stretto.report.stalls import stalls_findings, stalls_grid
+from tests.capture.zoo import Chain, mean_square, rows
+
+
+def of(module: str, name: str, *values: float, least: float = 0.0, joined: str = "sum") -> Observed:
+    lowest = tuple(value - least for value in values)
+    return Observed(module, name, joined, 10, values, lowest, tuple(v + least for v in values))
+
+
+END = (
+    of("a.experts", "rows", 30.0, 20.0, 40.0, 10.0, least=5.0),
+    of("a.experts", "dropped", 0.0, 0.0, 4.0, 0.0),
+    of("a", "temperature", 2.5, least=0.5),
+    of("b.experts", "rows", 50.0, 0.0, 0.0, 50.0),
+    of("b.experts", "buffer", 1.25, joined="max"),
+)
+EARLIER = tuple(replace(one, steps=30, most=(1.75,) if one.name == "buffer" else one.most) for one in END)
+
+
+@pytest.fixture
+def run() -> ObservedRun:
+    started = ObservedRun(0, 0, (), ())
+    return started.and_then(30, EARLIER).and_then(40, END)
+
+
+def test_a_row_a_layer(run: ObservedRun) -> None:
+    grid = load_grid(run)
+    assert grid is not None
+    assert grid.title == "Load by expert, steps 31 to 40"
+    assert grid.rows == [
+        ("a.experts", "10.0% (3)", "40.0% (2)", "5.0% to 45.0%", "-", "4.0%", "-"),
+        ("b.experts", "0.0% (1)", "50.0% (0)", "0.0% to 50.0%", "1, 2", "-", "1.75"),
+    ]
+    assert "in any of 40 steps" in grid.caption
+    assert "25.0% would be even" in grid.caption
+
+
+def test_other_metrics_have_a_table_of_their_own(run: ObservedRun) -> None:
+    grid = others_grid(run)
+    assert grid is not None
+    assert grid.rows == [("a temperature", "1", "2.5", "2", "3")]
+
+
+def test_many_experts_without_rows_are_counted() -> None:
+    idle = of("c", "rows", 8.0, *([0.0] * 20))
+    grid = load_grid(ObservedRun(1, 10, (idle,), (idle,)))
+    assert grid is not None
+    assert grid.rows[0][4] == "1, 2, 3, 4, 5, 6 and 14 more"
+
+
+def test_what_is_said_of_them(run: ObservedRun) -> None:
+    said = load_findings(replace(run, evaluation=(of("a.experts", "rows", 50.0, 50.0),)))
+    assert said == [
+        "The busiest expert is number 0 of b.experts: 2.00 times the even share, in the mean of the steps 31 "
+        "to 40.",
+        "2 experts got no rows, as number 1 of b.experts.",
+        "In the steps 31 to 40 2.0% of the rows for experts found no room, and were dropped.",
+    ]
+    assert dropped_words(END) == "2.0% of the rows for experts found no room"
+    assert dropped_words(END[3:]) == ""
+
+
+def test_a_model_without_experts_has_no_table() -> None:
+    run = ObservedRun(1, 10, END[2:3], END[2:3])
+    assert load_grid(run) is None
+    assert draw_loads(run) is None
+    assert load_findings(run) == []
+    assert loads_of(END[2:3]) == ()
+
+
+def test_the_picture_has_a_cell_an_expert(run: ObservedRun) -> None:
+    picture = draw_loads(run)
+    assert picture is not None
+    assert len(re.findall("<title>", picture)) == 8
+    assert "<title>a.experts, expert 2: 40.0% of the rows, 35.0% to 45.0% in single steps</title>" in picture
+    # Half above the even share, and at it.
+    assert 'fill="rgb(213,94,0)" fill-opacity="0.45"' in picture
+    assert picture.count('fill="rgb(0,114,178)" fill-opacity="0.75"') == 2
+
+
+def timeline(**more: object) -> Timeline:
+    return replace(Timeline("measured", 1, 1000.0, (), (0,), members=2), **more)  # type: ignore[arg-type]
+
+
+UNEVEN = timeline(busy_us=(600.0, 900.0), stalls=(Stall("ep", 0, 1, 250.0), Stall("ep", 1, 0, 4.0)))
+
+
+def test_a_row_a_rank() -> None:
+    job = capture(Chain(), rows(4), mean_square, Parallel(dp=2))
+    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    grid = stalls_grid(UNEVEN, plan)
+    assert grid is not None
+    assert grid.rows == [
+        ("rank 0", "600 us (60.0%)", "250 us (25.0%)", "rank 1 (ep)", "4 us (0.4%)"),
+        ("rank 1", "900 us (90.0%)", "4 us (0.4%)", "rank 0 (ep)", "250 us (25.0%)"),
+    ]
+    assert stalls_findings(UNEVEN) == [
+        "Rank 0 waits 250 us (25.0% of the step) on ep for rank 1, which computes for 900 us and it for "
+        "600 us."
+    ]
+
+
+def test_nobody_waits() -> None:
+    assert stalls_grid(timeline(), None) is None
+    assert stalls_findings(timeline(busy_us=(1.0, 2.0))) == []
+    short = timeline(busy_us=(1.0, 2.0), stalls=(Stall("ep", 0, 1, 4.0),))
+    assert stalls_findings(short) == []
+
+
+def test_both_are_kept_in_files(run: ObservedRun, tmp_path: Path) -> None:
+    OBSERVED.save(run, tmp_path / "observed.json")
+    assert OBSERVED.load(tmp_path / "observed.json") == run
+    save_json(UNEVEN, tmp_path / "measured.json")
+    assert load_timeline(tmp_path / "measured.json") == UNEVEN
+
+
+def test_the_page_has_them(run: ObservedRun, tmp_path: Path) -> None:
+    page = render(Run(tmp_path, measured=UNEVEN, observed=run))
+    for words in (
+        "Load by expert, steps 31 to 40",
+        "Who waits for whom",
+        "Rank 0 waits 250 us",
+        "a temperature",
+    ):
+        assert words in page

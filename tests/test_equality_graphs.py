@@ -1,0 +1,192 @@
+"""Any edge between stages: random models, cut anywhere, on ranks that hold any stages, are the plain model.
+
+Skips over any number of stages, values that several stages read, parameters of several stages, gradients
+that sum what several stages give, integers, booleans, one number, half precision, slices, leaves of the batch
+at any stage (`tests.random_stages`). In float64 within 1e-10 for every family, and bit by bit between them.
+This file is also the program that processes run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.capture.split import place
+from stretto.capture.stages import cut
+from stretto.capture.trace import trace
+from stretto.ir.action import Phase, Schedule
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job
+from stretto.ir.serialize import load_plan
+from stretto.planning.make_plan import make_plan
+from stretto.runtime import Runner
+from tests.random_stages import SPECIAL, Anywhere, all_kinds, batch_of, draw_model, loss_of
+from tests.runtime.equality import (
+    FAMILIES,
+    assert_equal,
+    assert_same_bits,
+    gather,
+    job_of,
+    made_up_costs,
+    plain,
+    run,
+)
+from tests.runtime.launch import launch
+from tests.verify.random_programs import random_schedule
+
+FAST = 8
+SEEDS = 200
+
+
+@cache
+def drawn(seed: int) -> tuple[Anywhere, Job, tuple[Schedule | str, ...]]:
+    """The model, its job, and schedules: all families, then a walk over what can run on ranks that hold any
+    stages; in the fast form one of these."""
+    draw = Random(f"stages {seed}")
+    model = draw_model(draw)
+    microbatches = draw.randint(1, 4)
+    found = trace(model, batch_of(2 * microbatches), loss_of, microbatches=microbatches)
+    at = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    stages = draw.randint(2, min(6, len(at) + 1))
+    job = cut(found, place(found, stages, sorted(draw.sample(at, stages - 1))), stages, microbatches)
+    walk = random_schedule(draw, stages, microbatches, draw.randint(2, stages))
+    if seed < FAST:
+        return model, job, (walk if seed % 2 else draw.choice(FAMILIES),)
+    return model, job, (*FAMILIES, walk)
+
+
+def crossing(plan: Plan) -> list[str]:
+    """Values that are sent from rank to rank and do not lie in one piece."""
+    return [
+        str(edge)
+        for edge in plan.job.edges
+        if plan.rank_of(edge.source) != plan.rank_of(edge.target) and edge.spec.stride is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[] if s < FAST else [pytest.mark.slow]) for s in range(SEEDS)]
+)
+def test_any_graph_of_stages_equals_the_plain_model(seed: int) -> None:
+    model, job, schedules = drawn(seed)
+    batch = batch_of(2 * job.microbatches)
+    expected = plain(model, batch, loss_of)
+    results = []
+    for schedule in schedules:
+        plan = make_plan(job, made_up_costs(job), schedule=schedule)
+        assert crossing(plan) == []
+        results.append(run(plan, model, batch))
+        assert_equal(results[-1], expected, 1e-10)
+    for result in results[1:-1]:
+        assert_same_bits(result, results[0])
+
+
+@pytest.mark.slow
+def test_the_drawings_have_edges_of_every_kind() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        _, job, _ = drawn(seed)
+        targets = Counter(edge.value for edge in job.edges)
+        seen["several stages read one value"] += any(count > 1 for count in targets.values())
+        seen["ties"] += bool(job.tied_groups())
+        for edge in job.edges:
+            seen[edge.spec.dtype] += 1
+            seen[f"{edge.phase}{edge.user_phase}"] += 1
+            seen["skips forward"] += edge.phase is Phase.F and edge.target - edge.source > 1
+            seen["skips backward"] += edge.phase is Phase.I and edge.source - edge.target > 1
+            seen["one number"] += edge.spec.shape == ()
+            seen["not in one piece"] += edge.spec.stride is not None
+    for kind in ("float64", "float32", "bfloat16", "int64", "int8", "bool", "FF", "II", "FI"):
+        assert seen[kind] >= 3, kind
+    for kind in ("skips forward", "skips backward", "one number", "not in one piece", "ties"):
+        assert seen[kind] >= 20, kind
+    assert seen["several stages read one value"] >= 50
+
+
+def test_a_sum_of_two_stages_is_read_before_between_and_behind() -> None:
+    """c = a + b, of layers 1 and 3, is read by one between them (as a alone), in b's own, and far behind."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 5, generator=draw, dtype=torch.float64)
+
+    class Sums(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5).double() for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.layers[0](x).tanh()
+            a = self.layers[1](first).tanh()
+            between = self.layers[2](a * 0.5)
+            b = self.layers[3](between).tanh()
+            c = a + b
+            last = self.layers[5](self.layers[4](c).tanh() + first)
+            found: torch.Tensor = (last * c + a).square().mean()
+            return found
+
+    torch.manual_seed(0)
+    model = Sums()
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(batch)
+        return found
+
+    expected = plain(model, x, loss)
+    found = trace(model, x, loss, microbatches=3)
+    at = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    job = cut(found, place(found, len(at) + 1, at), len(at) + 1, 3)
+    results = [run(make_plan(job, made_up_costs(job), schedule=family), model, x) for family in FAMILIES]
+    for result in results:
+        assert_equal(result, expected, 1e-10)
+        assert_same_bits(result, results[0])
+
+
+@cache
+def plan_of_all_kinds() -> tuple[Anywhere, Plan]:
+    """Two stages, between which values of all kinds cross at once."""
+    model, first = all_kinds()
+    found = trace(model, batch_of(4), loss_of, microbatches=2)
+    job = job_of(found, 2, 2, [first])
+    return model, make_plan(job, made_up_costs(job), schedule="1f1b")
+
+
+def test_all_kinds_of_values_cross_one_border() -> None:
+    model, plan = plan_of_all_kinds()
+    forward = [edge for edge in plan.job.edges if edge.phase is Phase.F]
+    assert len(forward) >= len(SPECIAL)
+    kinds = {edge.spec.dtype for edge in forward}
+    assert kinds == {"float64", "float32", "bfloat16", "int64", "int8", "bool"}
+    assert any(edge.spec.shape == () for edge in forward)
+    assert crossing(plan) == []
+    assert_equal(run(plan, model, batch_of(4)), plain(model, batch_of(4), loss_of), 1e-10)
+
+
+def launched(folder: Path) -> None:
+    """One rank of two."""
+    dist.init_process_group("gloo")
+    model, _ = all_kinds()
+    runner = Runner(load_plan(folder / "plan.json"), model)
+    loss = runner.step(batch_of(4))
+    grads = {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+    torch.save((loss, grads), folder / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_kinds_of_values_cross_between_processes(tmp_path: Path) -> None:
+    model, plan = plan_of_all_kinds()
+    plan.save(tmp_path / "plan.json")
+    launch(2, "tests.test_equality_graphs", str(tmp_path))
+    found = gather(model, [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
+    assert_equal(found, plain(model, batch_of(4), loss_of), 1e-10)
+    assert_same_bits(found, run(plan, model, batch_of(4)))
+
+
+if __name__ == "__main__":
+    launched(Path(sys.argv[1]))
