@@ -21,7 +21,7 @@ from stretto.report.svg import draw_schedule
 from stretto.schedule.csv import read_csv, to_csv
 from stretto.schedule.draw import describe_timing, to_ascii, to_json
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.timing import UNIT_TIMES, parse_times, time_schedule
+from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
 
 schedule = typer.Typer(add_completion=False)
 
@@ -55,6 +55,10 @@ def run(
             help="Microbatches that go through one of a rank's stages before its next begins (interleaved)."
         ),
     ] = None,
+    weight_share: Annotated[
+        float,
+        typer.Option(help="Memory of a microbatch that waits for W alone, as a share of one's (zb-timed)."),
+    ] = 1.0,
     csv: Annotated[
         Path | None,
         typer.Option(help="Read the schedule from a CSV file in PyTorch's form, not from a family."),
@@ -88,13 +92,21 @@ def run(
         "--group": group,
     }
     if list_families:
-        others = (*numbers.values(), family, csv, times, form, output, blocking or None)
+        others = (
+            *numbers.values(),
+            family,
+            csv,
+            times,
+            form,
+            output,
+            blocking or None,
+            None if weight_share == 1.0 else 1,
+        )
         if any(other is not None for other in others):
             raise UsageError("--list stands alone: drop the other options")
         _list_families()
         return
     check_output("--output", output)
-    chosen = _choose(family, csv, numbers)
     form = form or _form_of(output)
     # CSV needs no clock: a schedule that cannot be timed can still be rewritten.
     if blocking and times is None:
@@ -104,6 +116,7 @@ def run(
         if times is not None
         else (UNIT_TIMES if form is not Format.CSV else None)
     )
+    chosen = _choose(family, csv, numbers, clock or UNIT_TIMES, weight_share)
     timing = None if clock is None else time_schedule(chosen, clock)
     asked = timing if times is not None else None
     summary = "" if asked is None else describe_timing(asked)
@@ -131,7 +144,13 @@ def run(
             typer.echo(summary, nl=False, err=True)
 
 
-def _choose(family: str | None, csv: Path | None, numbers: Mapping[str, int | None]) -> Schedule:
+def _choose(
+    family: str | None,
+    csv: Path | None,
+    numbers: Mapping[str, int | None],
+    times: PhaseTimes,
+    weight_share: float,
+) -> Schedule:
     """The schedule that the options name. Raises UsageError if they name none, or more than one."""
     if family is None and csv is None:
         raise UsageError("no schedule named: give --family NAME --ranks N --microbatches M, or --csv FILE")
@@ -139,6 +158,7 @@ def _choose(family: str | None, csv: Path | None, numbers: Mapping[str, int | No
         raise UsageError("--family and --csv both name a schedule: give one of them")
     if csv is not None:
         extra = [name for name, value in numbers.items() if value is not None]
+        extra += ["--weight-share"] if weight_share != 1.0 else []
         if extra:
             raise UsageError(f"{', '.join(extra)} cannot change a CSV file: drop it, or use --family")
         return read_csv(csv)
@@ -166,6 +186,8 @@ def _choose(family: str | None, csv: Path | None, numbers: Mapping[str, int | No
         virtual_stages=each,
         max_live=numbers["--max-live"],
         group=numbers["--group"],
+        times=times,
+        weight_share=weight_share,
     )
 
 

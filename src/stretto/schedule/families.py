@@ -19,11 +19,12 @@ from stretto.schedule.dualpipe import DUALPIPE
 from stretto.schedule.family import Family, Wanted
 from stretto.schedule.interleaved import INTERLEAVED
 from stretto.schedule.one_stage import ONE_STAGE
-from stretto.schedule.timing import time_schedule
+from stretto.schedule.timed import TIMED
+from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, time_schedule
 from stretto.schedule.v_shaped import V_SHAPED
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (*ONE_STAGE, *INTERLEAVED, *V_SHAPED, *DUALPIPE)
+    family.name: family for family in (*ONE_STAGE, *TIMED, *INTERLEAVED, *V_SHAPED, *DUALPIPE)
 }
 """Every family by its name; the order is the one in which they are listed to users."""
 
@@ -36,13 +37,15 @@ def make_schedule(
     virtual_stages: int | None = None,
     max_live: int | None = None,
     group: int | None = None,
+    times: PhaseTimes = UNIT_TIMES,
+    weight_share: float = 1.0,
 ) -> Schedule:
     """Make a family's schedule for so many pipeline ranks.
 
     virtual_stages: stages a rank; None is what the family needs (1, or 2). max_live: the most live
     microbatches that a stage may hold; None leaves the family its own number. group: how many microbatches go
     through one of a rank's stages before its next begins, in interleaved families; None leaves it to the
-    family.
+    family. times, weight_share: of families that go by times (`stretto.schedule.timed`).
 
     Raises UsageError for an unknown family, for a number below 1, for stages a rank that the family cannot
     have, for a limit that it cannot keep, and for groups with which ranks would wait for each other for ever;
@@ -56,10 +59,13 @@ def make_schedule(
             raise UsageError(f"{name} is {value}; a schedule needs at least 1")
     found = FAMILIES[family]
     each = virtual_stages_of(family, virtual_stages)
-    wanted = Wanted(ranks, each, microbatches, max_live, group)
+    wanted = Wanted(ranks, each, microbatches, max_live, group, times, weight_share)
     if group is not None and not found.groups:
         grouped = ", ".join(one.name for one in FAMILIES.values() if one.groups)
         raise UsageError(f"family {family!r} has no groups of microbatches: drop group, or choose {grouped}")
+    if not 0.0 <= weight_share <= 1.0 or (weight_share < 1.0 and not found.timed):
+        timed = ", ".join(one.name for one in FAMILIES.values() if one.timed)
+        raise UsageError(f"weight_share = {weight_share} must be from 0 to 1, with {timed}; drop it else")
     if max_live is not None:
         _check_limit(found, wanted, max_live)
     if group is not None:

@@ -21,8 +21,9 @@ May touch `stretto.ir` and the room of timing.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, peak_live
@@ -38,16 +39,24 @@ def list_orders(
     *,
     split: bool,
     stage_limit: int | None = None,
-    rank_limit: int | None = None,
+    rank_limit: float | None = None,
+    weight_share: float = 1.0,
     in_turn: bool = False,
+    spare_last: bool = False,
     times: PhaseTimes = UNIT_TIMES,
 ) -> tuple[tuple[Action, ...], ...]:
     """The order of actions of every rank.
 
-    split: whether the backward is I and W, or B. stage_limit: the most live microbatches of a stage;
-    rank_limit: of a rank, counted once for each of its stages.
+    split: whether the backward is I and W, or B.
+    stage_limit: the most live microbatches of a stage.
+    rank_limit: the same of a rank, counted once for each of its stages; a microbatch that waits for W alone
+        counts `weight_share` there.
+    in_turn: see step 3.
+    spare_last: whether W waits where it would hold up a rank's last input gradient that another stage
+        needs.
     """
-    return _Walk(stage_ranks, microbatches, urgency, split, stage_limit, rank_limit, in_turn, times).orders
+    limits = _Limits(stage_limit, rank_limit, weight_share)
+    return _Walk(stage_ranks, microbatches, urgency, split, limits, in_turn, spare_last, times).orders
 
 
 def limited(schedule: Schedule, max_live: int | None) -> Schedule:
@@ -63,6 +72,15 @@ def limited(schedule: Schedule, max_live: int | None) -> Schedule:
     return replace(schedule, orders=orders)
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """As in `list_orders`."""
+
+    stage: int | None
+    rank: float | None
+    weight_share: float
+
+
 class _Walk:
     def __init__(
         self,
@@ -70,13 +88,13 @@ class _Walk:
         microbatches: int,
         urgency: Urgency,
         split: bool,
-        stage_limit: int | None,
-        rank_limit: int | None,
+        limits: _Limits,
         in_turn: bool,
+        spare_last: bool,
         times: PhaseTimes,
     ) -> None:
         self.stage_ranks, self.microbatches, self.urgency = stage_ranks, microbatches, urgency
-        self.stage_limit, self.rank_limit, self.in_turn, self.times = stage_limit, rank_limit, in_turn, times
+        self.limits, self.in_turn, self.spare_last, self.times = limits, in_turn, spare_last, times
         self.phases = (Phase.F, Phase.I, Phase.W) if split else (Phase.F, Phase.B)
         ranks = max(stage_ranks) + 1
         self.held = [[s for s, owner in enumerate(stage_ranks) if owner == rank] for rank in range(ranks)]
@@ -110,10 +128,24 @@ class _Walk:
         ]
         others = sorted((a for a in coming if a.phase is not Phase.W), key=self.urgency)
         weights = sorted((a for a in coming if a.phase is Phase.W), key=self.urgency)
+        if (
+            self.spare_last
+            and weights
+            and len(others) == 1
+            and self._would_wait(others[0], weights[0], rank, now)
+        ):
+            weights = []
         for action in (*(others[:1] if self.in_turn else others), *weights):
             if self._ready(action, rank, now) and (action.phase is not Phase.F or self._fits(action, rank)):
                 return action
         return None
+
+    def _would_wait(self, last: Action, weight: Action, rank: int, now: float) -> bool:
+        """Whether the rank's last input gradient, on its way to another rank, would be held up by W."""
+        if last.stage == 0 or last.microbatch + 1 < self.microbatches or self._ready(last, rank, now):
+            return False
+        ends = [self.end.get(needed, math.inf) for needed in self._needs(last)]
+        return max(ends) + self.times.message < now + self.times.of(weight)
 
     def _ready(self, action: Action, rank: int, now: float) -> bool:
         for needed in self._needs(action):
@@ -134,12 +166,16 @@ class _Walk:
         return [Action(stage, Phase.F, k), *after]
 
     def _fits(self, action: Action, rank: int) -> bool:
-        live = {
-            stage: self.done[stage, Phase.F] - self.done[stage, self.phases[-1]] for stage in self.held[rank]
-        }
-        if self.stage_limit is not None and live[action.stage] >= self.stage_limit:
+        backward, last = self.phases[1], self.phases[-1]
+        limits, done = self.limits, self.done
+        live = done[action.stage, Phase.F] - done[action.stage, last]
+        if limits.stage is not None and live >= limits.stage:
             return False
-        return self.rank_limit is None or sum(live.values()) < self.rank_limit
+        if limits.rank is None:
+            return True
+        whole = sum(done[stage, Phase.F] - done[stage, backward] for stage in self.held[rank])
+        for_weights = sum(done[stage, backward] - done[stage, last] for stage in self.held[rank])
+        return whole + limits.weight_share * for_weights + 1 <= limits.rank + 1e-9
 
     def _receiver(self, action: Action) -> int | None:
         """The rank of the stage that the action's result goes to."""
