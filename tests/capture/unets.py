@@ -59,8 +59,8 @@ LARGE_IMAGE, LARGE_MICROBATCH, STATES = 32, 64, 16
 
 
 def large(channels: int) -> nn.Module:
-    """With the sizes of Alpa's benchmark, without values. Alpa's own code in JAX (alpa/model/unet_2d.py) has one
-    layer in a block of the decoder with attention, where `diffusers` has one more than the encoder: two."""
+    """With the sizes of Alpa's benchmark, without values. Alpa's own model in JAX (alpa/model/unet_2d.py) has
+    one layer in a block of the decoder with attention; `diffusers` has one more than the encoder, two."""
     with torch.device("meta"):
         model = diffusers.UNet2DConditionModel(
             sample_size=LARGE_IMAGE,
