@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from stretto.bench import tensor_race
-from stretto.bench.in_lab import worker_command
-from stretto.bench.tensor_race import SHAPES, balanced_rate, races, run_races
+from stretto.bench import races as lab_races
+from stretto.bench.races import balanced_rate, run_races
+from stretto.bench.tensor_race import SHAPES, WORKER, races
 from stretto.bench.tensor_result import MODES, Setup
 from stretto.cli.bench import bench
 from stretto.cli.bench_tables import tensor_table, warn_of_noise
 from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
+from tests.bench.small_race import run_small as run_race
 
 SMALL = {
     "hidden": 128,
@@ -36,21 +33,7 @@ SMALL = {
 
 def run_small(out: Path, *words: str, **changes: Any) -> Any:
     setup = {**SMALL, **changes}
-    world = setup.get("pp", 1) * 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = worker_command("tensor", setup, out, *words)
-    base = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            command, env={**base, "RANK": str(r), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
-        )
-        for r in range(world)
-    ]
-    errors = [rank.communicate(timeout=290)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, errors
-    return json.loads(out.read_text())
+    return run_race("tensor", setup, setup.get("pp", 1) * 2, out, *words)
 
 
 def check(result: Any, places: int) -> None:
@@ -199,16 +182,17 @@ def test_races_that_ended_are_kept_when_a_later_one_fails(
 ) -> None:
     said: list[str] = []
 
-    def in_lab(setup: Setup, *words: str) -> Any:
+    def in_lab(module: str, setup: Setup, *words: str) -> Any:
+        assert module == WORKER
         said.extend(words)
         if setup.hidden == 2048:
             raise RunError("host 1 failed")
         return {"setup": {"hidden": setup.hidden}, "rows": []}
 
-    monkeypatch.setattr(tensor_race, "_in_lab", in_lab)
+    monkeypatch.setattr(lab_races, "in_lab", in_lab)
     kept: list[Any] = []
     setups = races(["50mbit"], [1024, 2048], [1], sequence_parallel=False, rounds=3)
     with pytest.raises(RunError, match="host 1"):
-        run_races(setups, lambda _: None, kept.append, tmp_path)
+        run_races(WORKER, setups, lambda _: None, kept.append, tmp_path)
     assert [race["setup"]["hidden"] for result in kept for race in result["races"]] == [1024]
     assert said[0] == str(tmp_path / "hidden-1024-pp=1-tp=2-50mbit")

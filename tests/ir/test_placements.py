@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import stretto.backend.grouped_adapter  # noqa: F401  its ops
 from stretto.capture.convert import spec_of
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.op_names import POINTWISE
@@ -31,6 +32,7 @@ def indices(*shape: int, below: int = 4) -> Tensor:
 
 A, B, V, W = tensor(4, 6, 8), tensor(4, 6, 8, seed=1), tensor(8), tensor(8, 4)
 Q, K = tensor(2, 4, 6, 8), tensor(2, 4, 6, 8, seed=2)
+ENDS = torch.tensor([2, 2, 5, 8])  # of groups of rows, one of them empty
 GAIN, MEANS = tensor(8, seed=4), tensor(4, 6, 1)
 
 CALLS: list[tuple[str, tuple[Any, ...]]] = [
@@ -101,6 +103,9 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("aten.scatter_add.default", (A, 1, indices(4, 6, 8), B)),
     ("aten.index_select.default", (A, 1, indices(3))),
     ("aten.index.Tensor", (A, [None, indices(3)])),
+    ("aten.index_put.default", (A, [None, indices(3)], tensor(4, 3, 8), True)),
+    ("stretto_moe.grouped_mm.default", (tensor(8, 6), tensor(4, 6, 8), ENDS)),
+    ("stretto_moe.grouped_mm_t.default", (tensor(8, 6), tensor(8, 4), ENDS)),
     ("aten.native_layer_norm.default", (A, [8], V, GAIN, 1e-5)),
     ("aten.native_layer_norm_backward.default", (A, B, [8], MEANS, MEANS.exp(), V, GAIN, [True, True, True])),
     ("aten._scaled_dot_product_flash_attention_for_cpu.default", (Q, K, K)),
@@ -127,8 +132,8 @@ def op_of(target: str, args: Sequence[Any], result: Any) -> tuple[Op, dict[str, 
 
 
 def called(target: str, args: Sequence[Any]) -> Any:
-    _, name, overload = target.split(".")
-    return getattr(getattr(torch.ops.aten, name), overload)(*args)
+    library, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, library), name), overload)(*args)
 
 
 def held(whole: Tensor, placement: Placement, rank: int) -> Tensor:

@@ -11,11 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 import stretto
+from stretto.bench.moe_result import Setup
 from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app
 from stretto.errors import StrettoError
 from stretto.files.typed_file import from_text
+from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
@@ -27,7 +29,7 @@ from stretto.measure.fake_collectives import function_of
 from stretto.measure.local_processes import MOST_PROCESSES, Between, fitting
 from stretto.measure.measure_collectives import Measured
 from stretto.measure.measured import skew_of, stretches, with_skew
-from stretto.measure.profile import profile, typical
+from stretto.measure.profile import make_calls, make_inputs, profile, typical
 from stretto.measure.sweep import linear_ops, sweep_ops
 from stretto.measure.time_ops import distinct_ops, time_op
 from stretto.price.calibration import load_calibration, save_calibration
@@ -210,6 +212,34 @@ def test_starts_make_the_buffer_of_their_result(target: str) -> None:
     made = function_of(target, CPU)(x, *how, "tp", 2)
     assert made.shape == (rows, 3)
     assert made.data_ptr() != x.data_ptr()
+
+
+def test_others_are_taken_to_send_as_many_rows() -> None:
+    counts = torch.tensor([[3, 1], [0, 4]])
+    assert function_of("comm.all_to_all", CPU)(counts, "ep", 2).tolist() == [[3, 1], [0, 4]]
+    assert function_of("comm.all_gather", CPU)(counts[0], "ep", 2).tolist() == [3, 1, 3, 1]
+
+
+def test_dropless_experts_are_measured_with_rows_for_all() -> None:
+    """And with a buffer that made-up routing may not fit."""
+    ep = 4
+    setup = Setup(
+        ep=ep, routing="router", hidden=32, heads=2, layers=1, sequence=256, microbatches=1, ep_buffer=1.0
+    )
+    job = setup.capture(*setup.build())
+    assert profile(job, CPU).op_us
+    values = dict(make_inputs(job, job.stages[0], CPU))
+    calls = make_calls(job, job.stages[0], CPU)[Phase.F]
+    served: list[list[int]] = []
+    for call in calls:
+        if call.op.target == "stretto_moe.grouped_mm.default":
+            served.append(
+                values[call.op.args[2].name].diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+            )
+        call.run(values, {})
+    assert len(served) == 2
+    even = 2 * 256 / 8 * ep  # rows of an expert: two of each token, of all ranks
+    assert all(even / 4 < rows < 4 * even for rows in served[0]), served[0]
 
 
 def test_a_rank_of_coordinate_0_stands_for_all() -> None:

@@ -23,9 +23,10 @@ from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
 from stretto.models.moe import moe_token_sum
 from stretto.parallelize.ampipe import Chunks, _Attention, ampipe, blocks_of
-from stretto.parallelize.chunk_attention import attention, lengths_of
+from stretto.parallelize.chunk_attention import attention
 from stretto.parallelize.chunk_writes import views_noted
 from stretto.parallelize.chunked import Chunked, joined
+from stretto.parallelize.parts import lengths_of
 from stretto.price.cluster import Cluster
 from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of
 
@@ -309,14 +310,6 @@ def test_auto_says_that_it_cuts_nothing() -> None:
     with pytest.warns(UserWarning, match="cuts nothing"):
         job = capture(model, torch.zeros(4, 4), lambda m, x: m(x).sum(), Parallel(ampipe_degree="auto"))
     assert job.in_chunks == ()
-
-
-@pytest.mark.parametrize(
-    "how", [{"ampipe_degree": 2}, {"ampipe_degree": "auto"}, {"ep": 2, "dp": 2}], ids=str
-)
-def test_tensor_parallelism_beside_it_is_refused(how: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="with tp = 2 is to come; give tp = 1"):
-        Parallel(tp=2, **how)
 
 
 @pytest.mark.parametrize("degree", [0, -1, "2", True, 1.5])

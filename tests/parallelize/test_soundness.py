@@ -93,7 +93,7 @@ def differences(plan: Plan, network: Network) -> list[str]:
         for name, grad in grads.items():
             parts.setdefault((name, at["pp"], at.get("dp", 0)), []).append(grad)
     for (name, _, _), held in parts.items():
-        whole = join(held, parameters[name])
+        whole = join(held, parameters[name], plan.job)
         if not parameters[name].shards and any(not torch.equal(grad, held[0]) for grad in held):
             wrong.append(f"{name} differs between ranks")
         if not torch.equal(found.setdefault(parameters[name].tied_to, whole), whole):

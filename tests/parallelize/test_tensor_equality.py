@@ -128,7 +128,7 @@ def step_of(plan: Plan, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str,
         for name, grad in grads.items():
             copies.setdefault((name, at["pp"], at.get("dp", 0)), []).append(grad)
     for (name, _, _), parts in copies.items():
-        whole = join(parts, parameters[name])
+        whole = join(parts, parameters[name], plan.job)
         for part in parts:
             assert parameters[name].shards or torch.equal(part, whole), f"{name} differs between tp ranks"
         for shard in parameters[name].shards:

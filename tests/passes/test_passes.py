@@ -15,6 +15,7 @@ from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
+from stretto.ir.gradients import addends
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.passes import GRAPH_PASSES, ORDER, STEP_PASSES
 from stretto.passes.dead_ops import dead_ops
@@ -29,7 +30,7 @@ from tests.parallelize.test_tensor_equality import (
 from tests.runtime.equality import plain
 
 SPREADS = [(1, False), (2, False), (2, True)]
-BITWISE = ("dead_ops", "no_ops", "equal_collectives", "reduce_scatter_chunks")
+BITWISE = ("dead_ops", "no_ops", "equal_collectives", "cut_before_adding", "reduce_scatter_chunks")
 """Passes after which every op computes what it did, or sums in the same order."""
 
 
@@ -153,6 +154,78 @@ def test_a_copy_of_what_is_written_stays() -> None:
     want = expected.grads["weight"]
     assert want is not None
     assert torch.allclose(grads["weight"], want, rtol=1e-12)
+
+
+class Sliced(nn.Module):
+    """Two matrices of which the product takes a slice: all of one, half of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.every, self.some = nn.Parameter(torch.randn(3, 6, 6)), nn.Parameter(torch.randn(6, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(torch.bmm(x, self.every[0:3]).tanh(), self.some[0:3])
+
+
+def test_the_gradient_of_a_slice_of_all_is_that_of_the_whole() -> None:
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    model = Sliced().double()
+    job = capture(model, x, loss, Parallel())
+    assert targets(job)["aten.slice_backward.default"] == 1, "of the one that is cut"
+    expected = plain(copy.deepcopy(model), x, loss)
+    _, grads = step(job, model, x)
+    for name, want in expected.grads.items():
+        assert want is not None
+        assert torch.equal(grads[name], want), name
+
+
+class Twice(nn.Module):
+    """Matrices that are used several times: three products, two of batches, and one whose output is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.plain = nn.Parameter(torch.randn(6, 6))
+        self.batch = nn.Parameter(torch.randn(2, 6, 6))
+        self.also_added = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (0, 2, 4):
+            x = x + (x[:, part : part + 2] @ self.plain).tanh().mean((1, 2), keepdim=True)
+        halves = x.unflatten(1, (2, 3)).transpose(0, 1).flatten(1, 2)
+        x = torch.bmm(torch.bmm(halves, self.batch).sin(), self.batch)
+        return (x @ self.also_added).tanh() + self.also_added.sum()
+
+
+def test_sums_of_products_become_parts_of_the_gradient() -> None:
+    x = torch.randn(4, 6, 6, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    model = Twice().double()
+    job, before = (
+        capture(model, x, loss, Parallel(microbatches=2, skip_passes=skip))
+        for skip in ((), ("gradient_parts",))
+    )
+    assert {p.name: len(p.grads) for p in before.parameters} == {"plain": 1, "batch": 1, "also_added": 1}
+    assert {p.name: len(p.grads) for p in job.parameters} == {"plain": 3, "batch": 2, "also_added": 1}
+    assert len(ops_of(before)) - len(ops_of(job)) == 3, "additions"
+    adding = addends(job, 0)
+    for parameter in job.parameters[:2]:
+        assert all(adding[value][0].product for _, _, value in parameter.grads)
+    expected = plain(model, x, loss)
+    for found in (job, before):
+        told, grads = step(found, model, x)
+        assert torch.allclose(told, expected.loss, rtol=1e-12)
+        for name, want in expected.grads.items():
+            assert want is not None
+            assert (grads[name] - want).norm() <= 1e-12 * want.norm(), name
 
 
 class Batched(nn.Module):
@@ -308,11 +381,13 @@ def test_there_is_one_ordered_list() -> None:
     assert [one.apply.__name__ for one in ORDER] == [
         "dead_ops",
         "plain_matmuls",
+        "cut_before_adding",
         "reduce_scatter_chunks",
         "sequence_first",
         "no_ops",
         "equal_collectives",
         "scatter_borders",
+        "gradient_parts",
         "split_products",
         "dense_messages",
         "messages_in_parts",

@@ -75,7 +75,7 @@ def test_the_boxes_of_ranks_that_share_a_part_lie_in_one_place(how: str) -> None
     parameter, size = parameter_of(how, 4), 4
     assert whole_spec(job_of(size), parameter).shape == WHOLE
     parts = [held(how, size, at) for at in range(size)]
-    assert torch.equal(join(parts, parameter), value())
+    assert all(torch.equal(join(parts, parameter, job_of(size), copy), value()) for copy in range(2))
     for at in range(size):
         first = at - at % SHARED[how].copies
         assert torch.equal(parts[at], parts[first])

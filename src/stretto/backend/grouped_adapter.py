@@ -26,6 +26,9 @@ _library.define("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor")
 _library.define("grouped_mm_t(Tensor x, Tensor y, Tensor ends) -> Tensor")
 _library.define("within(Tensor counts, int room, float mean) -> Tensor")
 
+WITHIN = "stretto_moe.within.default"
+"""The target of the check, as programs have it."""
+
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:
     found = ends.tolist()

@@ -19,26 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import stretto
 from stretto.bench.kept import keep_run, prediction_of, with_costs
-from stretto.bench.race import SAME, compare, drop_gradients, fresh, is_first, race, say_on_first
+from stretto.bench.race import SAME, compare, drop_gradients, fresh, is_first, say_on_first
+from stretto.bench.raced import check_bitwise, one_step, own_parts, plans_of, take_turns
+from stretto.bench.races import PROBE
 from stretto.bench.tensor_result import MODES, TORCH, Setup, make_result
 from stretto.bench.torch_tensor import TorchTensor
 from stretto.bench.work import Batch, work_of
 from stretto.errors import RunError
-from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
 from stretto.models.gpt import GPT, next_token_loss
 from stretto.planning.make_plan import choose_schedule, make_plan
-from stretto.runtime.shards import part_of
-
-PROBE = "probe"
-
-WARM_UPS = 1
-"""Turns that do not count; the comparison of gradients was one more."""
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:
@@ -62,21 +56,13 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
     # 2. The same numbers.
     error = _check_equal(setup, model, batch, runners, theirs)
     # 3. In turn.
-    systems = {TORCH: fresh(theirs.parameters(), partial(theirs.step, batch))}
-    for name, runner in runners.items():
-        systems[name] = fresh(runner.parameters(), partial(runner.step, batch))
-    timelines: dict[str, list[Timeline]] = {name: [] for name in runners}
-
-    def after(name: str) -> None:
-        if name in runners:
-            timelines[name].append(runners[name].timeline())
-
-    times = race(systems, setup.rounds, after=after, say=say_on_first, warm_ups=WARM_UPS)
+    torchs = {TORCH: fresh(theirs.parameters(), partial(theirs.step, batch))}
+    times, timelines = take_turns(runners, torchs, batch, setup.rounds)
     off = runners["off"].plan
     costs = measured_costs(off.job, off.schedule)
     if not is_first():
         return None
-    plans = {mode: runner.plan for mode, runner in runners.items()}
+    plans = plans_of(runners)
     known = {mode: with_costs(plan, costs) for mode, plan in plans.items()}
     result = make_result(setup, plans, known, times, timelines)
     result["setup"]["worst_error_vs_plain"] = error
@@ -91,29 +77,18 @@ def _check_equal(
 ) -> float:
     """Step 2. Returns the worst relative error of a gradient against the plain model's."""
     plain = _plain(setup, model, batch, runners["off"])
-    found: dict[str, tuple[float | None, Batch]] = {}
-    for mode, runner in runners.items():
-        dist.barrier()
-        loss = float(runner.step(batch))
-        grads = {n: p.grad.clone() for n, p in runner.named_parameters() if p.grad is not None}
-        drop_gradients(runner.parameters())
-        found[mode] = loss, grads
+    found = {mode: one_step(runner, batch) for mode, runner in runners.items()}
     dist.barrier()
     theirs_loss = theirs.step(batch)
-    found[TORCH] = (
-        None if theirs_loss is None else float(theirs_loss.detach()),
-        {name: grad.clone() for name, grad in theirs.grads()},
-    )
+    other = None if theirs_loss is None else float(theirs_loss.detach())
+    grads_of = {mode: grads for mode, (_, grads) in found.items()}
+    grads_of[TORCH] = {name: grad.clone() for name, grad in theirs.grads()}
     drop_gradients(theirs.parameters())
-    worst = max(compare(name, grads, plain, "the plain model") for name, (_, grads) in found.items())
+    worst = max(compare(name, grads, plain, "the plain model") for name, grads in grads_of.items())
     for mode in runners:
-        differs = [key for key, grad in found[mode][1].items() if not torch.equal(grad, found["off"][1][key])]
-        if differs or found[mode][0] != found["off"][0]:
-            raise RunError(
-                f"{mode} must be bitwise equal to off, and differs in {', '.join(differs) or 'the loss'}"
-            )
-    ours, other = found["off"][0], found[TORCH][0]
-    if ours is not None and other is not None and abs(other / ours - 1.0) > SAME:
+        check_bitwise(mode, found[mode], "off", found["off"])
+    ours = found["off"][0]
+    if other is not None and abs(other / ours - 1.0) > SAME:
         raise RunError(f"the loss of torch is {other}, ours {ours}")
     return worst
 
@@ -123,12 +98,6 @@ def _plain(setup: Setup, model: GPT, batch: Batch, runner: stretto.Runner) -> Ba
     for rows in range(0, len(batch["labels"]), setup.microbatch):
         some = {name: leaf[rows : rows + setup.microbatch] for name, leaf in batch.items()}
         (next_token_loss(model, some) / setup.microbatches).backward()  # type: ignore[no-untyped-call]
-    whole = dict(model.named_parameters())
-    known = {parameter.name: parameter for parameter in runner.plan.job.parameters}
-    parts: Batch = {}
-    for name, _ in runner.named_parameters():
-        grad = whole[name].grad
-        assert grad is not None
-        parts[name] = part_of(grad, known[name], runner.plan.job, runner.coordinates).clone()
-    drop_gradients(whole.values())
+    parts = own_parts(runner, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    drop_gradients(model.parameters())
     return parts

@@ -87,8 +87,8 @@ class GPTWork:
 
 @dataclass(frozen=True, slots=True)
 class PlaceWork:
-    """What one microbatch asks of a place. compute_us: of ops; collective_us: of tensor-parallel collectives
-    that have their links for themselves; wire_bytes: what these move, each way; message_bytes: what messages
+    """What one microbatch asks of a place. compute_us: of ops; collective_us: of an axis's collectives that
+    have their links for themselves; wire_bytes: what these move, each way; message_bytes: what messages
     take from it to other places."""
 
     compute_us: float
@@ -96,17 +96,22 @@ class PlaceWork:
     wire_bytes: float
     message_bytes: float
 
+    @property
+    def ratio(self) -> float:
+        """Time of collectives over that of compute."""
+        return self.collective_us / self.compute_us if self.compute_us else 0.0
 
-def work_of(job: Job, costs: Costs, stages: Iterable[int]) -> PlaceWork:
-    """The work of one microbatch on a place that holds `stages`."""
+
+def work_of(job: Job, costs: Costs, stages: Iterable[int], axis: str = AXIS) -> PlaceWork:
+    """The work of one microbatch on a place that holds `stages`, and what it communicates over `axis`."""
     stages = frozenset(stages)
     compute_us = collective_us = wire_bytes = 0.0
     for index in sorted(stages):
         for op in (op for ops in job.stages[index].ops.values() for op in ops):
             compute_us += time_of(costs, index, op)
             asked = op.collective
-            if asked is not None and asked.axis == AXIS:
-                collective_us += axis_time(costs, AXIS, asked.kind, asked.nbytes).us
+            if asked is not None and asked.axis == axis:
+                collective_us += axis_time(costs, axis, asked.kind, asked.nbytes).us
                 assert op.kind is not None
                 wire_bytes += op.kind.moved(asked.size) * asked.nbytes
     leaving = [edge for edge in job.edges if edge.source in stages and edge.target not in stages]

@@ -21,7 +21,7 @@ from stretto.errors import CaptureError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
-from stretto.parallelize.alone import Matched
+from stretto.parallelize.alone import Matched, Shape
 from stretto.parallelize.ops import NAMESPACE
 from stretto.tensor.parts import draws
 
@@ -31,6 +31,9 @@ PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtens
 PYTORCHS_ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
 PYTORCHS_WAIT = "_c10d_functional.wait_tensor.default"
 """Those of them that programs have. The gradient of an all-to-all is one."""
+
+Results = Sequence[tuple[Shape, Shape]]
+"""Of a call: a result's shape on a rank, and in the model alone."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -59,7 +62,7 @@ def convert(
     constants: list[Constant] = []
     roots: dict[str, str] = {}
     backward = False
-    made_by: dict[int, list[int]] = {}
+    made_by: dict[tuple[int, int | None], list[int]] = {}
     tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
     for node in joint.module.graph.nodes:
         segment = torch_adapter.segment_of(node)
@@ -78,19 +81,24 @@ def convert(
         backward = backward or any(source in tainted for source in node.all_input_nodes)
         roots[op.name] = op.alias if op.alias is not None else op.name
         if matched and not backward:
-            call = torch_adapter.call_of(node)
-            if call is not None and call < len(matched):
-                made_by.setdefault(call, []).append(len(ops))
+            number = torch_adapter.call_of(node)
+            if number is not None and number < len(matched):
+                chunk = torch_adapter.chunk_of(node) if matched[number].chunks else None
+                made_by.setdefault((number, chunk), []).append(len(ops))
         own = torch_adapter.is_own(node)
         ops.append(TracedOp(replace(op, module=module), segment, backward, own=own))
-    for call, places in made_by.items():
-        _tell_whole(ops, places, matched[call])
+    for (number, chunk), places in made_by.items():
+        call = matched[number]
+        results: Results = tuple(zip(call.local, call.whole, strict=True))
+        if call.chunks:
+            results = () if chunk is None else call.chunks[chunk]
+        _tell_whole(ops, places, results, call)
     return ops, constants
 
 
-def _tell_whole(ops: list[TracedOp], places: list[int], call: Matched) -> None:
+def _tell_whole(ops: list[TracedOp], places: Sequence[int], results: Results, call: Matched) -> None:
     """The shapes that a call's results have in the model alone, to the ops that make them: the last of it."""
-    left = list(zip(call.local, call.whole, strict=True))
+    left = list(results)
     for place in reversed(places):
         item = ops[place]
         if call.scaled:

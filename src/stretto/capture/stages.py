@@ -67,7 +67,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
             tuple((stage, phase_of[stage, value], value) for stage, value in grads.get(name, ())),
             tied_to,
             None if traced.own_dtypes.get(name) == spec.dtype else traced.own_dtypes.get(name),
-            (traced.shards[name],) if name in traced.shards else (),
+            traced.shards.get(name, ()),
             traced.partial.get(name, ()),
             name in traced.frozen,
         )

@@ -33,7 +33,7 @@ from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
-from stretto.parallelize.unseen import OWN
+from stretto.parallelize.unseen import CHUNK, OWN
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
@@ -309,6 +309,11 @@ def call_of(node: torch.fx.Node) -> int | None:
     """The number of the call that made the node, if one did."""
     custom = node.meta.get("custom")
     return custom.get(CALL) if custom else None
+
+
+def chunk_of(node: torch.fx.Node) -> int | None:
+    """The number of the chunk of a sequence that the node is of, if it is of one."""
+    return (node.meta.get("custom") or {}).get(CHUNK)
 
 
 def is_own(node: torch.fx.Node) -> bool:

@@ -44,13 +44,11 @@ from stretto.parallelize.alone import (
     Beside,
     Found,
     Key,
-    leaves_of,
     with_gathered_logits,
 )
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.lower_right_adapter import as_on_cuda
 from stretto.parallelize.split_logits import WrittenError
-from stretto.parallelize.tensor import TensorParallel
 from stretto.parallelize.unseen import alone
 from stretto.passes import check_names, on_graph
 from stretto.passes.graph import Graph
@@ -83,7 +81,7 @@ class Traced:
     own_dtypes: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     fixed: tuple[tuple[str, str], ...] = ()
-    shards: Mapping[str, Shard] = field(default_factory=dict)
+    shards: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     borders: Mapping[int, int] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
@@ -179,8 +177,10 @@ def _trace(
     own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
     beside = None
     if tensor is not None and meshes is None:
-        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, tensor, repeats)
-        beside = Beside(model, leaves_of(tensor), tensor.size, found, torch_adapter.mark_call)
+        leaves_at = layout.leaves()
+        calls = Beside(model, leaves_at, tensor.size)
+        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, calls, repeats)
+        beside = Beside(model, leaves_at, tensor.size, found, torch_adapter.mark_call)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype, layout.part_shapes(model)),
         CudaChoices() if absent else nullcontext(),
@@ -283,11 +283,10 @@ def _alone(
     mode: Any,
     at: torch.device,
     param_dtype: torch.dtype | None,
-    tensor: TensorParallel,
+    calls: Beside,
     repeats: bool,
 ) -> Mapping[Key, Found]:
     """The calls of the model alone; those of equal layers are those of the first."""
-    calls = Beside(model, leaves_of(tensor), tensor.size)
     layers = layers_of(model) if repeats else None
     if layers is not None:
         layers.begin(SimpleNamespace(names=[""], follow=lambda names: None))

@@ -315,9 +315,9 @@ def _differences(
             else:
                 wholes.setdefault(parameters[name].tied_to, []).append(grad)
     for (name, _), parts in spread.items():
-        copies = parameters[name].shards[0].copies
+        copies = max(shard.copies for shard in parameters[name].shards)
         wholes.setdefault(parameters[name].tied_to, []).extend(
-            join(parts[copy:] + parts[:copy], parameters[name]) for copy in range(copies)
+            join(parts, parameters[name], plan.job, copy) for copy in range(copies)
         )
     norms = [float(grad.norm()) for grad in expected.values() if grad is not None]
     least = NEGLIGIBLE * sum(norm**2 for norm in norms) ** 0.5 or 1.0

@@ -24,6 +24,13 @@ bench = typer.Typer(
 progress = Console(stderr=True)
 
 Rounds = Annotated[int, typer.Option(help="Counted rounds; every system takes one turn in each.")]
+RatesOfRaces = Annotated[
+    str,
+    typer.Option(
+        help="Rates of the network, with commas between: 50mbit, unlimited; `balanced` is where "
+        "communication takes about as long as compute."
+    ),
+]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 KeepOut = Annotated[
     Path | None,
@@ -119,13 +126,7 @@ def pipeline(
 
 @bench.command()
 def tensor(
-    rate: Annotated[
-        str,
-        typer.Option(
-            help="Rates of the network, with commas between: 50mbit, unlimited; `balanced` is where "
-            "communication takes about as long as compute."
-        ),
-    ] = "balanced",
+    rate: RatesOfRaces = "balanced",
     hidden: Annotated[str, typer.Option(help="Hidden sizes of the GPTs: 1024, 2048.")] = "1024,2048",
     pp: Annotated[str, typer.Option(help="Pipeline stages: 1, 2.")] = "1,2",
     sequence_parallel: Annotated[
@@ -136,16 +137,12 @@ def tensor(
     keep_out: KeepOut = None,
 ) -> None:
     """PyTorch's eager tensor parallelism against ours, with overlap off, local and window: tp = 2."""
-    from stretto.bench.tensor_race import BALANCED, SHAPES, races, run_races
-    from stretto.lab.rates import parse_rate
+    from stretto.bench.races import run_races
+    from stretto.bench.tensor_race import SHAPES, WORKER, races
 
     _begin(rounds, 3, json_out)
-    rates = _words(rate)
-    for word in rates:
-        if word != BALANCED:
-            parse_rate(word)  # before the first lab is up
     setups = races(
-        rates,
+        _rates(rate),
         _numbers("--hidden", hidden, SHAPES),
         _numbers("--pp", pp, (1, 2)),
         sequence_parallel=sequence_parallel,
@@ -157,7 +154,42 @@ def tensor(
         tables.warn_of_noise(result["races"][-1]["rows"])
         write_json(result, json_out)
 
-    run_races(setups, progress.print, keep, _folder(keep_out))
+    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
+
+
+@bench.command()
+def moe(
+    rate: RatesOfRaces = "balanced",
+    hosts: Annotated[str, typer.Option(help="Hosts that share the experts, a rank on each: 2, 4.")] = "2",
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="Who sends tokens: `balanced`, to all experts the same number; `router`, the model's own."
+        ),
+    ] = "balanced,router",
+    rounds: Rounds = 3,
+    json_out: JsonOut = None,
+    keep_out: KeepOut = None,
+) -> None:
+    """What hides the all-to-alls of experts: serial, under experts alone, AMPipe, pipe-experts, windows."""
+    from stretto.bench.moe_model import ROUTINGS
+    from stretto.bench.moe_race import SHAPES, VERSION, WORKER, races
+    from stretto.bench.races import run_races
+
+    _begin(rounds, 3, json_out)
+    rates = _rates(rate)
+    chosen = _words(routing)
+    if not chosen or any(word not in ROUTINGS for word in chosen):
+        raise UsageError(f"--routing {routing}: choose of {', '.join(ROUTINGS)}, with commas between")
+    routings = [known for word in chosen for known in ROUTINGS if known == word]
+    setups = races(rates, _numbers("--hosts", hosts, SHAPES), routings, rounds=rounds)
+
+    def keep(result: dict[str, Any]) -> None:
+        tables.moe_table(result["races"][-1]).print()
+        tables.warn_of_noise(result["races"][-1]["rows"])
+        write_json({"version": VERSION, **result}, json_out)
+
+    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
 
 @bench.command()
@@ -214,6 +246,20 @@ def _begin(rounds: int, least: int, json_out: Path | None) -> None:
     if rounds < least:
         raise UsageError(f"--rounds {rounds}: a median on a noisy machine wants {least} rounds or more")
     check_output("--json", json_out)
+
+
+def _rates(text: str) -> list[str]:
+    """Rates of races, looked at before the first lab is up."""
+    from stretto.bench.races import BALANCED
+    from stretto.lab.rates import parse_rate
+
+    found = _words(text)
+    if not found:
+        raise UsageError(f"--rate {text!r}: give rates, as 100mbit, or {BALANCED}, with commas between")
+    for word in found:
+        if word != BALANCED:
+            parse_rate(word)
+    return found
 
 
 def _words(text: str) -> list[str]:

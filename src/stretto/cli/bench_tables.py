@@ -64,6 +64,36 @@ def tensor_table(race: Row) -> Grid:
     )
 
 
+def moe_table(race: Row) -> Grid:
+    """Of one race of `bench.moe`."""
+
+    def name(row: Row) -> str:
+        """The system; of what planning chose, what that was."""
+        took = f"{row['chunks']} chunks, {row['overlap']}"
+        return f"{row['system']} ({took})" if row["system"] == "auto" else str(row["system"])
+
+    setup = race["setup"]
+    columns: Columns = {
+        "system": (name, "{}"),
+        "step ms": (lambda row: 1e3 * row["step_s"], "{:.0f}"),
+        "x serial": ("speedup_vs_serial", "{:.2f}"),
+        "x MLP-only": ("speedup_vs_mlp_only", "{:.2f}"),
+        "hidden": ("hidden", "{:.0%}"),
+        "bound ms": (lambda row: 1e3 * row["bound_s"], "{:.0f}"),
+        "vs bound": ("ratio_to_bound", "{:.2f}"),
+        "planned": (lambda row: row["planned_over_measured"] - 1, SHARE),
+    }
+    chosen = "balanced assignment" if setup["routing"] == "balanced" else "the router's own assignment"
+    return grid_of(
+        f"ep={setup['ep']}, {chosen}, {setup['rate']}: communication takes "
+        f"{setup['communication_over_compute']:.2f} of compute",
+        columns,
+        race["rows"],
+        caption=f"{setup['layers']} blocks, {setup['microbatches']} microbatches a rank, medians of "
+        f"{setup['rounds']} rounds; {_bound(setup)}",
+    )
+
+
 def predict_table(result: Row) -> Grid:
     """Of `bench.predict`."""
     columns: Columns = {

@@ -69,7 +69,7 @@ class ParallelSettings(Settings):
     tp_plan: dict[str, str] | None = None
     """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
     part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
-    "rowwise_split_input", "packed_colwise:3" or "replicated". Without it, the model's own plan."""
+    "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
     microbatches: int = Field(default=1, ge=1)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: str = Field(default="eager-1f1b", min_length=1)
@@ -109,12 +109,6 @@ class ParallelSettings(Settings):
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
-        for what, asked in (("ep", self.ep > 1), ("ampipe_degree", self.ampipe_degree != 1)):
-            if asked and self.tp > 1:
-                raise ValueError(
-                    f"{what} = {getattr(self, what)!r} with tp = {self.tp} is to come; give tp = 1, or "
-                    f"{what} = 1"
-                )
         if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
             raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")

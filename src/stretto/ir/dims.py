@@ -162,6 +162,28 @@ def _product(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     return Dims((bias, left, right), (made,), summed=summed, linear=linear, added=frozenset((0,)))
 
 
+def _grouped(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """Products of groups of rows, where the third operand says each group's end."""
+    if len(specs) != 3:
+        return None
+    rows, inner, group, out = range(4)
+    names_of = {
+        (2, 3): ((rows, inner), (group, inner, out), (rows, out)),
+        # Over a group's rows: what other ranks have of them is of other groups.
+        (2, 2): ((inner, rows), (rows, out), (group, inner, out)),
+    }
+    found = names_of.get((len(specs[0].shape), len(specs[1].shape)))
+    if found is None:
+        return None
+    left, right, made = found
+    if op.target == OVER_ROWS:
+        left = left[::-1]
+    summed = frozenset((inner,)) if rows in made else frozenset[int]()
+    return Dims((left, right, (group,)), (made,), frozenset((rows, group)), summed, each(0, 1))
+
+
+OVER_ROWS = "stretto_moe.grouped_mm_t.default"
+
 POOLS = " ".join(
     f"{pool}{way}"
     for n in (2, 3)
@@ -195,6 +217,7 @@ RULES: dict[str, Rule] = {
     )
     for name in names(text)
 }
+RULES |= dict.fromkeys((OVER_ROWS, "stretto_moe.grouped_mm.default", "aten._grouped_mm.default"), _grouped)
 
 
 __all__ = ["Dims", "dims_of", "operands"]

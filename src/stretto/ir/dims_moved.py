@@ -118,7 +118,8 @@ def index_put(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     (shown,), values = read.outputs, specs[-1].shape
     labels = shown[len(shown) - len(values) :]
     inner = tuple(None if n == 1 else label for n, label in zip(values, labels, strict=True))
-    return Dims((*read.inputs, inner), (read.inputs[0],), whole=read.whole)
+    both = (frozenset((0, len(specs) - 1)),)
+    return Dims((*read.inputs, inner), (read.inputs[0],), whole=read.whole, linear=both)
 
 
 def into_rows(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:

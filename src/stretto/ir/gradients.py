@@ -20,6 +20,8 @@ from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.program import Job, Op, TensorSpec
 
 PRODUCT = "aten.mm.default"
+PRODUCTS = (PRODUCT, "aten.bmm.default")
+"""Plain, and of a batch of matrices, as experts are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
                 spec = op.outputs[0] if op is not None else None
                 dtype = parameter.own_dtype or parameter.spec.dtype
                 kept = owned and spec is not None and spec.dtype == dtype and not _expanded(spec)
-                product = kept and op is not None and op.target == PRODUCT
+                product = kept and op is not None and op.target in PRODUCTS
                 made.append(Addend(name, dtype, parameter.grad_nbytes, product, not kept))
             if made:
                 found[value] = tuple(made)

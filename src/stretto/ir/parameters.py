@@ -33,10 +33,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter: where it is used, its gradient's value name on each stage, and its tie. `spec` is what
+    """A parameter: where it is used, the values that its gradient is the sum of, and its tie. `spec` is what
     one rank holds.
 
-    grads: for each stage that holds it, (stage, phase, value name) of its part of the gradient; the
+    grads: (stage, phase, value name) of each part of the gradient, of which a stage may make several; the
         gradient is the sum of the parts over stages and microbatches.
     tied_to: the first name of a group of names for one tensor (its own name when it has only one).
     own_dtype: the dtype of the model's parameter where ops read a copy of `spec`'s dtype, else None.

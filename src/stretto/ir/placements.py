@@ -52,7 +52,7 @@ from stretto.ir.placement import (
 from stretto.ir.prices import signature
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec
 
-KNOWN_OPS = ("aten.",)
+KNOWN_OPS = ("aten.", "stretto_moe.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
 OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")

@@ -2,11 +2,14 @@
 
 The start of a collective makes the buffer of its result (an all-reduce sums in place, so it copies); what
 the call into the transport takes beside that is measured between ranks (`cost.measure_collectives`). A wait
-gives its buffer on. `axis.*` ops give the values of the rank at coordinate 0. Touches no process group.
+gives its buffer on. `axis.*` ops give the values of the rank at coordinate 0. Integers say how much there is
+to do (how many rows an expert gets), so of those the others are taken to send what this rank does, and a
+check of room that made-up values may not pass is left out. Touches no process group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 
 from stretto.backend.dispatch import resolve
+from stretto.backend.grouped_adapter import WITHIN
 from stretto.ir.collectives import BY_TARGET, How, Kind
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT
 
@@ -27,6 +31,7 @@ def function_of(target: str, device: torch.device) -> Callable[..., Any]:
         WAIT: lambda started: started,
         INDEX: lambda axis, size: torch.zeros((), dtype=torch.int64, device=device),
         CHUNK: lambda x, dim, axis, size: x.narrow(dim, 0, x.shape[dim] // size),
+        WITHIN: lambda counts, room, mean: counts.clamp(max=room),
     }
     return found[target] if target in found else resolve(target)
 
@@ -38,4 +43,8 @@ def _started(kind: Kind, x: torch.Tensor, *how_axis_size: Any) -> torch.Tensor:
     how: How = how_axis_size[0] if kind.says_how else ""
     shape = kind.shape(x.shape, how_axis_size[-1], how)
     assert shape is not None, f"{kind.name} of a tensor of shape {list(x.shape)}"
-    return x.new_empty(shape)
+    made = x.new_empty(shape)
+    if not x.is_floating_point() and x.numel():
+        flat = x.flatten()
+        made.view(-1).copy_(flat.repeat(math.ceil(made.numel() / x.numel()))[: made.numel()])
+    return made

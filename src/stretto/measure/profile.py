@@ -2,7 +2,8 @@
 
     1. Inputs are made up from their specs: small random numbers, the real shapes and layouts. Integers of the
        batch name rows of the embedding that they reach; others are zeros, a valid index into anything. Equal
-       tokens would make an accelerator faster than it is: its clock goes with the power that it takes.
+       tokens would make an accelerator faster than it is: its clock goes with the power that it takes. And a
+       router would send them all to the same experts: so a norm's weights are about one, and not about zero.
     2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
     3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
        that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from stretto.backend.heap import keep_freed_memory
+from stretto.backend.products import add_product
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
@@ -155,6 +157,7 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
     specs = specs_of(job)
     constants = {f"const/{c.name}": c for c in job.constants}
     made_here = {op.name for ops in stage.ops.values() for op in ops}
+    scales = {f"param/{p.name}" for p in job.parameters if len(p.spec.shape) == 1 and _is_weight(p.name)}
     made: dict[str, torch.Tensor] = {}
     generator = torch.Generator(device="cpu").manual_seed(0)
     rows = {f"batch/{name}": count for name, count in rows_named(job).items()}
@@ -171,7 +174,13 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
                 made[name] = torch.tensor(found.data, dtype=dtype, device=device).reshape(found.spec.shape)
             else:
                 made[name] = random_tensor(specs[name], generator, device, rows.get(name, 1))
+                if name in scales:
+                    made[name] += 1.0
     return made
+
+
+def _is_weight(name: str) -> bool:
+    return name.rpartition(".")[2] == "weight"
 
 
 def random_tensor(
@@ -207,7 +216,7 @@ class OpCall:
         arguments = [value_of(a, values) for a in self.args]
         held = grads.get(self.op.name)
         if held is not None and self.addends[0].product:
-            made = torch.addmm(held, *arguments, out=held)
+            made = add_product(held, *arguments)
         else:
             made = self.function(*arguments, **{key: value_of(a, values) for key, a in self.kwargs})
             if held is not None:

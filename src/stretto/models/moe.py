@@ -194,9 +194,12 @@ class MoEGPT(GPT):
     """Token ids (B, S) to `Output`. As `GPT`: the same seed gives the same weights everywhere."""
 
     tp_plan: ClassVar[Mapping[str, str]] = {
-        **{pattern: style for pattern, style in TP_PLAN.items() if ".mlp." not in pattern},
+        **TP_PLAN,
         "blocks.*.mlp.shared.up": "colwise",
         "blocks.*.mlp.shared.down": "rowwise",
+        "blocks.*.mlp.experts": "experts",
+        "blocks.*.mlp.experts.up": "dim:2",
+        "blocks.*.mlp.experts.down": "dim:1",
     }
     ep_plan = EP_PLAN
 

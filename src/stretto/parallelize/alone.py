@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.split_logits import SplitLogits
 from stretto.parallelize.styles import COLWISE, ROWWISE, Style
 from stretto.parallelize.tensor import TensorParallel
@@ -102,12 +103,13 @@ Key = tuple[str, int, int]
 class Matched:
     """A call of the spread model. local, whole: shapes of its results on a rank, and in the model alone.
     scaled: its bounds count a rank's part. repeated: heads of keys were repeated before, which a rank left
-        out."""
+        out. chunks: of a sequence in chunks, each chunk's own (local, whole) of its results."""
 
     local: tuple[Shape, ...]
     whole: tuple[Shape, ...]
     scaled: bool = False
     repeated: bool = False
+    chunks: tuple[tuple[tuple[Shape, Shape], ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -250,7 +252,8 @@ class Beside(TorchFunctionMode):
                 "tp_plan"
             )
         scaled = self._compare(function, numbers, whole.numbers, where)
-        self.matched.append(Matched(shapes, whole.shapes, scaled, frame.repeats))
+        chunks = _in_chunks(output, whole.shapes)
+        self.matched.append(Matched(shapes, whole.shapes, scaled, frame.repeats, chunks))
 
     def _repeats_left_out(self, key: Key) -> int:
         """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys
@@ -320,6 +323,23 @@ def _shapes(output: Any) -> tuple[Shape, ...]:
     return tuple(tuple(int(n) for n in item.shape) for item in held if isinstance(item, Tensor))
 
 
+def _in_chunks(output: Any, whole: Sequence[Shape]) -> tuple[tuple[tuple[Shape, Shape], ...], ...]:
+    """`Matched.chunks`: a chunk is as large a share of the whole there as here."""
+    items = [x for x in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(x, Tensor)]
+    cut = [x for x in items if isinstance(x, Chunked)]
+    found = []
+    for at in range(len(cut[0].parts) if cut else 0):
+        shapes: list[tuple[Shape, Shape]] = []
+        for x, alone in zip(items, whole, strict=True):
+            if not isinstance(x, Chunked):
+                continue
+            chunk, dim = tuple(x.parts[at].shape), x.cut_dim
+            length = chunk[dim] * alone[dim] // max(x.shape[dim], 1)
+            shapes.append((chunk, (*alone[:dim], length, *alone[dim + 1 :])))
+        found.append(tuple(shapes))
+    return tuple(found)
+
+
 def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:
     """The same parts of parameters, with output heads that give whole logits."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -333,5 +353,5 @@ def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParalle
 
 def leaves_of(how: TensorParallel) -> frozenset[str]:
     """Names of the modules that are one call each."""
-    kinds = (*COLWISE, *ROWWISE, "vocabulary")
+    kinds = (*COLWISE, *ROWWISE, "vocabulary", "experts")
     return frozenset(name for name, style in how.modules.items() if style.kind in kinds)

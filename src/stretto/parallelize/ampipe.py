@@ -26,21 +26,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stretto.errors import UsageError
-from stretto.parallelize.chunk_attention import attention, lengths_of
+from stretto.parallelize.chunk_attention import attention
 from stretto.parallelize.chunk_writes import check_written, views_noted, writes
-from stretto.parallelize.chunked import Chunked, joined
+from stretto.parallelize.chunked import Chunked, by_chunk, joined
 from stretto.parallelize.functions import functions_given, put_forward
+from stretto.parallelize.parts import lengths_of
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """degree: chunks of a sequence. experts: names of modules with a row for each token. whole: whether
-    experts with a capacity serve all chunks together."""
+    experts with a capacity serve all chunks together. joins: whether what leaves the last block is joined;
+    with sequence parallelism chunks are slices, and are gathered first."""
 
     degree: int
     experts: tuple[str, ...] = ()
     whole: bool = False
+    joins: bool = True
 
 
 class _Attention(TorchFunctionMode):
@@ -56,7 +59,9 @@ class _Attention(TorchFunctionMode):
         named = {**(kwargs or {})}
         if self.inside and function is F.scaled_dot_product_attention:
             args = (*args, *(named.pop(key) for key in ("query", "key", "value")[len(args) :]))
-            if type(args[0]) is not Chunked:
+            if type(args[0]) is Chunked:
+                self.cut = True
+            else:
                 named["lengths"] = self._lengths(args[0].shape[-2])
             # Here, and not in another mode that knows attention: it would take the chunks for one tensor.
             with self.outside():
@@ -108,7 +113,7 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
     try:
         for name in blocks:
             module = model.get_submodule(name)
-            undo.append(put_forward(module, _block(module.forward, mode, name == blocks[-1])))
+            undo.append(put_forward(module, _block(module.forward, mode, how.joins and name == blocks[-1])))
         for name in how.experts:
             module = model.get_submodule(name)
             undo.append(put_forward(module, _experts(module.forward, not how.whole or _dropless(module))))
@@ -173,22 +178,23 @@ def _dropless(module: nn.Module) -> bool:
     return slots(1) is None
 
 
-def _experts(own: Callable[..., Tensor], by_chunk: bool) -> Callable[..., Tensor]:
+def _experts(own: Callable[..., Tensor], each: bool) -> Callable[..., Tensor]:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         leaves, tree = tree_flatten((args, kwargs))
         first = next((x for x in leaves if type(x) is Chunked), None)
         rows = [x for x in leaves if isinstance(x, Tensor)]
-        if first is None or not by_chunk or len({x.shape[first.cut_dim] for x in rows}) > 1:
+        if first is None or not each or len({x.shape[first.cut_dim] for x in rows}) > 1:
             args, kwargs = joined((args, kwargs))
             return own(*args, **kwargs)
         dim, blocks = first.cut_dim, first.blocks
         columns = [first.cut_alike(x, dim, blocks) if _is_whole(x) else x for x in leaves]
-        made: list[Tensor] = []
-        for at in range(len(first.parts)):
+
+        def of(at: int) -> Tensor:
             given = [x.parts[at] if type(x) is Chunked else x[at] if type(x) is list else x for x in columns]
             chunk_args, chunk_kwargs = tree_unflatten(given, tree)
-            made.append(own(*chunk_args, **chunk_kwargs))
-        return Chunked(made, dim, blocks)
+            return own(*chunk_args, **chunk_kwargs)
+
+        return Chunked(by_chunk(of, len(first.parts)), dim, blocks)
 
     return forward
 

@@ -8,7 +8,7 @@ drops draws by itself, otherwise for chunks than for the whole, and is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.errors import UsageError
-from stretto.parallelize.chunked import Chunked, joined
+from stretto.parallelize.chunked import Chunked, by_chunk, joined
 from stretto.parallelize.lower_right_adapter import lower_right, on_cuda
-from stretto.parallelize.parts import bounds
 
 
 def attention(
@@ -43,26 +42,22 @@ def attention(
             query.joined(), key, value, attn_mask, dropout_p, is_causal, **more
         )
     kept = _kept(query, key, dropout_p) if dropout_p else None
-    made: list[Tensor] = []
-    end = 0
-    for chunk in query.parts:
-        start, end = end, end + chunk.shape[-2]
+    ends = list(accumulate(chunk.shape[-2] for chunk in query.parts))
+
+    def of(at: int) -> Tensor:
+        chunk, end = query.parts[at], ends[at]
+        start = end - chunk.shape[-2]
         seen, mask = end if is_causal else key.shape[-2], attn_mask
         keys, values = key[..., :seen, :], value[..., :seen, :]
         if mask is not None and mask.shape[-2] != 1:
             mask = mask[..., start:end, :]
         if kept is not None:
-            made.append(_dropped(chunk, keys, values, mask, is_causal, kept[..., start:end, :seen], **more))
-        elif is_causal and start:
-            made.append(lower_right(chunk, keys, values, **more))
-        else:
-            made.append(F.scaled_dot_product_attention(chunk, keys, values, mask, 0.0, is_causal, **more))
-    return Chunked(made, query.dim() - 2)
+            return _dropped(chunk, keys, values, mask, is_causal, kept[..., start:end, :seen], **more)
+        if is_causal and start:
+            return lower_right(chunk, keys, values, **more)
+        return F.scaled_dot_product_attention(chunk, keys, values, mask, 0.0, is_causal, **more)
 
-
-def lengths_of(whole: int, degree: int) -> list[int]:
-    """Chunks of a sequence, as equal as can be."""
-    return [end - start for start, end in pairwise(bounds(whole, degree))]
+    return Chunked(by_chunk(of, len(ends)), query.dim() - 2)
 
 
 def _kept(query: Chunked, key: Tensor, p: float) -> Tensor:

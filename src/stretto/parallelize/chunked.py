@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from stretto.ir.placement import (
 from stretto.parallelize.chunk_placements import placements_of
 from stretto.parallelize.chunk_writes import check_written, note_views, writes
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
+from stretto.parallelize.unseen import of_chunk, unseen
 from stretto.parallelize.wrapper_adapter import without_elements
 
 
@@ -63,6 +64,7 @@ class Chunked(Tensor):
         """Of each chunk's slice of a block."""
         return [chunk.shape[self.cut_dim] // self.blocks for chunk in self.parts]
 
+    @unseen
     def joined(self) -> Tensor:
         """The whole."""
         if self.blocks == 1:
@@ -80,7 +82,11 @@ class Chunked(Tensor):
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Chunked:
         """What does the same to every row, done to each chunk."""
-        return Chunked([function(chunk) for chunk in self.parts], self.cut_dim, self.blocks)
+        return Chunked(self.made(function), self.cut_dim, self.blocks)
+
+    def made(self, function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Of each chunk."""
+        return by_chunk(lambda at: function(self.parts[at]), len(self.parts))
 
     @classmethod
     def __torch_function__(
@@ -137,20 +143,19 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         if x.shape[x.cut_dim] != shape[dim] and shape[dim] != -1:
             return None
         sizes = [-1 if d == dim else n for d, n in enumerate(shape)]
-        return Chunked([chunk.expand(sizes) for chunk in x.parts], dim, x.blocks)
+        return Chunked(x.made(lambda chunk: chunk.expand(sizes)), dim, x.blocks)
     known = math.prod(n for n in shape if n != -1)
     target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
     whole = x.shape[x.cut_dim] // x.blocks
     for dim, blocks in cuts_at(target, where_cut(x.shape, x.cut_dim, x.blocks)):
         length = target[dim] // blocks
         if all(length * n % whole == 0 for n in x.lengths()):
-            sizes = [blocks * (length * n // whole) for n in x.lengths()]
-            made = [
-                c.reshape([size if d == dim else n for d, n in enumerate(target)])
-                for c, size in zip(x.parts, sizes, strict=True)
-            ]
-            return Chunked(made, dim, blocks)
-    return None
+            break
+    else:
+        return None
+    sizes = [blocks * (length * n // whole) for n in x.lengths()]
+    shapes = [[size if d == dim else n for d, n in enumerate(target)] for size in sizes]
+    return Chunked(by_chunk(lambda at: x.parts[at].reshape(shapes[at]), len(shapes)), dim, blocks)
 
 
 _TURNED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -176,6 +181,18 @@ def _in_blocks(x: Tensor, dim: int, blocks: int) -> Tensor:
     shape = list(x.shape)
     shape[dim : dim + 1] = [blocks, shape[dim] // blocks]
     return x.reshape(shape)
+
+
+Made = TypeVar("Made")
+
+
+def by_chunk(call: Callable[[int], Made], count: int) -> list[Made]:
+    """What a call makes of each chunk, by its number."""
+    made: list[Made] = []
+    for at in range(count):
+        with of_chunk(at):
+            made.append(call(at))
+    return made
 
 
 def joined(value: Any) -> Any:
@@ -252,8 +269,9 @@ def _by_chunks(
     placements = _placements(call, leaves, first)
     if placements is None:
         return None
-    chunks = range(len(first.parts))
-    made = [call([x.parts[at] if type(x) is Chunked else x for x in leaves]) for at in chunks]
+    made = by_chunk(
+        lambda at: call([x.parts[at] if type(x) is Chunked else x for x in leaves]), len(first.parts)
+    )
     columns = zip(*(tree_flatten(one)[0] for one in made), strict=True)
     results = [_result(p, column) for p, column in zip(placements, columns, strict=True)]
     return (tree_unflatten(results, tree_flatten(made[0])[1]),)

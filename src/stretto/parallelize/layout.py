@@ -16,6 +16,7 @@ from torch import nn
 
 from stretto.config import ParallelSettings
 from stretto.ir.program import Shard
+from stretto.parallelize.alone import leaves_of
 from stretto.parallelize.ampipe import Chunks, ampipe
 from stretto.parallelize.expert_plan import experts_in
 from stretto.parallelize.experts import ExpertParallel, expert_parallel, spread_experts
@@ -33,24 +34,34 @@ class Layout:
     chunks: Chunks | None = None
 
     @property
-    def shards(self) -> dict[str, Shard]:
-        """Parameter name -> how it is spread."""
-        return {
-            name: shard
-            for how in (self.tensor, self.experts)
-            if how is not None
-            for name, shard in how.shards.items()
-        }
+    def shards(self) -> dict[str, tuple[Shard, ...]]:
+        """Parameter name -> how it is spread, over one axis or several."""
+        found: dict[str, tuple[Shard, ...]] = {}
+        for how in self._spread:
+            for name, shard in how.shards.items():
+                found[name] = (*found.get(name, ()), shard)
+        return found
+
+    @property
+    def _spread(self) -> tuple[TensorParallel | ExpertParallel, ...]:
+        return tuple(how for how in (self.experts, self.tensor) if how is not None)
 
     def part_shapes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         """id of a parameter that is spread -> the shape of a rank's part."""
-        return {
-            id(p): local_shape(p.shape, how.shards[name], how.size)
-            for how in (self.tensor, self.experts)
-            if how is not None
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if name in how.shards
-        }
+        found: dict[int, tuple[int, ...]] = {}
+        for how in self._spread:
+            parts = {  # a tie has several names, and is spread once
+                id(p): local_shape(found.get(id(p), p.shape), how.shards[name], how.size)
+                for name, p in model.named_parameters(remove_duplicate=False)
+                if name in how.shards
+            }
+            found |= parts
+        return found
+
+    def leaves(self) -> frozenset[str]:
+        """Names of the modules whose inside is not the model's own code."""
+        of_tensor = frozenset() if self.tensor is None else leaves_of(self.tensor)
+        return of_tensor.union(() if self.experts is None else self.experts.modules)
 
     @property
     def evaluating(self) -> Layout:
@@ -61,9 +72,10 @@ class Layout:
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
+        degree = 1 if self.chunks is None else self.chunks.degree
         with (
             nullcontext() if self.experts is None else spread_experts(model, self.experts),
-            nullcontext() if self.tensor is None else spread(model, self.tensor),
+            nullcontext() if self.tensor is None else spread(model, self.tensor, degree),
             nullcontext() if self.chunks is None else ampipe(model, self.chunks),
         ):
             yield
@@ -100,4 +112,5 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     """How the sequence is cut in so many chunks."""
     if degree == 1:
         return None
-    return Chunks(degree, experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole")
+    experts, whole = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
+    return Chunks(degree, experts, whole, joins=not parallel.sequence_parallel)

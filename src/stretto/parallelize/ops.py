@@ -36,6 +36,7 @@ from stretto.ir.collectives import (
     REDUCE_SCATTER,
     Kind,
 )
+from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.unseen import is_alone, unseen
 
 NAMESPACE = "stretto"
@@ -171,8 +172,11 @@ class _Pair(torch.autograd.Function):
 
 @unseen
 def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
+    """Of a sequence in chunks, each chunk communicates by itself."""
     if is_alone():
         return x
+    if type(x) is Chunked:
+        return x.each(lambda chunk: _pair(chunk, there, back))
     made: Tensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
     return made
 

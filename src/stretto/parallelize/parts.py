@@ -5,13 +5,16 @@ Knows shards and tensors; nothing of modules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from stretto.ir.program import Shard
 
 
-def local_shape(shape: torch.Size, shard: Shard, size: int) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], shard: Shard, size: int) -> tuple[int, ...]:
     """The shape of one rank's part."""
     return tuple(n // shard.parts(size) if dim == shard.dim else n for dim, n in enumerate(shape))
 
@@ -35,3 +38,8 @@ def whole_of(parts: list[Tensor], shard: Shard) -> Tensor:
 def bounds(whole: int, parts: int) -> list[int]:
     """Where parts of a whole begin and end, as equal as can be; at most `whole` parts."""
     return list(dict.fromkeys(-(-whole * k // parts) for k in range(parts + 1)))
+
+
+def lengths_of(whole: int, count: int) -> list[int]:
+    """Chunks of a sequence, as equal as can be."""
+    return [end - start for start, end in pairwise(bounds(whole, count))]

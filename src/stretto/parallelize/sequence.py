@@ -13,12 +13,12 @@ Reads names and classes of modules; changes nothing but the styles that it compl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from stretto.errors import UsageError
-from stretto.parallelize.styles import COLWISE, ROWWISE, Style
+from stretto.parallelize.styles import COLWISE, EXPERTS, ROWWISE, Style
 
 
 def sequence_region(
@@ -88,12 +88,13 @@ def _check_blocks(name: str, blocks: nn.ModuleList) -> None:
 def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
     """Modules of a block (attention, MLP) that gather their input, because colwise modules in them need it.
 
-    They gather it, and not the colwise modules: their code may look at its shape before it calls them.
-    Raises UsageError for colwise modules that stand in no such module.
+    They gather it, and not the colwise modules: their code may look at its shape before it calls them. So do
+    modules with experts in them. Of modules within each other the outermost gathers. Raises UsageError for
+    colwise modules that stand in no such module.
     """
     found: dict[str, None] = {}
     for name, style in styles.items():
-        if style.kind in COLWISE and name.startswith(f"{blocks}."):
+        if style.kind in (*COLWISE, EXPERTS) and name.startswith(f"{blocks}."):
             parent = name.rpartition(".")[0]
             if parent.count(".") == blocks.count(".") + 1:
                 raise UsageError(
@@ -102,7 +103,14 @@ def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
                     "input"
                 )
             found[parent] = None
-    return list(found)
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def mixtures(gathering: Sequence[str], styles: Mapping[str, Style]) -> list[str]:
+    """Which of them have experts in them: what else is in these sees whole sequences, and makes the same of
+    them on all ranks (a router), while experts make addends."""
+    experts = [name for name, style in styles.items() if style.kind == EXPERTS]
+    return [name for name in gathering if any(inner.startswith(f"{name}.") for inner in experts)]
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from stretto.errors import UsageError
 from stretto.parallelize import ops
+from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.functions import functions_given, put_forward
-from stretto.parallelize.sequence import whole_inside
+from stretto.parallelize.sequence import mixtures, whole_inside
 from stretto.parallelize.slices import SEQUENCE_DIM, Slices
 from stretto.parallelize.split_logits import SplitLogits, gathered, whole_of
 from stretto.parallelize.styles import COLWISE, ROWWISE
@@ -41,10 +43,11 @@ class _Forward:
 
 
 @contextmanager
-def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
-    """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
+def spread(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[None]:
+    """While the context lasts, the model computes one rank's part. Parameters must already be parts. degree:
+    chunks into which blocks cut the sequence."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    state = _Forward(Slices(how))
+    state = _Forward(Slices(how, degree))
     replaced: set[tuple[int, str]] = set()
     undo: list[Callable[[], None]] = []
 
@@ -75,6 +78,8 @@ def spread(model: nn.Module, how: TensorParallel) -> Iterator[None]:
                 replace(module, _colwise(module, name, how, state, style.kind == "colwise_gather_output"))
             elif style.kind in ROWWISE:
                 replace(module, _rowwise(module, name, how, state, style.kind == "rowwise_split_input"))
+            elif style.kind == "experts":
+                replace(module, _experts(module, how, state))
             elif style.kind == "vocabulary":
                 if isinstance(module, nn.Embedding):
                     replace(module, _embedding(module, how))
@@ -127,6 +132,8 @@ def _own(module: nn.Module) -> Callable[..., Any]:
 
 def _let_in(x: Tensor, how: TensorParallel, state: _Forward, sliced: bool) -> Tensor:
     """Copy or gather the input of a colwise module, once for all that read it."""
+    if type(x) is Chunked:
+        return x.each(lambda chunk: _let_in(chunk, how, state, sliced))
     known = state.entered.get(id(x))
     if known is not None and known[0] is x:
         return known[1]
@@ -137,6 +144,12 @@ def _let_in(x: Tensor, how: TensorParallel, state: _Forward, sliced: bool) -> Te
 
 def _gathering(how: TensorParallel) -> list[str]:
     return [] if how.first is None else whole_inside(how.first.rpartition(".")[0], how.modules)
+
+
+def _where(name: str, how: TensorParallel) -> tuple[bool, bool]:
+    """Whether a module is in one that gathers the sequence, and in one with experts."""
+    around = [parent for parent in _gathering(how) if name.startswith(f"{parent}.")]
+    return bool(around), bool(mixtures(around, how.modules))
 
 
 def _sequence(
@@ -153,8 +166,11 @@ def _sequence(
     for name, style in how.modules.items():
         if style.kind == "sequence" and name.startswith(f"{blocks}."):
             yield name, slices.norm_inside(name, modules[name])
-    for name in _gathering(how):
-        yield name, slices.whole_inside(name, modules[name], gather)
+    gathering = _gathering(how)
+    mixed = mixtures(gathering, how.modules)
+    for name in gathering:
+        inside = slices.mixture if name in mixed else partial(slices.whole_inside, gather=gather)
+        yield name, inside(name, modules[name])
     for name, block in modules[blocks].named_children():
         yield f"{blocks}.{name}", slices.block(f"{blocks}.{name}", block)
     for name in how.tails:
@@ -164,12 +180,12 @@ def _sequence(
 def _colwise(
     module: nn.Module, name: str, how: TensorParallel, state: _Forward, gathers: bool
 ) -> Callable[..., Any]:
-    own, inside = _own(module), any(name.startswith(f"{parent}.") for parent in _gathering(how))
+    own, inside, mixed = _own(module), *_where(name, how)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if inside:
             state.slices.check_inside(name)
-        y = own(x if inside else _let_in(x, how, state, False), *args, **kwargs)
+        y = own(x if inside and not mixed else _let_in(x, how, state, False), *args, **kwargs)
         return gathered(y, AXIS, how.size) if gathers else y
 
     return forward
@@ -178,8 +194,8 @@ def _colwise(
 def _rowwise(
     module: nn.Module, name: str, how: TensorParallel, state: _Forward, splits: bool
 ) -> Callable[..., Any]:
-    own = _own(module)
-    scatters = how.first is not None and name.startswith(f"{how.first.rpartition('.')[0]}.")
+    own, (_, mixed) = _own(module), _where(name, how)
+    scatters = how.first is not None and not mixed and name.startswith(f"{how.first.rpartition('.')[0]}.")
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scatters:
@@ -200,10 +216,25 @@ def _rowwise(
         else:
             y = own(x, *args, **kwargs)
         if scatters:
-            y = ops.scatter(y, SEQUENCE_DIM, AXIS, how.size)
-        else:
+            y = state.slices.scatter(y)
+        elif not mixed:
             y = ops.reduce(y, AXIS, how.size)
         return y if bias is None else y + bias
+
+    return forward
+
+
+def _experts(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
+    """Of tokens, chosen experts and weights. What it makes is an addend, and stays one: it may be added to
+    others (of shared experts) before the proof of placements has the sum taken."""
+    own = _own(module)
+
+    def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        def let_in(x: Tensor) -> Tensor:
+            return _let_in(x, how, state, False) if x.is_floating_point() else x
+
+        made: Tensor = own(*map(let_in, args), **{key: let_in(x) for key, x in kwargs.items()})
+        return made
 
     return forward
 

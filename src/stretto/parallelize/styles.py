@@ -11,21 +11,25 @@
     vocabulary              an embedding's rows, or an output head's columns, are spread (`vocabulary`)
     sequence                a norm that sees a slice of the sequence, with `sequence_parallel`
     attributes:A,B          integers of the module that count what is spread, divided by the number of ranks
+    experts                 a module of experts, called with tokens, chosen experts and weights: those of its
+                            own parameters are spread that have a style, and its output is the sum over ranks
+    dim:D, dim:D:K          a parameter of experts is spread along its dim D (which is K equal blocks)
     replicated              nothing is spread
 
 A plan maps patterns of module names to styles; `*` stands for one part of a name (a layer's number). These
 are the words of `transformers`; PyTorch's `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel` objects
-(`torch.distributed.tensor.parallel`) are understood as well.
+(`torch.distributed.tensor.parallel`) are understood as well. A parameter of experts with the dims (experts,
+out, in) may be colwise, packed_colwise or rowwise, as `transformers` says.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -46,17 +50,20 @@ KNOWN = (
     "vocabulary",
     "sequence",
     "attributes",
+    "experts",
     "replicated",
 )
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "rowwise_split_input")
 """Styles of matrices whose output, or input, features are spread."""
+EXPERTS = "experts"
 
 SYNONYMS = {
     "colwise_rep": "colwise_gather_output",
     "embedding_rowwise": "vocabulary",
     "sequence_parallel": "sequence",
+    "moe_tp_experts": "experts",
     # Whether a gradient is a part of a sum is read off the graph.
     "replicated_with_grad_allreduce": "replicated",
 }
@@ -84,12 +91,13 @@ BUILT_IN = {"gpt2": GPT2_PLAN}
 @dataclass(frozen=True, slots=True)
 class Style:
     """One style. blocks: K of packed_colwise; attributes: names of `attributes`; heads: K of colwise, 0 where
-    it is not said."""
+    it is not said; dims: of experts, (parameter, dim, blocks)."""
 
     kind: str
     blocks: int = 1
     attributes: tuple[str, ...] = ()
     heads: int = 0
+    dims: tuple[tuple[str, int, int], ...] = ()
 
 
 def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Style:
@@ -178,21 +186,58 @@ def named_by(pattern: str, modules: Iterable[str]) -> list[str]:
     return [name for name in modules if expression.fullmatch(name)]
 
 
+def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
+    """(dim, blocks) along which a parameter of experts is spread."""
+    word, *numbers = str(given).split(":")
+    count = parameter.dim()
+    if word == "dim" and 1 <= len(numbers) <= 2 and all(n.isdigit() for n in numbers):
+        dim, blocks = int(numbers[0]), int(numbers[-1]) if len(numbers) > 1 else 1
+        if dim < count and blocks > 0:
+            return dim, blocks
+    elif count > 1:
+        style = parse_style(given, where)
+        if style.kind in ("colwise", "packed_colwise"):
+            return count - 2, style.blocks
+        if style.kind == "rowwise":
+            return count - 1, 1
+    raise UsageError(
+        f"{where}: a parameter of {count} dims has no style {given!r}: give 'dim:D', the number of the dim "
+        "along which it is spread, or for the dims (experts, out, in) 'colwise', 'packed_colwise', 'rowwise'"
+    )
+
+
 def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
     """Module name -> style, for the modules that have one; given: as for `given_plan`.
 
-    Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
+    Patterns that name parameters are about those of experts; a model's own plan may name others, which stay
+    whole. Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
     """
     plan = given_plan(model, given)
     found: dict[str, Style] = {}
+    dims: dict[str, tuple[Any, str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern, style in plan.items():
         where = f"tp_plan[{pattern!r}]"
         matched = named_by(pattern, modules)
-        if not matched and given is not None:
+        of_experts = [] if matched else named_by(pattern, parameters)
+        if not matched and not of_experts and given is not None:
             raise UsageError(f"{where}: the model has no module of that name")
+        if of_experts:
+            dims.update(dict.fromkeys(of_experts, (style, where)))
+            continue
         parse_style(style, where, modules[matched[0]] if matched else None)
         found.update({name: parse_style(style, where, modules[name]) for name in matched})
+    for name, (style, where) in dims.items():
+        module, _, key = name.rpartition(".")
+        if module in found and found[module].kind == EXPERTS:
+            dim = _dim_of(style, where, parameters[name])
+            found[module] = replace(found[module], dims=(*found[module].dims, (key, *dim)))
+        elif given is not None:
+            raise UsageError(
+                f"tp_plan names the parameter {name!r}, which has a style only in a module of the style "
+                f"'experts': give {module!r} that style, or name the module"
+            )
     if not found:
         raise UsageError(
             f"no module of {type(model).__name__} has a name of its tensor-parallel plan "

@@ -135,6 +135,10 @@ def _check_heads(model: nn.Module, size: int) -> None:
 def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) -> dict[str, Shard]:
     """Own parameter -> how it is spread. copies: ranks that hold the same output features."""
     kind = style.kind
+    if kind == "experts":
+        for key, dim, blocks in style.dims:
+            _divides(f"{name}.{key}", module.get_parameter(key).shape[dim], size, blocks)
+        return {key: Shard(AXIS, dim, blocks) for key, dim, blocks in style.dims}
     if kind in ("replicated", "sequence", "attributes"):
         return {}
     weight = getattr(module, "weight", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch.fx.traceback as fx_traceback
@@ -20,6 +20,9 @@ R = TypeVar("R")
 
 OWN = "stretto_own"
 """Annotation of nodes whose code looks at a rank's own part on purpose."""
+
+CHUNK = "stretto_chunk"
+"""Annotation of nodes of one chunk of a sequence: its number."""
 
 _state = threading.local()
 
@@ -64,16 +67,25 @@ def unseen(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@contextmanager
-def own_code() -> Iterator[None]:
+def own_code() -> AbstractContextManager[None]:
     """What is made while the context lasts looks at a rank's own part on purpose (the highest of its logits):
     the proof of placements takes it as the rank's own, until a collective makes a value of it."""
+    return _annotated(OWN, True)
+
+
+def of_chunk(at: int) -> AbstractContextManager[None]:
+    """What is made while the context lasts is of a chunk of a sequence."""
+    return _annotated(CHUNK, at)
+
+
+@contextmanager
+def _annotated(key: str, value: object) -> Iterator[None]:
     before = fx_traceback.current_meta.get("custom")
     if before is None:  # nothing is traced
         yield
         return
     # A dict of its own: nodes made before share theirs.
-    fx_traceback.current_meta["custom"] = {**before, OWN: True}
+    fx_traceback.current_meta["custom"] = {**before, key: value}
     try:
         yield
     finally:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 
 from stretto.errors import UsageError
 from stretto.ir.program import Job
+from stretto.passes.cut_before_adding import cut_before_adding
 from stretto.passes.dead_ops import dead_ops
 from stretto.passes.dense_messages import dense_messages
 from stretto.passes.equal_collectives import equal_collectives
+from stretto.passes.gradient_parts import gradient_parts
 from stretto.passes.graph import Graph
 from stretto.passes.handed_on import handed_on, sent_once
 from stretto.passes.messages_in_parts import messages_in_parts
@@ -52,11 +54,13 @@ class OfStep:
 ORDER = (
     OfGraph(dead_ops),  # what nothing needs is dropped
     OfGraph(plain_matmuls),  # batched products that are one plain product become one
+    OfGraph(cut_before_adding),  # what is added to a sum over ranks that is then cut is cut before
     OfGraph(reduce_scatter_chunks),  # an all-reduce of which each rank keeps a part becomes a reduce-scatter
     OfGraph(sequence_first),  # MLPs take tokens in the order in which they are gathered
     OfGraph(no_ops),  # what changes nothing is dropped; chains of reshapes are joined
     OfGraph(equal_collectives),  # one collective instead of two of the same value
     OfJob(scatter_borders),  # sums that leave a stage are scattered before the border, gathered behind it
+    OfJob(gradient_parts),  # a gradient that is a sum of products becomes these, which are added one by one
     OfStep(split_products, tried=True),  # products and the collectives of their results in parts
     OfStep(dense_messages),  # what crosses stages is in one piece of memory
     OfStep(messages_in_parts),  # what all tensor-parallel ranks hold alike crosses in parts

@@ -202,6 +202,11 @@ def _slice(work: _Work, op: Op) -> str | None:
     return _given(op) if len(op.args) < 5 or op.args[4] == 1 else None
 
 
+def _slice_backward(work: _Work, op: Op) -> str | None:
+    """Of a slice of all."""
+    return work.may_share(_given(op)) if op.args[5] == 1 else None
+
+
 def _times_one(work: _Work, op: Op) -> str | None:
     """x * 1, x / 1, x ** 1; (x + 0 changes a negative zero)."""
     number = op.args[1]
@@ -229,6 +234,7 @@ IDENTITIES: dict[str, Callable[[_Work, Op], str | None]] = {
     "aten.transpose.int": _swap,
     "aten.permute.default": _swap,
     "aten.slice.Tensor": _slice,
+    "aten.slice_backward.default": _slice_backward,
     "aten.clone.default": _copy,
     "aten._to_copy.default": _copy,
     "aten.mul.Tensor": _times_one,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stretto.backend.products import add_product, product
 from stretto.ir.action import ONCE
 from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
@@ -318,9 +319,9 @@ class RankState:
         a tensor of the parameter's size for every microbatch; it rounds otherwise than product, then sum."""
         held = self.grads.get(parameter)
         if held is None or held.dtype is not left.dtype:
-            self.add_grad(parameter, torch.mm(left, right), True)
+            self.add_grad(parameter, product(left, right), True)
         else:
-            torch.addmm(held, left, right, out=held)
+            add_product(held, left, right)
 
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None:
         self._losses[microbatch] = value

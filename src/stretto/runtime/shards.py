@@ -72,13 +72,17 @@ def pieces_of(
     return found
 
 
-def join(parts: Sequence[torch.Tensor], parameter: Parameter) -> torch.Tensor:
-    """The whole from the parts along the parameter's one axis, in the order of ranks; of copies, the
-    first. A parameter that is not spread is the first part."""
-    if not parameter.shards:
-        return parts[0]
-    (shard,) = parameter.shards
-    return whole_of(list(parts), shard)
+def join(parts: Sequence[torch.Tensor], parameter: Parameter, job: Job, copy: int = 0) -> torch.Tensor:
+    """The whole from the parts of all ranks along the parameter's axes, in the order of ranks. copy: which
+    of those that hold the same is taken. A parameter that is not spread is the first part."""
+    held = list(parts)
+    # The last of a job's axes is the fastest.
+    for axis, size in reversed(job.axes):
+        for shard in parameter.shards:
+            if shard.axis == axis:
+                first = copy % shard.copies
+                held = [whole_of(held[at + first : at + size], shard) for at in range(0, len(held), size)]
+    return held[0]
 
 
 def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: int) -> torch.Tensor:
