@@ -34,7 +34,7 @@ class Seen:
         if axes and self.joined == "max":
             raise CaptureError(
                 f"{self.module or 'the model'} calls observe({self.name!r}, ..., 'max') with what ranks of "
-                f"{', '.join(axes)} have addends of, and the greatest addend is not the greatest sum: observe "
+                f"{', '.join(axes)} have addends of, and the greatest addend is no greatest sum: observe "
                 "it joined by 'sum', or what is made of it where it is whole"
             )
         return replace(self, value=now.get(self.value, self.value), partial=axes)
