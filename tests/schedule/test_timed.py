@@ -19,8 +19,8 @@ TABLE = list(csv.DictReader((Path(__file__).parent / "data" / "zero_bubble_table
 """Zero Bubble Pipeline Parallelism, Tables 9 and 5."""
 
 SHARE = {"1.5B": 32 / (34 + 5 * 24 * 1024 / 2304)}
-"""What a microbatch keeps for W alone, of what it saved: 32 s h of s h (34 + 5 a s / h) bytes, with the paper's
-sequences of 1,024 tokens; the model of 1.5 billion parameters has 24 heads and hidden size 2304."""
+"""What a microbatch keeps for W alone, of what it saved: 32 s h of s h (34 + 5 a s / h) bytes, with the
+paper's sequences of 1,024 tokens; the model of 1.5 billion parameters has 24 heads and hidden size 2304."""
 SHARE_OF_OTHERS = 32 / (34 + 5 * 1024 / 128)
 """The others have heads of 128."""
 
@@ -80,15 +80,15 @@ def test_it_is_legal_and_keeps_its_memory(ranks, microbatches, max_live, data):
 def test_stages_may_have_times_of_their_own() -> None:
     times = PhaseTimes((1.0, 2.0, 1.0), (1.0, 2.0, 1.5), (0.5, 1.0, 0.5), 0.25)
     schedule = make_schedule("zb-timed", 3, 12, times=times)
-    assert time_schedule(schedule, times).cost <= time_schedule(make_schedule("zb-h2", 3, 12), times).cost
+    assert time_schedule(schedule, times).cost < time_schedule(make_schedule("zb-h1", 3, 12), times).cost
 
 
 def test_refusals() -> None:
     with pytest.raises(
-        UsageError, match="weight_share = 0.5 must be from 0 to 1, with zb-timed; drop it else"
+        UsageError, match=r"weight_share = 0\.5 must be from 0 to 1, with zb-timed; drop it else"
     ):
         make_schedule("1f1b", 2, 2, weight_share=0.5)
-    with pytest.raises(UsageError, match="weight_share = 1.5 must be"):
+    with pytest.raises(UsageError, match=r"weight_share = 1\.5 must be"):
         make_schedule("zb-timed", 2, 2, weight_share=1.5)
     with pytest.raises(UsageError, match="F has times for 2 stages, but the schedule has 3"):
         make_schedule("zb-timed", 3, 2, times=PhaseTimes((1.0, 2.0), 1.0, 1.0))
