@@ -8,6 +8,7 @@ receives (overlap "off" waits for each at once), and ranks are threads.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ def plan_for(family: str, name: str, microbatches: int, overlap: str, stages: in
     return plan_of(replace(job, pp=ranks, overlap=overlap), family)
 
 
+@cache
 def check(family: str, name: str, microbatches: int, overlap: str, stages: int = STAGES) -> Result:
     model, batch = model_of(name, torch.float64), batch_of(name, microbatches)
     plan = plan_for(family, name, microbatches, overlap, stages)
@@ -56,7 +58,7 @@ def check(family: str, name: str, microbatches: int, overlap: str, stages: int =
 @pytest.mark.parametrize("family", PLACES)
 def test_every_family_equals_the_plain_model(family: str) -> None:
     """Microbatches fewer than a warm-up, and one more than a multiple of the ranks."""
-    for microbatches, overlap in ((1, "off"), (5, "window")):
+    for microbatches, overlap in ((1, "off"), (3, "window")):
         found = check(family, "gpt tied", microbatches, overlap)
         assert_same_bits(found, check("gpipe", "gpt tied", microbatches, overlap))
 
