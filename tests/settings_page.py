@@ -29,7 +29,8 @@ def page() -> str:
     """The page as it should be."""
     parts = [HEAD, _table("", TrainSettings)]
     for name, field in TrainSettings.model_fields.items():
-        kinds = (GPTSettings, MoESettings, HuggingFaceSettings) if name == "model" else (field.annotation,)
+        one = (field.annotation, *get_args(field.annotation))
+        kinds = (GPTSettings, MoESettings, HuggingFaceSettings) if name == "model" else one
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, Settings):
                 parts.append(_table(name, kind))

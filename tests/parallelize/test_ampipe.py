@@ -135,6 +135,21 @@ def test_attention_drops_what_the_uncut_one_drops(more: dict[str, Any]) -> None:
         assert torch.allclose(other, grad, rtol=1e-10, atol=1e-12)
 
 
+def test_a_mask_beside_a_causal_one_is_what_it_is_in_the_uncut_model() -> None:
+    """PyTorch takes both in some kernels, and refuses them in others."""
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    mask[3:, 1] = False
+    for dropout in (0.0, 0.4):
+        try:
+            want = F.scaled_dot_product_attention(q, k, v, mask, dropout, True)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error).splitlines()[0])):
+                attention(q, k, v, mask, dropout, True, lengths=[4, 4])
+        else:
+            assert torch.equal(attention(q, k, v, mask, dropout, True, lengths=[4, 4]), want)
+
+
 def test_a_kernel_that_drops_by_itself_is_refused() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12, dropout=0.3))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import stretto
 from stretto.ir.prices import specs_of, traffic_bytes
@@ -17,6 +18,8 @@ from stretto.measure import measured
 from stretto.planning.costs import costs_of, memory_limit
 from stretto.price.cluster import describe
 from stretto.price.cluster_file import Hardware, find_cluster
+from stretto.price.convolution import BACKWARD, FORWARD, convolution_products
+from stretto.price.efficiency import Matmul
 from stretto.price.hardware import attention_product, device_us, hardware_costs, program_times
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
@@ -191,3 +194,75 @@ def test_an_op_moves_what_it_reads_once_and_all_that_it_makes() -> None:
     made = TensorSpec((3,), "float32")
     op = Op("pair", "aten.max.dim", (Ref("a"), Ref("a")), (), (made, made))
     assert traffic_bytes(op, {"a": TensorSpec((2,), "float64")}) == 2 * 8 + 2 * 3 * 4
+
+
+def convolution(dtype: str = "bfloat16", groups: int = 1) -> tuple[Op, Op, dict[str, TensorSpec]]:
+    """One of 3 by 3 with a stride of 2, forward and backward, with what they read."""
+    specs = {
+        "x": TensorSpec((64, 320, 32, 32), dtype),
+        "w": TensorSpec((640, 320 // groups, 3, 3), dtype),
+        "g": TensorSpec((64, 640, 16, 16), dtype),
+    }
+    how = ((2, 2), (1, 1), (1, 1), False, (0, 0), groups)
+    forward = Op("y", FORWARD, (Ref("x"), Ref("w"), None, *how), (), (specs["g"],))
+    arguments = (Ref("g"), Ref("x"), Ref("w"), (0,), *how, (True, True, False))
+    backward = Op("d", BACKWARD, arguments, (), (specs["x"], specs["w"], None))
+    flops = 2 * 64 * 16 * 16 * 640 * (320 // groups) * 9
+    return replace(forward, flops=flops), replace(backward, flops=2 * flops), specs
+
+
+def test_convolutions_are_priced_by_their_products() -> None:
+    forward, backward, specs = convolution()
+    places, kernel = 64 * 16 * 16, 320 * 9
+    assert convolution_products(forward, specs) == (Matmul(places, 640, kernel),)
+    of_input, of_weight = convolution_products(backward, specs) or ()
+    assert of_input == Matmul(64 * 32 * 32, 320, 640 * 9 // 4)
+    assert of_weight == Matmul(640, kernel, places)
+    assert of_input.flops == of_weight.flops == forward.flops == backward.flops / 2
+    for wanted, products in (((True, False, False), (of_input,)), ((False, True, False), (of_weight,))):
+        asked = replace(backward, args=(*backward.args[:-1], wanted))
+        assert convolution_products(asked, specs) == products
+    sheet = H100.roof.flops_per_us
+    assert 0.5 * sheet < forward.flops / device_us(forward, specs, H100) < sheet
+    assert 0.3 * sheet < backward.flops / device_us(backward, specs, H100) < sheet
+
+
+def test_products_of_a_convolution_are_those_that_pytorch_counts() -> None:
+    """Plain and transposed ones, captured: the arithmetic of both directions."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.ConvTranspose2d(8, 6, 4, stride=2, padding=1),
+        nn.Conv2d(6, 4, 1),
+    )
+    job = stretto.capture(
+        model, torch.zeros(4, 3, 8, 8), lambda m, x: m(x).square().mean(), stretto.Parallel()
+    )
+    specs, seen = specs_of(job), 0
+    for op in (op for ops in job.stages[0].ops.values() for op in ops):
+        products = convolution_products(op, specs)
+        if products is not None:
+            assert sum(product.flops for product in products) == pytest.approx(op.flops)
+            seen += len(products)
+    assert seen == 3 + 5, "the first one's input wants no gradient"
+
+
+def test_few_places_leave_cores_without_a_tile() -> None:
+    forward, _, specs = convolution()
+    few = {"x": TensorSpec((1, 320, 8, 8), "bfloat16"), "w": specs["w"]}
+    small = replace(forward, outputs=(TensorSpec((1, 640, 4, 4), "bfloat16"),), flops=forward.flops // 1024)
+    rates = [op.flops / device_us(op, given, H100) for op, given in ((forward, specs), (small, few))]
+    assert rates[1] < 0.1 * rates[0]
+
+
+def test_convolutions_of_float32_run_in_tf32() -> None:
+    """Where arithmetic binds, half as fast as in half precision, as on the sheet."""
+    us = [device_us(*convolution(dtype)[::2], H100) for dtype in ("bfloat16", "float32", "float64")]
+    assert us[1] / us[0] == pytest.approx(2, rel=0.1)
+    assert us[2] / us[0] == pytest.approx(16, rel=0.1)
+
+
+def test_convolutions_in_groups_are_no_matrix_products() -> None:
+    forward, backward, specs = convolution(groups=320)
+    assert convolution_products(forward, specs) is None
+    assert convolution_products(backward, specs) is None
+    assert device_us(forward, specs, H100) == H100.op_us(0.0, traffic_bytes(forward, specs))

@@ -43,14 +43,20 @@ def make(settings: TrainSettings, tolerance: float | None = None) -> stretto.Che
     import torch
 
     from stretto.models.build import build_model, counted_loss_function
+    from stretto.train.task import own_task
 
+    pieces = settings.parallel.microbatches * settings.parallel.dp
+    rows = min(ROWS, settings.training.global_batch // pieces) * pieces
+    if settings.task is not None:
+        task = own_task(settings.task, settings.training.seed)
+        return stretto.check(
+            task.model(), task.train(0, rows), task.loss, settings.parallel, tolerance=tolerance
+        )
     given = settings.model.config if isinstance(settings.model, HuggingFaceSettings) else {}
     # The tokenizer would need the text; any vocabulary will do that the model can be built with.
     asked = given.get("vocab_size") or getattr(settings.model, "vocab_size", None)
     vocab_size = int(asked) if asked else settings.data.vocab_size
     model = build_model(settings.model, vocab_size, settings.training.seed)
-    pieces = settings.parallel.microbatches * settings.parallel.dp
-    rows = min(ROWS, settings.training.global_batch // pieces) * pieces
     generator = torch.Generator().manual_seed(settings.training.seed)
     batch = torch.randint(0, vocab_size, (rows, settings.data.sequence_length + 1), generator=generator)
     return stretto.check(

@@ -5,6 +5,7 @@ Nothing is trained. The model is built without values, so that it may be larger 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -75,16 +76,21 @@ def make(settings: TrainSettings, cluster: str | Description, order: str = "impr
 
     from stretto.models.build import build_model, counted_loss_function
     from stretto.train.layout import likely_vocab_size
+    from stretto.train.task import own_task
     from stretto.train.world import threads, use_threads
 
     # As in training: the measured times are those of as many threads.
     use_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
-    vocab_size = likely_vocab_size(settings)
+    seed, rows = settings.training.seed, settings.training.global_batch
+    if settings.task is not None:
+        task = own_task(settings.task, seed)
+        build, batch, loss = task.model, task.train(0, rows), task.loss
+    else:
+        build = partial(build_model, settings.model, likely_vocab_size(settings), seed)
+        batch = torch.empty(rows, settings.data.sequence_length + 1, dtype=torch.int64, device="meta")
+        loss = counted_loss_function(settings.model)
     with torch.device("meta"):
-        model = build_model(settings.model, vocab_size, settings.training.seed)
-    shape = (settings.training.global_batch, settings.data.sequence_length + 1)
-    batch = torch.empty(shape, dtype=torch.int64, device="meta")
-    loss = counted_loss_function(settings.model)
+        model = build()
     # The catalogue's devices are accelerators: their kernels are captured, with none of them at hand. So are
     # those that a calibration was measured on.
     device = "cuda" if isinstance(cluster, Hardware) else None

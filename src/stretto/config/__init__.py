@@ -24,6 +24,7 @@ from stretto.config.model import MoESettings as MoESettings
 from stretto.config.parallel import RECOMPUTE as RECOMPUTE
 from stretto.config.parallel import Parallel as Parallel
 from stretto.config.parallel import ParallelSettings as ParallelSettings
+from stretto.config.task import TaskSettings as TaskSettings
 from stretto.files.settings_file import read_settings
 
 
@@ -138,6 +139,8 @@ class TrainSettings(Settings):
     """What is trained."""
     data: DataSettings = DataSettings()
     """What it is trained on."""
+    task: TaskSettings | None = None
+    """A task of one's own, in the place of `model` and `data`."""
     parallel: ParallelSettings = ParallelSettings()
     """How it is spread over ranks."""
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -179,7 +182,10 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training = settings.model, settings.parallel, settings.training
     length = settings.data.sequence_length
-    if isinstance(model, DecoderSettings):
+    if settings.task is not None:
+        # What of the model fits its layout, its capture says.
+        longest, what, layers, heads = length, "", parallel.pp, parallel.tp
+    elif isinstance(model, DecoderSettings):
         longest, what, layers, heads = model.context, "model.context", model.layers, model.heads
     else:
         given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"
@@ -217,9 +223,15 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"lr_schedule.warmup_steps = {warmup} must not be above training.steps = {training.steps}",
         ),
     )
-    return [fault for wrong, fault in checked if wrong] + [
-        *faults_of_experts(model, parallel, length, training.global_batch // pieces)
-    ]
+    faults = [fault for wrong, fault in checked if wrong]
+    if settings.task is not None:
+        given = (("model", model != GPTSettings()), ("data", settings.data != DataSettings()))
+        return faults + [
+            f"{key} is of text, and task.file = {settings.task.file!r} has its own: take out [{key}]"
+            for key, wrong in given
+            if wrong
+        ]
+    return [*faults, *faults_of_experts(model, parallel, length, training.global_batch // pieces)]
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:

@@ -1,7 +1,7 @@
 """Costs of a job on a cluster of the catalogue: ops by shape, collectives and messages by where ranks lie.
 
-    op          `efficiency.op_us`: products by their dims, fused attention by those of its products, all else
-                by the bytes moved. Views and waits take nothing on the device.
+    op          `efficiency.op_us`: products by their dims, fused attention and convolutions by those of their
+                products, all else by the bytes moved. Views and waits take nothing on the device.
     launches    the host's launches of a program may take longer than its ops (`efficiency.run_us`); what is
                 missing is then spread evenly over the ops that launch.
     collective  the model of `cluster_file.Hardware` at the axis' place on the fabric (tp within a node)
@@ -22,6 +22,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
 from stretto.ir.program import CHUNK, INDEX, Job, Op, Ref, TensorSpec
 from stretto.price.cluster_file import Hardware
+from stretto.price.convolution import convolution_products
 from stretto.price.efficiency import Matmul, matmul_dims, matmul_us, run_us
 from stretto.price.roofline import ACTION_US, FREE
 from stretto.price.sharing import sharing
@@ -30,6 +31,11 @@ from stretto.price.wanted import wanted_collectives
 FP32_PART = 1 / 16
 """Rate of products in float32 over that in half precision: 19.5 of 312 TFLOP/s on the A100's sheet; assumed
 of other devices. PyTorch uses no TF32 unless it is told to."""
+
+TF32_PART = 1 / 2
+"""Rate of products in TF32 over that in half precision: 156 of 312 TFLOP/s on the A100's sheet; assumed of
+other devices. PyTorch uses it for convolutions of float32 unless it is told not to
+(`torch.backends.cudnn.allow_tf32`)."""
 
 BACKWARD_PRODUCTS = 5
 """Products of a fused attention's backward, of its forward's 2: the scores again, and four gradients (Dao et
@@ -102,14 +108,24 @@ def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
     attention = attention_product(op, specs)
     if attention is not None:
         product, count = attention
-        one = matmul_us(product, 0.0, hardware.roof) - hardware.roof.efficiency.kernel_us
-        return max(count * one / part, hardware.op_us(0.0, moved))
+        return max(count * _product_us(product, hardware) / part, hardware.op_us(0.0, moved))
+    if "convolution" in op.target and _dtype(op) == "float32":
+        part = TF32_PART
+    products = convolution_products(op, specs)
+    if products is not None:
+        total = sum(_product_us(product, hardware) for product in products)
+        return max(total / part + hardware.roof.efficiency.kernel_us, hardware.op_us(0.0, moved))
     dims = matmul_dims(op.target, shapes)
     us = hardware.op_us(float(op.flops), moved, dims)
     if part == 1.0 or not op.flops:
         return us
     # Products of float32 are slower only where arithmetic binds, not traffic.
     return max(hardware.op_us(op.flops / part, moved), us)
+
+
+def _product_us(product: Matmul, hardware: Hardware) -> float:
+    """A product's time by arithmetic alone, without the shortest time of a kernel."""
+    return matmul_us(product, 0.0, hardware.roof) - hardware.roof.efficiency.kernel_us
 
 
 def attention_product(op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Matmul, float] | None:
@@ -151,9 +167,12 @@ def _tensors(op: Op) -> list[str]:
     return [arg.name for arg in op.args if isinstance(arg, Ref)]
 
 
+def _dtype(op: Op) -> str:
+    return next((spec.dtype for spec in op.outputs if spec is not None), "bfloat16")
+
+
 def _rate_part(op: Op) -> float:
-    dtype = next((spec.dtype for spec in op.outputs if spec is not None), "bfloat16")
-    return FP32_PART if dtype in ("float32", "float64") else 1.0
+    return FP32_PART if _dtype(op) in ("float32", "float64") else 1.0
 
 
 def _is_free(op: Op) -> bool:

@@ -18,13 +18,14 @@ from stretto.config import TrainSettings
 from stretto.errors import UsageError
 from stretto.train.checkpoint_files import State, identity
 from stretto.train.compatible import flat
-from stretto.train.data import TextData
+from stretto.train.task import Task
 from stretto.train.world import World
 
 OWN = (
     "name",
     "data.paths",
     "data.cache_dir",
+    "task.file",
     "checkpoint.dir",
     "checkpoint.resume",
     "output.run_dir",
@@ -40,7 +41,7 @@ Checkpoint = tuple[State, Path]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank is about to train. tokens: their digest. checkpoint: its name, step and digest; None
+    """What one rank is about to train. tokens: its data's digest. checkpoint: its name, step and digest; None
     starts anew. fault: why the rank cannot use its checkpoint."""
 
     settings: dict[str, Any]
@@ -52,7 +53,7 @@ class Found:
 
 
 def agreed_checkpoint(
-    world: World, settings: TrainSettings, data: TextData, find: Callable[[], Checkpoint | None]
+    world: World, settings: TrainSettings, task: Task, find: Callable[[], Checkpoint | None]
 ) -> Checkpoint | None:
     """What `find` gives: the checkpoint to go on from, the same on all ranks; None starts anew.
 
@@ -68,14 +69,14 @@ def agreed_checkpoint(
             at, folder = (path.name, state.step, identity(path)), path.parent
     except UsageError as error:
         fault = str(error)
-    mine = Found(kept, data.digest, str(data.folder), at, str(folder), fault)
-    told = _difference(world.all_gather(mine))
+    mine = Found(kept, task.digest, task.where, at, str(folder), fault)
+    told = _difference(world.all_gather(mine), task)
     if told:
         raise UsageError(told)
     return found
 
 
-def _difference(found: Sequence[Found]) -> str:
+def _difference(found: Sequence[Found], task: Task) -> str:
     """Step 2: "" when all found the same. found: by rank."""
     first = found[0]
     for rank, other in enumerate(found):
@@ -90,8 +91,8 @@ def _difference(found: Sequence[Found]) -> str:
             )
         if other.tokens != first.tokens:
             return (
-                f"data.paths: the tokens on rank {rank} ({other.where}) are others than those on rank 0 "
-                f"({first.where}): the text differs, or the tokenizers package; bring both to every machine"
+                f"{task.key}: the {task.unit} on rank {rank} ({other.where}) are others than those on rank 0 "
+                f"({first.where}): {task.differing}; bring both to every machine"
             )
         if other.fault != first.fault:
             return f"{other.fault or first.fault} (on rank {rank if other.fault else 0})"

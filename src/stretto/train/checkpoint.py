@@ -20,7 +20,6 @@ from stretto.saving.folder import Writing
 from stretto.train.checkpoint_files import (
     FILE,
     STATE,
-    TOKENIZER,
     State,
     latest_in,
     mark,
@@ -33,12 +32,13 @@ ELSE = "take another checkpoint"
 
 
 def save(
-    folder: Path, state: State, tokenizer: str, runner: Runner, optimizer: torch.optim.AdamW, keep: int
+    folder: Path, state: State, kept: tuple[str, str], runner: Runner, optimizer: torch.optim.AdamW, keep: int
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`; every rank must call it. Returns its path.
 
-    keep: how many of the newest stay. Raises the same StrettoError on all ranks when a rank could not
-    write; the checkpoints from before stay as they were.
+    kept: name and content of a file about the data, such as the tokenizer. keep: how many of the newest stay.
+    Raises the same StrettoError on all ranks when a rank could not write; the checkpoints from before stay as
+    they were.
     """
     last = latest_in(folder)
     rest = f"the last whole checkpoint is {last}" if last is not None else "there is no checkpoint yet"
@@ -58,7 +58,7 @@ def save(
             mark(place, keep)
 
     on_first(runner.transport, begin)
-    files = {TOKENIZER: tokenizer.encode(), STATE: FILE.to_text(state).encode()}
+    files = {kept[0]: kept[1].encode(), STATE: FILE.to_text(state).encode()}
     face.write(place, runner, optimizer, None, writing=writing, setting="checkpoint.dir", files=files)
     on_first(runner.transport, end)
     return place

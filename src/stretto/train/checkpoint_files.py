@@ -120,9 +120,10 @@ def identity(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-def read_tokenizer(checkpoint: Path) -> str:
-    """The tokenizer's file. Raises UsageError when it is absent, empty or no text."""
-    path = checkpoint / TOKENIZER
+def read_kept(checkpoint: Path, name: str = TOKENIZER) -> str:
+    """The file that is kept of the data: of text, the tokenizer's. Raises UsageError when it is absent, empty
+    or no text."""
+    path = checkpoint / name
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -16,7 +16,7 @@ from stretto.config import HuggingFaceSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
 from stretto.models.pretrained import save_gpt
-from stretto.train.checkpoint_files import TOKENIZER, find, read_tokenizer
+from stretto.train.checkpoint_files import TOKENIZER, find, read_kept, read_state
 from stretto.train.tokenizer import END_OF_TEXT
 from stretto.train.whole import load_whole
 
@@ -34,7 +34,12 @@ def export(source: Path, output: Path) -> Path:
     checkpoint = find(source)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and is not an empty folder; name another, or remove it")
-    tokenizer = read_tokenizer(checkpoint)
+    if read_state(checkpoint).settings.get("task") is not None:
+        raise UsageError(
+            f"{checkpoint} is of a task of one's own (task.file), and export writes models of text: "
+            "read its weights with stretto.load"
+        )
+    tokenizer = read_kept(checkpoint)
     model, settings = load_whole(checkpoint)
     # Beside `output`, so that this comes to be at once; within it where it exists, because it may be a mount.
     partial = (output if output.exists() else output.parent) / f".{output.name}.{os.getpid()}.tmp"

@@ -22,7 +22,7 @@ from stretto.measure.profile import profile
 from stretto.parallelize.layout import Layout
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
-from stretto.train.dataset import TokenDataset
+from stretto.train.task import Batches
 
 
 class HeldOut:
@@ -34,12 +34,14 @@ class HeldOut:
         model: nn.Module,
         batch: Any,
         loss: Loss,
-        tokens: TokenDataset,
+        held_out: Batches,
         batches: int,
+        global_batch: int,
         layout: Layout = PLAIN,
     ) -> None:
-        """model: the one whose parameters `runner` holds. batches: global batches in a measurement. layout:
-        of the training, with as many chunks as its plan has."""
+        """model: the one whose parameters `runner` holds. held_out, batches: what is
+        measured, and how many global batches of it. layout: of the training, with as many chunks as its plan
+        has."""
         job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
         mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
         # Ranks that do equal work found about the same; all must plan with equal costs.
@@ -48,22 +50,24 @@ class HeldOut:
             for op, us in measured.items():
                 found[op].append(us)
         op_us = {op: statistics.median(times) for op, times in found.items()}
-        plan = make_plan(job, replace(runner.plan.costs, op_us=op_us), schedule=runner.plan.schedule)
+        # What is known of the training's ops says nothing of these, which may lack some of them.
+        costs = replace(runner.plan.costs, op_us=op_us, op_how={})
+        plan = make_plan(job, costs, schedule=runner.plan.schedule)
         self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
-        self._tokens = tokens
+        self._held_out = held_out
         self._batches = batches
-        self._global_batch = int(batch.shape[0])
+        self._global_batch = global_batch
 
     def observed(self) -> tuple[Observed, ...]:
         """What the model lets see of the batches since this was last called; every rank must call it."""
         return self._runner.observed()
 
     def loss(self) -> float:
-        """The mean loss in nats a token, the same on every rank; no parameter or buffer changes.
+        """The mean loss (of text in nats a token), the same on every rank; no parameter or buffer changes.
 
         Raises LostRankError when a rank does not take part.
         """
         total = 0.0
         for number in range(self._batches):
-            total += float(self._runner.step(self._tokens.batch(number, self._global_batch)))
+            total += float(self._runner.step(self._held_out(number, self._global_batch)))
         return total / self._batches

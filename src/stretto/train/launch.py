@@ -27,15 +27,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
-from stretto.models.build import build_model
 from stretto.train.checkpoint_files import find, what_is_left
-from stretto.train.data import prepare_data
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
 from stretto.train.layout import refuse_early, spread
 from stretto.train.lock import folders_of, refuse_if_held
 from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
 from stretto.train.text import silent
+from stretto.train.text_task import task_of
 from stretto.train.worker import work
 from stretto.train.world import LAUNCHER_PID, World, crowding, device_for, device_note, is_worker, threads
 
@@ -78,9 +77,9 @@ def _check(settings: TrainSettings) -> None:
     def say(line: str) -> None:
         print(line, flush=True)
 
-    data = prepare_data(settings.data, say)
+    task = task_of(settings, say)
     with torch.device("meta"):
-        model = build_model(settings.model, data.vocab_size, settings.training.seed)
+        model = task.model()
     spread(model, settings, silent)  # the first rank will say it
     ranks = settings.parallel.world
     here = World(size=ranks, local_size=ranks)

@@ -16,6 +16,7 @@ from stretto.models.build import build_model, counted_loss_function
 from stretto.parallelize.ampipe import check_attention
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.tensor.dtensor_adapter import without_values
+from stretto.train.task import own_task
 from stretto.train.text import Say, silent
 
 
@@ -24,6 +25,10 @@ def refuse_early(settings: TrainSettings) -> None:
     layout that the model does not fit. What else can be wrong with a model, its capture says."""
     parallel = settings.parallel
     if parallel.tp == parallel.ep == parallel.ampipe_degree == 1:
+        return
+    if settings.task is not None:
+        with without_values():
+            spread(own_task(settings.task, settings.training.seed).model(), settings, silent)
         return
     with without_values():
         model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)

@@ -21,6 +21,8 @@ class Progress:
         self._console = console if console is not None else Console(soft_wrap=True)
         self._live: Live | None = None
         self._drawn_s = 0.0
+        self.unit = "tokens"
+        """In what speed is counted."""
 
     def say(self, line: str) -> None:
         """Print a line above the live one."""
@@ -58,7 +60,7 @@ class Progress:
         parts = [
             f"step {step:>{wide}}/{self._steps}",
             f"loss {line['loss']:.4f}",
-            f"{line['tokens_per_s']:,.0f} tokens/s",
+            f"{line[f'{self.unit}_per_s']:,.0f} {self.unit}/s",
         ]
         if exposed is not None:
             parts.append(f"exposed {100 * exposed:.1f} %")

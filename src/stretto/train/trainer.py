@@ -1,11 +1,12 @@
-"""Training from settings, as one of the ranks: from text to a trained model, a report and checkpoints.
+"""Training from settings, as one of the ranks: from data to a trained model, a report and checkpoints.
 
     1. Data, model, capture, plan: every rank does the same, on what they have found to be the same.
     2. A Runner for this rank's stages and parts, one for evaluation, and AdamW; the rest of the model is
        dropped.
     3. Go on from a checkpoint, if there is one.
     4. The steps: batch, forward and backward, clip, update; now and then a line, a measurement, a checkpoint.
-    5. The end: held-out loss; then the ranks part, and rank 0 adds a sample, and predicted against measured.
+    5. The end: held-out loss; then the ranks part, and rank 0 adds the task's report, and predicted against
+       measured.
 
 Everything random or ordered is a function of seeds and the step, so that a resumed run goes on bit for bit.
 """
@@ -23,14 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stretto.capture import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
-from stretto.models.build import build_model, counted_loss_function
 from stretto.parallelize.layout import chunks_of
 from stretto.planning.make_plan import plan as make_plan
 from stretto.report.load import dropped_words
@@ -40,7 +38,6 @@ from stretto.train.agreement import Checkpoint, agreed_checkpoint
 from stretto.train.checkpoint_files import State, find, latest_in, read_state, set_aside
 from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
-from stretto.train.data import TextData, prepare_data
 from stretto.train.heartbeat import Heartbeat
 from stretto.train.heldout import HeldOut
 from stretto.train.layout import move, spread
@@ -52,7 +49,9 @@ from stretto.train.progress import Progress
 from stretto.train.results import Results, finish
 from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
 from stretto.train.shared import check_shared, take_folders
+from stretto.train.task import Task
 from stretto.train.text import silent
+from stretto.train.text_task import task_of
 from stretto.train.world import World, is_launched, leave
 
 
@@ -84,17 +83,17 @@ class Trainer:
 
     def _run(self) -> None:
         started_s = time.monotonic()
-        data = self._prepare()
-        if data is None:
+        task = self._prepare()
+        if task is None:
             leave(self.world)
             return
         try:
             with Heartbeat(self.world, self.missed):
-                self._train(data)
+                self._train(task)
             results = Results(
                 settings=self.settings,
                 plan=self.runner.plan,
-                data=data,
+                task=task,
                 steps=self.step,
                 losses=tuple(self._losses),
                 step_s=tuple(self._step_s),
@@ -121,15 +120,15 @@ class Trainer:
 
     # Steps 1 to 3.
 
-    def _prepare(self) -> TextData | None:
+    def _prepare(self) -> Task | None:
         """None for a run that has come to its end, which stays as it is."""
         settings, say = self.settings, self.progress.say
         take_folders(self.world, settings, self._lock)
         # The launcher has prepared it, and said so.
-        data = prepare_data(settings.data, silent if is_launched() else say)
-        found = agreed_checkpoint(self.world, settings, data, self._find_checkpoint)
+        task = task_of(settings, silent if is_launched() else say)
+        found = agreed_checkpoint(self.world, settings, task, self._find_checkpoint)
         if found is not None:
-            for line in check(*found, settings, data.tokenizer.to_str()):
+            for line in check(*found, settings, task):
                 say(f"note: {line}")
         if self._is_finished(found):
             say(
@@ -139,9 +138,8 @@ class Trainer:
             )
             return None
         check_shared(self.world, settings.checkpoint_dir)
-        model = build_model(settings.model, data.vocab_size, settings.training.seed)
-        loss = counted_loss_function(settings.model)
-        batch = data.train.batch(0, settings.training.global_batch)
+        model, loss = task.model(), task.loss
+        batch = task.train(0, settings.training.global_batch)
         layout = spread(model, settings, say)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
@@ -161,7 +159,14 @@ class Trainer:
         # With "auto" the plan has chosen.
         layout = replace(layout, chunks=chunks_of(model, settings.parallel, plan.job.chunks))
         self.held_out = HeldOut(
-            self.runner, model, batch, loss, data.held_out, settings.training.eval_batches, layout
+            self.runner,
+            model,
+            batch,
+            loss,
+            task.held_out,
+            settings.training.eval_batches,
+            settings.training.global_batch,
+            layout,
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")
@@ -170,8 +175,8 @@ class Trainer:
         gc.collect()
         self.optimizer = make_optimizer(self.runner, settings.optimizer)
         self.clip = GradientClip(self.runner, settings.optimizer.grad_clip_norm)
-        self._tokenizer = data.tokenizer.to_str()
-        self._vocab_size = data.vocab_size
+        self._task = task
+        self.progress.unit = task.unit
         self._losses: list[float] = []
         if found is not None:
             state, path = found
@@ -183,7 +188,7 @@ class Trainer:
             self._keep_earlier(found)
             begin_run(settings.run_dir, settings, plan)
             self.metrics = Metrics(settings.run_dir, self.step, settings.output.tensorboard)
-        return data
+        return task
 
     def _is_finished(self, found: Checkpoint | None) -> bool:
         """Whether this very run has done all its steps and said how it ended, as rank 0 sees it."""
@@ -216,7 +221,7 @@ class Trainer:
 
     # Step 4.
 
-    def _train(self, data: TextData) -> None:
+    def _train(self, task: Task) -> None:
         training, every = self.settings.training, self.settings.checkpoint.every_steps
         if self.step >= training.steps:
             self.progress.say(
@@ -226,13 +231,13 @@ class Trainer:
         exposed: float | None = None
         while self.step < training.steps:
             begin_s = time.perf_counter()
-            loss, rate, norm = self._one_step(data.train.batch(self.step, training.global_batch))
+            loss, rate, norm = self._one_step(task.train(self.step, training.global_batch))
             step_s = time.perf_counter() - begin_s
-            tokens_per_s = training.global_batch * self.settings.data.sequence_length / step_s
+            per_s = training.global_batch * task.size / step_s
             self._losses.append(loss)
             self._step_s.append(step_s)
             line: dict[str, Any] = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": norm}
-            line |= {"step_s": step_s, "tokens_per_s": tokens_per_s}
+            line |= {"step_s": step_s, f"{task.unit}_per_s": per_s}
             gathered = self._gather_timeline()
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
@@ -245,7 +250,7 @@ class Trainer:
             if last or (every and self.step % every == 0):
                 self._save()
 
-    def _one_step(self, batch: torch.Tensor) -> tuple[float, float, float]:
+    def _one_step(self, batch: Any) -> tuple[float, float, float]:
         """Loss, learning rate and gradient norm of the next step, which is then done."""
         settings = self.settings
         lost, size = self.runner.step(batch), self.clip()
@@ -266,9 +271,14 @@ class Trainer:
         return loss, rate, norm
 
     def _gather_timeline(self) -> float | None:
-        """On steps that are logged or traced: the share of the step that is exposed communication."""
+        """On steps that are logged or traced: the share of the step that is exposed communication. Steps that
+        are replayed have no timeline, and for all that are traced stands the last that has one."""
         training, traced = self.settings.training, self.settings.output.trace_steps
         trace = self.step > training.steps - traced
+        if self.runner.replayed:
+            if trace and not self.timelines:
+                self.timelines.append(self.runner.timeline())
+            return None
         if not trace and self.step % training.log_every:
             return None
         timeline = self.runner.timeline()
@@ -311,11 +321,13 @@ class Trainer:
 
     def _save(self) -> None:
         settings = self.settings
-        state = State(self.step, self.runner.state.steps, self._vocab_size, settings.model_dump(mode="json"))
+        state = State(
+            self.step, self.runner.state.steps, self._task.vocab_size, settings.model_dump(mode="json")
+        )
         checkpoint.save(
             settings.checkpoint_dir,
             state,
-            self._tokenizer,
+            self._task.kept,
             self.runner,
             self.optimizer,
             settings.checkpoint.keep,

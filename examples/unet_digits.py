@@ -1,0 +1,123 @@
+"""A task of one's own: a small U-Net Transformer of `diffusers` that learns to draw scikit-learn's digits.
+
+`examples/unet_transformer.toml` names this file. The U-Net is told how noisy an image is and which digit it
+shows, and says which noise was added to it (Ho, Jain and Abbeel 2020, arXiv 2006.11239). At the end it draws
+ten of each digit from noise alone (Song, Meng and Ermon 2021, arXiv 2010.02502), into samples.png.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DDIMScheduler, UNet2DConditionModel
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor, nn
+
+from stretto.train.task import Task
+from stretto.train.text import Say
+
+HELD_OUT = 1 / 10
+"""Share of the 1,797 images that is never trained on."""
+EACH = 10
+"""How many of each digit are drawn."""
+ENLARGED = 6
+"""Pixels of the picture for one of an image of 8 by 8."""
+
+
+def task(config: Mapping[str, Any], seed: int) -> Task:
+    """config: `channels` of the first level, and `sampling_steps`."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1  # grey values were 0 to 16
+    labels = torch.tensor(digits.target)
+    count = round(len(images) * (1 - HELD_OUT))
+    schedule = DDIMScheduler(num_train_timesteps=1000)
+
+    def model() -> nn.Module:
+        c = config.get("channels", 32)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return UNet2DConditionModel(
+                sample_size=8,
+                in_channels=1,
+                out_channels=1,
+                layers_per_block=1,
+                down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+                up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+                block_out_channels=(c, 2 * c, 4 * c),
+                cross_attention_dim=10,
+                attention_head_dim=8,
+                norm_num_groups=8,
+            )
+
+    def noisy(first: int, last: int, draw: torch.Generator, rows: int) -> dict[str, Tensor]:
+        """Images from `first` to `last`, drawn at random, each with some noise."""
+        chosen = torch.randint(first, last, (rows,), generator=draw)
+        noise = torch.randn(rows, *images.shape[1:], generator=draw)
+        time = torch.randint(0, schedule.config.num_train_timesteps, (rows,), generator=draw)
+        shown = schedule.add_noise(images[chosen], noise, time)
+        return {"image": shown, "time": time, "noise": noise, "digit": as_states(labels[chosen])}
+
+    def train(step: int, rows: int) -> dict[str, Tensor]:
+        return noisy(0, count, torch.Generator().manual_seed((seed << 32) + step), rows)
+
+    def held_out(step: int, rows: int) -> dict[str, Tensor]:
+        return noisy(count, len(images), torch.Generator().manual_seed(step), rows)
+
+    def report(model: nn.Module, folder: Path, say: Say) -> Mapping[str, Any]:
+        asked = torch.arange(10).repeat_interleave(EACH)
+        drawn = sample(model, schedule, asked, config.get("sampling_steps", 50))
+        path = folder / "samples.png"
+        picture(drawn).save(path)
+        judge = KNeighborsClassifier(1).fit(digits.data / 8 - 1, digits.target)
+        told = judge.predict(drawn.flatten(1).numpy())
+        share = float((told == asked.numpy()).mean())
+        say("")
+        say(f"samples: {len(asked)} digits in {path}; {share:.0%} look like the digit asked for")
+        return {"samples": str(path), "samples_recognised": share}
+
+    return Task(
+        model=model,
+        loss=loss,
+        train=train,
+        held_out=held_out,
+        digest=hashlib.sha256(digits.data.tobytes()).hexdigest(),
+        report=report,
+        unit="images",
+        held_out_words=("", "; 1 is what an image of noise alone tells"),
+    )
+
+
+def as_states(digits: Tensor) -> Tensor:
+    """What a U-Net attends to: one state, which says the digit."""
+    return nn.functional.one_hot(digits, 10).float()[:, None]
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """(sum, count) of the squared error, over pixels."""
+    said = model(batch["image"], batch["time"], encoder_hidden_states=batch["digit"]).sample
+    return nn.functional.mse_loss(said, batch["noise"], reduction="sum"), batch["noise"].numel()
+
+
+@torch.no_grad()
+def sample(model: nn.Module, schedule: DDIMScheduler, digits: Tensor, steps: int) -> Tensor:
+    """Images of the digits asked for, from noise."""
+    schedule.set_timesteps(steps)
+    images = torch.randn(len(digits), 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    for time in schedule.timesteps:
+        noise = model(images, time, encoder_hidden_states=as_states(digits)).sample
+        images = schedule.step(noise, time, images).prev_sample
+    return images
+
+
+def picture(images: Tensor) -> Image.Image:
+    """A row for each digit."""
+    rows = images.reshape(10, EACH, 8, 8).permute(0, 2, 1, 3).reshape(80, EACH * 8)
+    grey = ((1 - rows.clamp(-1, 1)) * 127.5).round().numpy().astype(np.uint8)
+    return Image.fromarray(grey).resize((EACH * 8 * ENLARGED, 80 * ENLARGED), Image.Resampling.NEAREST)

@@ -1,0 +1,114 @@
+"""What a run trains: its data, its model and loss, and what is told at the end. Text is one kind of task.
+
+A task of one's own is a file of Python that `task.file` names, with a function `task(config, seed) -> Task`.
+Every rank calls it, and so does the launcher: it must give the same each time. The room reads that file and
+runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from stretto.batch.loss import Loss
+from stretto.config.task import TaskSettings
+from stretto.errors import StrettoError, UsageError
+from stretto.train.text import Say
+
+FUNCTION = "task"
+"""What the file of a task defines."""
+KEPT = "task.sha256"
+"""What a checkpoint keeps of a task of one's own: its digest."""
+
+Batches = Callable[[int, int], Any]
+"""(step, global_batch) -> the batch of a step: a tree of tensors whose first dim is `global_batch`. It must
+follow from the two alone, noise included, so that a resumed run goes on with the same."""
+
+Report = Callable[[nn.Module, Path, Say], Mapping[str, Any]]
+"""(model, folder, say) -> what the run's summary is to have beside its own. At the end rank 0 calls it with
+the trained model on the CPU, in eval() mode and without gradients; it may write files (samples, pictures) into
+the run's folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a run trains.
+
+    model: makes it with fresh weights, the same each time; under `torch.device("meta")` it has no values.
+    loss: as `stretto.capture` takes it. train, held_out: batches. digest: equal for equal data. report: what
+    to do at the end, if anything. unit, size: in what speed is counted, and how many of it one sample has.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Loss
+    train: Batches
+    held_out: Batches
+    digest: str
+    report: Report | None = None
+    unit: str = "samples"
+    size: int = 1
+    held_out_words: tuple[str, str] = ("", "")
+    """What is said at the end after the held-out loss, its unit, and after that, what to compare it with."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """What the run's summary has beside its own."""
+    where: str = ""
+    """Where the data is."""
+    kept: tuple[str, str] = ("", "")
+    """Name and content of a file that checkpoints hold, and must hold equally to be gone on from."""
+    vocab_size: int = 0
+    """Of text, how many tokens there are."""
+    key: str = "task.file"
+    source: str = "what task.file makes"
+    differing: str = "the file differs, or what it reads"
+    """For messages: the setting that data comes from, in words, and why it may differ between machines."""
+
+
+def own_task(settings: TaskSettings, seed: int) -> Task:
+    """The task that a file defines. Raises UsageError for a file that cannot be read or run, and for one that
+    gives no task."""
+    path = Path(settings.file).expanduser()
+    try:
+        code = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"task.file = {settings.file!r} cannot be read ({error.strerror}): give a file of Python, "
+            "relative to the working directory"
+        ) from None
+    spec = importlib.util.spec_from_file_location(f"stretto_task_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"task.file = {settings.file!r} is no file of Python: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise UsageError(f"task.file = {settings.file!r}: {error}; install what it needs") from error
+    except SyntaxError as error:
+        raise UsageError(f"task.file = {settings.file!r}, line {error.lineno}: {error.msg}") from None
+    make = getattr(module, FUNCTION, None)
+    if not callable(make):
+        raise UsageError(
+            f"task.file = {settings.file!r} defines no function {FUNCTION}(config, seed), which returns a "
+            "stretto.train.task.Task"
+        )
+    try:
+        made = make(dict(settings.config), seed)
+    except StrettoError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"task.file = {settings.file!r}: {FUNCTION}(config, seed) failed with task.config = "
+            f"{dict(settings.config)}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, Task):
+        raise UsageError(
+            f"task.file = {settings.file!r}: {FUNCTION}(config, seed) returned a {type(made).__name__}, and "
+            "is to return a stretto.train.task.Task"
+        )
+    digest = hashlib.sha256(code + made.digest.encode()).hexdigest()
+    return replace(made, digest=digest, where=made.where or str(path), kept=(KEPT, digest))
