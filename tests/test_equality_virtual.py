@@ -17,6 +17,7 @@ import stretto
 from stretto.ir.plan import Plan
 from stretto.ir.stage_maps import PLACES
 from stretto.models.gpt import next_token_loss
+from stretto.planning.make_plan import make_plan
 from stretto.verify import verify
 from tests.runtime.equality import (
     Result,
@@ -33,6 +34,7 @@ from tests.runtime.equality import (
     tokens,
     traced,
 )
+from tests.synthetic import make_costs, make_job
 
 RANKS, STAGES = 2, 4
 
@@ -82,6 +84,17 @@ def test_any_number_of_stages_a_rank(family: str, ranks: int, each: int) -> None
     plan = stretto.plan(stretto.capture(model, batch, next_token_loss, parallel), stretto.Cluster())
     assert (plan.ranks, len(plan.job.stages)) == (ranks, ranks * each)
     assert_equal(run(plan, model, batch), plain(model, batch, next_token_loss), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", PLACES)
+def test_few_microbatches_on_two_to_eight_stages_are_proved(family: str) -> None:
+    """With sends that are waited for at once, and with messages of a communicator in the order of their sends."""
+    for ranks in (1, 2, 3, 4):
+        for microbatches in (1, 2, 3):
+            job = replace(make_job(ranks * PLACES[family].usual, microbatches), pp=ranks)
+            for overlap in ("off", "local"):
+                verify(make_plan(job, make_costs(job, latency_us=30.0), schedule=family, overlap=overlap))
 
 
 def test_settings_reach_the_schedule() -> None:
