@@ -89,7 +89,7 @@ def test_any_number_of_stages_a_rank(family: str, ranks: int, each: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PLACES)
 def test_few_microbatches_on_two_to_eight_stages_are_proved(family: str) -> None:
-    """With sends that are waited for at once, and with messages of a communicator in the order of their sends."""
+    """With sends that are waited for at once, and with messages that go in the order of their sends."""
     for ranks in (1, 2, 3, 4):
         for microbatches in (1, 2, 3):
             job = replace(make_job(ranks * PLACES[family].usual, microbatches), pp=ranks)
