@@ -20,8 +20,7 @@ TABLE = list(csv.DictReader((Path(__file__).parent / "data" / "zero_bubble_table
 
 SHARE = {"1.5B": 32 / (34 + 5 * 24 * 1024 / 2304)}
 """What a microbatch keeps for W alone, of what it saved: 32 s h of s h (34 + 5 a s / h) bytes, with the
-paper's
-sequences of 1,024 tokens; the model of 1.5 billion parameters has 24 heads and hidden size 2304."""
+paper's sequences of 1,024 tokens; the model of 1.5 billion parameters has 24 heads and hidden size 2304."""
 SHARE_OF_OTHERS = 32 / (34 + 5 * 1024 / 128)
 """The others have heads of 128."""
 
@@ -81,7 +80,7 @@ def test_it_is_legal_and_keeps_its_memory(ranks, microbatches, max_live, data):
 def test_stages_may_have_times_of_their_own() -> None:
     times = PhaseTimes((1.0, 2.0, 1.0), (1.0, 2.0, 1.5), (0.5, 1.0, 0.5), 0.25)
     schedule = make_schedule("zb-timed", 3, 12, times=times)
-    assert time_schedule(schedule, times).cost <= time_schedule(make_schedule("zb-h2", 3, 12), times).cost
+    assert time_schedule(schedule, times).cost < time_schedule(make_schedule("zb-h1", 3, 12), times).cost
 
 
 def test_refusals() -> None:

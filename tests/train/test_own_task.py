@@ -50,7 +50,7 @@ trace_steps = 1
 
 
 def write(folder: Path, *, pp: int = 1, steps: int = 60, run: str = "run", file: Path = FILE) -> Path:
-    split = 'split = ["last"]' if pp == 2 else ""
+    split = 'split = ["middle"]' if pp == 2 else ""
     path = folder / f"{run}.toml"
     path.write_text(SETTINGS.format(file=file, pp=pp, steps=steps, run=folder / run, split=split))
     return path

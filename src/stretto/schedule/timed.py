@@ -10,8 +10,8 @@ One stage a rank, the backward split. The steps:
 3. Of such `TRIES`, the one with the smallest cost by the clock of `stretto.schedule.timing`.
 
 Memory is counted as in the paper: a microbatch that waits for its weight gradient alone counts
-`weight_share` of one, as the rest of what it saved is free. In a transformer of hidden size h with a heads
-and sequences of s, that is 32 / (34 + 5 a s / h) where attention saves its scores.
+`weight_share` of one, as the rest of what it saved is free. In a transformer of hidden size h, a heads and
+sequences of s, that is 32 / (34 + 5 a s / h) where attention saves its scores.
 
 Touches `stretto.ir` and this folder's clock and walk.
 """

@@ -32,8 +32,8 @@ follow from the two alone, noise included, so that a resumed run goes on with th
 
 Report = Callable[[nn.Module, Path, Say], Mapping[str, Any]]
 """(model, folder, say) -> what the run's summary is to have beside its own. At the end rank 0 calls it with
-the trained model on the CPU, in eval() mode and without gradients; it may write files (samples, pictures)
-into the run's folder."""
+the trained model on the CPU, in eval() mode, without gradients; it may write files (samples, pictures) into
+the run's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
