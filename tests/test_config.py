@@ -82,6 +82,12 @@ def test_values_arrive_with_their_types(load: Load) -> None:
     assert (settings.run_dir, settings.checkpoint_dir) == (Path("elsewhere"), Path("kept"))
 
 
+def test_models_of_others_may_have_virtual_stages(load: Load) -> None:
+    for model in ("kind = 'huggingface'\narchitecture = 'LlamaForCausalLM'", "kind = 'gpt'"):
+        settings = load(f"[model]\n{model}\n[parallel]\npp = 2\nvirtual_stages = 2\nschedule = 'zb-v'")
+        assert settings.parallel.virtual_stages == 2
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         TrainSettings().optimizer.lr = 1.0
@@ -171,6 +177,15 @@ def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
             "parallel: split names 1 modules and so makes 2 stages, which must be a multiple of pp = 3",
         ),
         ("[parallel]\nsplit = ['a', 'b', 'a']", "parallel: split names a more than once"),
+        (
+            "[parallel]\npp = 2\nvirtual_stages = 5\nschedule = 'interleaved-1f1b'",
+            "parallel.virtual_stages = 5 of each of parallel.pp = 2 ranks are more than model.layers = 8: "
+            "give 4 or less",
+        ),
+        (
+            "[parallel]\npp = 2\nvirtual_stages = 3\nsplit = ['a', 'b', 'c']",
+            "pp = 2 and virtual_stages = 3 make 6; give virtual_stages = 2, or drop it",
+        ),
         ("[parallel]\npp = 9", "parallel.pp = 9 must not be above model.layers = 8"),
         (
             "[parallel]\nmicrobatches = 5",

@@ -211,6 +211,7 @@ def test_a_settings_file_of_a_model_of_transformers(
 @pytest.mark.parametrize(
     "changes",
     [
+        "data.sequence_length=1",
         "parallel.dp=4 parallel.ep=4",
         "parallel.dp=4 parallel.ep=2 training.global_batch=12",
         f"{' '.join(EP)} {DROPLESS} parallel.ep_buffer=1 parallel.ep_overflow=drop",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from stretto.backend import grouped_adapter as adapter
-from stretto.errors import RunError
+from stretto.errors import RunError, UsageError
 from stretto.models.dispatch import dropless, within_capacity
 
 ENDS = {
@@ -53,6 +55,13 @@ def test_the_one_kernel_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatc
     found = adapter._mm(x, w, ends), adapter._mm_t(x, y, ends)
     for one, other in zip(found, want, strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_what_no_graph_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert adapter._bounds(torch.tensor([1, 3])) == [(0, 1), (1, 3)]
+    with pytest.raises(UsageError, match=r"cuda_graph=True .* \(precision = 'bf16'\)"):
+        adapter._bounds(SimpleNamespace(is_cuda=True))  # type: ignore[arg-type]
 
 
 def test_room_that_is_asked_for() -> None:

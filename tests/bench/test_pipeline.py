@@ -14,10 +14,10 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from stretto.bench.in_lab import worker_command
+from stretto.bench.pipeline import FAMILIES
 from stretto.bench.race import race
 from stretto.cli.bench import bench
 from stretto.errors import UsageError
-from stretto.schedule.families import FAMILIES
 
 SMALL = {
     "rate": "unlimited",

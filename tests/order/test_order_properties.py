@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, ItemKind
+from stretto.ir.stage_maps import virtual_stages_of
 from stretto.planning.make_plan import make_plan
 from stretto.planning.variants import communicates
 from stretto.schedule.families import FAMILIES
@@ -24,8 +25,10 @@ TIMES = st.sampled_from([0.0, 1.0, 30.0, 100.0, 250.0, 1000.0])
 @given(st.data())
 def test_what_planning_makes_is_proved(data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from(AXES))
+    family = data.draw(st.sampled_from(sorted(FAMILIES)))
+    each = virtual_stages_of(family, None)
     job = comm_job(
-        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 4 // each)) * each,
         data.draw(st.integers(1, 6)),
         axes,
         blocks=data.draw(st.integers(1, 3)),
@@ -41,7 +44,6 @@ def test_what_planning_makes_is_proved(data: st.DataObject) -> None:
         slowdown=data.draw(st.sampled_from([0.0, 0.3])),
         shared=tuple(axis for axis, _ in axes if data.draw(st.booleans())),
     )
-    family = data.draw(st.sampled_from(sorted(FAMILIES)))
     off = make_plan(job, costs, schedule=family, overlap="off")
     assert off.prediction is not None
     for mode in ("local", "window"):

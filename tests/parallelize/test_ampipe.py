@@ -135,6 +135,21 @@ def test_attention_drops_what_the_uncut_one_drops(more: dict[str, Any]) -> None:
         assert torch.allclose(other, grad, rtol=1e-10, atol=1e-12)
 
 
+def test_a_mask_beside_a_causal_one_is_what_it_is_in_the_uncut_model() -> None:
+    """PyTorch takes both in some kernels, and refuses them in others."""
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    mask[3:, 1] = False
+    for dropout in (0.0, 0.4):
+        try:
+            want = F.scaled_dot_product_attention(q, k, v, mask, dropout, True)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error).splitlines()[0])):
+                attention(q, k, v, mask, dropout, True, lengths=[4, 4])
+        else:
+            assert torch.equal(attention(q, k, v, mask, dropout, True, lengths=[4, 4]), want)
+
+
 def test_a_kernel_that_drops_by_itself_is_refused() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12, dropout=0.3))
@@ -213,6 +228,10 @@ CALLS = {
     "dropped in place": lambda x: (torch.manual_seed(3), y := x.clone(), F.dropout(y, 0.5, inplace=True), y)[
         -1
     ],
+    "an activation in place": lambda x: (y := x.clone(), F.relu(y, inplace=True), y)[-1] + x,
+    "by keyword": lambda x: (y := x.clone(), F.hardtanh(input=y, inplace=True), y)[-1],
+    "by place": lambda x: (y := x.clone(), F.leaky_relu(y, 0.3, True), y)[-1],
+    "of a view": lambda x: (y := x.clone(), F.silu(y.view(2, 12, 2, 4), True), y)[-1],
     "topk": lambda x: x.topk(2, dim=-1).indices,
     "long as features": lambda x: x * torch.arange(8.0, dtype=x.dtype),
     "zeros like": lambda x: torch.zeros_like(x) + x,
@@ -229,8 +248,35 @@ def test_any_call_gives_what_it_gives_of_the_whole(name: str, degree: int) -> No
     assert torch.allclose(found.double(), CALLS[name](whole).double(), rtol=1e-12)
 
 
+def test_gradients_of_what_is_made_in_place() -> None:
+    def made(x: Any, of: Tensor) -> list[Tensor]:
+        y = x * 2.0
+        F.silu(y, inplace=True)
+        return list(torch.autograd.grad((joined(y) * torch.arange(8.0)).square().sum(), of))
+
+    whole = torch.randn(2, 12, 8, dtype=torch.float64).requires_grad_()
+    [expected] = made(whole, whole)
+    [found] = made(Chunked(whole.split(lengths_of(12, 5), dim=1), 1), whole)
+    assert torch.allclose(found, expected, rtol=1e-12)
+
+
+def test_a_sequence_is_not_turned_in_place() -> None:
+    with pytest.raises(CaptureError, match="changed in place to"):
+        Chunked(torch.randn(2, 12, 8).split(4, dim=1), 1).transpose_(1, 2)
+
+
 @pytest.mark.parametrize(
-    "name", ["rows", "rows and back", "heads", "beside a whole", "norm", "topk", "a feature"]
+    "name",
+    [
+        "rows",
+        "rows and back",
+        "heads",
+        "beside a whole",
+        "norm",
+        "topk",
+        "a feature",
+        "an activation in place",
+    ],
 )
 def test_what_can_stay_in_chunks_does(name: str) -> None:
     cut = Chunked(torch.randn(2, 12, 8).double().split(4, dim=1), 1)

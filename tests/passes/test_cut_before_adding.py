@@ -16,11 +16,16 @@ HALF = TensorSpec((2, 2, 6), "float32", (24, 6, 1))
 
 
 def graph(
-    *, users: tuple[Op, ...] = (), roots: tuple[str, ...] = (), kind: str = "sum", other: Any = ROWS
+    *,
+    users: tuple[Op, ...] = (),
+    roots: tuple[str, ...] = (),
+    kind: str = "sum",
+    other: Any = ROWS,
+    summed: Any = ROWS,
 ) -> Graph:
     """As experts and their router give gradients back: rows that are summed, and rows that all have."""
     found = (
-        Op("x", "aten.relu.default", (Ref("batch/0"),), (), (ROWS,)),
+        Op("x", "aten.relu.default", (Ref("batch/0"),), (), (summed,)),
         Op("b", "aten.relu.default", (Ref("batch/1"),), (), (other,)),
         Op("sum", "comm.all_reduce", (Ref("x"), kind, "tp", 2), (), (ROWS,)),
         Op("done", "comm.wait", (Ref("sum"),), (), (ROWS,), "sum"),
@@ -65,8 +70,12 @@ def test_each_is_cut_before_they_are_added() -> None:
         {"other": TensorSpec((8, 1), "float32")},
         {"other": TensorSpec((8, 6), "float32", (1, 8))},
         {"other": TensorSpec((8, 6), "float64")},
+        {"summed": TensorSpec((8, 6), "float32", (1, 8))},
     ],
-    ids=["sum used", "summed used", "a result", "a maximum", "repeated", "no view of it", "another dtype"],
+    ids=[
+        *("sum used", "summed used", "a result", "a maximum", "repeated", "no view of it", "another dtype"),
+        "no view of what is summed",
+    ],
 )
 def test_what_has_to_stay(change: dict[str, Any]) -> None:
     before = graph(**change)

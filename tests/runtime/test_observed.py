@@ -157,6 +157,21 @@ def test_addends_of_tensor_parallel_ranks_are_summed() -> None:
     assert alone.mean[0] > 0
 
 
+def test_the_greatest_of_addends_is_refused() -> None:
+    """Of ranks' addends the greatest would be told, in the place of the greatest sum."""
+
+    class Own(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(self.norm(x)).relu()
+            stretto.observe("mass", hidden.sum(), "max")
+            made: Tensor = x + self.down(hidden)
+            return made
+
+    spread = Parallel(tp=2, tp_plan={"0.up": "colwise", "0.down": "rowwise"})
+    with pytest.raises(CaptureError, match=r"'mass', ..., 'max'.* ranks of tp have addends of"):
+        plan_of(nn.Sequential(Own()).double(), spread)
+
+
 def test_an_evaluation_lets_see_as_well() -> None:
     model = Stack(2).double()
     parallel = Parallel(pp=2, microbatches=2, dp=2)

@@ -13,6 +13,7 @@ from tests.verify.plans import LOOPED, lowered, rich_job
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage
+from stretto.ir.stage_maps import virtual_stages_of
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.posting import latest_posts, post_positions
@@ -33,8 +34,9 @@ def job_with_a_value_for_w(stages: int, microbatches: int) -> Job:
 
 def test_a_value_that_is_needed_late_stops_nobody() -> None:
     for family in FAMILIES:
-        for stages in (2, 3, 4):
-            job = job_with_a_value_for_w(stages, 6)
+        each = virtual_stages_of(family, None)
+        for ranks in (2, 3, 4) if each == 1 else (2,):
+            job = job_with_a_value_for_w(ranks * each, 6)
             for mode in ("off", "local"):
                 plan = make_plan(job, make_costs(job, latency_us=30.0), schedule=family, overlap=mode)
                 assert plan.overlap == mode

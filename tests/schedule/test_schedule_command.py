@@ -79,6 +79,18 @@ def test_a_deadlock_is_refused_when_drawn_but_can_be_rewritten(tmp_path):
     assert run("--csv", str(path), "--format", "csv").stdout == "0B0,0F0\n"
 
 
+def test_virtual_stages_groups_and_blocking_reach_the_family():
+    ours = ("--family", "interleaved-1f1b", "--ranks", "2", "--microbatches", "5", "--format", "csv")
+    made = make_schedule("interleaved-1f1b", 2, 5, virtual_stages=3, group=3)
+    assert run(*ours, "--virtual-stages", "3", "--group", "3").stdout == to_csv(made)
+    assert run(*ours).stdout == run(*ours[:2], "--stages", "4", *ours[4:]).stdout
+    times = ["--times", "F=1,I=1,W=1,message=1", "--blocking"]
+    assert (
+        "makespan                     172\n"
+        in run("--family", "1f1b", "--ranks", "4", "--microbatches", "32", *times).stdout
+    )
+
+
 def test_families_are_listed():
     lines = run("--list").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(FAMILIES)
@@ -87,16 +99,24 @@ def test_families_are_listed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no schedule named: give --family NAME --stages N --microbatches M, or --csv FILE"),
+        ([], "no schedule named: give --family NAME --ranks N --microbatches M, or --csv FILE"),
         ([*NAMED, "--csv", "x.csv"], "--family and --csv both name a schedule"),
         (["--csv", "x.csv", "--stages", "2"], "--stages cannot change a CSV file"),
         (["--csv", "missing.csv"], "cannot read schedule missing.csv"),
-        (["--family", "1f1b", "--stages", "2"], "--family 1f1b needs --stages N and --microbatches M"),
-        (["--family", "2f2b"], "choose one of: gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2"),
-        (["--family", "1f1b", "--stages", "0", "--microbatches", "1"], "stages is 0"),
+        (
+            ["--family", "1f1b", "--stages", "2"],
+            "--family 1f1b needs --ranks N (or --stages N) and --microbatches M",
+        ),
+        (["--family", "2f2b"], "choose one of: gpipe, 1f1b, eager-1f1b, eager-1f1b-split, zb-h1, zb-h2"),
+        (["--family", "1f1b", "--stages", "0", "--microbatches", "1"], "ranks is 0"),
         ([*NAMED, "--max-live", "0"], "its minimum is 1"),
         ([*NAMED, "--times", "F=1"], "I, W missing"),
         ([*NAMED, "-o", "/no/such/folder/x.csv"], "the folder /no/such/folder does not exist; create it"),
+        (["--family", "zb-v", "--stages", "5", "--microbatches", "2"], "is no multiple of the 2 stages"),
+        (["--family", "zb-v", "--ranks", "2", "--stages", "2", "--microbatches", "2"], "give one of"),
+        ([*NAMED, "--virtual-stages", "2"], "not virtual_stages = 2: give virtual_stages = 1"),
+        ([*NAMED, "--group", "2"], "'eager-1f1b' has no groups of microbatches"),
+        ([*NAMED, "--blocking"], "--blocking is about messages: give --times"),
         (["--list", "--stages", "2"], "--list stands alone"),
     ],
 )

@@ -41,7 +41,7 @@ def torch_schedule(name: str, stages: int, ranks: int, held: list[int], microbat
 def test_pytorch_reads_what_we_write(family, tmp_path):
     schedule = make_schedule(family, 3, 5)
     write_csv(schedule, tmp_path / "ours.csv")
-    runtime = torch_schedule("_PipelineScheduleRuntime", 3, 3, [0], 5)
+    runtime = torch_schedule("_PipelineScheduleRuntime", schedule.stages, 3, [0], 5)
     runtime._load_csv(str(tmp_path / "ours.csv"), format="compute_only")
     read = tuple(tuple(str(action) for action in runtime.pipeline_order[rank]) for rank in range(3))
     assert read == tuple(tuple(map(str, order)) for order in schedule.orders)
@@ -74,10 +74,10 @@ def test_we_read_what_pytorch_writes(name, held, tmp_path):
 
 @given(st.sampled_from(list(FAMILIES)), st.integers(1, 6), st.integers(1, 12))
 @settings(max_examples=50, deadline=None)
-def test_text_survives_a_round_trip(family, stages, microbatches):
-    schedule = make_schedule(family, stages, microbatches)
+def test_text_survives_a_round_trip(family, ranks, microbatches):
+    schedule = make_schedule(family, ranks, microbatches)
     read = read_csv(to_csv(schedule))
-    assert read == Schedule("csv", stages, microbatches, schedule.stage_ranks, schedule.orders)
+    assert read == Schedule("csv", schedule.stages, microbatches, schedule.stage_ranks, schedule.orders)
 
 
 def test_idle_cells_overlaps_and_virtual_stages_are_read():

@@ -9,6 +9,7 @@ import os
 import shutil
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import stretto
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.program import Job
+from stretto.ir.timeline import Timeline
 from stretto.models.build import build_model
 from stretto.models.gpt import next_token_loss
 from stretto.report.rundir import load_run
@@ -303,3 +305,17 @@ def test_tensorboard_that_is_not_there_is_refused_before_anything_starts(
     with pytest.raises(UsageError, match=r"pip install 'stretto\[tensorboard\]'"):
         launch.start(settings, ["nothing"])
     assert not settings.run_dir.exists()
+
+
+def test_replayed_steps_have_no_timeline(folder: Path) -> None:
+    """What is traced then is the last step that was walked, once; and no step's log has another's share."""
+    settings = load_settings(
+        write_settings(folder, steps=4, every=0, run="replayed"), ("output.trace_steps=2",)
+    )
+    trainer = Trainer(settings, World())
+    walked = Timeline("measured", 1, 5.0, (), (0,))
+    trainer.runner = SimpleNamespace(replayed=True, timeline=lambda: walked)  # type: ignore[assignment]
+    for step in range(1, 5):
+        trainer.step = step
+        assert trainer._gather_timeline() is None
+    assert trainer.timelines == [walked]

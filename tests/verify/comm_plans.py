@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Op, OverlapMode, Ref, Stage, TensorSpec
+from stretto.ir.stage_maps import virtual_stages_of
 from stretto.schedule.families import FAMILIES, make_schedule
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 
@@ -56,7 +57,8 @@ def comm_job(
 
 def comm_plan(family: str, job: Job, *, overlap: OverlapMode = "local") -> Plan:
     """The job, lowered in a family's order."""
-    schedule = make_schedule(family, len(job.stages), job.microbatches)
+    ranks = len(job.stages) // virtual_stages_of(family, None)
+    schedule = make_schedule(family, ranks, job.microbatches)
     return plan_with(job, schedule, make_comm_costs(job), overlap=overlap)
 
 
@@ -68,8 +70,9 @@ def one_of_each() -> Plan:
 
 @st.composite
 def comm_plans(draw: st.DrawFn) -> Plan:
+    family = draw(st.sampled_from(sorted(FAMILIES)))
     job = comm_job(
-        draw(st.integers(1, 4)),
+        draw(st.integers(1, 4)) * virtual_stages_of(family, None),
         draw(st.integers(1, 5)),
         draw(st.sampled_from(AXES)),
         blocks=draw(st.integers(1, 3)),
@@ -77,4 +80,4 @@ def comm_plans(draw: st.DrawFn) -> Plan:
         tied=draw(st.booleans()),
     )
     mode: OverlapMode = draw(st.sampled_from(["off", "local"]))
-    return comm_plan(draw(st.sampled_from(sorted(FAMILIES))), job, overlap=mode)
+    return comm_plan(family, job, overlap=mode)

@@ -44,8 +44,9 @@ def lowered(job: Job, schedule: Schedule) -> Plan:
     return lower(job, schedule, make_costs(job))
 
 
-def rich_plan(family: str, stages: int, microbatches: int) -> Plan:
-    return lowered(rich_job(stages, microbatches), make_schedule(family, stages, microbatches))
+def rich_plan(family: str, ranks: int, microbatches: int) -> Plan:
+    schedule = make_schedule(family, ranks, microbatches)
+    return lowered(rich_job(schedule.stages, microbatches), schedule)
 
 
 def hand_schedule(stage_ranks: tuple[int, ...], microbatches: int, *orders: str) -> Schedule:
@@ -71,9 +72,9 @@ BOTH_WAYS = hand_schedule((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_
 BY_HAND = {"overlapped": OVERLAPPED, "looped": LOOPED, "neighbours": NEIGHBOURS, "both ways": BOTH_WAYS}
 
 
-def plan_of(name: str, stages: int, microbatches: int) -> Plan:
+def plan_of(name: str, ranks: int, microbatches: int) -> Plan:
     """A family's plan, or one of those by hand (whose sizes are their own)."""
     schedule = BY_HAND.get(name)
     if schedule is None:
-        return rich_plan(name, stages, microbatches)
+        return rich_plan(name, ranks, microbatches)
     return lowered(rich_job(schedule.stages, schedule.microbatches), schedule)

@@ -47,8 +47,10 @@ def random_program(seed: int) -> Program:
     stages = places if draw.random() < 0.6 else draw.randint(places, min(2 * places, 6) if places < 6 else 8)
     microbatches = draw.randint(1, 5)
     job = random_job(draw, stages, microbatches, axes)
-    if stages == places and draw.random() < 0.7:
-        schedule = make_schedule(draw.choice(sorted(FAMILIES)), stages, microbatches)
+    each, uneven = divmod(stages, places)
+    families = [] if uneven else [name for name in sorted(FAMILIES) if FAMILIES[name].places.allow(each)]
+    if families and draw.random() < 0.7:
+        schedule = make_schedule(draw.choice(families), places, microbatches, virtual_stages=each)
     else:
         schedule = random_schedule(draw, stages, microbatches, places)
     order = draw.choice(("improve", "list", "list", "captured"))

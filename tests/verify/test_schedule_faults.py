@@ -142,8 +142,8 @@ def test_virtual_stages_and_overlap_are_accepted() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(FAMILIES)), st.integers(1, 6), st.integers(1, 12))
-def test_families_are_accepted(family: str, stages: int, microbatches: int) -> None:
-    assert schedule_faults(make_schedule(family, stages, microbatches)) == []
+def test_families_are_accepted(family: str, ranks: int, microbatches: int) -> None:
+    assert schedule_faults(make_schedule(family, ranks, microbatches)) == []
 
 
 @settings(max_examples=100, deadline=None)
@@ -155,10 +155,10 @@ def test_families_are_accepted(family: str, stages: int, microbatches: int) -> N
     st.sampled_from(["drop", "twice"]),
 )
 def test_any_action_dropped_or_doubled_is_refused(
-    family: str, stages: int, microbatches: int, data: st.DataObject, how: str
+    family: str, ranks: int, microbatches: int, data: st.DataObject, how: str
 ) -> None:
-    good = make_schedule(family, stages, microbatches)
-    rank = data.draw(st.integers(0, stages - 1))
+    good = make_schedule(family, ranks, microbatches)
+    rank = data.draw(st.integers(0, good.ranks - 1))
     order = list(good.orders[rank])
     at = data.draw(st.integers(0, len(order) - 1))
     if how == "drop":
@@ -166,5 +166,5 @@ def test_any_action_dropped_or_doubled_is_refused(
     else:
         order.insert(data.draw(st.integers(0, len(order))), order[at])
     orders = (*good.orders[:rank], tuple(order), *good.orders[rank + 1 :])
-    bad = Schedule(good.family, stages, microbatches, good.stage_ranks, orders)
+    bad = Schedule(good.family, good.stages, microbatches, good.stage_ranks, orders)
     assert schedule_faults(bad)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from stretto.errors import RunError
+from stretto.errors import RunError, UsageError
 
 _library: Any = torch.library.Library("stretto_moe", "DEF")  # type: ignore[no-untyped-call]
 _library.define("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor")
@@ -31,6 +31,12 @@ WITHIN = "stretto_moe.within.default"
 
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:
+    if ends.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "cuda_graph=True replays one recorded step, and the host must know where each expert's rows end, "
+            "but in bfloat16: train in bfloat16 (precision = 'bf16'), give experts a capacity, or leave "
+            "cuda_graph out"
+        )
     found = ends.tolist()
     return list(zip([0, *found], found))
 

@@ -20,6 +20,7 @@ from stretto.capture.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Job
+from stretto.ir.stage_maps import virtual_stages_of
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.passes import on_job
 
@@ -64,7 +65,7 @@ def capture(
         model's own, by default.
     equal_layers: False traces every layer, where equal ones are else traced twice and repeated. The job is
         the same; logging of `stretto.capture.trace` (DEBUG) tells why layers are not repeated.
-    stages: number of stages when it is not one a rank (a schedule of one's own with virtual stages).
+    stages: number of stages; `parallel.pp` times `parallel.virtual_stages` by default.
 
     Returns a Job of plain data. The step's loss is the mean of the microbatches' losses; for (sum, count) the
     sum of all sums over the sum of all counts, of all data-parallel copies too.
@@ -128,7 +129,8 @@ def _captured(
         meshes=meshes,
     )
     named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
-    count = stages if stages is not None else named or parallel.pp
+    each = virtual_stages_of(parallel.schedule, parallel.virtual_stages)
+    count = stages if stages is not None else named or parallel.pp * each
     if meshes is not None and count != len(meshes.meshes):
         raise UsageError(
             f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
@@ -139,6 +141,7 @@ def _captured(
         job,
         schedule=parallel.schedule,
         max_live=parallel.max_live,
+        microbatch_group=parallel.microbatch_group,
         pp=parallel.pp,
         axes=parallel.axes,
         overlap=parallel.overlap,

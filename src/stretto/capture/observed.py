@@ -28,8 +28,15 @@ class Seen:
     partial: tuple[str, ...] = ()
 
     def renamed(self, now: Mapping[str, str], partial: Mapping[str, tuple[str, ...]] | None = None) -> Seen:
-        """With the name that the value has now. partial: value before -> axes of its addends."""
+        """With the name that the value has now. partial: value before -> axes of its addends. Raises
+        CaptureError for addends of which the greatest is asked for: that is none of their sum's."""
         axes = self.partial if partial is None else partial.get(self.value, ())
+        if axes and self.joined == "max":
+            raise CaptureError(
+                f"{self.module or 'the model'} calls observe({self.name!r}, ..., 'max') with what ranks of "
+                f"{', '.join(axes)} have addends of, and the greatest addend is no greatest sum: observe "
+                "it joined by 'sum', or what is made of it where it is whole"
+            )
         return replace(self, value=now.get(self.value, self.value), partial=axes)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,11 +16,12 @@ from stretto.cli.outputs import check_output
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
+from stretto.ir.stage_maps import virtual_stages_of
 from stretto.report.svg import draw_schedule
 from stretto.schedule.csv import read_csv, to_csv
 from stretto.schedule.draw import describe_timing, to_ascii, to_json
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.timing import UNIT_TIMES, parse_times, time_schedule
+from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
 
 schedule = typer.Typer(add_completion=False)
 
@@ -35,11 +38,27 @@ class Format(StrEnum):
 @schedule.command()
 def run(
     family: Annotated[str | None, typer.Option(help="Family of schedules; --list shows them.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Number of stages, one on each rank.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of pipeline ranks.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Number of stages of all ranks together, in place of --ranks.")
+    ] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages on each rank; without it, what the family needs.")
+    ] = None,
     microbatches: Annotated[int | None, typer.Option(help="Number of microbatches.")] = None,
     max_live: Annotated[
         int | None, typer.Option(help="Memory limit: microbatches live on a stage at once (with --family).")
     ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Microbatches that go through one of a rank's stages before its next begins (interleaved)."
+        ),
+    ] = None,
+    weight_share: Annotated[
+        float,
+        typer.Option(help="Memory of a microbatch that waits for W alone, as a share of one's (zb-timed)."),
+    ] = 1.0,
     csv: Annotated[
         Path | None,
         typer.Option(help="Read the schedule from a CSV file in PyTorch's form, not from a family."),
@@ -51,6 +70,9 @@ def run(
             "one for each stage: F=10:12:12:14. Without it, drawings take 1 a phase and 0 a message."
         ),
     ] = None,
+    blocking: Annotated[
+        bool, typer.Option("--blocking", help="A rank computes nothing while it receives a message.")
+    ] = False,
     form: Annotated[
         Format | None,
         typer.Option("--format", help="What to print; the default is the output file's ending, else ascii."),
@@ -61,17 +83,40 @@ def run(
     list_families: Annotated[bool, typer.Option("--list", help="List the families and end.")] = False,
 ) -> None:
     """Print, draw or time a schedule."""
+    numbers = {
+        "--ranks": ranks,
+        "--stages": stages,
+        "--virtual-stages": virtual_stages,
+        "--microbatches": microbatches,
+        "--max-live": max_live,
+        "--group": group,
+    }
     if list_families:
-        others = (family, stages, microbatches, max_live, csv, times, form, output)
+        others = (
+            *numbers.values(),
+            family,
+            csv,
+            times,
+            form,
+            output,
+            blocking or None,
+            None if weight_share == 1.0 else 1,
+        )
         if any(other is not None for other in others):
             raise UsageError("--list stands alone: drop the other options")
         _list_families()
         return
     check_output("--output", output)
-    chosen = _choose(family, csv, stages, microbatches, max_live)
     form = form or _form_of(output)
     # CSV needs no clock: a schedule that cannot be timed can still be rewritten.
-    clock = parse_times(times) if times is not None else (UNIT_TIMES if form is not Format.CSV else None)
+    if blocking and times is None:
+        raise UsageError("--blocking is about messages: give --times with message=..., or drop it")
+    clock = (
+        replace(parse_times(times), blocking=blocking)
+        if times is not None
+        else (UNIT_TIMES if form is not Format.CSV else None)
+    )
+    chosen = _choose(family, csv, numbers, clock or UNIT_TIMES, weight_share)
     timing = None if clock is None else time_schedule(chosen, clock)
     asked = timing if times is not None else None
     summary = "" if asked is None else describe_timing(asked)
@@ -100,23 +145,50 @@ def run(
 
 
 def _choose(
-    family: str | None, csv: Path | None, stages: int | None, microbatches: int | None, max_live: int | None
+    family: str | None,
+    csv: Path | None,
+    numbers: Mapping[str, int | None],
+    times: PhaseTimes,
+    weight_share: float,
 ) -> Schedule:
     """The schedule that the options name. Raises UsageError if they name none, or more than one."""
     if family is None and csv is None:
-        raise UsageError("no schedule named: give --family NAME --stages N --microbatches M, or --csv FILE")
+        raise UsageError("no schedule named: give --family NAME --ranks N --microbatches M, or --csv FILE")
     if family is not None and csv is not None:
         raise UsageError("--family and --csv both name a schedule: give one of them")
     if csv is not None:
-        given = {"--stages": stages, "--microbatches": microbatches, "--max-live": max_live}
-        extra = [name for name, value in given.items() if value is not None]
+        extra = [name for name, value in numbers.items() if value is not None]
+        extra += ["--weight-share"] if weight_share != 1.0 else []
         if extra:
             raise UsageError(f"{', '.join(extra)} cannot change a CSV file: drop it, or use --family")
         return read_csv(csv)
     assert family is not None
-    if family in FAMILIES and (stages is None or microbatches is None):
-        raise UsageError(f"--family {family} needs --stages N and --microbatches M")
-    return make_schedule(family, stages or 0, microbatches or 0, max_live=max_live)
+    ranks, stages, microbatches = numbers["--ranks"], numbers["--stages"], numbers["--microbatches"]
+    if family in FAMILIES and ((ranks is None and stages is None) or microbatches is None):
+        raise UsageError(f"--family {family} needs --ranks N (or --stages N) and --microbatches M")
+    each = virtual_stages_of(family, numbers["--virtual-stages"])
+    if stages is not None:
+        if ranks is not None and stages != ranks * each:
+            raise UsageError(
+                f"--ranks {ranks} with {each} stages each are {ranks * each} stages, not {stages}: give "
+                "one of --ranks and --stages"
+            )
+        if each > 0 and stages % each:
+            raise UsageError(
+                f"--stages {stages} is no multiple of the {each} stages that {family} has on each rank: give "
+                f"--stages {each * max(1, stages // each)}"
+            )
+        ranks = stages // max(each, 1)
+    return make_schedule(
+        family,
+        ranks or 0,
+        microbatches or 0,
+        virtual_stages=each,
+        max_live=numbers["--max-live"],
+        group=numbers["--group"],
+        times=times,
+        weight_share=weight_share,
+    )
 
 
 def _form_of(output: Path | None) -> Format:

@@ -182,14 +182,15 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training = settings.model, settings.parallel, settings.training
     length = settings.data.sequence_length
+    stages = parallel.pp * (parallel.virtual_stages or 1)
     if settings.task is not None:
         # What of the model fits its layout, its capture says.
-        longest, what, layers, heads = length, "", parallel.pp, parallel.tp
+        longest, what, layers, heads = length, "", stages, parallel.tp
     elif isinstance(model, DecoderSettings):
         longest, what, layers, heads = model.context, "model.context", model.layers, model.heads
     else:
         given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"
-        longest, layers, heads = given if isinstance(given, int) else length, parallel.pp, parallel.tp
+        longest, layers, heads = given if isinstance(given, int) else length, stages, parallel.tp
     pieces, by = parallel.microbatches * parallel.dp, ""
     if parallel.dp > 1:
         by = f" times parallel.dp = {parallel.dp}"
@@ -201,6 +202,11 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             parallel.pp > layers,
             f"parallel.pp = {parallel.pp} must not be above model.layers = {layers}: "
             "every rank needs a block",
+        ),
+        (
+            parallel.pp <= layers < stages,
+            f"parallel.virtual_stages = {parallel.virtual_stages} of each of parallel.pp = {parallel.pp} "
+            f"ranks are more than model.layers = {layers}: give {layers // parallel.pp} or less",
         ),
         (
             training.global_batch % pieces,

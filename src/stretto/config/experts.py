@@ -17,7 +17,7 @@ def faults_of_experts(
 ) -> Iterator[str]:
     """A line for each fault. length, rows: of a microbatch's sequences."""
     degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    if length < 2 * degree:
+    if degree > 1 and length < 2 * degree:
         yield (
             f"parallel.ampipe_degree = {degree} cuts data.sequence_length = {length} into chunks of less "
             f"than two tokens: give {max(length // 2, 1)} or less"

@@ -74,6 +74,12 @@ class ParallelSettings(Settings):
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: str = Field(default="eager-1f1b", min_length=1)
     """A family of schedules, or the path of a .csv in PyTorch's format."""
+    virtual_stages: int | None = Field(default=None, ge=1)
+    """Stages of the model on each pipeline rank; without it, what the schedule needs: 1, or 2 for interleaved
+    and V-shaped ones."""
+    microbatch_group: int | None = Field(default=None, ge=1)
+    """In interleaved schedules, microbatches that go through one of a rank's stages before its next begins;
+    without it, as many as there are pipeline ranks, or a few more where they do not divide."""
     split: Literal["auto"] | list[str] = "auto"
     """Where the model is cut: "auto", or the modules that begin a new stage, such as ["blocks.4"]."""
     max_live: int | None = Field(default=None, ge=1)
@@ -146,6 +152,12 @@ class ParallelSettings(Settings):
             raise ValueError(
                 f"split names {len(self.split)} modules and so makes {stages} stages, "
                 f"which must be a multiple of pp = {self.pp}"
+            )
+        if self.virtual_stages is not None and stages != self.pp * self.virtual_stages:
+            raise ValueError(
+                f"split names {len(self.split)} modules and so makes {stages} stages, but pp = {self.pp} and "
+                f"virtual_stages = {self.virtual_stages} make {self.pp * self.virtual_stages}; give "
+                f"virtual_stages = {stages // self.pp}, or drop it"
             )
         return self
 

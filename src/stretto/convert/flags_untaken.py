@@ -169,9 +169,8 @@ LACKING = (
     ),
     *all_of(
         "lacking",
-        "a pipeline rank has one stage, so that the bubble is larger; a schedule of your own with "
-        "virtual stages "
-        "is a .csv (docs/schedules.md)",
+        "a pipeline rank gets one stage, so that the bubble is larger; set parallel.schedule to "
+        "interleaved-1f1b, with parallel.virtual_stages and parallel.microbatch_group (docs/schedules.md)",
         "num-layers-per-virtual-pipeline-stage:i num-virtual-stages-per-pipeline-rank:i "
         "microbatch-group-size-per-virtual-pipeline-stage:i schedules-method:t",
     ),

@@ -249,6 +249,8 @@ class Job:
     schedule, max_live, pp, recompute: what the user asked for (a family or a CSV file; a limit of live
         microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes again,
         `stretto.passes.recompute`).
+    microbatch_group: microbatches that go through one of a rank's stages before its next begins, where the
+        user names a number (`stretto.schedule.interleaved`).
     split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
     message_parts: whether planning may cut messages that are whole on all tensor-parallel ranks
         (`stretto.passes.messages_in_parts`).
@@ -286,6 +288,7 @@ class Job:
     count: Count | None = None
     mean_over: Count | None = None
     chunks: Natural = 1
+    microbatch_group: Natural | None = None
     metrics: tuple[Metric, ...] = ()
     in_chunks: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
 

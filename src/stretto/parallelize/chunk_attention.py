@@ -37,7 +37,8 @@ def attention(
         assert lengths is not None
         query = Chunked(torch.split(query, list(lengths), -2), query.dim() - 2)
     shorter = is_causal and key.shape[-2] < query.shape[-2]
-    if query.cut_dim != query.dim() - 2 or query.blocks != 1 or shorter:
+    both = is_causal and attn_mask is not None  # in which kernels differ
+    if query.cut_dim != query.dim() - 2 or query.blocks != 1 or shorter or both:
         return F.scaled_dot_product_attention(
             query.joined(), key, value, attn_mask, dropout_p, is_causal, **more
         )

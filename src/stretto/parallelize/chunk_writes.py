@@ -6,7 +6,7 @@ is a view of a copy. From then on neither may be written into. A tensor of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -63,3 +63,17 @@ def writes(function: Callable[..., Any]) -> str:
     if name in ("__setitem__", "copy_") or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")):
         return name.removeprefix("__i").strip("_") if name.startswith("__i") else name
     return name[:-1] if name.endswith("_") and not name.endswith("__") else ""
+
+
+def asks_in_place(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Any]] | None:
+    """Of a call with `inplace=True`, as `F.relu(x, inplace=True)`: the first argument, and the others as they
+    would be without it; None for other calls."""
+    code = getattr(function, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "inplace" not in names or not given.get("inplace"):
+        return None
+    target: Tensor = given.pop(names[0])
+    return target, {**given, "inplace": False}

@@ -31,7 +31,7 @@ from stretto.ir.placement import (
     where_cut,
 )
 from stretto.parallelize.chunk_placements import placements_of
-from stretto.parallelize.chunk_writes import check_written, note_views, writes
+from stretto.parallelize.chunk_writes import asks_in_place, check_written, note_views, writes
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 from stretto.parallelize.unseen import of_chunk, unseen
 from stretto.parallelize.wrapper_adapter import without_elements
@@ -208,6 +208,12 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         raise CaptureError(f"{what} is called on a sequence in chunks: leave it, or ampipe_degree, out")
     if writes(function):
         return _written(function, args, kwargs)
+    in_place = asks_in_place(function, args, kwargs)
+    if in_place is not None:
+        target, more = in_place
+        check_written(target)
+        # Of a copy, which autograd may keep.
+        return _overwritten(target, function(target.clone(), **more))
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
     cut = [x for x in leaves if type(x) is Chunked]
     if len({tuple(x.lengths()) for x in cut}) == 1:
@@ -236,6 +242,18 @@ def _written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         made = target.joined().clone()
         whole_args, whole_kwargs = joined((tuple(args[1:]), dict(kwargs)))
         function(made, *whole_args, **whole_kwargs)
+    return _overwritten(target, made)
+
+
+def _overwritten(target: Tensor, made: Tensor) -> Tensor:
+    """The target, with the elements of what a call made of it."""
+    if made.shape != target.shape:
+        raise CaptureError(
+            f"a sequence in chunks of shape {list(target.shape)} is changed in place to {list(made.shape)}: "
+            "make another tensor, or leave ampipe_degree out"
+        )
+    if type(target) is not Chunked:
+        return target.copy_(joined(made))
     if type(made) is not Chunked or (made.cut_dim, made.blocks) != (target.cut_dim, target.blocks):
         made = Chunked(target.cut_alike(joined(made), target.cut_dim, target.blocks), target.cut_dim)
     for part_of_it, new in zip(target.parts, made.parts, strict=True):

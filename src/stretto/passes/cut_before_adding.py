@@ -62,10 +62,11 @@ class _Found:
         op = self._made.get(name)
         if op is None or name in self._roots or len(self._users[name]) != 1 or len(op.outputs) != 1:
             return None
-        if op.target == ALL_REDUCE.target:
-            return [op] if op.args[1] == "sum" and op.args[2] == chunk.args[2] else None
-        spec = op.outputs[0]
         whole = self._specs[chunk.args[0].name]
+        if op.target == ALL_REDUCE.target:
+            alike = op.args[1] == "sum" and op.args[2] == chunk.args[2]
+            return [op] if alike and self._fits(op.args[0].name, whole) else None
+        spec = op.outputs[0]
         reshaped = op.target in RESHAPES
         if spec is None or spec.dtype != whole.dtype or spec.stride is not None or spec.numel != whole.numel:
             return None
@@ -87,7 +88,7 @@ class _Found:
         return None
 
     def _fits(self, other: str, whole: TensorSpec) -> bool:
-        """Whether what is added can be seen in the shape of the whole."""
+        """Whether what is summed or added can be seen in the shape of the whole."""
         spec = self._specs[other]
         return spec.shape == whole.shape or spec.stride is None
 

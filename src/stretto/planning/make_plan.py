@@ -24,6 +24,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
+from stretto.ir.stage_maps import virtual_stages_of
 from stretto.order.policies import DEFAULT, policy_of
 from stretto.passes.step import Context, Step
 from stretto.planning.costs import listed, memory_limit, pricing
@@ -66,13 +67,24 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
     if isinstance(wish, str):
         if wish.endswith(".csv"):
             wish = read_csv(Path(wish))
-        elif job.pp is not None and job.pp != len(job.stages):
-            raise UsageError(
-                f"the job has {len(job.stages)} stages for pp = {job.pp} ranks, and {wish!r} places one "
-                "stage on each rank: give a schedule of your own (.csv), or as many stages as ranks"
-            )
         else:
-            return make_schedule(wish, len(job.stages), job.microbatches, max_live=job.max_live)
+            usual = virtual_stages_of(wish, None)
+            ranks = max(len(job.stages) // usual, 1) if job.pp is None else job.pp
+            each, left = divmod(len(job.stages), ranks)
+            if left:
+                raise UsageError(
+                    f"the job has {len(job.stages)} stages, and {wish!r} gives each of pp = {ranks} ranks "
+                    f"equally many: capture with {ranks * max(each, 1)} stages, or give a schedule of "
+                    "your own (.csv)"
+                )
+            return make_schedule(
+                wish,
+                ranks,
+                job.microbatches,
+                virtual_stages=each,
+                max_live=job.max_live,
+                group=job.microbatch_group,
+            )
     if not isinstance(wish, Schedule):
         raise UsageError(
             f"a schedule is a name, as '1f1b', a .csv file or a stretto Schedule, not {type(wish).__name__}"

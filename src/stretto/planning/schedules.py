@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stretto.ir.action import Overlap, Schedule, Slot
+from stretto.ir.action import Schedule
 from stretto.ir.program import Job
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.across import across, split_stages
 from stretto.planning.pair import pair, whole
+from stretto.schedule.family import first_microbatches
 from stretto.schedule.timing import peak_live
 
 ENOUGH = 4
@@ -70,14 +71,4 @@ def shortened(schedule: Schedule, microbatches: int) -> Schedule:
     count = max(8, microbatches)
     if schedule.microbatches <= 1.5 * count:
         return schedule
-    orders: list[tuple[Slot, ...]] = []
-    for order in schedule.orders:
-        slots: list[Slot] = []
-        for slot in order:
-            left = tuple(action for action in slot.actions if action.microbatch < count)
-            if len(left) == len(slot.actions):
-                slots.append(slot)
-            elif left:
-                slots.append(Overlap(left) if len(left) > 1 else left[0])
-        orders.append(tuple(slots))
-    return replace(schedule, microbatches=count, orders=tuple(orders))
+    return first_microbatches(schedule, count)

@@ -223,6 +223,8 @@ class Runner:
         if self._last is None:
             self.state.divisor.check(leaves, self.transport)
         self._means.look(leaves)
+        if self._graph is not None and self._graph.records and self._last is not None:
+            self._last = self.state.clock.read(self._last)  # not hours later, when they are asked for
         # The first step makes what is made on first use; threads among it would be of the lane's class.
         with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
@@ -240,7 +242,7 @@ class Runner:
         self.state.grads = {}
         if self.plan.job.trains:
             self.old_model.changed()
-        if self._graph is None or not self._graph.replays:
+        if not self.replayed:
             self._last = self.state.marks
             self._last.peak_bytes = self._peak_bytes
         return loss
@@ -270,6 +272,11 @@ class Runner:
         self._peak_bytes = meter.peak_bytes
 
     # What happened.
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the last step was replayed (`cuda_graph`), so that `timeline` is of an earlier one."""
+        return self._graph is not None and self._graph.replays
 
     def timeline(self) -> Timeline:
         """The last step as measured on all ranks; every rank must call it. With `cuda_graph` the last that

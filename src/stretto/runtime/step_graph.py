@@ -42,6 +42,11 @@ class StepGraph:
         self._leaves: dict[str, torch.Tensor] = {}
 
     @property
+    def records(self) -> bool:
+        """Whether the next step is to be recorded: the last one's marks are the last that there are."""
+        return self._walked == WALKED and self._graph is None
+
+    @property
     def replays(self) -> bool:
         """Whether the last step was not walked, and has no marks."""
         return self._graph is not None

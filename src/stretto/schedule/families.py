@@ -1,157 +1,103 @@
-"""The schedule families: functions from (stages, microbatches, memory limit) to an order of actions a rank.
+"""The schedule families: functions from (ranks, microbatches, limits) to an order of actions a rank.
 
-A family knows nothing of times, ops or devices; it may touch `stretto.ir` only. On every rank the forwards,
-the input gradients and the weight gradients each go through the microbatches in ascending order, so that
-gradients are summed in one order whatever the family.
+A family knows nothing of ops or devices; it may touch `stretto.ir` and this folder only. On every stage the
+forwards, the input gradients and the weight gradients each go through the microbatches in ascending order, so
+that gradients are summed in one order whatever the family.
 
-Terms: a stage's *warm-up* is the number of forwards before its first backward; its *delay* is how many
-microbatches its weight gradients lag behind its input gradients; a microbatch is *live* on a stage from the
-end of its forward to the end of its last backward action (W where the backward is split, else B).
-
-All families are one pattern with two numbers a stage:
-
-1. run `warm-up` forwards;
-2. for every microbatch k: the backward of k; the weight gradient of k - delay; the next forward;
-3. run the weight gradients that are left.
-
-At most warm-up + delay microbatches are live in it. The pattern cannot deadlock as long as the warm-up does
-not grow from one stage to the next: the last forward of a stage's warm-up then never waits for a backward
-that itself waits for this stage. A memory limit cuts the warm-up first to the limit, and the delay to what is
-left, which keeps that property. Without a delay the backward is one action.
+A microbatch is *live* on a stage from the end of its forward to the end of its last backward action (W where
+the backward is split, else B).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
-from stretto.errors import UsageError
-from stretto.ir.action import Action, Phase, Schedule
+from stretto.errors import PlanError, UsageError
+from stretto.ir.action import Schedule
+from stretto.ir.stage_maps import virtual_stages_of
+from stretto.schedule.dualpipe import DUALPIPE
+from stretto.schedule.family import Family, Wanted
+from stretto.schedule.interleaved import INTERLEAVED
+from stretto.schedule.one_stage import ONE_STAGE
+from stretto.schedule.timed import TIMED
+from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, time_schedule
+from stretto.schedule.v_shaped import V_SHAPED
 
-Build = Callable[[int, int, int | None], Schedule]
-"""(stages, microbatches, max_live) -> a schedule of them."""
-
-PerStage = Callable[[int, int, int], int]
-"""(stages, stage, microbatches) -> a number of microbatches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A named way to order actions.
-
-    build: makes the schedule (call `make_schedule`, which checks the arguments). min_live(stages,
-    microbatches): the smallest memory limit that the family can keep.
-    """
-
-    name: str
-    build: Build
-    description: str
-    source: str
-    min_live: Callable[[int, int], int] = lambda stages, microbatches: 1
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (*ONE_STAGE, *TIMED, *INTERLEAVED, *V_SHAPED, *DUALPIPE)
+}
+"""Every family by its name; the order is the one in which they are listed to users."""
 
 
-def make_schedule(family: str, stages: int, microbatches: int, *, max_live: int | None = None) -> Schedule:
-    """Make a family's schedule with one stage a rank (stage i on rank i).
+def make_schedule(
+    family: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    virtual_stages: int | None = None,
+    max_live: int | None = None,
+    group: int | None = None,
+    times: PhaseTimes = UNIT_TIMES,
+    weight_share: float = 1.0,
+) -> Schedule:
+    """Make a family's schedule for so many pipeline ranks.
 
-    `max_live` is the largest number of live microbatches a stage may hold, in microbatches; None leaves the
-    family its own number. Raises UsageError for an unknown family, for a number below 1, and for a limit that
-    the family cannot keep; the message names the smallest that it can.
+    virtual_stages: stages a rank; None is what the family needs (1, or 2). max_live: the most live
+    microbatches that a stage may hold; None leaves the family its own number. group: how many microbatches go
+    through one of a rank's stages before its next begins, in interleaved families; None leaves it to the
+    family. times, weight_share: of families that go by times (`stretto.schedule.timed`).
+
+    Raises UsageError for an unknown family, for a number below 1, for stages a rank that the family cannot
+    have, for a limit that it cannot keep, and for groups with which ranks would wait for each other for ever;
+    the message names the nearest number that it can.
     """
     if family not in FAMILIES:
         raise UsageError(f"unknown schedule family {family!r}; choose one of: {', '.join(FAMILIES)}")
-    for name, value in (("stages", stages), ("microbatches", microbatches)):
-        if value < 1:
+    numbers = {"ranks": ranks, "microbatches": microbatches, "stages a rank": virtual_stages, "group": group}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; a schedule needs at least 1")
     found = FAMILIES[family]
+    each = virtual_stages_of(family, virtual_stages)
+    wanted = Wanted(ranks, each, microbatches, max_live, group, times, weight_share)
+    if group is not None and not found.groups:
+        grouped = ", ".join(one.name for one in FAMILIES.values() if one.groups)
+        raise UsageError(f"family {family!r} has no groups of microbatches: drop group, or choose {grouped}")
+    if not 0.0 <= weight_share <= 1.0 or (weight_share < 1.0 and not found.timed):
+        timed = ", ".join(one.name for one in FAMILIES.values() if one.timed)
+        raise UsageError(f"weight_share = {weight_share} must be from 0 to 1, with {timed}; drop it else")
     if max_live is not None:
-        least = found.min_live(stages, microbatches)
-        if max_live < least:
-            raise UsageError(
-                f"family {family!r} cannot keep max_live={max_live} with {stages} stages and "
-                f"{microbatches} microbatches: its minimum is {least}. Raise max_live"
-                + (
-                    " or choose a family that alternates forward and backward, such as 1f1b"
-                    if least > 1
-                    else ""
-                )
-            )
-    return found.build(stages, microbatches, max_live)
+        _check_limit(found, wanted, max_live)
+    if group is not None:
+        _check_group(found, wanted, group)
+    return found.build(wanted)
 
 
-def _one_each_to_the_end(stages: int, stage: int, microbatches: int) -> int:
-    """Forwards that fill the way from this stage to the last one."""
-    return stages - stage
+def _check_limit(family: Family, wanted: Wanted, max_live: int) -> None:
+    least = family.min_live(replace(wanted, max_live=None))
+    if max_live < least:
+        raise UsageError(
+            f"family {family.name!r} cannot keep max_live={max_live} with {wanted.stages} stages and "
+            f"{wanted.microbatches} microbatches: its minimum is {least}. Raise max_live"
+            + (" or choose a family that alternates forward and backward, such as 1f1b" if least > 1 else "")
+        )
 
 
-def _a_round_trip(stages: int, stage: int, microbatches: int) -> int:
-    """Forwards that fill the way to the last stage and back, with one time slot for each stage on the way."""
-    return 2 * (stages - stage) - 1
-
-
-def _pattern(name: str, warm_up_of: PerStage, delay_of: PerStage | None = None) -> Build:
-    """The pattern of the module's docstring."""
-
-    def build(stages: int, microbatches: int, max_live: int | None) -> Schedule:
-        limit = microbatches if max_live is None else min(max_live, microbatches)
-        orders = []
-        for stage in range(stages):
-            warm_up = min(limit, warm_up_of(stages, stage, microbatches))
-            delay = None if delay_of is None else min(limit - warm_up, delay_of(stages, stage, microbatches))
-            order = [Action(stage, Phase.F, k) for k in range(warm_up)]
-            for k in range(microbatches):
-                order.append(Action(stage, Phase.B if delay is None else Phase.I, k))
-                if delay is not None and k >= delay:
-                    order.append(Action(stage, Phase.W, k - delay))
-                if warm_up + k < microbatches:
-                    order.append(Action(stage, Phase.F, warm_up + k))
-            if delay is not None:
-                order += [Action(stage, Phase.W, k) for k in range(microbatches - delay, microbatches)]
-            orders.append(tuple(order))
-        return Schedule(name, stages, microbatches, tuple(range(stages)), tuple(orders))
-
-    return build
-
-
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family(
-            "gpipe",
-            _pattern("gpipe", lambda n, i, m: m),
-            "all forwards, then all backwards; every microbatch is live",
-            "GPipe, NeurIPS 2019, arXiv 1811.06965",
-            lambda stages, microbatches: microbatches,
-        ),
-        # Live: min(m, n - i) on stage i of n.
-        Family(
-            "1f1b",
-            _pattern("1f1b", _one_each_to_the_end),
-            "one forward, one backward in turn; least memory",
-            "PipeDream-Flush, ICML 2021, arXiv 2006.09503",
-        ),
-        # Each message has a slot's time to travel. Live: min(m, 2(n - i) - 1).
-        Family(
-            "eager-1f1b",
-            _pattern("eager-1f1b", _a_round_trip),
-            "1F1B with forwards sent early, so that messages hide; up to twice the memory",
-            "Alpa pull request #773; arXiv 2211.05322",
-        ),
-        # Fills what 1F1B leaves empty on the late stages and makes every stage as full as 1F1B's first: live
-        # is min(m, n) everywhere. Without message time the bubble shrinks from (n-1)(F+I+W) to (n-1)(F+I-W).
-        Family(
-            "zb-h1",
-            _pattern("zb-h1", _one_each_to_the_end, lambda n, i, m: i),
-            "backward split in I and W, W fills the bubble; 1F1B's memory",
-            "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
-        ),
-        # Once started, a stage need not be idle. Live is min(m, 2n - 1) everywhere. Without message time and
-        # with m of at least 2n - 1 the bubble is (n-1)(F+I-2W): nothing when the phases are equal.
-        Family(
-            "zb-h2",
-            _pattern("zb-h2", _a_round_trip, lambda n, i, m: 2 * i),
-            "backward split, longer warm-up; no bubble when F, I and W are equal; about twice the memory",
-            "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
-        ),
+def _check_group(family: Family, wanted: Wanted, group: int) -> None:
+    if _progresses(family, wanted):
+        return
+    others = sorted(range(1, wanted.microbatches + 1), key=lambda size: abs(size - group))
+    nearest = next(size for size in others if _progresses(family, replace(wanted, group=size)))
+    raise UsageError(
+        f"family {family.name!r} cannot have groups of {group} of {wanted.microbatches} microbatches on "
+        f"{wanted.ranks} ranks with {wanted.virtual_stages} stages each: ranks would wait for each other "
+        f"for ever. Give {nearest}, or no group"
     )
-}
-"""Every family by its name; the order is the one in which they are listed to users."""
+
+
+def _progresses(family: Family, wanted: Wanted) -> bool:
+    try:
+        time_schedule(family.build(wanted))
+    except PlanError:
+        return False
+    return True

@@ -9,6 +9,8 @@ Rules:
 1. A rank runs its slots in order. F of a stage waits for F of the stage before; I and B wait for the own F
    and for I or B of the stage after; W waits for the own I.
 2. A result of another rank arrives `message` after its action's end; a result of the own rank at its end.
+   Where messages are `blocking`, they leave when the receiver is free and it computes nothing until they are
+   there, one after the other.
 3. Overlapped actions are one block: it starts when all of them can, lasts as long as all of them together,
    and every one of them ends with the block.
 """
@@ -33,13 +35,15 @@ class PhaseTimes:
     """How long phases and messages take, in any one unit. B takes I and W together.
 
     A phase has one time for all stages, or a tuple with one for each stage. `message` is the latency between
-    two different ranks. Raises UsageError for a time that is negative or not finite.
+    two different ranks; `blocking` says that the receiver stands meanwhile (rule 2). Raises UsageError for a
+    time that is negative or not finite.
     """
 
     forward: PerStageTime
     input_gradient: PerStageTime
     weight_gradient: PerStageTime
     message: float = 0.0
+    blocking: bool = False
 
     def __post_init__(self) -> None:
         for key, name in _FIELDS.items():
@@ -142,15 +146,20 @@ def time_schedule(schedule: Schedule, times: PhaseTimes = UNIT_TIMES) -> Schedul
             slot = order[next_slot[rank]]
             begin = free_at[rank]
             missing = None
+            received_in = 0.0
             for needed in _needs(slot, schedule.stages, rank_of):
                 if needed not in end:
                     missing = needed
                     break
                 latency = 0.0 if rank_of[needed] == rank else times.message
+                if times.blocking:
+                    received_in += latency
+                    latency = 0.0
                 begin = max(begin, end[needed] + latency)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
+            begin += received_in
             free_at[rank] = begin + sum(times.of(action) for action in slot.actions)
             for action in slot.actions:
                 start[action], end[action] = begin, free_at[rank]

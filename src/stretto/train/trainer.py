@@ -271,9 +271,14 @@ class Trainer:
         return loss, rate, norm
 
     def _gather_timeline(self) -> float | None:
-        """On steps that are logged or traced: the share of the step that is exposed communication."""
+        """On steps that are logged or traced: the share of the step that is exposed communication. Steps that
+        are replayed have no timeline, and for all that are traced stands the last that has one."""
         training, traced = self.settings.training, self.settings.output.trace_steps
         trace = self.step > training.steps - traced
+        if self.runner.replayed:
+            if trace and not self.timelines:
+                self.timelines.append(self.runner.timeline())
+            return None
         if not trace and self.step % training.log_every:
             return None
         timeline = self.runner.timeline()

@@ -1,0 +1,86 @@
+"""Where stages are: the maps from stages to ranks, and which map and how many stages a rank a family has.
+
+A rank may have several stages, *virtual stages* (Megatron-LM calls them model chunks). Capturing needs their
+number and schedules their places, so the table is here, below both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stretto.errors import UsageError
+
+
+def loop(ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """The rank of each stage, where a microbatch goes round and round: 0 1 2, 0 1 2."""
+    return tuple(range(ranks)) * virtual_stages
+
+
+def v(ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """The rank of each stage, where it goes there and back: 0 1 2, 2 1 0."""
+    there = tuple(range(ranks))
+    return tuple(rank for nth in range(virtual_stages) for rank in (there[::-1] if nth % 2 else there))
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a family's stages are.
+
+    usual: stages a rank where nobody asks for another number. least, most: the numbers that it can have; None
+    is any.
+    """
+
+    map: Literal["loop", "v"] = "loop"
+    usual: int = 1
+    least: int = 1
+    most: int | None = 1
+
+    def allow(self, virtual_stages: int) -> bool:
+        """Whether each rank may have so many stages."""
+        return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
+
+    def stage_ranks(self, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return (loop if self.map == "loop" else v)(ranks, virtual_stages)
+
+
+_LOOPED = Places("loop", usual=2, most=None)
+_V = Places("v", usual=2, least=2, most=2)
+
+PLACES: dict[str, Places] = {
+    "interleaved-1f1b": _LOOPED,
+    "eager-interleaved-1f1b": _LOOPED,
+    "looped-bfs": _LOOPED,
+    "zb-v": _V,
+    "v-half": _V,
+    "v-min": _V,
+    "dualpipev": _V,
+}
+"""Families by name that do not have one stage a rank."""
+
+
+def places_of(family: str) -> Places:
+    """Where the family's stages are: stage i on rank i unless it is in `PLACES`."""
+    return PLACES.get(family, Places())
+
+
+def virtual_stages_of(schedule: str, asked: int | None) -> int:
+    """Stages a rank, for a family's name or a CSV's path; asked: what the user wants, None for what is usual.
+
+    Raises UsageError for a number that the family cannot have; it names the nearest that it can.
+    """
+    if schedule.endswith(".csv"):
+        return asked or 1
+    places = places_of(schedule)
+    if asked is None:
+        return places.usual
+    if not places.allow(asked):
+        nearest = places.least if asked < places.least else places.most
+        several = ", ".join(name for name, one in PLACES.items() if one.most is None)
+        raise UsageError(
+            f"schedule {schedule!r} has {places.usual} stage{'s' if places.usual > 1 else ''} a rank, not "
+            f"virtual_stages = {asked}: give virtual_stages = {nearest}, or leave it out, or choose a "
+            f"schedule with any number of them ({several})"
+        )
+    return asked

@@ -1,0 +1,74 @@
+"""What a family of schedules is, for the rooms that have some. May touch `stretto.ir` and the room of
+timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from stretto.ir.action import Overlap, Schedule, Slot
+from stretto.ir.stage_maps import Places, places_of
+from stretto.schedule.timing import UNIT_TIMES, PhaseTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a schedule is asked for.
+
+    virtual_stages: stages a rank. max_live: the most live microbatches of a stage; None leaves the family its
+    own number. group: how many microbatches go through one of a rank's stages before its next one begins;
+    None leaves it to the family. times, weight_share: how long phases take, and what of a microbatch is kept
+    for its W alone, for families that go by them.
+    """
+
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    max_live: int | None = None
+    group: int | None = None
+    times: PhaseTimes = UNIT_TIMES
+    weight_share: float = 1.0
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual_stages
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A named way to order actions.
+
+    build: makes the schedule (call `make_schedule`, which checks the arguments). min_live: the smallest limit
+    of live microbatches that it can keep. groups: whether it goes by groups of microbatches; timed: by times.
+    """
+
+    name: str
+    build: Callable[[Wanted], Schedule]
+    description: str
+    source: str
+    min_live: Callable[[Wanted], int] = lambda wanted: 1
+    groups: bool = False
+    timed: bool = False
+
+    @property
+    def places(self) -> Places:
+        """Where its stages are, and how many a rank can have."""
+        return places_of(self.name)
+
+
+def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule without its later microbatches; of an overlap that loses one, what is left.
+
+    What is legal stays so: no action needs one of another microbatch.
+    """
+    orders: list[tuple[Slot, ...]] = []
+    for order in schedule.orders:
+        slots: list[Slot] = []
+        for slot in order:
+            left = tuple(action for action in slot.actions if action.microbatch < microbatches)
+            if len(left) == len(slot.actions):
+                slots.append(slot)
+            elif left:
+                slots.append(Overlap(left) if len(left) > 1 else left[0])
+        orders.append(tuple(slots))
+    return replace(schedule, microbatches=microbatches, orders=tuple(orders))

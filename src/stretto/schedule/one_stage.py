@@ -1,0 +1,112 @@
+"""Families with one stage a rank, stage i on rank i: one pattern with two numbers a stage.
+
+Terms: a stage's *warm-up* is the number of forwards before its first backward; its *delay* is how many
+microbatches its weight gradients lag behind its input gradients.
+
+1. run `warm-up` forwards;
+2. for every microbatch k: the backward of k; the weight gradient of k - delay; the next forward;
+3. run the weight gradients that are left.
+
+At most warm-up + delay microbatches are live in it. The pattern cannot deadlock as long as the warm-up does
+not grow from one stage to the next: the last forward of a stage's warm-up then never waits for a backward
+that itself waits for this stage. A memory limit cuts the warm-up first to the limit, and the delay to what is
+left, which keeps that property. Without a delay the backward is one action.
+
+Touches `stretto.ir` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stretto.ir.action import Action, Phase, Schedule
+from stretto.schedule.family import Family, Wanted
+
+PerStage = Callable[[int, int, int], int]
+"""(stages, stage, microbatches) -> a number of microbatches."""
+
+
+def _one_each_to_the_end(stages: int, stage: int, microbatches: int) -> int:
+    """Forwards that fill the way from this stage to the last one."""
+    return stages - stage
+
+
+def _a_round_trip(stages: int, stage: int, microbatches: int) -> int:
+    """Forwards that fill the way to the last stage and back, with one time slot for each stage on the way."""
+    return 2 * (stages - stage) - 1
+
+
+def _pattern(
+    name: str, warm_up_of: PerStage, delay_of: PerStage | None = None
+) -> Callable[[Wanted], Schedule]:
+    """The pattern of the module's docstring."""
+
+    def build(wanted: Wanted) -> Schedule:
+        stages, microbatches = wanted.stages, wanted.microbatches
+        limit = microbatches if wanted.max_live is None else min(wanted.max_live, microbatches)
+        orders = []
+        for stage in range(stages):
+            warm_up = min(limit, warm_up_of(stages, stage, microbatches))
+            delay = None if delay_of is None else min(limit - warm_up, delay_of(stages, stage, microbatches))
+            order = [Action(stage, Phase.F, k) for k in range(warm_up)]
+            for k in range(microbatches):
+                order.append(Action(stage, Phase.B if delay is None else Phase.I, k))
+                if delay is not None and k >= delay:
+                    order.append(Action(stage, Phase.W, k - delay))
+                if warm_up + k < microbatches:
+                    order.append(Action(stage, Phase.F, warm_up + k))
+            if delay is not None:
+                order += [Action(stage, Phase.W, k) for k in range(microbatches - delay, microbatches)]
+            orders.append(tuple(order))
+        return Schedule(name, stages, microbatches, tuple(range(stages)), tuple(orders))
+
+    return build
+
+
+ONE_STAGE = (
+    Family(
+        "gpipe",
+        _pattern("gpipe", lambda n, i, m: m),
+        "all forwards, then all backwards; every microbatch is live",
+        "GPipe, NeurIPS 2019, arXiv 1811.06965",
+        lambda wanted: wanted.microbatches,
+    ),
+    # Live: min(m, n - i) on stage i of n.
+    Family(
+        "1f1b",
+        _pattern("1f1b", _one_each_to_the_end),
+        "one forward, one backward in turn; least memory",
+        "PipeDream-Flush, ICML 2021, arXiv 2006.09503",
+    ),
+    # Each message has a slot's time to travel. Live: min(m, 2(n - i) - 1).
+    Family(
+        "eager-1f1b",
+        _pattern("eager-1f1b", _a_round_trip),
+        "1F1B with forwards sent early, so that messages hide; up to twice the memory",
+        "Alpa pull request #773; arXiv 2211.05322",
+    ),
+    # What the backward sends leaves before the weight gradient. Live: as in eager-1f1b.
+    Family(
+        "eager-1f1b-split",
+        _pattern("eager-1f1b-split", _a_round_trip, lambda n, i, m: 0),
+        "eager-1f1b, backward split in I and W: messages leave before W; the same memory",
+        "weight delay of Alpa pull request #773; arXiv 2211.05322",
+    ),
+    # Fills what 1F1B leaves empty on the late stages and makes every stage as full as 1F1B's first: live
+    # is min(m, n) everywhere. Without message time the bubble shrinks from (n-1)(F+I+W) to (n-1)(F+I-W).
+    Family(
+        "zb-h1",
+        _pattern("zb-h1", _one_each_to_the_end, lambda n, i, m: i),
+        "backward split in I and W, W fills the bubble; 1F1B's memory",
+        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
+    ),
+    # Once started, a stage need not be idle. Live is min(m, 2n - 1) everywhere. Without message time and
+    # with m of at least 2n - 1 the bubble is (n-1)(F+I-2W): nothing when the phases are equal.
+    Family(
+        "zb-h2",
+        _pattern("zb-h2", _a_round_trip, lambda n, i, m: 2 * i),
+        "backward split, longer warm-up; no bubble when F, I and W are equal; about twice the memory",
+        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
+    ),
+)
+"""In the order in which they are listed to users."""

@@ -1,0 +1,150 @@
+"""Families with two stages a rank in a V: ZB-V, V-Half and V-Min, with the backward split.
+
+Rank r of p holds stage r, on the way there, and stage 2p - 1 - r, on the way back. The first rank then has
+the loss as well, and a stage that holds a microbatch for long shares its rank with one that holds it for a
+short time, so that all ranks hold equally much.
+
+V-Half and V-Min repeat a *building block* (arXiv 2405.15362): a slot of time for each action of a microbatch,
+the same for all microbatches, six slots apart, as a rank has six actions for each. From rank to rank, V-Min
+takes one slot in all four of its ways (F there, F back, I there, I back), V-Half two slots on the ways there.
+A microbatch is under way for about 4p slots in V-Min, 6p in V-Half, and 12p would be a microbatch's worth of
+memory for each of p ranks: hence a third and a half of 1F1B's memory. Where p would make two of a rank's
+actions meet in a slot, the ways of I begin later (V-Min: two slots where p is a multiple of 3; V-Half: three
+where p is even).
+
+Slots give the order of forwards and input gradients; a weight gradient runs where the next of these is not
+ready, or where memory asks for it.
+
+Touches `stretto.ir` and this folder's walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stretto.ir.action import Action, Phase, Schedule
+from stretto.ir.stage_maps import v
+from stretto.schedule.family import Family, Wanted, first_microbatches
+from stretto.schedule.list_schedule import limited, list_orders
+
+ACTIONS_OF_A_MICROBATCH = 6
+"""F, I and W of two stages: the slots that a building block takes on every rank."""
+
+Slots = tuple[int, int, int, int]
+"""When a rank runs a microbatch's F there, F back, I there (of the stage of the way back), I back."""
+
+
+def _v_min(ranks: int, rank: int) -> Slots:
+    later = 2 if ranks % 3 == 0 else 0
+    there = 2 * ranks + later + rank
+    return rank, 2 * ranks - 1 - rank, there, 4 * ranks + later - 1 - rank
+
+
+def _v_half(ranks: int, rank: int) -> Slots:
+    later = 3 if ranks % 2 == 0 else 0
+    there = 3 * ranks + later - 1 + 2 * rank
+    return 2 * rank, 3 * ranks - 2 - rank, there, 6 * ranks + later - 2 - rank
+
+
+def _repeated(
+    name: str, slots_of: Callable[[int, int], Slots], shares: Callable[[int], int]
+) -> Callable[[Wanted], Schedule]:
+    """shares(ranks): the most microbatches that are live on a rank, where each is on both of its stages."""
+
+    def build(wanted: Wanted) -> Schedule:
+        ranks = wanted.ranks
+        stage_ranks = v(ranks, 2)
+        slots = [slots_of(ranks, rank) for rank in range(ranks)]
+
+        def urgency(action: Action) -> float:
+            back = action.stage >= ranks
+            forward, backward = (1, 2) if back else (0, 3)
+            at = slots[stage_ranks[action.stage]][forward if action.phase is Phase.F else backward]
+            return ACTIONS_OF_A_MICROBATCH * action.microbatch + at
+
+        orders = list_orders(
+            stage_ranks,
+            wanted.microbatches,
+            urgency,
+            split=True,
+            rank_limit=2 * shares(ranks),
+            in_turn=True,
+        )
+        made = Schedule(name, wanted.stages, wanted.microbatches, stage_ranks, orders)
+        return limited(made, wanted.max_live)
+
+    return build
+
+
+def _zb_v(wanted: Wanted) -> Schedule:
+    """ZB-V (arXiv 2401.10241, section 6), on rank r of p, F and f the forwards there and back, likewise I, i
+    and W, w:
+
+    1. 2(p - r) - 1 of F, then r of f F, then p - r of f i w: gradients come as soon as the pipeline is full;
+    2. F I W f i w in turn while there are forwards;
+    3. r of I i, then I W in turn, then the weight gradients that are left.
+
+    No rank is idle between its first and its last action where F, I and W take equally long and messages no
+    time. The way is made for 2p - 1 microbatches or more; of fewer, it is their part of it.
+    """
+    microbatches = max(wanted.microbatches, 2 * wanted.ranks - 1)
+    orders = tuple(_zb_v_order(wanted.ranks, rank, microbatches) for rank in range(wanted.ranks))
+    made = Schedule("zb-v", wanted.stages, microbatches, v(wanted.ranks, 2), orders)
+    return limited(first_microbatches(made, wanted.microbatches), wanted.max_live)
+
+
+def _zb_v_order(p: int, rank: int, microbatches: int) -> tuple[Action, ...]:
+    there, back = rank, 2 * p - 1 - rank
+    order: list[Action] = []
+    count = {(stage, phase): 0 for stage in (there, back) for phase in (Phase.F, Phase.I, Phase.W)}
+
+    def run(stage: int, *phases: Phase) -> None:
+        for phase in phases:
+            if count[stage, phase] < microbatches:
+                order.append(Action(stage, phase, count[stage, phase]))
+                count[stage, phase] += 1
+
+    for _ in range(2 * (p - rank) - 1):  # 1
+        run(there, Phase.F)
+    for _ in range(rank):
+        run(back, Phase.F)
+        run(there, Phase.F)
+    for _ in range(p - rank):
+        run(back, Phase.F, Phase.I, Phase.W)
+    while count[back, Phase.F] < microbatches:  # 2
+        run(there, Phase.F, Phase.I, Phase.W)
+        run(back, Phase.F, Phase.I, Phase.W)
+    for _ in range(rank):  # 3
+        run(there, Phase.I)
+        run(back, Phase.I)
+    while count[there, Phase.I] < microbatches:
+        run(there, Phase.I, Phase.W)
+    for stage in (back, there):
+        while count[stage, Phase.W] < microbatches:
+            run(stage, Phase.W)
+    return tuple(order)
+
+
+V_SHAPED = (
+    Family(
+        "zb-v",
+        _zb_v,
+        "two stages a rank in a V, backward split; no bubble when F, I and W are equal; 1F1B's memory",
+        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
+    ),
+    # Live on a rank: (p + 2) // 2 microbatches, where 1F1B's first rank has p.
+    Family(
+        "v-half",
+        _repeated("v-half", _v_half, lambda ranks: (ranks + 2) // 2),
+        "two stages a rank in a V, backward split; half of 1F1B's memory, half of its bubble",
+        "Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362",
+    ),
+    # Live on a rank: (p + 4) // 3 microbatches.
+    Family(
+        "v-min",
+        _repeated("v-min", _v_min, lambda ranks: (ranks + 4) // 3),
+        "two stages a rank in a V, backward split; a third of 1F1B's memory, two thirds of its bubble",
+        "Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362",
+    ),
+)
+"""In the order in which they are listed to users."""
