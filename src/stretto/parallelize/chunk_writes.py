@@ -71,7 +71,7 @@ def asks_in_place(
     """Of a call with `inplace=True`, as `F.relu(x, inplace=True)`: the first argument, and the others as they
     would be without it; None for other calls."""
     code = getattr(function, "__code__", None)
-    names = () if code is None else code.co_varnames[: code.co_argcount]
+    names: tuple[str, ...] = () if code is None else code.co_varnames[: code.co_argcount]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "inplace" not in names or not given.get("inplace"):
         return None
