@@ -118,6 +118,7 @@ def sample(model: nn.Module, schedule: DDIMScheduler, digits: Tensor, steps: int
 
 def picture(images: Tensor) -> Image.Image:
     """A row for each digit."""
-    rows = images.reshape(10, EACH, 8, 8).permute(0, 2, 1, 3).reshape(80, EACH * 8)
+    tiles = nn.functional.pad(images, (1, 1, 1, 1), value=-1.0)
+    rows = tiles.reshape(10, EACH, 10, 10).permute(0, 2, 1, 3).reshape(100, EACH * 10)
     grey = ((1 - rows.clamp(-1, 1)) * 127.5).round().numpy().astype(np.uint8)
-    return Image.fromarray(grey).resize((EACH * 8 * ENLARGED, 80 * ENLARGED), Image.Resampling.NEAREST)
+    return Image.fromarray(grey).resize((EACH * 10 * ENLARGED, 100 * ENLARGED), Image.Resampling.NEAREST)
