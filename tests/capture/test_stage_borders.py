@@ -183,7 +183,7 @@ def test_stages_that_are_not_one_a_rank_need_a_schedule_of_ones_own() -> None:
     parallel = stretto.Parallel(pp=2, microbatches=2, split=NAMES, schedule="1f1b")
     job = stretto.capture(FOUR, torch.randn(2, 4), loss=mean_square, parallel=parallel)
     with pytest.raises(
-        stretto.UsageError, match="4 stages for pp = 2 ranks, and '1f1b' places one stage on each"
+        stretto.UsageError, match="schedule '1f1b' has 1 stage a rank, not virtual_stages = 2: give"
     ):
         stretto.plan(job, stretto.Cluster())
     assert stretto.plan(job, stretto.Cluster(), schedule=LOOPED).ranks == 2

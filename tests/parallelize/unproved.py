@@ -32,7 +32,7 @@ def _unproved(proof: Proof) -> Proved:
     gradients = {name: value for name, value in proof.gradients.items() if value is not None}
     partial = {n: (AXIS,) for n, value in gradients.items() if value in differ and n not in proof.shards}
     roots = {*proof.kept.values(), *gradients.values()}
-    return Proved(tuple(proof.ops), {root: root for root in roots}, partial)
+    return Proved(tuple(proof.ops), {root: root for root in roots}, partial, {})
 
 
 def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
