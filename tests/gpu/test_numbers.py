@@ -17,7 +17,7 @@ from stretto.config import Parallel
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from stretto.price.cluster import Cluster
-from stretto.runtime.shards import pieces_of
+from tests.parallelize.test_experts import together
 
 pytestmark = pytest.mark.gpu
 
@@ -59,29 +59,12 @@ def plain(model: nn.Module, loss: Any, pieces: int) -> tuple[Tensor, Grads]:
     return total.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
 
 
-def together(plan: stretto.Plan, model: nn.Module) -> tuple[Tensor, Grads]:
-    def work(runner: stretto.Runner) -> tuple[Tensor, Grads]:
-        loss = runner.step(batch())
-        return loss, {name: p.grad for name, p in runner.named_parameters() if p.grad is not None}
-
-    found = stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)
-    grads: Grads = {}
-    parameters = {p.name: p for p in plan.job.parameters}
-    for rank, (_, of_rank) in enumerate(found):
-        for name, grad in of_rank.items():
-            whole = grads.setdefault(name, torch.full_like(model.get_parameter(name), torch.nan))
-            at = plan.mesh.coordinates(rank)
-            for offsets, box in pieces_of(grad, parameters[name], plan.job, at):
-                whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))] = box
-    return found[0][0], grads
-
-
 def assert_equals(model: nn.Module, loss: Any, parallel: Parallel, dtype: torch.dtype) -> None:
     model = model.to("cuda", dtype)
     job = stretto.capture(model, batch(), loss=loss, parallel=parallel)
     assert job.device == "cuda"
     plan = stretto.plan(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0))
-    got, grads = together(plan, model)
+    got, grads = together(plan, model, batch())
     want, wanted = plain(model, loss, parallel.microbatches * parallel.dp)
     tolerance = TOLERANCE[dtype]
     assert abs(float(got) - float(want)) <= tolerance * abs(float(want))

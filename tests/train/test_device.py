@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from stretto.errors import UsageError
-from stretto.train.world import World, device_for, device_note
+from stretto.train.world import World, check_graph, check_kinds, device_for, device_note
 
 
 @pytest.fixture
@@ -39,3 +40,19 @@ def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_note("auto", World(local_size=2)) is None
     with pytest.raises(UsageError, match=r"has 0: .*training.device = 'cpu'"):
         device_for("cuda", World())
+
+
+def test_a_step_is_replayed_on_accelerators_only() -> None:
+    check_graph(True, torch.device("cuda", 0))
+    check_graph(False, torch.device("cpu"))
+    with pytest.raises(UsageError, match="this run computes on processors: leave it out"):
+        check_graph(True, torch.device("cpu"))
+
+
+def test_ranks_of_two_kinds_are_refused_on_all() -> None:
+    store = HashStore()
+    store.set("device/0", "cuda")
+    with pytest.raises(UsageError, match="rank 1 would compute on a processor and rank 0 on an accelerator"):
+        check_kinds(store, 1, 2, torch.device("cpu"))
+    store.set("device/0", "cpu")
+    check_kinds(store, 1, 2, torch.device("cpu"))

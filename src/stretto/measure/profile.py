@@ -2,8 +2,8 @@
 
     1. Inputs are made up from their specs: small random numbers, the real shapes and layouts. Integers of the
        batch name rows of the embedding that they reach; others are zeros, a valid index into anything. Equal
-       tokens would make an accelerator faster than it is: its clock goes with the power that it takes. And a
-       router would send them all to the same experts: so a norm's weights are about one, and not about zero.
+       tokens would all read and add to one row, and a router would send them all to the same experts: so a
+       norm's weights, too, are about one, and not about zero.
     2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
     3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
        that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.

@@ -36,7 +36,16 @@ from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
 from stretto.train.text import silent
 from stretto.train.text_task import task_of
 from stretto.train.worker import work
-from stretto.train.world import LAUNCHER_PID, World, crowding, device_for, device_note, is_worker, threads
+from stretto.train.world import (
+    LAUNCHER_PID,
+    World,
+    check_graph,
+    crowding,
+    device_for,
+    device_note,
+    is_worker,
+    threads,
+)
 
 RANKS_STUCK_S = 40.0
 """How long the launcher has to end by itself after a signal while there are ranks, of whose end it
@@ -73,6 +82,10 @@ def start(settings: TrainSettings, command: Sequence[str]) -> int:
 def _check(settings: TrainSettings) -> None:
     """Step 1: make the tokens, which every rank then finds ready, and build the model without values, to see
     whether its layout fits it."""
+    ranks = settings.parallel.world
+    here = World(size=ranks, local_size=ranks)
+    device = device_for(settings.training.device, here)
+    check_graph(settings.cuda_graph, device)
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -81,12 +94,10 @@ def _check(settings: TrainSettings) -> None:
     with torch.device("meta"):
         model = task.model()
     spread(model, settings, silent)  # the first rank will say it
-    ranks = settings.parallel.world
-    here = World(size=ranks, local_size=ranks)
     note = device_note(settings.training.device, here)
     if note is not None:
         say(f"note: {note}")
-    if device_for(settings.training.device, here).type != "cpu":
+    if device.type != "cpu":
         return
     crowd = crowding(ranks, threads(settings.training.threads_per_rank, ranks))
     if crowd is not None:

@@ -23,6 +23,7 @@ from stretto.train.trainer import Trainer
 from stretto.train.world import (
     LAUNCHER_PID,
     World,
+    check_graph,
     check_size,
     device_for,
     environment,
@@ -48,6 +49,7 @@ def work(settings: TrainSettings) -> int:
     place = environment()
     check_size(place, settings.parallel)
     place = replace(place, device=device_for(settings.training.device, place))
+    check_graph(settings.cuda_graph, place.device)
     trainer = Trainer(settings, place)
 
     def stuck(interrupted: Interrupted) -> None:

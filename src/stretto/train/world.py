@@ -101,6 +101,15 @@ def device_for(wanted: str, place: World) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
+def check_graph(cuda_graph: bool, device: torch.device) -> None:
+    """Raise UsageError for a step that is to be replayed where there is no accelerator."""
+    if cuda_graph and device.type != "cuda":
+        raise UsageError(
+            "cuda_graph = true replays what an accelerator was given, and this run computes on processors: "
+            "leave it out, or give training.device = 'cuda' where there is one for each rank"
+        )
+
+
 def device_note(wanted: str, place: World) -> str | None:
     """What to tell of accelerators that are not used; None where there are none, or all is as asked."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -139,6 +148,7 @@ def join(place: World) -> World:
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+        check_kinds(store, rank, size, place.device)
         backends = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
         dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
@@ -147,22 +157,19 @@ def join(place: World) -> World:
             f"rank {place.rank} could not meet the others at {where}: {str(error).splitlines()[0]}; check "
             f"that all {place.size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
         ) from None
-    world = replace(place, rank=rank, size=size, store=store)
-    kinds = store_kinds(world)
+    return replace(place, rank=rank, size=size, store=store)
+
+
+def check_kinds(store: Store, rank: int, size: int, device: torch.device) -> None:
+    """Raise UsageError on every rank unless all compute on one kind of device. By the store, before there are
+    process groups: those of different backends would wait for each other."""
+    store.set(f"device/{rank}", device.type)
+    kinds = [store.get(f"device/{other}").decode() for other in range(size)]
     if len(set(kinds)) > 1:
-        cpu = kinds.index("cpu")
         raise UsageError(
-            f"rank {cpu} would compute on a processor and rank {kinds.index('cuda')} on an accelerator: give "
-            "training.device = 'cpu', or start ranks where there are accelerators"
+            f"rank {kinds.index('cpu')} would compute on a processor and rank {kinds.index('cuda')} on an "
+            "accelerator: give training.device = 'cpu', or start ranks where there are accelerators"
         )
-    return world
-
-
-def store_kinds(world: World) -> list[str]:
-    """Each rank's kind of device, by rank, through the store: process groups of two kinds would not meet."""
-    assert world.store is not None
-    world.store.set(f"device/{world.rank}", world.device.type)
-    return [world.store.get(f"device/{rank}").decode() for rank in range(world.size)]
 
 
 def leave(world: World) -> None:
