@@ -31,7 +31,7 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op, OverlapMode
 
-VERSION = 17
+VERSION = 18
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
 quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed;
 6 how much slower compute is after waiting; 7 whether messages may be cut in parts; 8 a quota's skew; 9 how
