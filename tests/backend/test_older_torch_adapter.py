@@ -52,7 +52,9 @@ def test_attention_without_values_is_described_as_it_is(dtype: torch.dtype, mask
     def found(mode: str) -> list[tuple[object, ...]]:
         device = "meta" if mode == "meta" else "cpu"
         q, k, v = (torch.ones(shape, dtype=dtype, device=device).transpose(1, 2) for shape in shapes)
-        more = {"attn_mask": torch.zeros(q.shape[2], k.shape[2], dtype=dtype, device=device)} if masked else {}
+        more = (
+            {"attn_mask": torch.zeros(q.shape[2], k.shape[2], dtype=dtype, device=device)} if masked else {}
+        )
         results = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, **more)
         return [(x.shape, x.stride(), x.dtype, str(x.device)) for x in results]
 

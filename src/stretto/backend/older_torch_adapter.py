@@ -1,7 +1,7 @@
 """What older releases of PyTorch that are supported do wrong, put right; on newer ones nothing happens here.
 
     a subclass of DTensor   2.11 computes its ops as DTensor's, and never calls its `__torch_dispatch__`
-    attention on CPUs       2.11 and 2.12 say that what it keeps of float64 is float32, where nothing is computed
+    attention on CPUs       up to 2.12, without values, what it keeps of float64 is said to be float32
 
 What it uses beside public names of PyTorch: torch._library.simple_registry.GenericTorchDispatchRuleHolder, in
 which `torch.library.register_torch_dispatch` keeps its rules, one for an op and a class.

@@ -116,8 +116,8 @@ def _listed(names: Sequence[str]) -> str:
 
 CANNOT_EDIT = {
     ("transformers", "integrations", "moe.py"): (
-        "this is how transformers multiplies groups of tokens by their experts, and before some release of it "
-        "no tracer can follow: set model.config.experts_implementation = 'batched_mm', or update transformers"
+        "this is how transformers multiplies groups of tokens by experts, and no tracer follows what older "
+        "releases do: set model.config.experts_implementation = 'batched_mm', or update transformers"
     )
 }
 """Lines of a library's file that cannot be captured, and how a user goes around them."""
