@@ -157,7 +157,7 @@ CASES: dict[str, list[tuple[str, str, str, Any]]] = {
         (f"{TWO} --num-layers 3 --account-for-loss-in-pipeline-split", "1", "parallel.virtual_stages", 2),
     ],
     "--num-virtual-stages-per-pipeline-rank": [
-        (TWO, "4", "parallel.virtual_stages", 4),
+        (f"{TWO} --num-layers 8", "4", "parallel.virtual_stages", 4),
         (TWO, "2", "parallel.schedule", "interleaved-1f1b"),
     ],
     "--microbatch-group-size-per-virtual-pipeline-stage": [(TWICE, "2", "parallel.microbatch_group", 2)],
@@ -214,7 +214,7 @@ CASES: dict[str, list[tuple[str, str, str, Any]]] = {
         (f"{TWO} --pipeline-model-parallel-size 4", "0,3", "parallel.split", "embedding|layer|layer|loss"),
         (f"{TWICE} --num-layers 8", "2,3", "parallel.split", "embedding,layer*2||layer*2|layer*2,loss"),
         (f"{DUAL} --num-layers 8", "7", "parallel.split", "embedding,layer*2|layer*2|layer*2|layer,loss"),
-        (f"{MOE} --moe-layer-freq [0,0,1,1]", "0", "model.dense_every", 3),
+        (f"{MOE} --moe-layer-freq [0,0,1,1]", "0", "~model.dense_every", 3),
     ],
     **{
         name: [(f"{OWN} --tensor-model-parallel-size 2", "", "parallel.split_ops", True)]
@@ -483,7 +483,7 @@ def test_values_are_read_strictly() -> None:
         if row.takes == "float":
             wrong += [([row.name, "x"], "expected a number"), ([row.name, "nan"], "expected a number")]
         if isinstance(row.takes, tuple):
-            wrong += [([row.name, "wrong"], f"{row.name} wrong: expected {row.takes[0]} or {row.takes[1]}")]
+            wrong += [([row.name, "wrong"], f"{row.name} wrong: expected {' or '.join(row.takes)}")]
         for words, said in wrong:
             found = read_arguments(words)
             assert row.name not in found.by_name

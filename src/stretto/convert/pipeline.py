@@ -27,6 +27,13 @@ TEXT, LIST, ALONE = "--pipeline-model-parallel-layout", "--num-layer-list", "--s
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
+ONE = "it is about several stages a rank, and there is one"
+
+
+def noop(tally: Tally) -> tuple[str, ...]:
+    """The flag of step 4, where the text says what it is."""
+    return () if tally.text(NOOP) is None else (NOOP,)
+
 
 def real_layers(tally: Tally) -> tuple[int, ...]:
     """Step 4: the numbers of the layers that do something."""
@@ -35,14 +42,14 @@ def real_layers(tally: Tally) -> tuple[int, ...]:
     if text is None:
         return every
     words = text.replace(",", " ").split()
-    noop = {int(word) for word in words if word.isdecimal()}
-    if not all(map(str.isdecimal, words)) or not noop < set(every):
+    idle = {int(word) for word in words if word.isdecimal()}
+    if not all(map(str.isdecimal, words)) or not idle < set(every):
         tally.refused.append(
             f"{tally.written(NOOP)}: expected numbers of some layers, from 0 to {len(every) - 1}; append "
             f"{NOOP} with these, or leave it out"
         )
         return every
-    return tuple(number for number in every if number not in noop)
+    return tuple(number for number in every if number not in idle)
 
 
 def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
@@ -69,10 +76,9 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         tally.skip("dualpipev has two stages a rank", EACH, OF_EACH)
         tally.skip("dualpipev splits backwards where it helps", NANO)
     elif each > 1:
-        flags = [TEXT] if written is not None else [EACH, OF_EACH]
-        flags = [name for name in flags if tally.is_given(name)]
-        tally.put("parallel.schedule", "interleaved-1f1b", *flags)
-        tally.put("parallel.virtual_stages", each, *flags)
+        of = TEXT if written is not None else EACH if tally.is_given(EACH) else OF_EACH
+        tally.put("parallel.schedule", "interleaved-1f1b", of)
+        tally.put("parallel.virtual_stages", each, of)
         if tally.is_given(GROUP):
             tally.put("parallel.microbatch_group", tally.need(GROUP), GROUP)
         tally.lack("interleaved stages have whole backwards; zb-v, with two stages a rank, splits them", NANO)
@@ -80,7 +86,7 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         nano = [NANO] if tally.get(NANO) else []
         why = "Megatron's; eager-1f1b hides messages, for more memory"
         tally.put("parallel.schedule", "zb-h1" if nano else "1f1b", *nano, why=why)
-    tally.skip("it is about several stages a rank, and there is one", EACH, OF_EACH, GROUP)
+    tally.skip("another flag says how many stages a rank has" if each > 1 else ONE, EACH, OF_EACH, GROUP)
 
 
 def _layers(tally: Tally) -> int:
@@ -133,7 +139,7 @@ def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
 def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[int]) -> None:
     """`parallel.split` by steps 1 to 4, where a flag says which layers a stage holds."""
     listed = () if tally.text(LIST) is None else (LIST,)
-    named = (listed, ENDS, (ALONE,), COUNTED, (NOOP,))
+    named = (listed, ENDS, (ALONE,), COUNTED, noop(tally))
     names = next((names for names in named if any(map(tally.is_given, names))), ())
     if not names:
         return
@@ -142,7 +148,7 @@ def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[i
     for at, name in ((0, COUNTED[0]), (-1, COUNTED[1])):
         if counts is not None and name in names and tally.get(name):
             counts[at] -= 1
-    flags = [name for name in (*names, NOOP) if tally.is_given(name)]
+    flags = [name for name in (*names, *noop(tally)) if tally.is_given(name)]
     if counts is not None and sum(counts) == layers and min(counts) >= 0:
         tally.put("parallel.split", of_counts(_without(counts, real)).text, *dict.fromkeys(flags))
         return
