@@ -60,7 +60,9 @@ def test_the_table_of_the_paper_is_reached(row: dict[str, str]) -> None:
         assert max(most_held(best, room)) <= memory + 1e-6
         check(found, room)
     half = PhaseTimes(f / 2, i / 2, w / 2, message)  # of each of a rank's two stages
-    folded = search(Sought(stages, 2, microbatches, half, room=lambda places: Room.even(stages, 2 * stages, stages)))
+    folded = search(
+        Sought(stages, 2, microbatches, half, room=lambda places: Room.even(stages, 2 * stages, stages))
+    )
     assert bubble_rate(folded.best.schedule, half) <= 0.5 * float(row["zb-1p"])
 
 
@@ -76,7 +78,9 @@ def check(searched: Searched, room: Room | None = None) -> None:
         for stage in range(one.schedule.stages):
             rank = one.schedule.stage_ranks[stage]
             for phase in (Phase.F, Phase.I, Phase.W, Phase.B):
-                done = [a.microbatch for a in one.schedule.actions(rank) if (a.stage, a.phase) == (stage, phase)]
+                done = [
+                    a.microbatch for a in one.schedule.actions(rank) if (a.stage, a.phase) == (stage, phase)
+                ]
                 assert done == sorted(done)
 
 
@@ -167,5 +171,7 @@ def test_times_of_other_stages_and_no_memory_are_refused() -> None:
         search(sought)
     with pytest.raises(UsageError, match="message has times for 1 borders, but 3 stages have 2"):
         search(replace(sought, times=PhaseTimes(1.0, 1.0, 1.0, (1.0,))))
-    with pytest.raises(UsageError, match="no schedule of 3 ranks and 1 stages each fits the memory: allow more"):
+    with pytest.raises(
+        UsageError, match="no schedule of 3 ranks and 1 stages each fits the memory: allow more"
+    ):
         search(replace(sought, times=PhaseTimes(1.0, 1.0, 1.0), room=lambda places: Room.even(3, 3, 0.5)))

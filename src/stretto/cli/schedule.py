@@ -39,7 +39,10 @@ class Format(StrEnum):
 
 @schedule.command()
 def run(
-    family: Annotated[str | None, typer.Option(help="Family of schedules, or auto for the fastest found; --list shows them.")] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="Family of schedules, or auto for the fastest found; --list shows them."),
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of pipeline ranks.")] = None,
     stages: Annotated[
         int | None, typer.Option(help="Number of stages of all ranks together, in place of --ranks.")
@@ -249,6 +252,8 @@ def _form_of(output: Path | None) -> Format:
 
 def _list_families() -> None:
     wide = max(len(name) for name in FAMILIES)
-    typer.echo(f"{AUTO.ljust(wide)}  the fastest of all families and of a search, for the times given with --times")
+    typer.echo(
+        f"{AUTO.ljust(wide)}  the fastest of all families and of a search, for the times given with --times"
+    )
     for found in FAMILIES.values():
         typer.echo(f"{found.name.ljust(wide)}  {found.description} ({found.source})")

@@ -291,7 +291,11 @@ class Plan:
         return "\n".join(
             (
                 head,
-                *([f"  schedule         {self.schedule.family}: {self.schedule_why}"] if self.schedule_why else []),
+                *(
+                    [f"  schedule         {self.schedule.family}: {self.schedule_why}"]
+                    if self.schedule_why
+                    else []
+                ),
                 f"  predicted step   {found.step_us / 1000:.1f} ms",
                 f"  compute by rank  {ms(found.compute_us)} ms",
                 *([f"  recompute        {self._recompute()}"] if self.job.recompute != "none" else []),

@@ -3,8 +3,8 @@
     1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: for each number
        of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
     2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
-    3. The most promising are simulated as steps of this job, in one variant, over few microbatches
-       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
+    3. The most promising are simulated as steps of this job, in a variant or two, over few
+       microbatches (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
     4. The fastest of these become whole plans, a family among them, and the fastest of these is taken.
 
 May touch `stretto.ir`, `stretto.schedule`, `stretto.simulate` and this package.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Schedule
@@ -21,9 +22,10 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
-from stretto.planning.schedules import shorter
+from stretto.planning.schedules import paired, shorter
+from stretto.planning.sends import sends_waited
 from stretto.planning.tries import Tries
-from stretto.planning.variants import begins, communicates
+from stretto.planning.variants import Variant, begins, communicates, overlaps
 from stretto.planning.windows import as_captured, at_once, lowered, ordered
 from stretto.schedule.room import Room
 from stretto.schedule.search import Found, Sought, search
@@ -37,7 +39,11 @@ SIMULATED = 8
 """Orders that are simulated at most, for each way to have stages as one. Assumed."""
 
 WHOLE = 3
-"""Orders that become whole plans. Assumed."""
+"""Orders that become whole plans at most. Assumed."""
+
+CLOSE = 1.05
+"""Times the fastest that was simulated, up to where an order becomes a whole plan beside it. Assumed: other variants
+and waits for messages make less of a difference between two orders."""
 
 ROUNDS = 3
 """How often memory is given up for what a simulation held too much. Assumed."""
@@ -78,7 +84,7 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
     refused: list[PlanError] = []
     try:
         for one in _worth_a_plan(found):
-            if len(made) == WHOLE:
+            if len(made) == WHOLE or (made and one.step_us > CLOSE * found[0].step_us):
                 break
             tell(f"{one.schedule.family}: a whole plan")
             try:
@@ -95,7 +101,8 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
 
 
 def _worth_a_plan(found: Sequence[_Ranked]) -> list[_Ranked]:
-    """The fastest first; the fastest family in place of the last of `WHOLE`."""
+    """The fastest first; the fastest family in place of the last of `WHOLE`. All are there where only those that are
+    slow are not refused."""
     family = next((one for one in found if one.family), None)
     if family is None or family in found[:WHOLE]:
         return [*found]
@@ -204,9 +211,30 @@ def _simulated(step: Step, context: Context, family: bool) -> _Ranked | None:
     """Step 3; None for an order that cannot be."""
     try:
         before = _passed(step, context)
-        way = at_once if step.asked == "off" else ordered if communicates(before.job) else as_captured
-        made = way(replace(before, schedule=before.short), context)
-        timeline = simulate(lowered(made, context))
     except (LeftOutError, PlanError):
         return None
-    return _Ranked(step.schedule, timeline.step_us, tuple(timeline.peak_bytes), family)
+    short = replace(before, schedule=before.short)
+    found: list[_Ranked] = []
+    for way in _ways_of_one(short):
+        try:
+            made = short
+            for one in way:
+                made = one(made, context)
+            if step.max_bytes is not None:  # else buffers of all that was sent would count
+                made = sends_waited(made, context)
+            timeline = simulate(lowered(made, context))
+        except (LeftOutError, PlanError):
+            continue
+        found.append(_Ranked(step.schedule, timeline.step_us, tuple(timeline.peak_bytes), family))
+    return min(found, key=lambda one: one.step_us, default=None)
+
+
+def _ways_of_one(step: Step) -> list[Variant]:
+    """The variants by which orders are compared."""
+    if step.asked == "off":
+        return [(at_once,)]
+    if not communicates(step.job):
+        return [(as_captured,)]
+    if step.asked == "local" or overlaps(step):
+        return [(ordered,)]
+    return [(ordered,), (partial(paired, ahead=0), ordered)]

@@ -33,7 +33,8 @@ def least_time(
     """No order of these stages ends sooner, in the unit of `times`. from_own_begin: of the cost."""
     stages, ranks = len(stage_ranks), max(stage_ranks) + 1
     forward, into, weight = (
-        [times.of(Action(stage, phase, 0)) for stage in range(stages)] for phase in (Phase.F, Phase.I, Phase.W)
+        [times.of(Action(stage, phase, 0)) for stage in range(stages)]
+        for phase in (Phase.F, Phase.I, Phase.W)
     )
     hops = hops_of(stage_ranks, times)
     # When each stage can begin.

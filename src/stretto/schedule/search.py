@@ -236,7 +236,10 @@ def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[So
 def _warm_up(sought: Sought, *, memory: int | None, given_up: float) -> Urgency:
     room = _room(sought, tuple(range(sought.ranks)), memory)
     live = min(
-        [limit / held if held else sought.microbatches for limit, held in zip(room.limits, room.whole, strict=True)]
+        [
+            limit / held if held else sought.microbatches
+            for limit, held in zip(room.limits, room.whole, strict=True)
+        ]
         if room is not None
         else [sought.microbatches]
     )

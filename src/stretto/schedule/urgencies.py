@@ -44,7 +44,9 @@ def backward_first(stages: int, microbatches: int) -> Urgency:
     return urgency
 
 
-def warm_up_first(ranks: int, microbatches: int, times: PhaseTimes, memory: float, given_up: float) -> Urgency:
+def warm_up_first(
+    ranks: int, microbatches: int, times: PhaseTimes, memory: float, given_up: float
+) -> Urgency:
     """See above. memory: the most live microbatches of a rank. given_up: as a part of a forward."""
     place: dict[Action, int] = {}
     for rank, warm_up in enumerate(_warm_ups(ranks, times, memory, given_up)):
