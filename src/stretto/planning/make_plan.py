@@ -27,6 +27,7 @@ from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.ir.stage_maps import AUTO, shared, virtual_stages_of
 from stretto.order.policies import DEFAULT, policy_of
+from stretto.passes.dense_messages import scattered
 from stretto.passes.step import Context, Step
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.in_chunks import fastest
@@ -232,6 +233,8 @@ def _finished(step: Step, context: Context) -> Plan:
         # Sums that start early hold their buffers for longer.
         draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
+    copied = scattered(draft.job, draft.schedule.stage_ranks)
+    assert not copied, f"transports would copy {copied}"
     return replace(draft, prediction=predict(draft))
 
 
