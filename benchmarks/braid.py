@@ -19,16 +19,18 @@ take equally long, messages nothing. Prints the table of docs/overlap.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
-from stretto.ir.plan import Plan
+from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Edge, Job, Op, OverlapMode, Parameter, Ref, Shard, Stage, TensorSpec
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
+from stretto.schedule.timing import peak_live
 from stretto.simulate import simulate
 
 UNITS = 2
@@ -146,10 +148,31 @@ class Table:
         return 6 * self.m * CHUNK_US + (self.p - 1) * (CHUNK_US + self.ar_us) + self.braid_us
 
 
-def planned(table: Table, family: str, overlap: OverlapMode) -> Plan:
+def planned(table: Table, family: str, overlap: OverlapMode, *, few_live: bool = False) -> Plan:
     schedule: Schedule = make_schedule(family, table.p, table.m)
     job = stack(schedule.stages, table.m)
+    if few_live:
+        job = replace(job, max_live=max(peak_live(schedule)))
     return make_plan(job, described(job, table.reduce_us), schedule=schedule, overlap=overlap)
+
+
+def live_chunks(plan: Plan) -> int:
+    """The most chunks of microbatches that a rank holds at once, from the first op of a forward to the last of
+    its backward that computes."""
+    most = 0
+    for rank in range(plan.ranks):
+        held: dict[tuple[int, int], tuple[int, int]] = {}
+        at = 0
+        for _, run, window in plan.runs(rank):
+            for item in window.items:
+                stage = window.parts[item.part][0]
+                if item.kind is ItemKind.OP and plan.costs.op_us[stage, str(item.ref)]:
+                    chunk = stage, run.microbatches[item.part]
+                    held[chunk] = held.get(chunk, (at, at))[0], at
+                at += 1
+        changes = [(begin, 1) for begin, _ in held.values()] + [(end + 1, -1) for _, end in held.values()]
+        most = max(most, *accumulate(by for _, by in sorted(changes)))
+    return most
 
 
 def exposed_us(plan: Plan) -> float:

@@ -62,12 +62,13 @@ class Graphs:
     tails_us: tuple[tuple[float, ...], ...]
 
     @staticmethod
-    def of(plan: Plan) -> Graphs:
+    def of(plan: Plan, live: Sequence[int] = ()) -> Graphs:
+        """live: as in `make_graph`."""
         job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
         slots = [slot for (slot,) in plan.schedule.orders]
         microbatches = tuple(tuple(action.microbatch for action in slot.actions) for slot in slots)
         graphs = tuple(
-            make_graph(job, costs, plan.windows[window_name(slot)], ranks, microbatches=mine)
+            make_graph(job, costs, plan.windows[window_name(slot)], ranks, microbatches=mine, live=live)
             for slot, mine in zip(slots, microbatches, strict=True)
         )
         known_us = tails_us(job, costs, ranks)

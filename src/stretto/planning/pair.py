@@ -22,8 +22,9 @@ May touch `stretto.ir`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 
@@ -59,6 +60,12 @@ def whole(schedule: Schedule) -> Schedule | None:
         if len(own) < 2 or len(own) > len(order):
             return None
     return replace(schedule, orders=tuple((Overlap(own),) for own in actions))
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """The schedule with every action in a slot of its own."""
+    orders = (tuple(action for slot in order for action in slot.actions) for order in schedule.orders)
+    return replace(schedule, orders=tuple(orders))
 
 
 def _ahead(actions: Sequence[Action], by: int) -> list[Action]:
@@ -103,12 +110,13 @@ def _ends_joined(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     return (*_alone(slots[:begin], Phase.F), *slots[begin:end], *_alone(slots[end:], Phase.B))
 
 
-def _alone(slots: Sequence[Slot], phase: Phase) -> Sequence[Slot]:
-    """The slots in few, if all are of one phase and stage."""
-    kinds = {(action.phase, action.stage) for slot in slots for action in slot.actions}
-    if len(kinds) != 1 or kinds.pop()[0] is not phase:
-        return slots
-    return [_one(slots[at : at + TOGETHER]) for at in range(0, len(slots), TOGETHER)]
+def _alone(slots: Sequence[Slot], phase: Phase) -> Iterator[Slot]:
+    """The slots, with those of one phase and stage that follow each other in few."""
+    for kinds, run in groupby(slots, lambda slot: {(action.phase, action.stage) for action in slot.actions}):
+        alike = list(run)
+        together = TOGETHER if {found for found, _ in kinds} == {phase} else 1
+        for at in range(0, len(alike), together):
+            yield _one(alike[at : at + together])
 
 
 def _one(slots: Sequence[Slot]) -> Slot:

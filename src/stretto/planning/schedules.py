@@ -40,9 +40,6 @@ def one_window(step: Step, context: Context) -> Step:
     found = whole(step.schedule)
     if found is None:
         raise LeftOutError
-    live, most = max(peak_live(found)), step.job.max_live
-    if most is not None and live > most:
-        raise LeftOutError(f"one window a rank may hold {live} live microbatches, and max_live is {most}")
     return replace(step, schedule=found, short=found, overlap="window")
 
 

@@ -6,6 +6,7 @@ One of them is in every variant. May touch `stretto.ir`, `stretto.passes.step`, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.bounds.step import lower_bound
@@ -15,6 +16,8 @@ from stretto.order.refine import ROUNDS, Refined, refine
 from stretto.order.whole_step import order_together
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
+from stretto.planning.pair import apart
+from stretto.schedule.timing import peak_live
 from stretto.simulate import simulate
 
 BRIEF = 20
@@ -67,22 +70,40 @@ def _refined(step: Step, context: Context) -> Refined | None:
 def whole_step(step: Step, context: Context) -> Step:
     """One window a rank, all of them ordered together (`stretto.order.whole_step`).
 
-    Left out where a rank holds more than it may, so that other orders are searched for as well.
+    Any number of microbatches is live; where that is more than the job or a rank may hold, as many as in the
+    schedule's own order. Left out where a rank holds too much even so, so that other orders are searched for
+    as well.
     """
+    most = step.job.max_live
+    own = peak_live(apart(step.schedule))
+    if most is not None and max(peak_live(step.schedule)) > most:
+        return _together(step, context, own)
+    try:
+        return _together(step, context)
+    except _HoldsTooMuchError:
+        return _together(step, context, own)
+
+
+class _HoldsTooMuchError(LeftOutError):
+    """A rank holds more than it may."""
+
+
+def _together(step: Step, context: Context, live: Sequence[int] = ()) -> Step:
+    """live: by stage, the most live microbatches; without it any number."""
     plain = as_captured(step, context)
     # Ordered as they are without the sums that start in them.
     captured = replace(lowered(plain, context), windows=plain.windows)
     bound_us = lower_bound(step.job, step.schedule, context.costs_of(step.job)).us
     made = step
     for walks in (None,) if step.max_bytes is None else (BRIEF, None):
-        found = order_together(captured, bound_us, walks)
+        found = order_together(captured, bound_us, walks, live)
         if found is None:
             raise LeftOutError
         made = replace(step, windows=found.windows)
         if step.max_bytes is not None:
             holds = max(simulate(lowered(made, context)).peak_bytes)
             if holds > step.max_bytes:
-                raise LeftOutError(
+                raise _HoldsTooMuchError(
                     f"one window a rank holds {holds:,} bytes, and the limit is {step.max_bytes:,}"
                 )
         if found.ended:
