@@ -157,8 +157,8 @@ def planned(table: Table, family: str, overlap: OverlapMode, *, few_live: bool =
 
 
 def live_chunks(plan: Plan) -> int:
-    """The most chunks of microbatches that a rank holds at once, from the first op of a forward to the last of
-    its backward that computes."""
+    """The most chunks of microbatches that a rank holds at once, from the first op of a forward that computes
+    to the last of its backward."""
     most = 0
     for rank in range(plan.ranks):
         held: dict[tuple[int, int], tuple[int, int]] = {}

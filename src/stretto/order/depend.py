@@ -11,8 +11,8 @@
        the window's end, and draws of random ops do not depend on when they happen. And one from each op that
        adds to a gradient to the start of its sum.
     4. The memory that nodes make and read, so that a policy can keep a limit.
-    5. Where stages may hold few live microbatches only, an edge from what the backward of one ends with to what
-       the F so many after it begins with.
+    5. For a backward and a forward that may not begin before it is done with what its own forward saved
+       (`frees`), an edge from what the one ends with to what the other begins with.
 
 May touch `stretto.ir`, `stretto.schedule` and this room's storages.
 """
@@ -132,15 +132,15 @@ def make_graph(
     stage_ranks: Sequence[int],
     outside: Outside = NOTHING,
     microbatches: Sequence[int] = (),
-    live: Sequence[int] = (),
+    frees: Sequence[tuple[int, int]] = (),
 ) -> WindowGraph:
     """The graph of a window. outside: what is known of other ranks. microbatches: of its parts, where it
-    runs once; without them messages that stay on the rank are taken to be for the same. live: by stage, the
-    most live microbatches, which the window's parts one after the other keep; without it any number.
+    runs once; without them messages that stay on the rank are taken to be for the same. frees: (part of a
+    backward, part of a later forward that begins when it is done).
 
     Raises PlanError for a collective without a cost.
     """
-    return _Maker(job, costs, window, stage_ranks, outside, microbatches, live).make()
+    return _Maker(job, costs, window, stage_ranks, outside, microbatches, frees).make()
 
 
 class _Maker:
@@ -152,9 +152,9 @@ class _Maker:
         stage_ranks: Sequence[int],
         outside: Outside,
         microbatches: Sequence[int],
-        live: Sequence[int],
+        frees: Sequence[tuple[int, int]],
     ) -> None:
-        self.live = live
+        self.frees = frees
         self.microbatches = microbatches or (0,) * len(window.parts)
         self.job = job
         self.costs = costs
@@ -217,8 +217,8 @@ class _Maker:
                     nodes.append(Node(item, Role.RECEIVE, time_us=when, lazy=True))
             needs.append(need)
         self._forward_first(needs)
-        if self.live:
-            self._few_live(nodes, needs)
+        if self.frees:
+            self._freed(nodes, needs)
         after: list[list[int]] = [[] for _ in nodes]
         for at, need in enumerate(needs):
             for other in sorted(need):
@@ -249,26 +249,25 @@ class _Maker:
                         if needs[at].isdisjoint(own):
                             needs[at] |= ends
 
-    def _few_live(self, nodes: Sequence[Node], needs: list[set[int]]) -> None:
+    def _freed(self, nodes: Sequence[Node], needs: list[set[int]]) -> None:
         """Step 5."""
-        begins: dict[tuple[int, int], list[int]] = {}
-        ends: dict[tuple[int, int], list[int]] = {}
+        begins: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = {}
         leads: set[int] = set()
         for at in reversed(range(len(nodes))):
             part = nodes[at].item.part
-            stage, phase = self.window.parts[part]
-            place = stage, self.microbatches[part]
-            if phase is Phase.F:
-                if nodes[at].item.kind is ItemKind.OP and all(nodes[n].item.part != part for n in needs[at]):
-                    begins.setdefault(place, []).append(at)
-            elif nodes[at].role is Role.COMPUTE or at in leads:
-                # What only waits, starts and sends follow is the last that reads what F has saved.
+            own = [n for n in needs[at] if nodes[n].item.part == part]
+            ops = (nodes[n].item.kind is ItemKind.OP for n in own)
+            if nodes[at].item.kind is ItemKind.OP and not any(ops):
+                begins.setdefault(part, []).append(at)
+            # What only starts, waits and sends follow is the last that reads what F has saved.
+            if at in leads or nodes[at].role is Role.COMPUTE:
                 if at not in leads:
-                    ends.setdefault(place, []).append(at)
-                leads |= needs[at]
-        for (stage, microbatch), ops in begins.items():
-            for at in ops:
-                needs[at].update(ends.get((stage, microbatch - self.live[stage]), ()))
+                    ends.setdefault(part, []).append(at)
+                leads.update(own)
+        for backward, forward in self.frees:
+            for at in begins[forward]:
+                needs[at].update(ends.get(backward, ()))
 
     def _maker(self, part: int, value: str) -> int:
         """The node that makes a value, in the part or before it; -1 for what an earlier window makes."""

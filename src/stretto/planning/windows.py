@@ -6,17 +6,17 @@ One of them is in every variant. May touch `stretto.ir`, `stretto.passes.step`, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.bounds.step import lower_bound
 from stretto.ir.plan import Plan
 from stretto.order import Arranger
+from stretto.order.graphs import Frees
 from stretto.order.refine import ROUNDS, Refined, refine
 from stretto.order.whole_step import order_together
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
-from stretto.planning.pair import apart
+from stretto.planning.pair import frees
 from stretto.schedule.timing import peak_live
 from stretto.simulate import simulate
 
@@ -75,28 +75,27 @@ def whole_step(step: Step, context: Context) -> Step:
     as well.
     """
     most = step.job.max_live
-    own = peak_live(apart(step.schedule))
-    if most is not None and max(peak_live(step.schedule)) > most:
-        return _together(step, context, own)
-    try:
-        return _together(step, context)
-    except _HoldsTooMuchError:
-        return _together(step, context, own)
+    if most is None or max(peak_live(step.schedule)) <= most:
+        try:
+            return _together(step, context)
+        except _HoldsTooMuchError:
+            pass
+    return _together(step, context, [frees(order) for order in step.schedule.orders])
 
 
 class _HoldsTooMuchError(LeftOutError):
     """A rank holds more than it may."""
 
 
-def _together(step: Step, context: Context, live: Sequence[int] = ()) -> Step:
-    """live: by stage, the most live microbatches; without it any number."""
+def _together(step: Step, context: Context, kept: Frees = ()) -> Step:
+    """kept: `frees` of `order_together`."""
     plain = as_captured(step, context)
     # Ordered as they are without the sums that start in them.
     captured = replace(lowered(plain, context), windows=plain.windows)
     bound_us = lower_bound(step.job, step.schedule, context.costs_of(step.job)).us
     made = step
     for walks in (None,) if step.max_bytes is None else (BRIEF, None):
-        found = order_together(captured, bound_us, walks, live)
+        found = order_together(captured, bound_us, walks, kept)
         if found is None:
             raise LeftOutError
         made = replace(step, windows=found.windows)
