@@ -148,11 +148,13 @@ class Table:
         return 6 * self.m * CHUNK_US + (self.p - 1) * (CHUNK_US + self.ar_us) + self.braid_us
 
 
-def planned(table: Table, family: str, overlap: OverlapMode, *, few_live: bool = False) -> Plan:
+def planned(table: Table, family: str, overlap: OverlapMode, *, more_live: int | None = None) -> Plan:
+    """more_live: of live microbatches, how many more than in the family's order a stage may hold; None is any
+    number."""
     schedule: Schedule = make_schedule(family, table.p, table.m)
     job = stack(schedule.stages, table.m)
-    if few_live:
-        job = replace(job, max_live=max(peak_live(schedule)))
+    if more_live is not None:
+        job = replace(job, max_live=max(peak_live(schedule)) + more_live)
     return make_plan(job, described(job, table.reduce_us), schedule=schedule, overlap=overlap)
 
 

@@ -64,21 +64,27 @@ def whole(schedule: Schedule) -> Schedule | None:
     return replace(schedule, orders=tuple((Overlap(own),) for own in actions))
 
 
-def frees(order: Sequence[Slot]) -> list[tuple[int, int]]:
+def apart(schedule: Schedule) -> Schedule:
+    """The schedule with every action in a slot of its own."""
+    orders = (tuple(action for slot in order for action in slot.actions) for order in schedule.orders)
+    return replace(schedule, orders=tuple(orders))
+
+
+def frees(order: Sequence[Slot], more: int = 0) -> list[tuple[int, int]]:
     """(a backward action, a later forward), by their places in a rank's order.
 
     If each such forward begins when the backward is done, then in any order of the actions the rank, and each
-    of its stages, holds no more live microbatches than in this one.
+    of its stages, holds at most `more` live microbatches more than in this one.
     """
     actions = [action for slot in order for action in slot.actions]
     places = [*dict.fromkeys(action.stage for action in actions)]
-    found = {pair for stage in places for pair in _frees(actions, [stage])}
-    return sorted(found | set(_frees(actions, places)))
+    found = {pair for stage in places for pair in _frees(actions, [stage], more)}
+    return sorted(found | set(_frees(actions, places, more)))
 
 
-def _frees(actions: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Of some stages, counted together: if n microbatches are live at most, the (k + n)-th forward begins
-    when the k-th backward is done."""
+def _frees(actions: Sequence[Action], stages: Sequence[int], more: int) -> Iterator[tuple[int, int]]:
+    """Of some stages, counted together: if n microbatches are live at most in this order, the
+    (k + n + more)-th forward begins when the k-th backward is done."""
     forwards = [at for at, one in enumerate(actions) if one.phase is Phase.F and one.stage in stages]
     backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
     for at, one in enumerate(actions):
@@ -87,7 +93,7 @@ def _frees(actions: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[i
     parts = sorted(backwards.values(), key=max)
     done = [max(own) for own in parts]
     most = max((nth + 1 - bisect(done, at) for nth, at in enumerate(forwards)), default=0)
-    for own, forward in zip(parts, forwards[most:], strict=False):
+    for own, forward in zip(parts, forwards[most + more :], strict=False):
         yield from ((backward, forward) for backward in own)
 
 
