@@ -91,7 +91,8 @@ class ParallelSettings(Settings):
     microbatches: int = Field(default=1, ge=1)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: str = Field(default="eager-1f1b", min_length=1)
-    """A family of schedules, or the path of a .csv in PyTorch's format."""
+    """A family of schedules, the path of a .csv in PyTorch's format, or "auto" for the fastest that planning
+    finds with the stages that there are (`docs/schedules.md`)."""
     virtual_stages: int | None = Field(default=None, ge=1)
     """Stages of the model on each pipeline rank; without it, what the schedule needs: 1, or 2 for interleaved
     and V-shaped ones."""

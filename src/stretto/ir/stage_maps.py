@@ -50,6 +50,9 @@ class Places:
         return (loop if self.map == "loop" else v)(ranks, virtual_stages)
 
 
+AUTO = "auto"
+"""In place of a family's name: the one, or the order, that is found to be the fastest."""
+
 _LOOPED = Places("loop", usual=2, most=None)
 _V = Places("v", usual=2, least=2, most=2)
 
@@ -66,8 +69,9 @@ PLACES: dict[str, Places] = {
 
 
 def places_of(family: str) -> Places:
-    """Where the family's stages are: stage i on rank i unless it is in `PLACES`."""
-    return PLACES.get(family, Places())
+    """Where the family's stages are: stage i on rank i unless it is in `PLACES`. `AUTO` goes with any number of
+    stages, and with all maps of them."""
+    return Places(most=None) if family == AUTO else PLACES.get(family, Places())
 
 
 def virtual_stages_of(schedule: str, asked: int | None) -> int:
