@@ -259,3 +259,10 @@ def all_kinds() -> tuple[Anywhere, str]:
     modules.append(Side())
     reads.append((last, side))
     return Anywhere(Drawn(tuple(modules), tuple(reads), (last,), last + 1)), f"steps.{first}"
+
+
+def one_read_late() -> Anywhere:
+    """Three layers and, before the last, a step whose backward alone reads what the first has made."""
+    layers = [Weighted(_weight(Random(seed)), "linear") for seed in range(3)]
+    modules = (layers[0], layers[1], Plain("late"), layers[2])
+    return Anywhere(Drawn(modules, ((-1, -1), (0, 0), (1, 0), (2, 2)), (3,), -2))
