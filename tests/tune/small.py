@@ -23,6 +23,7 @@ vocab_size = 512
 pp = 2
 microbatches = 4  # of two rows
 schedule = "1f1b"
+overlap = "{overlap}"
 
 [training]
 global_batch = {batch}
@@ -33,10 +34,12 @@ CLUSTER = Cluster(
 )
 
 
-def write_settings(folder: Path, *, layers: int = 4, batch: int = 8, more: str = "") -> Path:
+def write_settings(
+    folder: Path, *, layers: int = 4, batch: int = 8, overlap: str = "local", more: str = ""
+) -> Path:
     """A settings file in a folder."""
     path = folder / "small.toml"
-    path.write_text(TEXT.format(layers=layers, batch=batch) + more, encoding="utf-8")
+    path.write_text(TEXT.format(layers=layers, batch=batch, overlap=overlap) + more, encoding="utf-8")
     return path
 
 
@@ -50,6 +53,8 @@ def write_cluster(folder: Path, memory_bytes: int | None = None) -> Path:
     return path
 
 
-def settings(folder: Path, *, layers: int = 4, batch: int = 8, more: str = "") -> TrainSettings:
+def settings(
+    folder: Path, *, layers: int = 4, batch: int = 8, overlap: str = "local", more: str = ""
+) -> TrainSettings:
     """The settings of such a file."""
-    return load_settings(write_settings(folder, layers=layers, batch=batch, more=more))
+    return load_settings(write_settings(folder, layers=layers, batch=batch, overlap=overlap, more=more))
