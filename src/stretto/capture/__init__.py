@@ -58,7 +58,7 @@ def capture(
         model's own, by default.
     equal_layers: False traces every layer, where equal ones are else traced twice and repeated. The job is
         the same; logging of `stretto.capture.trace` (DEBUG) tells why layers are not repeated.
-    stages: number of stages; `parallel.pp` times `parallel.virtual_stages` by default.
+    stages: number of stages; those of `parallel.split`, or `parallel.pp` times `parallel.virtual_stages`.
 
     Returns a Job of plain data. The step's loss is the mean of the microbatches' losses; for (sum, count) the
     sum of all sums over the sum of all counts, of all data-parallel copies too.

@@ -73,7 +73,8 @@ class Captures:
         self._traced: OrderedDict[str, tuple[Traced, Layout]] = OrderedDict()
 
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
-        """The job of these settings. stages: `pp` times `virtual_stages` by default; degree: chunks, where
+        """The job of these settings. stages: those of `split`, or `pp` times
+        `virtual_stages`; degree: chunks, where
         `ampipe_degree` is "auto". Raises as `stretto.capture`."""
         with explained(self._model):
             return self._job(parallel, stages, degree)
@@ -85,9 +86,8 @@ class Captures:
         else:
             layout = Layout(meshes.tensor_parallel(self._model))
             traced = self._traced_now(parallel, layout, meshes)
-        named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
         each = virtual_stages_of(parallel.schedule, parallel.virtual_stages)
-        count = stages if stages is not None else named or parallel.pp * each
+        count = stages if stages is not None else parallel.split_stages or parallel.pp * each
         if meshes is not None and count != len(meshes.meshes):
             raise UsageError(
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"

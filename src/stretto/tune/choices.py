@@ -14,7 +14,7 @@ from typing import Any
 from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
 from stretto.errors import UsageError
 from stretto.files.settings_file import faults_of
-from stretto.ir.stage_maps import virtual_stages_of
+from stretto.ir.stage_maps import AUTO, places_of, virtual_stages_of
 from stretto.schedule.families import FAMILIES
 
 KEYS = (
@@ -188,14 +188,10 @@ class Choices:
     def orders(self, layout: Layout) -> Iterator[tuple[str, int]]:
         """Families, each with its numbers of stages a rank that are allowed."""
         for name in self._of("schedule", self._families(layout)):
-            numbers: Sequence[int] = (virtual_stages_of(name, None),)
-            places = FAMILIES[name].places if name in FAMILIES else None
-            if places is not None and places.most is None:
-                numbers = VIRTUAL
-            for each in self._of("virtual_stages", numbers):
-                if places is not None and not places.allow(each) and "virtual_stages" in self.fixed:
-                    continue
-                if self.allowed(Candidate(layout, name, each)):
+            places = places_of(name)
+            numbers = (places.usual, *(VIRTUAL if places.most is None else ()))
+            for each in self._of("virtual_stages", tuple(dict.fromkeys(numbers))):
+                if places.allow(each) and self.allowed(Candidate(layout, name, each)):
                     yield name, each
 
     def _families(self, layout: Layout) -> Sequence[str]:
@@ -263,8 +259,8 @@ def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
         elif read in ("true", "false"):
             read = read == "true"
         faults = [line for _, line in faults_of(ParallelSettings, {key: read}, "", {})]
-        if key == "schedule" and read not in FAMILIES:
-            faults = [f"unknown schedule family {read!r}; choose one of: {', '.join(FAMILIES)}"]
+        if key == "schedule" and read not in (*FAMILIES, AUTO):
+            faults = [f"unknown schedule family {read!r}; choose one of: {', '.join((*FAMILIES, AUTO))}"]
         if key == "ampipe_degree" and read == "auto":
             faults = ["numbers of chunks are compared anyway: give one, or leave it out"]
         # These two are refused for others that they go with, which are chosen.

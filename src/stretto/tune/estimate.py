@@ -20,6 +20,7 @@ from math import ceil, inf
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.mesh import Mesh
+from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
 from stretto.price.cluster import Description, place_link, sum_cost
 from stretto.price.cluster_file import Hardware
@@ -39,6 +40,9 @@ ROUNDING = 1e-9
 LEAST_FILL = 4
 """Of the forwards that a pipeline's last rank waits for, one in so many is counted where only layouts are
 put in order: more stages a rank divide them. Assumed."""
+
+LIKE_AUTO = ("zb-h1", "interleaved-1f1b")
+"""The family by which "auto" is estimated, with one stage a rank and with several. Assumed: it is as fast."""
 
 TF32 = 2.0
 """Times the rate in half precision's place: products of float32 are at most half as fast (TF32)."""
@@ -111,7 +115,10 @@ def estimate(
     stages = p * v
     uneven = ceil(layers / stages) * stages / layers if layers is not None else 1.0
     stretch = uneven * (work.busiest_us / work.compute_us if work.compute_us else 1.0)
-    schedule = _short(candidate.schedule, p, v, min(m, max(SHORT * p, 8)))
+    family = candidate.schedule
+    if family == AUTO:
+        family = LIKE_AUTO[v > 1]
+    schedule = _short(family, p, v, min(m, max(SHORT * p, 8)))
     mesh = mesh_of(layout)
     message_us = 0.0
     if p > 1:
@@ -122,7 +129,7 @@ def estimate(
     timing = time_schedule(schedule, times)
     rest_us = (m - schedule.microbatches) * v * (forward_us + input_us + weight_us)
     step_us = timing.makespan + rest_us + _sums_us(layout, block, found, v * (input_us + weight_us))
-    live = _live(candidate.schedule, p, v, m)
+    live = _live(family, p, v, m)
     return Estimate(step_us, block.held_bytes / p + work.saved_bytes * live / stages)
 
 

@@ -7,7 +7,8 @@
     3. What cannot win by its bound is dropped, and what is unlikely to by its estimate (`WITHIN`).
     4. Of a plan that is the best so far, other numbers of AMPipe's chunks are candidates where communication
        in blocks is exposed: all that is exposed can be gained.
-    5. The best `FINALISTS` are planned in full. The fastest of these wins.
+    5. The best `FINALISTS` are planned in full, and the best of them with schedule = "auto" too. The fastest of
+       these wins.
 
 The settings' own candidate is planned first, so that what is gained can be told. The search can end at any
 time with what it has.
@@ -22,6 +23,7 @@ from math import inf
 
 from stretto.capture.captures import KEPT
 from stretto.errors import UsageError
+from stretto.ir.stage_maps import AUTO
 from stretto.order.policies import DEFAULT
 from stretto.price.cluster import Description
 from stretto.tune.block import Block
@@ -167,12 +169,20 @@ class Funnel:
         if self._finals is None:
             ranked = sorted(self._best.values(), key=lambda one: one.step_us)
             self._finals = [one.candidate for one in ranked[:FINALISTS]]
+            self._finals += self._with_any_schedule(self._finals[:1])
             if late and (self._waiting or self._frontier.open):
                 self.tuned.stopped = "the time was over"
         if not self._finals:
             return None
         candidate = self._finals.pop(0)
         return Asked(candidate, DEFAULT)
+
+    def _with_any_schedule(self, best: list[Candidate]) -> list[Candidate]:
+        """The best once more, with the schedule that planning finds, where that may be chosen."""
+        found = [replace(one, schedule=AUTO) for one in best if one.layout.pp > 1 and one.schedule != AUTO]
+        if "schedule" in self.choices.fixed:
+            return []
+        return [one for one in found if self.choices.allowed(one)]
 
     def _searched(self, worker: Worker) -> Asked | None:
         while True:
