@@ -7,8 +7,8 @@
     3. What cannot win by its bound is dropped, and what is unlikely to by its estimate (`WITHIN`).
     4. Of a plan that is the best so far, other numbers of AMPipe's chunks are candidates where communication
        in blocks is exposed: all that is exposed can be gained.
-    5. The best `FINALISTS` are planned in full, and the best of them with schedule = "auto" too. The fastest of
-       these wins.
+    5. The best `FINALISTS` are planned in full, and the best of them with schedule = "auto" too. The fastest
+       of these wins.
 
 The settings' own candidate is planned first, so that what is gained can be told. The search can end at any
 time with what it has.
