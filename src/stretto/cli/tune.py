@@ -33,6 +33,9 @@ tune = typer.Typer(add_completion=False)
 TELL_S = 30.0
 """How long it may take to tell and write what there is after Ctrl-C."""
 
+SEEN = 1e-4
+"""Of a step, what an axis exposes at least to be shown."""
+
 REASONS = 12
 """Reasons that are listed; the rest are counted."""
 
@@ -168,10 +171,11 @@ def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
     console = Console(width=140, highlight=False)
 
     def speed(one: Planned) -> str:
-        return f"{a_device / one.step_us * 1e6:,.4g}"
+        return f"{a_device / one.step_us * 1e6:,.{0 if a_device > one.step_us / 1e5 else 3}f}"
 
     def exposed(one: Planned) -> str:
-        return " ".join(f"{axis} {format_us(us)}" for axis, us in one.exposed_us.items()) or "nothing"
+        seen = {axis: us for axis, us in one.exposed_us.items() if us >= SEEN * one.step_us}
+        return " ".join(f"{axis} {format_us(us)}" for axis, us in seen.items()) or "nothing"
 
     columns = {
         "layout": ("layout", "{}"),

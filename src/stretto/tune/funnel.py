@@ -4,7 +4,8 @@
        becomes candidates: each schedule with the least computed again that likely fits, with an estimate.
     2. The candidate with the least estimate is planned with quick settings where no layout's guess is below
        it, and when it is a plan's turn. One that does not fit comes back with more computed again.
-    3. What cannot win by its bound is dropped, and what is unlikely to by its estimate (`WITHIN`).
+    3. What cannot win by its bound is dropped, and what is unlikely to by its estimate (`WITHIN`), once there
+       are some plans (`LEAST`).
     4. Of a plan that is the best so far, other numbers of AMPipe's chunks are candidates where communication
        in blocks is exposed: all that is exposed can be gained.
     5. The best `FINALISTS` are planned in full, and the best of them with schedule = "auto" too. The fastest
@@ -40,6 +41,9 @@ QUICK = "list"
 WITHIN = 1.10
 """Times the best plan's step, up to which an estimate lets a candidate be planned. Assumed: estimates leave
 out what no order can hide, so that plans are rarely faster than they say."""
+
+LEAST = 6
+"""Candidates that are planned whatever their estimates say, which may be wrong of all alike. Assumed."""
 
 FINALISTS = 3
 """Candidates that are planned in full. Assumed."""
@@ -225,7 +229,7 @@ class Funnel:
         if bound_us >= best_us:
             self.tuned.drop(BY_BOUND, what)
             return True
-        if likely_us > WITHIN * best_us:
+        if likely_us > WITHIN * best_us and len(self._best) >= LEAST:
             self._drop(LIKELY_TOO_LARGE if likely_us == inf else BY_ESTIMATE, what, bound_us)
             return True
         return False
