@@ -25,7 +25,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
-from stretto.ir.stage_maps import AUTO, shared, virtual_stages_of
+from stretto.ir.stage_maps import AUTO, shared
 from stretto.order.policies import DEFAULT, policy_of
 from stretto.passes.dense_messages import scattered
 from stretto.passes.step import Context, Step
