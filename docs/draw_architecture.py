@@ -20,6 +20,7 @@ ROOMS = (
     "cli",
     "bench",
     "stretto",
+    "tune",
     "train",
     "report",
     "lab",
