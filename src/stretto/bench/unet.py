@@ -39,7 +39,7 @@ from stretto.ir.transfers import time_of
 from stretto.measure.measured import measured_costs
 from stretto.planning.make_plan import choose_schedule, make_plan
 
-BLOCKING, TORCH, AUTO = "blocking 1f1b", "torch 1f1b", "auto"
+BLOCKING, TORCH = "blocking 1f1b", "torch 1f1b"
 
 WORKER = "unet"
 """This module, which every rank runs."""
@@ -63,8 +63,9 @@ SYSTEMS: Mapping[str, System] = {
     "eager-1f1b-split": System("eager-1f1b-split"),
     "zb-h1": System("zb-h1"),
     "zb-h2": System("zb-h2"),
+    "auto": System("auto"),
 }
-"""All but `AUTO`: of these the fastest by prediction."""
+"""In the order in which they are made, the one that waits for all first."""
 
 SAME_GRADIENTS = 1e-4
 """Relative error up to which float32 gradients of a U-Net are the same. Gradients of biases before a norm
@@ -144,7 +145,8 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
         return [asdict(forward_of(job, costs, stage)) for stage in range(setup.world)]
     # 1. All plans from the same costs.
     runners: dict[str, stretto.Runner] = {}
-    for name, plan in _planned(job, costs).items():
+    for name, system in SYSTEMS.items():
+        plan = make_plan(job, costs, schedule=system.schedule, overlap=system.overlap)
         runners[name] = stretto.Runner(plan, model, shares=runners.get(BLOCKING))
         say_on_first(f"{name}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
     parameters = list(model.parameters())
@@ -165,15 +167,6 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
     for name, plan in plans.items() if kept else ():
         keep_run(Path(kept) / name.replace(" ", "-"), plan, plan, timelines[name])
     return result
-
-
-def _planned(job: Job, costs: Costs) -> dict[str, Plan]:
-    """By name, `BLOCKING` first."""
-    found = {
-        name: make_plan(job, costs, schedule=system.schedule, overlap=system.overlap)
-        for name, system in SYSTEMS.items()
-    }
-    return {**found, AUTO: min(found.values(), key=lambda plan: prediction_of(plan).step_us)}
 
 
 def forward_of(job: Job, costs: Costs, stage: int) -> PlaceWork:

@@ -5,11 +5,13 @@ Nothing is trained. The model is built without values, so that it may be larger 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 import stretto
 from stretto.cli.outputs import check_output
@@ -56,7 +58,9 @@ def run(
     wishes = list(changes or [])
     if overlap is not None:
         wishes.append(f"parallel.overlap={overlap}")
-    made = make(load_settings(config, wishes), read_cluster(cluster), order)
+    # Shown on terminals alone.
+    with Console(stderr=True).status("planning") as status:
+        made = make(load_settings(config, wishes), read_cluster(cluster), order, say=status.update)
     # First the summary, then the file: whichever of the two cannot be written, the other is not lost.
     try:
         typer.echo(str(made))
@@ -67,8 +71,15 @@ def run(
         typer.echo(f"wrote {output}")
 
 
-def make(settings: TrainSettings, cluster: str | Description, order: str = "improve") -> stretto.Plan:
-    """The plan of one training step; order: the policy that orders ops in windows.
+def make(
+    settings: TrainSettings,
+    cluster: str | Description,
+    order: str = "improve",
+    *,
+    say: Callable[[str], None] | None = None,
+) -> stretto.Plan:
+    """The plan of one training step; order: the policy that orders ops in windows. say: as in
+    `stretto.plan`.
 
     Raises UsageError, CaptureError and PlanError as its parts do.
     """
@@ -97,7 +108,7 @@ def make(settings: TrainSettings, cluster: str | Description, order: str = "impr
     if isinstance(cluster, Calibration):
         device = cluster.machine.kind
     job = stretto.capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
-    return stretto.plan(job, cluster, order=order)
+    return stretto.plan(job, cluster, order=order, say=say)
 
 
 def read_cluster(cluster: str) -> str | Description:
