@@ -1,11 +1,11 @@
 """`auto`: the fastest plan with any schedule.
 
-    1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: for each number
-       of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
+    1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: for each
+       number of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
     2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
-    3. The most promising are simulated as steps of this job, in a variant or two, over few
-       microbatches (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
-    4. The fastest of these become whole plans, a family among them, and the fastest of these is taken.
+    3. The most promising are simulated as steps of this job, in a variant or two, over few microbatches
+       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
+    4. Those that are about as fast as the fastest of these become whole plans, and the fastest is taken.
 
 May touch `stretto.ir`, `stretto.schedule`, `stretto.simulate` and this package.
 """
@@ -32,8 +32,8 @@ from stretto.schedule.search import Found, Sought, search
 from stretto.simulate import simulate
 
 WITHIN = 1.15
-"""Times the fastest by the clock of schedules, up to where an order is simulated: that clock knows no ops, and a
-message that leaves early or late makes so much. Assumed."""
+"""Times the fastest by the clock of schedules, up to where an order is simulated: that clock knows no ops,
+and a message that leaves early or late makes so much. Assumed."""
 
 SIMULATED = 8
 """Orders that are simulated at most, for each way to have stages as one. Assumed."""
@@ -42,8 +42,8 @@ WHOLE = 3
 """Orders that become whole plans at most. Assumed."""
 
 CLOSE = 1.05
-"""Times the fastest that was simulated, up to where an order becomes a whole plan beside it. Assumed: other variants
-and waits for messages make less of a difference between two orders."""
+"""Times the fastest that was simulated, up to where an order becomes a whole plan beside it. Assumed: other
+variants and waits for messages make less of a difference between two orders."""
 
 ROUNDS = 3
 """How often memory is given up for what a simulation held too much. Assumed."""
@@ -101,8 +101,7 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
 
 
 def _worth_a_plan(found: Sequence[_Ranked]) -> list[_Ranked]:
-    """The fastest first; the fastest family in place of the last of `WHOLE`. All are there where only those that are
-    slow are not refused."""
+    """The fastest first; the fastest family in place of the last of `WHOLE`."""
     family = next((one for one in found if one.family), None)
     if family is None or family in found[:WHOLE]:
         return [*found]
@@ -196,8 +195,8 @@ def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float]
 
 
 def _passed(step: Step, context: Context) -> Step:
-    """The step after the passes of a job. Those of stages on the same ranks are the same, and what is known of
-    them is shared, unless recomputation is chosen for the memory that an order leaves."""
+    """The step after the passes of a job. Those of stages on the same ranks are the same, and what is known
+    of them is shared, unless recomputation is chosen for the memory that an order leaves."""
 
     def job() -> Job:
         return Tries(step, context).step(begins()[0]).job

@@ -50,10 +50,10 @@ arXiv 2401.10241)."""
 class Sought:
     """What an order is sought for.
 
-    places: how many stages each rank has, and the families' maps of them. times: of phases and messages. room:
-    memory of each rank, for any map; None is no limit. max_live: the most live microbatches of a stage. group:
-    of interleaved families. from_own_begin: whether a step counts from each rank's own begin, as where steps
-    follow each other without a barrier; else from the first to the last action anywhere.
+    times: of phases and messages. room: memory of each rank, by the rank of each stage; None is no limit.
+    max_live: the most live microbatches of a stage. group: of interleaved families. from_own_begin: whether a
+    step counts from each rank's own begin, as where steps follow each other without a barrier; else from the
+    first to the last action anywhere.
     """
 
     ranks: int
