@@ -4,8 +4,8 @@
   back.
 * `warm_up_first`, one stage a rank, in turn (heuristic of arXiv 2401.10241, section 3): as many forwards as
   end before the first input gradient can arrive, and as memory allows; then an input gradient and a forward
-  in turn. A smaller number may be better, as a forward that has begun holds up an input gradient that arrives:
-  on all ranks but the first, a part of a forward is given up.
+  in turn. A smaller number may be better, as a forward that has begun holds up an input gradient that
+  arrives: on all ranks but the first, a part of a forward is given up.
 * `periodic`: a microbatch's actions have a time each, the same for all microbatches, one period apart (the
   building block of arXiv 2405.15362, for any times). The period is at best what the busiest rank works for a
   microbatch, which is then never idle. A microbatch goes through the stages and back as soon as each rank has
