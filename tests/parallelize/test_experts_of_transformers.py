@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.models.build import huggingface_sum
+from stretto.parallelize.expert_plan import experts_in
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
@@ -73,6 +75,29 @@ def plain(model: nn.Module, pieces: int) -> tuple[Tensor, dict[str, Tensor]]:
     loss = torch.stack([total for total, _ in parts]).sum() / sum(int(count) for _, count in parts)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+
+class Planned(nn.Module):
+    """A model whose plan for experts is where `transformers` has it: the model's, or its base model's config's."""
+
+    def __init__(self, plan: dict[str, str], own: bool) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([nn.ModuleDict({"experts": nn.Linear(2, 2)}) for _ in range(2)])
+        self.config = SimpleNamespace(base_model_ep_plan=None if own else plan)
+        self.base_model = self.model
+        self.ep_plan = {f"model.{pattern}": style for pattern, style in plan.items()} if own else {}
+
+
+@pytest.mark.parametrize("style", ["ep_dispatch_experts", "moe_tp_experts", "gather"])
+@pytest.mark.parametrize("own", [True, False])
+def test_plans_of_all_versions_are_read(style: str, own: bool) -> None:
+    plan = {
+        "layers.*.gate": "ep_router",
+        "layers.*.experts.weight": "grouped_gemm",
+        "layers.*.experts": style,
+    }
+    assert experts_in(Planned(plan, own)) == ("model.layers.0.experts", "model.layers.1.experts")
 
 
 @pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])

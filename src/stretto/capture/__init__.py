@@ -65,7 +65,7 @@ def capture(
         model's own, by default.
     equal_layers: False traces every layer, where equal ones are else traced twice and repeated. The job is
         the same; logging of `stretto.capture.trace` (DEBUG) tells why layers are not repeated.
-    stages: number of stages; `parallel.pp` times `parallel.virtual_stages` by default.
+    stages: number of stages; those of `parallel.split`, or `parallel.pp` times `parallel.virtual_stages`.
 
     Returns a Job of plain data. The step's loss is the mean of the microbatches' losses; for (sum, count) the
     sum of all sums over the sum of all counts, of all data-parallel copies too.
@@ -128,9 +128,8 @@ def _captured(
         skip_passes=parallel.skip_passes,
         meshes=meshes,
     )
-    named = None if isinstance(parallel.split, str) else len(parallel.split) + 1
     each = virtual_stages_of(parallel.schedule, parallel.virtual_stages)
-    count = stages if stages is not None else named or parallel.pp * each
+    count = stages if stages is not None else parallel.split_stages or parallel.pp * each
     if meshes is not None and count != len(meshes.meshes):
         raise UsageError(
             f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"

@@ -245,4 +245,6 @@ def typical_link(links: list[Link]) -> Link:
         statistics.median(link.bytes_per_us for link in links),
         statistics.median(link.processor_us_per_mb for link in links),
         links[0].source,
+        statistics.median(link.start_us for link in links),
+        statistics.median(link.processor_us for link in links),
     )

@@ -25,8 +25,9 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
-from stretto.ir.stage_maps import AUTO, virtual_stages_of
+from stretto.ir.stage_maps import AUTO, shared
 from stretto.order.policies import DEFAULT, policy_of
+from stretto.passes.dense_messages import scattered
 from stretto.passes.step import Context, Step
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.in_chunks import fastest
@@ -40,7 +41,7 @@ from stretto.planning.variants import communicates, overlaps, ways
 from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
-from stretto.schedule.families import make_schedule
+from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.sums import without_sums
 from stretto.schedule.timing import peak_live
@@ -72,15 +73,9 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
         if wish.endswith(".csv"):
             wish = read_csv(Path(wish))
         else:
-            usual = virtual_stages_of(wish, None)
-            ranks = max(len(job.stages) // usual, 1) if job.pp is None else job.pp
-            each, left = divmod(len(job.stages), ranks)
-            if left:
-                raise UsageError(
-                    f"the job has {len(job.stages)} stages, and {wish!r} gives each of pp = {ranks} ranks "
-                    f"equally many: capture with {ranks * max(each, 1)} stages, or give a schedule of "
-                    "your own (.csv)"
-                )
+            if wish not in FAMILIES:
+                make_schedule(wish, 1, 1)  # which says what there is
+            ranks, each = shared(len(job.stages), job.pp, wish)
             return make_schedule(
                 wish,
                 ranks,
@@ -238,6 +233,8 @@ def _finished(step: Step, context: Context) -> Plan:
         # Sums that start early hold their buffers for longer.
         draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
+    copied = scattered(draft.job, draft.schedule.stage_ranks)
+    assert not copied, f"transports would copy {copied}"
     return replace(draft, prediction=predict(draft))
 
 
