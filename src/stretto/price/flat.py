@@ -71,14 +71,20 @@ class FlatPricer(Pricer):
         return Priced(cluster.op_overhead_us + max(op.flops / cluster.flops_per_us, moved_us))
 
 
-def described_costs(job: Job, cluster: Cluster) -> Costs:
-    """The costs of a job on a flat description; `source` names the fields that were left at defaults."""
+def flat_link(cluster: Cluster) -> Link:
+    """What a message costs; its source names the fields that were left at defaults."""
     assumed = sorted(type(cluster).model_fields.keys() - cluster.model_fields_set - {"memory_bytes"})
     source = "roofline of the description" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
-    link = Link(
+    return Link(
         *(cluster.latency_us, cluster.link_bytes_per_us, cluster.processor_us_per_mb, source),
         start_us=cluster.message_us,
     )
+
+
+def described_costs(job: Job, cluster: Cluster) -> Costs:
+    """The costs of a job on a flat description; `source` names the fields that were left at defaults."""
+    link = flat_link(cluster)
+    source = link.source
     collectives = {
         (wanted.axis, wanted.kind): ring_cost(link, wanted.kind, job.size(wanted.axis))
         for wanted in wanted_collectives(job)
