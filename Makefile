@@ -3,15 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 
-.PHONY: venv train test test-slow lint types check clean
+.PHONY: venv train test test-slow test-torch lint types check clean
 
 venv: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "stretto needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	sed 's/^torch==.*/torch==$(TORCH)/' requirements.lock > $(VENV)/requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -31,6 +33,11 @@ test: venv
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not quiet" $(WORKERS)
 	$(BIN)/python -m pytest -m "slow and quiet"
+
+# The same tests as `make test`, with another release of PyTorch, in an environment of its own beside .venv.
+VERSION := 2.11.0
+test-torch:
+	$(MAKE) test VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
 
 lint: venv
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

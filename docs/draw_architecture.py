@@ -20,6 +20,7 @@ ROOMS = (
     "cli",
     "bench",
     "stretto",
+    "tune",
     "train",
     "report",
     "lab",
@@ -51,8 +52,10 @@ ROOMS = (
 
 
 def room_of(module: str) -> str:
-    """`capture` of `capture.graph`; the package itself, an empty string, is the room `stretto`."""
-    return module.split(".")[0] or "stretto"
+    """`capture` of `capture.graph`. The package itself, an empty string, is the room `stretto`; `__main__` is
+    the command line's."""
+    first = module.split(".")[0]
+    return {"": "stretto", "__main__": "cli"}.get(first, first)
 
 
 def read_imports(source: Path = SOURCE) -> dict[str, set[str]]:

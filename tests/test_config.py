@@ -146,7 +146,7 @@ def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
         ("precision = 'fp8'", "precision = 'fp8': input should be 'float32' or 'bf16'"),
         (
             "[parallel]\nsplit = 7",
-            "parallel.split = 7: input should be 'auto', or input should be a valid list",
+            "parallel.split: 7 is neither 'auto', nor a list of the modules that begin stages, nor a text",
         ),
         ("name = 'a/b'", "name = 'a/b': string should match pattern"),
         ("model = 3", "model = 3: expected a table, [model]"),
@@ -174,9 +174,16 @@ def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
         ),
         (
             "[parallel]\npp = 3\nsplit = ['a']",
-            "parallel: split names 1 modules and so makes 2 stages, which must be a multiple of pp = 3",
+            "parallel: split names 1 modules and so makes 2 stages, which must be a multiple of pp = 3: make "
+            "them 3, or give pp = 2",
         ),
         ("[parallel]\nsplit = ['a', 'b', 'a']", "parallel: split names a more than once"),
+        (
+            "[parallel]\npp = 2\nsplit = 'Ettt|tttL'",
+            "parallel.split = 'Ettt|tttL' has 6 layers, but model.layers = 8: write "
+            "'embedding,layer*4|layer*4,loss'",
+        ),
+        ("[parallel]\npp = 2\nsplit = 'Et*8|'", "parallel.split: 'Et*8|': loss comes once, as the last"),
         (
             "[parallel]\npp = 2\nvirtual_stages = 5\nschedule = 'interleaved-1f1b'",
             "parallel.virtual_stages = 5 of each of parallel.pp = 2 ranks are more than model.layers = 8: "

@@ -117,7 +117,10 @@ def test_stages_that_a_family_cannot_have_are_refused() -> None:
     with pytest.raises(stretto.UsageError, match="'zb-v' has 2 stages a rank, not virtual_stages = 3: give"):
         capture(schedule="zb-v", virtual_stages=3)
     job = capture(schedule="1f1b", split=["blocks.1", "blocks.2", "norm"])
-    with pytest.raises(stretto.UsageError, match="'1f1b' has 1 stage a rank, not virtual_stages = 2"):
+    with pytest.raises(
+        stretto.UsageError,
+        match="4 stages, 2 on each of pp = 2 ranks, and schedule '1f1b' has 1 stage a rank",
+    ):
         stretto.plan(job, stretto.Cluster())
     assert stretto.plan(job, stretto.Cluster(), schedule="zb-v").schedule.stage_ranks == (0, 1, 1, 0)
     with pytest.raises(

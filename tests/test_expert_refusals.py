@@ -249,6 +249,14 @@ class Alone(nn.Module):
         return made
 
 
+class Apart(Alone):
+    """Experts that are modules each, as Mixtral's in `transformers` 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8)])  # type: ignore[assignment]
+
+
 TOKENS = torch.zeros(8, 13, dtype=torch.int64)
 CODE: list[tuple[Any, Any, dict[str, Any], str]] = [
     (model(), TOKENS, {"ep": 3, "dp": 3}, "give an ep that divides them, such as 2"),
@@ -286,6 +294,15 @@ CODE: list[tuple[Any, Any, dict[str, Any], str]] = [
         torch.zeros(4, 8),
         {"ep": 2, "dp": 2, "ep_plan": {"experts": "experts"}},
         "leave it out of ep_plan, or give",
+    ),
+    *(
+        (
+            Apart(),
+            torch.zeros(4, 8),
+            {"ep": 2, "dp": 2, **plan},
+            "take transformers 5 or newer, which has them",
+        )
+        for plan in ({}, {"ep_plan": {"experts": "experts"}})
     ),
     (
         model(),

@@ -180,7 +180,9 @@ def plans(draw: st.DrawFn) -> Plan:
 
     def link() -> Link:
         wire_us = draw(st.floats(0.1, 300))
-        return Link(draw(st.floats(0, 100)), NBYTES / wire_us, draw(st.sampled_from([0, 20, 100, 600])))
+        each_us, lost_us = draw(st.sampled_from([(0.0, 0.0), (30.0, 0.0), (10.0, 25.0)]))
+        per_mb = draw(st.sampled_from([0, 20, 100, 600]))
+        return Link(draw(st.floats(0, 100)), NBYTES / wire_us, per_mb, "drawn", each_us, lost_us)
 
     links = {(a, b): link() for a in range(ranks) for b in range(ranks) if a != b}
     costs = Costs(op_us, links, Link(0, 1e9), draw(st.sampled_from([0.0, 15.0])), "drawn")

@@ -165,7 +165,8 @@ def plans(draw: st.DrawFn) -> Plan:
     def link() -> Link:
         rate = ACTIVATION.nbytes / draw(st.floats(0.1, 300))
         lost_us = draw(st.sampled_from([0, 20, 100, 600]))
-        return Link(draw(st.floats(0, 100)), rate, lost_us)
+        each_us, message_us = draw(st.sampled_from([(0.0, 0.0), (30.0, 0.0), (10.0, 25.0)]))
+        return Link(draw(st.floats(0, 100)), rate, lost_us, "drawn", each_us, message_us)
 
     def collective() -> CollectiveCost:
         latency_us, each_us = draw(st.floats(0, 50)), draw(st.floats(0.1, 400))

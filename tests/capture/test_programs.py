@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -144,3 +145,28 @@ def test_any_graph_cut_anywhere(wires: list[tuple[int, int, int]], stages: int, 
     first = run(plan_of(job, "zb-h2"), model, batch)
     assert_equal(first, expected, 1e-10)
     assert_same_bits(run(lowered(job, data.draw(st.sampled_from(FAMILIES))), model, batch), first)
+
+
+class _Attends(nn.Module):
+    """Four heads of queries, two of keys and values. own: each head of queries gets a copy of its own."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own, self.w = own, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.w(x).view(x.shape[0], 6, 4, 8).transpose(1, 2)
+        k = v = q[:, ::2]
+        if self.own:
+            k = v = k.repeat_interleave(2, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.own)
+
+
+def test_heads_that_share_keys_count_the_same_work_as_heads_with_keys_of_their_own() -> None:
+    x = torch.ones(2, 24, 8)
+    counted = []
+    for own in (False, True):
+        found = trace(_Attends(own), x, lambda model, batch: model(batch).square().mean(), microbatches=1)
+        counted.append([i.op.flops for i in found.ops if "scaled_dot_product" in i.op.target])
+    product = 2 * 2 * 4 * 6 * 6 * 8  # multiply and add, batch, heads, rows, keys, width
+    assert counted == [[2 * product, 5 * product]] * 2

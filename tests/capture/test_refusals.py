@@ -268,3 +268,18 @@ def test_nothing_of_the_exporters_is_printed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert f"cannot capture Linear at {program}:4: stretto.capture(" in done.stdout
+
+
+def test_what_a_library_does_is_refused_with_a_way_around_it() -> None:
+    """Who calls a library cannot edit its lines."""
+    code = compile("def forward(x):\n    return x.tolist()", "/any/transformers/integrations/moe.py", "exec")
+    room: dict[str, Any] = {}
+    exec(code, room)
+
+    class Grouped(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            room["forward"](x)
+            return super().forward(x)
+
+    with pytest.raises(stretto.CaptureError, match=r"moe\.py:2(?s:.*)experts_implementation = 'batched_mm'"):
+        trace(Grouped(), rows(), mean_square, microbatches=1)

@@ -183,7 +183,8 @@ def test_stages_that_are_not_one_a_rank_need_a_schedule_of_ones_own() -> None:
     parallel = stretto.Parallel(pp=2, microbatches=2, split=NAMES, schedule="1f1b")
     job = stretto.capture(FOUR, torch.randn(2, 4), loss=mean_square, parallel=parallel)
     with pytest.raises(
-        stretto.UsageError, match="schedule '1f1b' has 1 stage a rank, not virtual_stages = 2: give"
+        stretto.UsageError,
+        match="2 on each of pp = 2 ranks, and schedule '1f1b' has 1 stage a rank: capture with 2 stages",
     ):
         stretto.plan(job, stretto.Cluster())
     assert stretto.plan(job, stretto.Cluster(), schedule=LOOPED).ranks == 2

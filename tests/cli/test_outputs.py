@@ -47,7 +47,17 @@ def refusal(*command: str) -> str:
 
 
 def begin(*command: str) -> list[str]:
-    return [sys.executable, "-m", "stretto.cli.main", *command]
+    return [sys.executable, "-m", "stretto", *command]
+
+
+def test_the_package_is_a_program() -> None:
+    """As `torchrun -m stretto` starts it; its name in messages is the command's."""
+    done = subprocess.run(begin("--version"), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("stretto ")
+    wrong = subprocess.run(begin("no-such"), capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2
+    assert "Usage: stretto " in wrong.stderr
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_the_175b_example_is_planned_in_two_minutes_and_eight_gigabytes(tmp_path
     arguments = ["plan", str(EXAMPLE), "--cluster", "h100x1024", "-o", str(out)]
     begin = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "stretto.cli.main", *arguments],
+        [sys.executable, "-m", "stretto", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

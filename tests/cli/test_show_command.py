@@ -124,7 +124,7 @@ def test_a_pattern_that_nothing_matches_is_refused() -> None:
     ],
 )
 def test_wrong_usage_ends_with_2(path: Path, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "stretto.cli.main", "show", str(path), *arguments]
+    command = [sys.executable, "-m", "stretto", "show", str(path), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.strip() == f"stretto: {message}"

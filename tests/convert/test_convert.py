@@ -18,6 +18,7 @@ SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "
     "--train-iters 100 --lr 1e-3"
 )
+TWO = "--pipeline-model-parallel-size 2"
 
 
 def read(made: Conversion, folder: Path) -> TrainSettings:
@@ -103,7 +104,8 @@ def test_mixtral_8x7b(tmp_path: Path) -> None:
     assert become["--sequence-parallel"] == "not needed"  # one tensor-parallel rank
     assert become["--overlap-grad-reduce"] == become["--overlap-param-gather"] == "not needed"
     assert become["--use-distributed-optimizer"] == "lacking"
-    assert become["--num-layers-per-virtual-pipeline-stage"] == "lacking"
+    assert become["--num-layers-per-virtual-pipeline-stage"] == "not needed"  # all 8 of a rank
+    assert (layout.schedule, layout.virtual_stages, layout.split) == ("1f1b", None, "auto")
     assert "--moe-grouped-gemm" not in become  # a comment
     assert "--save-interval" not in become  # a comment
     assert made.of("unknown") == []
@@ -246,6 +248,38 @@ def test_the_last_of_a_flag_counts(tmp_path: Path) -> None:
         ),
         ("--num-experts 4 --moe-aux-loss-coeff x", "--moe-aux-loss-coeff x: expected a number"),
         ("--num-experts 4 --moe-router-load-balancing-type sinkhorn", "append --moe-router-load-balancing"),
+        (
+            f"{TWO} --num-layers-per-virtual-pipeline-stage 4",
+            "append --num-layers-per-virtual-pipeline-stage 2",
+        ),
+        (
+            f"{TWO} --num-layers 3 --num-layers-per-virtual-pipeline-stage 1",
+            'append --pipeline-model-parallel-layout "embedding,layer*2|layer,loss"',
+        ),
+        (
+            f"{TWO} --num-layer-list 1,1,2",
+            'append --pipeline-model-parallel-layout "embedding,layer*2|layer*2,',
+        ),
+        (
+            f"{TWO} --decoder-first-pipeline-num-layers 5",
+            "4 layers cannot be shared out so by 2 pipeline ranks",
+        ),
+        (
+            f"{TWO} --account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            'append --pipeline-model-parallel-layout "embedding,layer|layer|layer|layer,loss"',
+        ),
+        (
+            f"{TWO} --pipeline-model-parallel-layout 'Et|tL'",
+            'append --pipeline-model-parallel-layout "embedding,',
+        ),
+        (f"{TWO} --pipeline-model-parallel-layout 'Ettt|tmL'", "no layers that predict further tokens"),
+        (
+            f"{TWO} --pipeline-model-parallel-layout 'Ettt|t|L'",
+            "which must be a multiple of pp = 2: make them 4",
+        ),
+        (f"{TWO} --noop-layers 4", "--noop-layers 4: expected numbers of some layers, from 0 to 3"),
+        ("--noop-layers 0,1,2,3", "expected numbers of some layers, from 0 to 3"),
         ("--make-vocab-size-divisible-by 0 --vocab-size 300", "--make-vocab-size-divisible-by 0: expected 1"),
         ("--hidden-size $H", "--hidden-size $H: what $H is, the text does not say; give --var H=VALUE"),
         ("--hidden-size $(nproc)", "what $(nproc) is, the text does not say; write the value"),

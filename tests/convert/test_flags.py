@@ -23,6 +23,9 @@ MOE = f"{OWN} --num-experts 8"
 MIXTRAL = f"{LLAMA} --num-experts 8"
 SHARED = f"{MOE} --expert-model-parallel-size 2 --moe-expert-capacity-factor 1.5"
 FULL = f"{OWN} --recompute-granularity full"
+TWO = f"{OWN} --pipeline-model-parallel-size 2"
+TWICE = f"{TWO} --num-virtual-stages-per-pipeline-rank 2"
+DUAL = f"{TWO} --schedules-method dualpipev"
 
 
 AGAIN = "the flag is given again"
@@ -146,7 +149,73 @@ CASES: dict[str, list[tuple[str, str, str, Any]]] = {
         (f"{OWN} --tensor-model-parallel-size 2", "", "parallel.sequence_parallel", True)
     ],
     "--ampipe-degree": [(OWN, "4", "parallel.ampipe_degree", 4)],
-    "--use-nanopipe": [(f"{OWN} --pipeline-model-parallel-size 2", "", "parallel.schedule", "zb-h1")],
+    "--use-nanopipe": [(TWO, "", "parallel.schedule", "zb-h1")],
+    "--schedules-method": [(TWO, "dualpipev", "parallel.schedule", "dualpipev")],
+    "--num-layers-per-virtual-pipeline-stage": [
+        (TWO, "1", "parallel.virtual_stages", 2),
+        (TWO, "1", "parallel.schedule", "interleaved-1f1b"),
+        (f"{TWO} --num-layers 3 --account-for-loss-in-pipeline-split", "1", "parallel.virtual_stages", 2),
+    ],
+    "--num-virtual-stages-per-pipeline-rank": [
+        (f"{TWO} --num-layers 8", "4", "parallel.virtual_stages", 4),
+        (TWO, "2", "parallel.schedule", "interleaved-1f1b"),
+    ],
+    "--microbatch-group-size-per-virtual-pipeline-stage": [(TWICE, "2", "parallel.microbatch_group", 2)],
+    "--pipeline-model-parallel-layout": [
+        (TWO, "'Et*3|tL'", "parallel.split", "Et*3|tL"),
+        (TWO, "'E|(t|)*4||L'", "parallel.split", "E|(t|)*4||L"),
+        (TWO, "'Et|t|t|tL'", "parallel.virtual_stages", 2),
+        (TWO, "'Et|t|t|tL'", "parallel.schedule", "interleaved-1f1b"),
+        (f"{LLAMA} --pipeline-model-parallel-size 4", "'Et|ttt||L'", "parallel.split", "Et|ttt||L"),
+    ],
+    "--decoder-first-pipeline-num-layers": [
+        (TWO, "1", "parallel.split", "embedding,layer|layer*3,loss"),
+        (
+            f"{TWO} --pipeline-model-parallel-size 4",
+            "1",
+            "parallel.split",
+            "embedding,layer|layer|layer|layer,loss",
+        ),
+        (f"{TWO} --decoder-last-pipeline-num-layers 4", "0", "parallel.split", "embedding|layer*4,loss"),
+    ],
+    "--decoder-last-pipeline-num-layers": [
+        (TWO, "1", "parallel.split", "embedding,layer*3|layer,loss"),
+        (
+            f"{TWICE} --num-layers 6",
+            "2",
+            "parallel.split",
+            "embedding,layer*2|layer|layer*2|layer,loss",
+        ),
+    ],
+    "--account-for-embedding-in-pipeline-split": [
+        (f"{TWO} --num-layers 5", "", "parallel.split", "embedding,layer*2|layer*3,loss"),
+    ],
+    "--account-for-loss-in-pipeline-split": [
+        (f"{TWO} --num-layers 5", "", "parallel.split", "embedding,layer*3|layer*2,loss"),
+        (
+            f"{TWICE} --num-layers 6 --account-for-embedding-in-pipeline-split",
+            "",
+            "parallel.split",
+            "embedding,layer|layer*2|layer*2|layer,loss",
+        ),
+        (
+            f"{TWICE} --num-layers 2 --account-for-embedding-in-pipeline-split",
+            "",
+            "parallel.split",
+            "embedding|layer|layer|loss",
+        ),
+    ],
+    "--standalone-embedding-stage": [(TWO, "", "parallel.split", "embedding|layer*4,loss")],
+    "--num-layer-list": [(TWO, "1,3", "parallel.split", "embedding,layer|layer*3,loss")],
+    "--noop-layers": [
+        (OWN, "0,3", "model.layers", 2),
+        (TWO, "3", "model.layers", 3),
+        (TWO, "3", "parallel.split", "embedding,layer*2|layer,loss"),
+        (f"{TWO} --pipeline-model-parallel-size 4", "0,3", "parallel.split", "embedding|layer|layer|loss"),
+        (f"{TWICE} --num-layers 8", "2,3", "parallel.split", "embedding,layer*2||layer*2|layer*2,loss"),
+        (f"{DUAL} --num-layers 8", "7", "parallel.split", "embedding,layer*2|layer*2|layer*2|layer,loss"),
+        (f"{MOE} --moe-layer-freq [0,0,1,1]", "0", "~model.dense_every", 3),
+    ],
     **{
         name: [(f"{OWN} --tensor-model-parallel-size 2", "", "parallel.split_ops", True)]
         for name in ("--tp-comm-overlap", "--use-ascend-mc2", "--use-ascend-coc")
@@ -270,7 +339,28 @@ ELSE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "--sequence-parallel": [(OWN, "", "not needed")],
     "--ampipe-degree": [(OWN, "1", "not needed")],
-    "--use-nanopipe": [(OWN, "", "not needed")],
+    "--use-nanopipe": [(OWN, "", "not needed"), (DUAL, "", "not needed"), (TWICE, "", "lacking")],
+    "--schedules-method": [(OWN, "dualpipev", "not needed")],
+    "--num-layers-per-virtual-pipeline-stage": [
+        (OWN, "1", "not needed"),
+        (TWO, "2", "not needed"),
+        (DUAL, "1", "not needed"),
+        (TWICE, "1", "not needed"),
+    ],
+    "--num-virtual-stages-per-pipeline-rank": [(TWO, "1", "not needed"), (DUAL, "4", "not needed")],
+    "--microbatch-group-size-per-virtual-pipeline-stage": [
+        (TWO, "2", "not needed"),
+        (DUAL, "2", "not needed"),
+    ],
+    "--pipeline-model-parallel-layout": [(OWN, "'EttttL'", "not needed"), (TWO, "$HERE", "lacking")],
+    "--num-layer-list": [
+        (f"{TWO} --pipeline-model-parallel-layout 'Et|tttL'", "2,2", "not needed"),
+        (TWO, "$HERE", "lacking"),
+    ],
+    "--account-for-loss-in-pipeline-split": [
+        (f"{TWO} --decoder-last-pipeline-num-layers 1", "", "not needed"),
+    ],
+    "--noop-layers": [(OWN, "$HERE", "lacking")],
     "--tp-comm-overlap": [(OWN, "", "not needed")],
     "--train-samples": [(OWN, "100", "not needed")],
     "--min-lr": [(f"{OWN} --lr-decay-style constant", "0", "not needed")],
@@ -393,7 +483,7 @@ def test_values_are_read_strictly() -> None:
         if row.takes == "float":
             wrong += [([row.name, "x"], "expected a number"), ([row.name, "nan"], "expected a number")]
         if isinstance(row.takes, tuple):
-            wrong += [([row.name, "wrong"], f"{row.name} wrong: expected {row.takes[0]} or {row.takes[1]}")]
+            wrong += [([row.name, "wrong"], f"{row.name} wrong: expected {' or '.join(row.takes)}")]
         for words, said in wrong:
             found = read_arguments(words)
             assert row.name not in found.by_name

@@ -13,7 +13,7 @@ import pytest
 from stretto.lab import leftovers, network, quota
 from stretto.lab.names import Owner, start_ticks
 
-STRETTO = [sys.executable, "-c", "from stretto.cli.main import main; main()"]
+STRETTO = [sys.executable, "-m", "stretto"]
 
 
 def lab_run(*arguments: str) -> subprocess.CompletedProcess[str]:

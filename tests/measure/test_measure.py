@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from ast import literal_eval
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +41,7 @@ from stretto.price.calls import Calls
 from stretto.price.roofline import scaled
 from stretto.price.wanted import Wanted
 from stretto.schedule.families import make_schedule
+from stretto.schedule.sums import with_sums
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -165,6 +170,11 @@ def test_a_stretch_lies_between_two_waits() -> None:
     assert len(found[0]) > len(job.stages[0].ops), "programs are cut at their waits"
     assert sum(first for first, _ in found[0]) == sum(range(len(ops))) - sum(waits)
     assert all(second == 10.0 * first for first, second in found[0])
+    planned = with_sums(job, make_schedule("1f1b", 2, job.microbatches))
+    assert Phase.REDUCE_GRAD in planned.stages[0].ops, "else nothing is left out"
+    assert stretches(planned, {0: defaultdict(list, times)}) == found, (
+        "sums run once a step, and are not timed"
+    )
 
 
 def test_under_a_quota_an_op_is_told_by_its_thread_and_its_program_by_the_clock(
@@ -294,6 +304,55 @@ def test_more_work_takes_longer() -> None:
         return timing.us
 
     assert product(32) < product(512)
+
+
+E, R, D, M = 3, 16, 4, 5
+ROWS = TensorSpec((R, D), "float32")
+FEW = TensorSpec((R,), "int64")
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "specs", "name", "said"),
+    [
+        ("stretto_moe.grouped_mm", "x w ends", {"w": TensorSpec((E, D, M), "float32")}, "ends", [5, 10, 16]),
+        ("stretto_moe.grouped_mm_t", "x y ends", {"y": TensorSpec((R, M), "float32")}, "ends", [5, 10, 16]),
+        ("aten.embedding", "x at", {}, "at", R),
+        ("aten.index_select", "x 0 at", {}, "at", R),
+        ("aten.gather", "x -1 at", {"at": TensorSpec((R, 1), "int64")}, "at", D),
+        ("aten.embedding_dense_backward", "x at 7 -1 False", {}, "at", 7),
+    ],
+)
+def test_integers_say_what_they_say_in_a_step(
+    target: str,
+    args: str,
+    specs: dict[str, TensorSpec],
+    name: str,
+    said: int | list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups of rows would have no rows, and rows would be one row."""
+    specs = {"x": ROWS, "at": FEW, "ends": TensorSpec((E,), "int64"), **specs}
+    given = [word if word in specs else literal_eval(word) for word in args.split()]
+    held = tuple(Ref(word) if word in specs else word for word in given)
+    op = Op("z", f"{target}.default", held, (), (ROWS,), flops=1)
+    seen: list[torch.Tensor] = []
+
+    def kept(target: str, device: torch.device) -> Callable[..., None]:
+        function = function_of(target, device)
+
+        def call(*values: Any) -> None:
+            seen.append(values[given.index(name)])
+            function(*values)
+
+        return call
+
+    monkeypatch.setattr(time_ops, "function_of", kept)
+    monkeypatch.setattr(time_ops, "ROUND_US", 100.0)
+    time_op(op, specs, CPU)
+    if isinstance(said, list):
+        assert seen[0].tolist() == said
+    else:
+        assert 0 <= int(seen[0].min()) < int(seen[0].max()) < said
 
 
 def test_an_op_that_cannot_run_alone_is_said() -> None:

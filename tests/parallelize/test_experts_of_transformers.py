@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.models.build import huggingface_sum
+from stretto.parallelize.expert_plan import experts_in
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
@@ -75,6 +77,29 @@ def plain(model: nn.Module, pieces: int) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
 
 
+class Planned(nn.Module):
+    """A model whose plan for experts is where `transformers` has it: its own, or that of a config."""
+
+    def __init__(self, plan: dict[str, str], own: bool) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([nn.ModuleDict({"experts": nn.Linear(2, 2)}) for _ in range(2)])
+        self.config = SimpleNamespace(base_model_ep_plan=None if own else plan)
+        self.base_model = self.model
+        self.ep_plan = {f"model.{pattern}": style for pattern, style in plan.items()} if own else {}
+
+
+@pytest.mark.parametrize("style", ["ep_dispatch_experts", "moe_tp_experts", "gather"])
+@pytest.mark.parametrize("own", [True, False])
+def test_plans_of_all_versions_are_read(style: str, own: bool) -> None:
+    plan = {
+        "layers.*.gate": "ep_router",
+        "layers.*.experts.weight": "grouped_gemm",
+        "layers.*.experts": style,
+    }
+    assert experts_in(Planned(plan, own)) == ("model.layers.0.experts", "model.layers.1.experts")
+
+
 @pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_gives_the_values_of_the_plain_model(name: str, degree: int) -> None:
@@ -89,3 +114,28 @@ def test_it_gives_the_values_of_the_plain_model(name: str, degree: int) -> None:
     assert grads.keys() == want.keys()
     for key, grad in want.items():
         assert (grads[key] - grad).norm() <= tolerance * max(float(grad.norm()), 1e-3), key
+
+
+@pytest.mark.slow
+def test_a_router_draws_the_same_however_its_experts_are_shared() -> None:
+    """PhiMoE's, in training. The model alone draws from another generator: it is compared in evaluation."""
+    sizes = {"num_key_value_heads": 1, "num_local_experts": 4, "router_jitter_noise": 0.01}
+    model = from_transformers("PhimoeForCausalLM", **{**SIZES, **sizes}).double()
+
+    def of(**how: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        job = capture(model, batch(), huggingface_sum, Parallel(dp=2, **how))
+        drawing = [op for stage in job.stages for ops in stage.ops.values() for op in ops if op.random]
+        assert bool(drawing) is model.training
+        plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+        return together(plan, model, batch())
+
+    def assert_equal(want: tuple[Tensor, dict[str, Tensor]], **how: Any) -> None:
+        loss, grads = of(**how)
+        assert abs(loss - want[0]) <= 1e-10 * abs(want[0])
+        for key, grad in want[1].items():
+            assert (grads[key] - grad).norm() <= 1e-10 * max(float(grad.norm()), 1e-3), key
+
+    copies = of()
+    for how in ({"ep": 2}, {"ep": 2, "ampipe_degree": 2}):
+        assert_equal(copies, **how)
+    assert_equal(plain(model.eval(), 2), ep=2)

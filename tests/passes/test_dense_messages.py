@@ -15,9 +15,10 @@ import stretto
 from stretto.capture import capture
 from stretto.config import Parallel
 from stretto.ir.action import Phase
+from stretto.ir.collectives import KINDS
 from stretto.ir.plan import Plan
-from stretto.ir.program import Edge, Job, Op
-from stretto.passes.dense_messages import COPY, dense_messages
+from stretto.ir.program import Edge, Job, Op, Ref, Stage, TensorSpec
+from stretto.passes.dense_messages import COPY, dense_messages, scattered
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner, run_threads
@@ -164,13 +165,79 @@ def test_what_stays_on_its_rank_stays_as_it_is() -> None:
     assert after(dense_messages, job, made_up_costs(job), here)[0] is job
 
 
-def test_who_reads_by_strides_of_its_own_is_sent_what_it_was() -> None:
+def test_who_reads_by_strides_of_its_own_finds_them() -> None:
+    """Turned as it was, by a view."""
     model, job = job_of(lambda x: x.t(), lambda x: x.as_strided((PIECE, WIDTH), (WIDTH, 1)))
     assert strided(job)
-    assert after(dense_messages, job, made_up_costs(job))[0] is job
+    assert [op.alias is None for op in of_messages(after(dense_messages, job, made_up_costs(job))[0])] == [
+        False
+    ] * 2
     found = run(make_plan(job, made_up_costs(job), schedule="1f1b"), model, BATCH)
     parts = plain(model, BATCH, lambda m, b: torch.stack([m(part) for part in b.chunk(2)]).mean())
     assert_equal(found, parts, 1e-10)
+
+
+def test_strides_over_gaps_are_refused() -> None:
+    """What lies in the gaps is not sent."""
+    _, job = job_of(lambda x: x[:, ::2], lambda x: x.as_strided((PIECE, WIDTH), (WIDTH, 1)))
+    with pytest.raises(stretto.PlanError, match=r"stage 1 reads .* of stage 0 by strides of its own"):
+        make_plan(job, made_up_costs(job), schedule="1f1b")
+
+
+def gathering(kind: str) -> Job:
+    """One stage: what a rank has of the batch is turned, and communicated."""
+    shape = TensorSpec((PIECE, WIDTH), "float64")
+    turned = TensorSpec((WIDTH, PIECE), "float64", (1, WIDTH))
+    row = KINDS[kind]
+    how = ("sum",) if row.says_how else ()
+    out = row.shape(turned.shape, 2, *how)
+    assert out is not None
+    result = TensorSpec(out, "float64")
+    ops = (
+        Op("turned", "aten.t.default", (Ref("batch/x"),), (), (turned,), "batch/x"),
+        Op("start", row.target, (Ref("turned"), *how, "tp", 2), (), (result,)),
+        Op("done", "comm.wait", (Ref("start"),), (), (result,), "start"),
+        Op("picked", "aten.mul.Tensor", (Ref("done"), Ref("done")), (), (result,)),
+        Op("loss", "aten.sum.default", (Ref("picked"),), (), (TensorSpec((), "float64"),)),
+    )
+    stage = Stage(0, {Phase.F: ops, Phase.I: (), Phase.W: ()})
+    return Job(*("gathering", 1, (stage,), (), (), (), (), (("x", shape),), (0, "loss")), axes=(("tp", 2),))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_a_collective_reads_a_copy_that_has_a_price(kind: str) -> None:
+    job = gathering(kind)
+    assert scattered(job, (0,)) == ["start"]
+    made, costs = after(dense_messages, job, costs_of(job, link=1.0, gather=1.0))
+    assert scattered(made, (0,)) == []
+    [copied] = [op for op in made.stages[0].ops[Phase.F] if op.target == COPY]
+    assert costs.op_us[0, copied.name] > 0.0
+
+
+def test_no_start_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = gathering("all_gather")
+    plan = make_plan(job, costs_of(job, link=1.0, gather=1.0))
+    real: Any = RankState.start
+    given: list[bool] = []
+
+    def start(self: RankState, *args: Any, **kwargs: Any) -> Any:
+        given.append(args[4].is_contiguous())
+        return real(self, *args, **kwargs)
+
+    def losses(one: Plan) -> list[Tensor]:
+        return run_threads(one, lambda _: nn.Module(), lambda runner: runner.step({"x": BATCH[:PIECE]}))
+
+    left = losses(lower(job, plan.schedule, plan.costs))
+    monkeypatch.setattr(RankState, "start", start)
+    assert losses(plan) == left
+    assert given
+    assert all(given)
+
+
+def test_a_collective_that_works_in_place_has_its_copy_in_its_price() -> None:
+    job = gathering("all_reduce")
+    costs = costs_of(job, link=1.0, gather=1.0)
+    assert after(dense_messages, job, costs)[0] is job
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,10 @@ def test_messages_between_nodes_are_slower() -> None:
     assert near.bytes_per_us == pytest.approx(300e3 * 0.74)
     assert far.bytes_per_us == pytest.approx(25e3 * 0.63)
     assert near.latency_us < far.latency_us
+    # Each message is a kernel, which starts when the one before it has ended; what then is on its way is not
+    # in the next one's way.
+    assert near.start_us == far.start_us == pytest.approx(4.9)
+    assert far.latency_us == pytest.approx(12.5)
     mesh = {"pp": 4, "tp": 4}
     assert found.place_link(mesh, 0, 1) == near
     assert found.place_link(mesh, 1, 2) == far

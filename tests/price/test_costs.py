@@ -172,6 +172,14 @@ def test_a_link_faster_than_it_can_be_measured_stays_finite() -> None:
     assert 0 < rate < float("inf")
 
 
+def test_what_messages_of_a_burst_add_is_what_each_keeps_the_link_for() -> None:
+    """The rest is latency, which they have at the same time; a disturbed burst adds no more than it all."""
+    burst_us = 150.0 + 15 * 20.0
+    assert messages._each_adds(150.0, burst_us, 100.0) == pytest.approx(20.0)
+    assert messages._each_adds(150.0, 140.0, 100.0) == 0.0
+    assert messages._each_adds(150.0, 1e6, 100.0) == 100.0
+
+
 def test_a_described_cluster_is_a_roofline() -> None:
     _, _, job = gpt_job(2, 32)
     cluster = stretto.Cluster(

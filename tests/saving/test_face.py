@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp dp": {"tp": 2, "dp": 2, "sequence_parallel": True},
     "tp4": {"tp": 4},
     "all": {"pp": 2, "tp": 2, "dp": 2},
+    "nothing on one": {"pp": 2, "split": "embedding,layer*2,loss|"},
 }
 TOLERANCE = 1e-9
 """Relative. AdamW divides by the square root of a mean of squares, which takes the last bits of small
@@ -61,7 +62,7 @@ def groups(named: Any, lr: float = 1e-2) -> list[dict[str, Any]]:
     found = list(named)
     matrices, vectors = ([p for _, p in found if (p.dim() > 1) is many] for many in (True, False))
     both = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": lr / 2}]
-    return [group for group in both if group["params"]]
+    return [group for group in both if group["params"]] or both[:1]
 
 
 def adamw(named: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
@@ -139,6 +140,8 @@ FAST = [
     ("dp", "tp dp"),
     ("all", "dp"),
     ("pp dp", "sp"),
+    ("nothing on one", "tp"),
+    ("pp", "nothing on one"),
 ]
 
 

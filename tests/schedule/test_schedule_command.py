@@ -93,7 +93,19 @@ def test_virtual_stages_groups_and_blocking_reach_the_family():
 
 def test_families_are_listed():
     lines = run("--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(FAMILIES)
+    assert [line.split()[0] for line in lines] == ["auto", *FAMILIES]
+
+
+def test_the_fastest_is_found_and_says_how_far_it_is_from_the_bound():
+    times = ["--times", "F=10:12:12:14,I=10:12:12:15,W=8:11:11:9,message=3:2:3"]
+    words = ["--ranks", "4", "--microbatches", "12"]
+    text = run("--family", "auto", *words, *times).stdout
+    figures = dict(line.split("  ", 1) for line in text.splitlines() if "  " in line)
+    assert float(figures["cost of the longest rank"]) >= float(figures["lower bound"])
+    assert figures["gap"].strip().endswith(" %")
+    assert "zb-h2 " in figures["tried"]
+    held = run("--family", "auto", *words, *times, "--memory", "2").stdout
+    assert max(map(int, held.split("live microbatches, by stage")[1].splitlines()[0].split())) == 2
 
 
 @pytest.mark.parametrize(
@@ -118,6 +130,18 @@ def test_families_are_listed():
         ([*NAMED, "--group", "2"], "'eager-1f1b' has no groups of microbatches"),
         ([*NAMED, "--blocking"], "--blocking is about messages: give --times"),
         (["--list", "--stages", "2"], "--list stands alone"),
+        ([*NAMED, "--memory", "3"], "--memory is of --family auto: drop it, or use that"),
+        (["--csv", "x.csv", "--weight-share", "0.5"], "--weight-share cannot change a CSV file"),
+        (["--family", "auto", "--ranks", "2"], "--family auto needs --ranks N (or --stages N) and --microb"),
+        (["--family", "auto", "--ranks", "2", "--microbatches", "0"], "--microbatches is 0"),
+        (
+            ["--family", "auto", "--ranks", "2", "--microbatches", "2", "--weight-share", "2"],
+            "--weight-share 2.0 must be from 0 to 1",
+        ),
+        (
+            ["--family", "auto", "--ranks", "2", "--microbatches", "2", "--memory", "0.5"],
+            "no schedule of 2 ranks and 1 stages each fits the memory",
+        ),
     ],
 )
 def test_wrong_usage_is_refused(arguments, message):

@@ -125,7 +125,7 @@ def test_times_are_read():
         ("F=1,F=1,I=1,W=1", "F is given twice"),
         ("F=1,I=1,W=-1", "time W=-1.0 is not a time"),
         ("F=nan,I=1,W=1", "time F=nan is not a time"),
-        ("F=1,I=1,W=1,message=1:2", "message has one time"),
+        ("F=1,I=1,W=1,message=1:x", "for each border, message=1.5:2:2"),
     ],
 )
 def test_times_that_cannot_be_read_are_refused(text, message):

@@ -14,6 +14,9 @@ from stretto.ir.program import Edge, Ref
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.planning.lower import lower
 from stretto.simulate import simulate
+from stretto.simulate.cards import Cards
+from stretto.simulate.clock import Clock
+from stretto.simulate.network import Network
 from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
 from tests.synthetic_comm import plan_with
 
@@ -129,6 +132,42 @@ def test_one_sender_sends_to_one_receiver_at_a_time() -> None:
     first, second = message(timeline, "pp 0>1 e0:0"), message(timeline, "pp 0>2 e4:0")
     assert (first.start_us, first.end_us) == (90, 110)
     assert (second.sent_us, second.start_us, second.end_us) == (90, 110, 130)
+
+
+def test_starts_of_messages_keep_the_link_and_latencies_do_not() -> None:
+    plan = skip_plan(RATE)
+    link = Link(7, RATE, 0.0, "made up", start_us=5)
+    timeline = simulate(replace(plan, costs=replace(plan.costs, default_link=link)))
+    first, second = message(timeline, "pp 0>1 e0:0"), message(timeline, "pp 0>2 e4:0")
+    assert (first.start_us, first.end_us) == (90, 122)
+    assert (second.sent_us, second.start_us, second.end_us) == (90, 115, 147)
+
+
+def test_a_message_takes_its_own_processor_time_however_small() -> None:
+    """20 us on the link, of which each end's processor loses 10: the ops that it meets go at half their
+    speed."""
+    plan = make_plan(ONE_F_ONE_B, f_us=90, i_us=100, w_us=100)
+    link = Link(0, RATE, 0.0, "made up", processor_us=10.0)
+    timeline = simulate(replace(plan, costs=replace(plan.costs, default_link=link)))
+    assert ("compute", "0F1", 90, 190) in lane(timeline, 0)
+    assert ("compute", "1F0", 110, 210) in lane(timeline, 1)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_messages_that_start_at_one_moment_the_lower_ranks_goes_first(first: int) -> None:
+    """Both come to rank 2, whoever's lane is walked first."""
+    clock = Clock()
+    plan = skip_plan(RATE)
+    network = Network(plan, clock, Cards(clock, lambda *_: None, alone=True), [])
+    edges = {plan.rank_of(e.source): e.index for e in plan.job.edges if plan.rank_of(e.target) == 2}
+    for edge in edges.values():
+        network.post(edge, 0)
+    for rank in (first, 1 - first):
+        network.send(edges[rank], 0)
+    clock.step()
+    clock.step()
+    assert network.message(edges[0], 0).left.happened
+    assert not network.message(edges[1], 0).left.happened
 
 
 def test_a_transfer_takes_its_processor_time_from_the_ops_it_meets() -> None:

@@ -81,6 +81,7 @@ PROGRAMS: dict[str, Callable[[Tensors], Any]] = {
 MADE_BY_AUTOGRAD = {
     "split, chunk": ("aten.zeros.default",),
     "where, masked fill": ("aten.scalar_tensor.default",),
+    "sort": ("aten.zeros.default",),  # up to PyTorch 2.11
 }
 """Plain tensors that PyTorch makes above the tensors' own ops: gradients of parts not used, and numbers."""
 

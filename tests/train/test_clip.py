@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,7 @@ LAYOUTS = [
     {"tp": 2, "sequence_parallel": True},
     {"dp": 2},
     {"pp": 2, "dp": 2, "tp": 2, "sequence_parallel": True},
+    {"pp": 2, "split": "embedding,layer*2,loss|"},
 ]
 
 
@@ -81,7 +83,7 @@ LAYOUTS = [
     [pytest.param(one, marks=pytest.mark.slow if one == {"tp": 2} else ()) for one in LAYOUTS],
     ids=lambda layout: " ".join(layout),
 )
-def test_parts_and_copies_are_clipped_by_the_norm_of_the_whole(layout: dict[str, int]) -> None:
+def test_parts_and_copies_are_clipped_by_the_norm_of_the_whole(layout: dict[str, Any]) -> None:
     config = GPTConfig(vocab_size=40, layers=2, hidden=16, heads=2, context=8, tie_embeddings=True)
     model = GPT(config).double()
     batch = torch.zeros(4, 9, dtype=torch.int64)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(folder: Path) -> Path:
     """The folder of a run of two ranks from beginning to end, without a launcher."""
     config = write_settings(folder, pp=2, steps=STEPS, every=EVERY, run="straight")
-    launch(2, "stretto.cli.main", "train", str(config))
+    launch(2, "stretto", "train", str(config))
     return folder / "straight"
 
 

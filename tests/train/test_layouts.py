@@ -68,9 +68,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     resume(folder, "dp", "tp")
     write(folder, "pp", layout="pp = 2\nmicrobatches = 2", model="tie_embeddings = true")
     resume(folder, "pp", "tp")
+    write(
+        folder,
+        "nothing-on-one",
+        layout='pp = 2\nmicrobatches = 2\nsplit = "embedding,layer*2,loss|"',
+        model="tie_embeddings = true",
+    )
+    resume(folder, "nothing-on-one", "tp")
     write(folder, "tp-of-one", layout="tp = 2\nmicrobatches = 2", model="tie_embeddings = true")
     resume(folder, "tp-of-one", "one")
-    runs = ("tp", "drop", "drop-resumed", "dp", "pp", "tp-of-one")
+    runs = ("tp", "drop", "drop-resumed", "dp", "pp", "nothing-on-one", "tp-of-one")
     out = launch(2, "tests.train.layouts", str(folder), *runs)
     (folder / "out.json").write_text(json.dumps(out))
     return folder
@@ -96,6 +103,7 @@ def test_what_ranks_hold_alike_stays_alike_bit_for_bit(folder: Path) -> None:
     assert compared["tp"] == compared["drop"] == norms
     assert compared["dp"] > norms  # everything
     assert compared["pp"] == 1  # the tied embedding
+    assert compared["nothing-on-one"] == 0
 
 
 def test_resuming_under_the_same_layout_changes_no_bit(folder: Path) -> None:
@@ -110,7 +118,7 @@ def test_resuming_under_the_same_layout_changes_no_bit(folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("run", ["dp", "pp", "tp-of-one", "one"])
+@pytest.mark.parametrize("run", ["dp", "pp", "nothing-on-one", "tp-of-one", "one"])
 def test_any_layout_goes_on_from_any_other(folder: Path, run: str) -> None:
     if run == "one":
         write(folder, "one-of-tp", model="tie_embeddings = true")

@@ -90,7 +90,7 @@ def environment(**added: str) -> dict[str, str]:
 def start(*arguments: str | Path, **added: str) -> subprocess.Popen[str]:
     """`stretto ...` as a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "stretto.cli.main", *map(str, arguments)],
+        [sys.executable, "-m", "stretto", *map(str, arguments)],
         env=environment(**added),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

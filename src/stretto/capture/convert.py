@@ -234,12 +234,15 @@ def _flops(node: torch.fx.Node) -> int:
         return of.meta.get("val") if isinstance(of, torch.fx.Node) else of
 
     args = [value(arg) for arg in node.args]
-    if formula is not None and not getattr(formula, "_get_raw", False):
-        kwargs = {key: value(arg) for key, arg in node.kwargs.items()}
-        return int(formula(*args, **kwargs, out_val=node.meta["val"]))
     if "scaled_dot_product" in packet.__name__:
-        shapes = [x.shape for x in args if isinstance(x, torch.Tensor) and x.dim() == 4]
+        shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor) and x.dim() == 4]
+        # PyTorch 2.11 counts equal heads only; one that several heads of queries share counts for each.
+        heads = shapes[0][1]
+        shapes = [(batch, heads, *rest) for batch, _, *rest in shapes]
         if packet.__name__.endswith("backward"):
             return int(sdpa_backward_flop_count(*shapes[:4]))  # type: ignore[no-untyped-call]
         return int(sdpa_flop_count(*shapes[:3]))  # type: ignore[no-untyped-call]
+    if formula is not None and not getattr(formula, "_get_raw", False):
+        kwargs = {key: value(arg) for key, arg in node.kwargs.items()}
+        return int(formula(*args, **kwargs, out_val=node.meta["val"]))
     return 0

@@ -60,6 +60,8 @@ def explain(model: nn.Module, error: Exception, tensor: TensorParallel | None = 
         where = f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}"
     at = f" at {where}" if where else ""
     reason = _reason(error)
+    if frames and Path(frames[-1].filename).parts[-3:] in CANNOT_EDIT:
+        reason += f"\n  {CANNOT_EDIT[Path(frames[-1].filename).parts[-3:]]}"
     if tensor is not None and not isinstance(error, StrettoError):
         reason += _spread_words(model, reason, tensor, *getattr(error, WHERE, ("", frozenset())))
     return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {reason}")
@@ -111,6 +113,14 @@ def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
+
+CANNOT_EDIT = {
+    ("transformers", "integrations", "moe.py"): (
+        "this is how transformers multiplies groups of tokens by experts, and no tracer follows what older "
+        "releases do: set model.config.experts_implementation = 'batched_mm', or update transformers"
+    )
+}
+"""Lines of a library's file that cannot be captured, and how a user goes around them."""
 
 _REASONS = {
     "DataDependentOutputException": "the code asks for the value of a tensor",

@@ -1,8 +1,9 @@
 """Which stage an op belongs to: cut the forward into contiguous stages, and let the backward follow.
 
 1. Segments (see `torch_adapter`) number the forward in execution order; a cut is a segment that
-   begins a stage. By name: the segment in which the named module is entered. Automatic: cuts that
-   minimise the dearest stage, a message counted as part of its stage.
+   begins a stage. By name: the segment in which the named module is entered. By a text of stages: where
+   its layers are entered (`stretto.capture.layers`); stages that begin with one segment hold nothing but
+   the last of them. Automatic: cuts that minimise the dearest stage, a message counted as part of its stage.
 2. A forward op is in the stage of its segment. A backward op is in the stage of the forward op that
    it derives; a sum of gradients where its last part arises, which is the lowest of its parts' stages.
 3. What neither depends on parameters nor draws at random, and is cheap beside a message (masks, rotary
@@ -17,7 +18,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from stretto.capture.layers import stage_cuts
 from stretto.capture.trace import Traced
+from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError
 from stretto.ir.program import STARTS, WAIT, Op
 
@@ -47,17 +50,18 @@ def op_cost(op: Op) -> float:
 def split(traced: Traced, stages: int, how: str | Sequence[str] = "auto") -> Placement:
     """Assign every op to a stage.
 
-    how: "auto", or the names of the modules that begin stages 1, 2, ... in the order of execution.
+    how: "auto"; the names of the modules that begin stages 1, 2, ... in the order of execution; or a text of
+    stages (`stretto.config.stage_text`).
 
     Raises UsageError for names that do not exist, are never called, are out of order, or do not make
-    `stages` stages.
+    `stages` stages, and for a text that has other layers than the model.
     """
     if stages < 1:
         raise UsageError(f"a model needs at least one stage, not {stages}")
-    if isinstance(how, str) and how != "auto":
-        raise UsageError(f'split must be "auto" or a list of module names, not {how!r}')
-    if isinstance(how, str):
+    if how == "auto":
         cuts = _auto_cuts(traced, stages, _free(traced))
+    elif isinstance(how, str):
+        cuts = _cuts_of_text(traced, stages, how)
     else:
         cuts = _named_cuts(traced, stages, how)
     return place(traced, stages, cuts)
@@ -69,15 +73,17 @@ def place(traced: Traced, stages: int, cuts: Sequence[int], *, buffers: bool = T
     buffers: whether every stage has all buffers, so that what is made of them can be made anywhere.
     """
     free = _free(traced, buffers)
+    assert len(cuts) == stages - 1, "each stage but the first has where it begins"
     placed: dict[str, int] = {}
     backward: set[str] = set()
+    last = bisect_right(cuts, len(traced.segments) - 1)  # that holds anything
     for item in traced.ops:
-        stage = stages if item.segment is None else bisect_right(cuts, item.segment)
+        stage = last if item.segment is None else bisect_right(cuts, item.segment)
         if item.backward:
             # A gradient flows down the stages; what sums parts of several waits for the lowest.
             stage = min([stage, *(placed[name] for name in item.op.uses if name in backward)])
             backward.add(item.op.name)
-        placed[item.op.name] = min(stage, stages - 1)
+        placed[item.op.name] = stage
     return _share(traced, placed, free)
 
 
@@ -101,6 +107,17 @@ def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
             f"{stages}: name the modules that begin stages 1 to {stages - 1}"
         )
     return found
+
+
+def _cuts_of_text(traced: Traced, stages: int, text: str) -> list[int]:
+    """Step 1, by a text of stages."""
+    try:
+        found = read_stages(text)
+    except ValueError as error:
+        raise UsageError(f"split = {error}") from None
+    if len(found.of) != stages:
+        raise UsageError(f"split = {text!r} has {len(found.of)} stages, but the pipeline has {stages}")
+    return stage_cuts(traced.name, traced.segments, traced.layers, found)
 
 
 def _auto_cuts(traced: Traced, stages: int, free: frozenset[str]) -> list[int]:

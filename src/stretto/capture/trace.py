@@ -32,6 +32,7 @@ from stretto.capture.count import count_of, mean_over
 from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explained
+from stretto.capture.layers import layer_names
 from stretto.capture.mesh_program import OnMeshes
 from stretto.capture.observed import Seen, taken_out
 from stretto.capture.proof import Proof
@@ -66,6 +67,7 @@ class Traced:
     buffers: name -> (spec, value name of its update or None).
     whole, count, mean_over: as in `ir.program.Job`.
     shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
+    layers: names of the model's repeated modules (`stretto.capture.layers`).
     borders: as in `graphs.JointGraph`.
     """
 
@@ -89,6 +91,7 @@ class Traced:
     mean_over: Count | None = None
     frozen: frozenset[str] = frozenset()
     seen: tuple[Seen, ...] = ()
+    layers: frozenset[str] = frozenset()
 
 
 def trace(
@@ -272,6 +275,7 @@ def _trace(
         mean_over=divided,
         frozen=frozenset(frozen),
         seen=tuple(one.renamed(renamed) for one in seen),
+        layers=layer_names(model),
     )
 
 

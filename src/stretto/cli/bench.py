@@ -202,6 +202,35 @@ def moe(
 
 
 @bench.command()
+def unet(
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Rates of the network, with commas between: 50mbit, unlimited; `balanced` is where what a "
+            "microbatch sends takes as long as a forward."
+        ),
+    ] = "balanced",
+    rounds: Rounds = 5,
+    json_out: JsonOut = None,
+    keep_out: KeepOut = None,
+) -> None:
+    """A U-Net whose skips cross two hosts: messages waited for, early, and PyTorch's pipelining."""
+    from stretto.bench.races import run_races
+    from stretto.bench.unet import VERSION, WORKER, Setup, check_installed
+
+    _begin(rounds, 3, json_out)
+    setups = [Setup(rate=one, rounds=rounds) for one in _rates(rate)]
+    check_installed()
+
+    def keep(result: dict[str, Any]) -> None:
+        tables.unet_table(result["races"][-1]).print()
+        tables.warn_of_noise(result["races"][-1]["rows"])
+        write_json({"version": VERSION, **result}, json_out)
+
+    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
+
+
+@bench.command()
 def predict(
     rounds: Annotated[int, typer.Option(help="Rounds of steps in each cell.")] = 3,
     rates: Annotated[str, typer.Option(help="Rates of the network, with commas between.")] = "",

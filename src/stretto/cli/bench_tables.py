@@ -103,6 +103,34 @@ def moe_table(race: Row) -> Grid:
     )
 
 
+def unet_table(race: Row) -> Grid:
+    """Of one race of `bench.unet`."""
+
+    def name(row: Row) -> str:
+        """The system; of what planning chose, what that was."""
+        return f"{row['system']} ({row['schedule']})" if row["system"] == "auto" else str(row["system"])
+
+    columns: Columns = {
+        "system": (name, "{}"),
+        "step ms": (lambda row: 1e3 * row["step_s"], "{:.0f}"),
+        "x blocking": ("speedup_vs_blocking_1f1b", "{:.2f}"),
+        "x torch 1f1b": ("speedup_vs_torch_1f1b", "{:.2f}"),
+        "vs bound": ("ratio_to_bound", "{:.2f}"),
+        "exposed ms": (lambda row: 1e3 * max(row["exposed_s"]) if "exposed_s" in row else None, "{:.0f}"),
+        "planned": (lambda row: _less_one(row.get("planned_over_measured")), SHARE),
+    }
+    setup = race["setup"]
+    forward = max(work["compute_us"] for work in setup["forward"]) / 1e3
+    return grid_of(
+        f"{setup['channels']} channels, images of {setup['image']}, {setup['rate']}: a forward takes "
+        f"{forward:.0f} ms",
+        columns,
+        race["rows"],
+        caption=f"{setup['microbatches']} microbatches of {setup['microbatch']}, medians of "
+        f"{setup['rounds']} rounds; {_bound(setup)}",
+    )
+
+
 def predict_table(result: Row) -> Grid:
     """Of `bench.predict`."""
     columns: Columns = {

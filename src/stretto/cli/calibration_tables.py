@@ -40,11 +40,12 @@ def print_communication(console: Console, found: Calibration) -> None:
                 (
                     f"{link.stride} apart",
                     str(link.hosts),
-                    " / ".join(f"{way.latency_us:.0f}" for way in ways) + " us",
+                    " / ".join(f"{way.latency_us + way.start_us:.0f}" for way in ways) + " us",
+                    " / ".join(f"{way.start_us:.0f}" for way in ways) + " us",
                     " / ".join(f"{way.bytes_per_us:.1f}" for way in ways) + " MB/s",
                     f"{link.link.processor_us_per_mb / 1000:.2f} ms",
                     f"{100 * link.spread:.0f} %",
                 )
             )
-        head = ("messages", "hosts", "latency", "rate", "compute loses, 1 MB", "noise")
+        head = ("messages", "hosts", "latency", "each more", "rate", "compute loses, 1 MB", "noise")
         Grid("", head, rows).print(console)

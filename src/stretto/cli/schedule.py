@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -16,11 +16,13 @@ from stretto.cli.outputs import check_output
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
-from stretto.ir.stage_maps import virtual_stages_of
+from stretto.ir.stage_maps import AUTO, virtual_stages_of
 from stretto.report.svg import draw_schedule
 from stretto.schedule.csv import read_csv, to_csv
-from stretto.schedule.draw import describe_timing, to_ascii, to_json
+from stretto.schedule.draw import describe_search, describe_timing, to_ascii, to_json
 from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.room import Room
+from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
 
 schedule = typer.Typer(add_completion=False)
@@ -37,7 +39,10 @@ class Format(StrEnum):
 
 @schedule.command()
 def run(
-    family: Annotated[str | None, typer.Option(help="Family of schedules; --list shows them.")] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="Family of schedules, or auto for the fastest found; --list shows them."),
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of pipeline ranks.")] = None,
     stages: Annotated[
         int | None, typer.Option(help="Number of stages of all ranks together, in place of --ranks.")
@@ -55,9 +60,16 @@ def run(
             help="Microbatches that go through one of a rank's stages before its next begins (interleaved)."
         ),
     ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Memory limit of a rank, in microbatches live on all its stages (auto); without it, twice "
+            "that of 1f1b."
+        ),
+    ] = None,
     weight_share: Annotated[
         float,
-        typer.Option(help="Memory of a microbatch that waits for W alone, as a share of one's (zb-timed)."),
+        typer.Option(help="Memory of a microbatch that waits for W alone, as a share of one's (auto)."),
     ] = 1.0,
     csv: Annotated[
         Path | None,
@@ -99,6 +111,7 @@ def run(
             times,
             form,
             output,
+            memory,
             blocking or None,
             None if weight_share == 1.0 else 1,
         )
@@ -116,10 +129,17 @@ def run(
         if times is not None
         else (UNIT_TIMES if form is not Format.CSV else None)
     )
-    chosen = _choose(family, csv, numbers, clock or UNIT_TIMES, weight_share)
+    searched = None
+    if family == AUTO and csv is None:
+        searched = _search(numbers, clock or UNIT_TIMES, memory, weight_share)
+        chosen = searched.best.schedule
+    else:
+        chosen = _choose(family, csv, numbers, _only_auto(memory, weight_share))
     timing = None if clock is None else time_schedule(chosen, clock)
     asked = timing if times is not None else None
     summary = "" if asked is None else describe_timing(asked)
+    if searched is not None:
+        summary += describe_search(searched)
 
     if form is Format.CSV:
         text = to_csv(chosen)
@@ -148,21 +168,23 @@ def _choose(
     family: str | None,
     csv: Path | None,
     numbers: Mapping[str, int | None],
-    times: PhaseTimes,
-    weight_share: float,
+    others: Sequence[str],
 ) -> Schedule:
-    """The schedule that the options name. Raises UsageError if they name none, or more than one."""
+    """The schedule that the options name. Raises UsageError if they name none, or more than one. others:
+    given options that only `auto` has."""
     if family is None and csv is None:
         raise UsageError("no schedule named: give --family NAME --ranks N --microbatches M, or --csv FILE")
     if family is not None and csv is not None:
         raise UsageError("--family and --csv both name a schedule: give one of them")
     if csv is not None:
         extra = [name for name, value in numbers.items() if value is not None]
-        extra += ["--weight-share"] if weight_share != 1.0 else []
+        extra += others
         if extra:
             raise UsageError(f"{', '.join(extra)} cannot change a CSV file: drop it, or use --family")
         return read_csv(csv)
     assert family is not None
+    if others:
+        raise UsageError(f"{', '.join(others)} is of --family auto: drop it, or use that")
     ranks, stages, microbatches = numbers["--ranks"], numbers["--stages"], numbers["--microbatches"]
     if family in FAMILIES and ((ranks is None and stages is None) or microbatches is None):
         raise UsageError(f"--family {family} needs --ranks N (or --stages N) and --microbatches M")
@@ -186,8 +208,39 @@ def _choose(
         virtual_stages=each,
         max_live=numbers["--max-live"],
         group=numbers["--group"],
-        times=times,
-        weight_share=weight_share,
+    )
+
+
+def _only_auto(memory: float | None, weight_share: float) -> list[str]:
+    """Given options that only `auto` has."""
+    return ["--memory"] * (memory is not None) + ["--weight-share"] * (weight_share != 1.0)
+
+
+def _search(
+    numbers: Mapping[str, int | None], times: PhaseTimes, memory: float | None, weight_share: float
+) -> Searched:
+    """What is found for the options. Raises UsageError for numbers that do not fit."""
+    ranks, stages, microbatches = numbers["--ranks"], numbers["--stages"], numbers["--microbatches"]
+    if (ranks is None and stages is None) or microbatches is None:
+        raise UsageError("--family auto needs --ranks N (or --stages N) and --microbatches M")
+    each = numbers["--virtual-stages"] or 1
+    ranks = ranks or (stages or 0) // each
+    for name, value in {"--ranks": ranks, "--microbatches": microbatches, "--virtual-stages": each}.items():
+        if value < 1:
+            raise UsageError(f"{name} is {value}; a schedule needs at least 1")
+    if stages is not None and stages != ranks * each:
+        raise UsageError(f"{ranks} ranks with {each} stages each are {ranks * each} stages, not {stages}")
+    if not 0.0 <= weight_share <= 1.0:
+        raise UsageError(f"--weight-share {weight_share} must be from 0 to 1")
+    limit = 2.0 * ranks if memory is None else memory
+    return search(
+        Sought(
+            *(ranks, each, microbatches, times),
+            room=lambda places: Room.even(ranks, len(places), limit, weight_share),
+            max_live=numbers["--max-live"],
+            group=numbers["--group"],
+            from_own_begin=True,
+        )
     )
 
 
@@ -199,5 +252,8 @@ def _form_of(output: Path | None) -> Format:
 
 def _list_families() -> None:
     wide = max(len(name) for name in FAMILIES)
+    typer.echo(
+        f"{AUTO.ljust(wide)}  the fastest of all families and of a search, for the times given with --times"
+    )
     for found in FAMILIES.values():
         typer.echo(f"{found.name.ljust(wide)}  {found.description} ({found.source})")

@@ -55,7 +55,7 @@ def run(
 
     from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
 
-    command = [sys.executable, "-m", "stretto.cli.main", "train", str(config)]
+    command = [sys.executable, "-m", "stretto", "train", str(config)]
     for override in overrides:
         command += ["--set", override]
     status = start(settings, command)

@@ -24,6 +24,7 @@ from stretto.config.model import MoESettings as MoESettings
 from stretto.config.parallel import RECOMPUTE as RECOMPUTE
 from stretto.config.parallel import Parallel as Parallel
 from stretto.config.parallel import ParallelSettings as ParallelSettings
+from stretto.config.stage_text import read_stages
 from stretto.config.task import TaskSettings as TaskSettings
 from stretto.files.settings_file import read_settings
 
@@ -199,15 +200,16 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
         (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),
         (
-            parallel.pp > layers,
+            parallel.split == "auto" and parallel.pp > layers,
             f"parallel.pp = {parallel.pp} must not be above model.layers = {layers}: "
             "every rank needs a block",
         ),
         (
-            parallel.pp <= layers < stages,
+            parallel.split == "auto" and parallel.pp <= layers < stages,
             f"parallel.virtual_stages = {parallel.virtual_stages} of each of parallel.pp = {parallel.pp} "
             f"ranks are more than model.layers = {layers}: give {layers // parallel.pp} or less",
         ),
+        *_faults_of_stages(settings),
         (
             training.global_batch % pieces,
             f"training.global_batch = {training.global_batch} must be a multiple of "
@@ -232,6 +234,23 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             if wrong
         ]
     return [*faults, *faults_of_experts(model, parallel, length, training.global_batch // pieces)]
+
+
+def _faults_of_stages(settings: TrainSettings) -> list[tuple[bool, str]]:
+    """Whether a text of stages has other layers than the model, as far as the settings tell."""
+    text, model = settings.parallel.split, settings.model
+    if text == "auto" or not isinstance(text, str) or settings.task is not None:
+        return []
+    if not isinstance(model, DecoderSettings):
+        return []
+    found = read_stages(text)
+    return [
+        (
+            found.layers != model.layers,
+            f"parallel.split = {text!r} has {found.layers} layers, but model.layers = {model.layers}: write "
+            f"{found.with_layers(model.layers).text!r}",
+        )
+    ]
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from stretto.config.base import Settings
+from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError
 from stretto.files.settings_file import refusal
 
@@ -30,6 +31,23 @@ def _degree(given: Any) -> int | Literal["auto"]:
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given
     raise ValueError(f"{given!r} is neither 'auto' nor a number of chunks from 1 on")
+
+
+def _split(given: Any) -> str | list[str]:
+    """A word, names, or a text of stages: one message for all."""
+    if given == "auto" or (isinstance(given, list) and all(isinstance(name, str) for name in given)):
+        return given  # type: ignore[no-any-return]
+    if not isinstance(given, str):
+        raise ValueError(
+            f"{given!r} is neither 'auto', nor a list of the modules that begin stages, nor a text of stages "
+            "such as 'embedding|layer*3|layer*3|loss'"
+        )
+    try:
+        read_stages(given)
+    except ValueError as error:
+        names = "" if "|" in given else f". Modules that begin stages are a list, as in [{given!r}]"
+        raise ValueError(f"{error}{names}") from None
+    return given
 
 
 class ParallelSettings(Settings):
@@ -73,15 +91,18 @@ class ParallelSettings(Settings):
     microbatches: int = Field(default=1, ge=1)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: str = Field(default="eager-1f1b", min_length=1)
-    """A family of schedules, or the path of a .csv in PyTorch's format."""
+    """A family of schedules, the path of a .csv in PyTorch's format, or "auto" for the fastest that planning
+    finds with the stages that there are (`docs/schedules.md`)."""
     virtual_stages: int | None = Field(default=None, ge=1)
     """Stages of the model on each pipeline rank; without it, what the schedule needs: 1, or 2 for interleaved
     and V-shaped ones."""
     microbatch_group: int | None = Field(default=None, ge=1)
     """In interleaved schedules, microbatches that go through one of a rank's stages before its next begins;
     without it, as many as there are pipeline ranks, or a few more where they do not divide."""
-    split: Literal["auto"] | list[str] = "auto"
-    """Where the model is cut: "auto", or the modules that begin a new stage, such as ["blocks.4"]."""
+    split: Annotated[str | list[str], PlainValidator(_split)] = "auto"
+    """Where the model is cut: "auto"; the modules that begin a new stage, such as ["blocks.4"]; or a text of
+    what each stage holds, such as "embedding|layer*3|layer*3|loss" or Megatron's "Et*3|t*3|L"
+    (`docs/schedules.md`)."""
     max_live: int | None = Field(default=None, ge=1)
     """The most microbatches whose activations a rank keeps at once; without it, the family's own limit."""
     overlap: Literal["off", "local", "window"] = "window"
@@ -101,6 +122,13 @@ class ParallelSettings(Settings):
     def world(self) -> int:
         """Ranks of a run."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def split_stages(self) -> int | None:
+        """Stages that `split` makes; None where it leaves their number open."""
+        if self.split == "auto":
+            return None
+        return len(read_stages(self.split).of) if isinstance(self.split, str) else len(self.split) + 1
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -142,22 +170,26 @@ class ParallelSettings(Settings):
 
     @model_validator(mode="after")
     def _stages_fit(self) -> ParallelSettings:
-        if self.split == "auto":
+        stages = self.split_stages
+        if stages is None:
             return self
-        stages = len(self.split) + 1
-        if len(set(self.split)) != len(self.split):
+        if isinstance(self.split, str):
+            made = f"split = {self.split!r} has {stages} stages"
+        else:
+            made = f"split names {len(self.split)} modules and so makes {stages} stages"
             twice = sorted({name for name in self.split if self.split.count(name) > 1})
-            raise ValueError(f"split names {', '.join(twice)} more than once; name each module once")
-        if stages % self.pp:
+            if twice:
+                raise ValueError(f"split names {', '.join(twice)} more than once; name each module once")
+        if stages % self.pp and not self.schedule.endswith(".csv"):
+            fitting = next(pp for pp in range(min(self.pp, stages), 0, -1) if stages % pp == 0)
             raise ValueError(
-                f"split names {len(self.split)} modules and so makes {stages} stages, "
-                f"which must be a multiple of pp = {self.pp}"
+                f"{made}, which must be a multiple of pp = {self.pp}: make them "
+                f"{-(-stages // self.pp) * self.pp}, or give pp = {fitting}, or a schedule of your own (.csv)"
             )
         if self.virtual_stages is not None and stages != self.pp * self.virtual_stages:
             raise ValueError(
-                f"split names {len(self.split)} modules and so makes {stages} stages, but pp = {self.pp} and "
-                f"virtual_stages = {self.virtual_stages} make {self.pp * self.virtual_stages}; give "
-                f"virtual_stages = {stages // self.pp}, or drop it"
+                f"{made}, but pp = {self.pp} and virtual_stages = {self.virtual_stages} make "
+                f"{self.pp * self.virtual_stages}; give virtual_stages = {stages // self.pp}, or drop it"
             )
         return self
 

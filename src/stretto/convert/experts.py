@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.convert.tally import Tally
@@ -35,18 +36,19 @@ class Experts:
     z: float
 
 
-def experts_of(tally: Tally, layers: int, plain: int) -> Experts | None:
-    """What the flags say; None for a model without experts."""
+def experts_of(tally: Tally, real: Sequence[int], plain: int) -> Experts | None:
+    """What the flags say; None for a model without experts. real: numbers of its blocks, as flags count."""
     if not tally.is_given("--num-experts"):
         return None
     width = tally.get("--moe-ffn-hidden-size")
+    dense = _dense(tally, max(tally.get("--num-layers") or 1, 1))
     return Experts(
         tally.need("--num-experts"),
         tally.need("--moe-router-topk"),
         tally.need("--moe-ffn-hidden-size") if width is not None else plain,
         plain,
-        layers,
-        _dense(tally, layers),
+        len(real),
+        tuple(at for at, number in enumerate(real) if number in dense),
         _capacity(tally),
         _balance(tally),
         tally.get("--moe-z-loss-coeff"),

@@ -17,7 +17,7 @@ NOT_NEEDED: tuple[Flag, ...] = (
         "the all-to-alls of one microbatch run under the opposite pass of another (parallel.overlap "
         '= "window", '
         "the default)",
-        "overlap-moe-expert-parallel-comm moe-fb-overlap delay-wgrad-compute moe-shared-expert-overlap "
+        "overlap-moe-expert-parallel-comm moe-fb-overlap moe-shared-expert-overlap "
         "moe-alltoall-overlap-comm moe-allgather-overlap-comm moe-permutation-async-comm",
     ),
     *all_of(
@@ -30,6 +30,16 @@ NOT_NEEDED: tuple[Flag, ...] = (
         "disable-tp-comm-split-ag disable-tp-comm-split-rs tp-comm-overlap-cfg:t tp-comm-bootstrap-backend:t "
         "no-async-tensor-model-parallel-allreduce coc-mode:i coc-parallel-num:i coc-fused-kernel "
         "defer-embedding-wgrad-compute wgrad-deferral-limit:i",
+    ),
+    *all_of(
+        "not needed",
+        "weight gradients are ops of their own, and the order puts them under what communicates",
+        "delay-wgrad-compute",
+    ),
+    *all_of(
+        "not needed",
+        "stages are cut where their times are balanced (parallel.split)",
+        "automated-pipeline automated-pipeline-perf",
     ),
     *all_of(
         "not needed",
@@ -166,21 +176,6 @@ LACKING = (
         "moe-zero-memory:t=disable moe-zero-memory-num-layers:i moe-adaptive-recompute-activation "
         "moe-adaptive-recompute-activation-scale:f distribute-saved-activations "
         "enable-recompute-layers-per-pp-rank",
-    ),
-    *all_of(
-        "lacking",
-        "a pipeline rank gets one stage, so that the bubble is larger; set parallel.schedule to "
-        "interleaved-1f1b, with parallel.virtual_stages and parallel.microbatch_group (docs/schedules.md)",
-        "num-layers-per-virtual-pipeline-stage:i num-virtual-stages-per-pipeline-rank:i "
-        "microbatch-group-size-per-virtual-pipeline-stage:i schedules-method:t",
-    ),
-    *all_of(
-        "lacking",
-        "stages are cut where their times are balanced (parallel.split), not by a number of layers",
-        "decoder-first-pipeline-num-layers:i decoder-last-pipeline-num-layers:i "
-        "pipeline-model-parallel-layout:t "
-        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split num-layer-list:t "
-        "automated-pipeline automated-pipeline-perf noop-layers:t standalone-embedding-stage",
     ),
     *all_of(
         "lacking",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stretto.convert.experts import Experts
+from stretto.convert.pipeline import put_pipeline
 from stretto.convert.tally import Tally
 
 OVERLAPPED = ("--tp-comm-overlap", "--use-ascend-mc2", "--use-ascend-coc")
@@ -14,8 +17,8 @@ PARTLY = (
 )
 
 
-def put_layout(tally: Tally, experts: Experts | None, ranks: int | None) -> None:
-    """The table `[parallel]` and the global batch. ranks: of the whole run."""
+def put_layout(tally: Tally, experts: Experts | None, ranks: int | None, real: Sequence[int]) -> None:
+    """The table `[parallel]` and the global batch. ranks: of the whole run; real: `pipeline.real_layers`."""
     tp, pp = tally.need("--tensor-model-parallel-size"), tally.need("--pipeline-model-parallel-size")
     micro = tally.need("--micro-batch-size")
     dp = _copies(tally, tp * pp, ranks)
@@ -29,13 +32,7 @@ def put_layout(tally: Tally, experts: Experts | None, ranks: int | None) -> None
             tally.put("parallel.split_ops", True, *OVERLAPPED)
     tally.skip("there is one tensor-parallel rank; Megatron ignores it too", "--sequence-parallel")
     tally.skip("there is one tensor-parallel rank", *OVERLAPPED)
-    if pp > 1:
-        nano = tally.get("--use-nanopipe")
-        why = "Megatron's; eager-1f1b hides messages, for more memory"
-        tally.put(
-            "parallel.schedule", "zb-h1" if nano else "1f1b", *["--use-nanopipe"][: bool(nano)], why=why
-        )
-    tally.skip("there is one pipeline rank", "--use-nanopipe")
+    put_pipeline(tally, pp, real)
     if experts is not None:
         _put_experts(tally, experts, tp)
     degree = tally.get("--ampipe-degree")

@@ -17,6 +17,7 @@ from stretto.convert.flags import TABLE
 from stretto.convert.launch import find_command
 from stretto.convert.layout import put_layout
 from stretto.convert.model import put_model
+from stretto.convert.pipeline import real_layers
 from stretto.convert.row import Fate, Flag
 from stretto.convert.shell import CLOSE, OPEN, Shell
 from stretto.convert.shell_cut import BLANK
@@ -96,8 +97,9 @@ def _readable(text: str) -> None:
 
 
 def _put_all(tally: Tally, ranks: int | None) -> None:
-    experts = put_model(tally)
-    put_layout(tally, experts, ranks)
+    real = real_layers(tally)
+    experts = put_model(tally, real)
+    put_layout(tally, experts, ranks, real)
     put_training(tally)
     for name, row in TABLE.items():
         value = tally.get(name)

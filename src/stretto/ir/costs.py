@@ -27,18 +27,25 @@ Rate = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message between two ranks costs.
+    """What a message between two ranks costs: latency, gap, gap a byte and overhead of LogGP.
 
-    latency_us: from the start of the send to the first byte usable at the receiver.
+    Source of the model: Alexandrov et al., "LogGP: incorporating long messages into the LogP model" (1995).
+
+    latency_us: from the start of the transfer to the first byte usable at the receiver; keeps no link busy.
     bytes_per_us: payload rate while the message has the link for itself.
     processor_us_per_mb: processor time that each end loses to the transfer, per 10**6 bytes (a CPU
         transport copies on the cores that compute; 0 on accelerators with their own engines).
+    start_us: how long a message keeps its link before its bytes, however few (a kernel's start, headers);
+        the next one on the link begins after it.
+    processor_us: what each end loses whatever the size (calls, threads that wake up).
     """
 
     latency_us: Amount
     bytes_per_us: Rate
     processor_us_per_mb: Amount = 0.0
     source: str = "assumed"
+    start_us: Amount = 0.0
+    processor_us: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,9 @@ def _grouped(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
 
 OVER_ROWS = "stretto_moe.grouped_mm_t.default"
 
+GROUPED = (OVER_ROWS, "stretto_moe.grouped_mm.default", "aten._grouped_mm.default")
+"""Products of groups of rows."""
+
 POOLS = " ".join(
     f"{pool}{way}"
     for n in (2, 3)
@@ -217,7 +220,7 @@ RULES: dict[str, Rule] = {
     )
     for name in names(text)
 }
-RULES |= dict.fromkeys((OVER_ROWS, "stretto_moe.grouped_mm.default", "aten._grouped_mm.default"), _grouped)
+RULES |= dict.fromkeys(GROUPED, _grouped)
 
 
 __all__ = ["Dims", "dims_of", "operands"]

@@ -31,7 +31,7 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op, OverlapMode
 
-VERSION = 17
+VERSION = 18
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
 quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed;
 6 how much slower compute is after waiting; 7 whether messages may be cut in parts; 8 a quota's skew; 9 how
@@ -39,7 +39,7 @@ unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfe
 12 what links buffer; 13 counts, and leaves that every microbatch is given whole; 14 one section for what only
 processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
 window; 16 is written by the types of its parts, and sums are ops of a program that runs once a step; 17 has
-metrics."""
+metrics; 18 says what a schedule was chosen from."""
 
 
 class ItemKind(StrEnum):
@@ -179,7 +179,7 @@ class Plan:
     """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk.
 
     overlap: what hides communication in this plan; overlap_why: in words, when that is less than the job
-        wishes, or "".
+        wishes, or "". schedule_why: in words, what "auto" has chosen the schedule from, or "".
     """
 
     job: Job
@@ -191,6 +191,7 @@ class Plan:
     prediction: Prediction | None = None
     overlap: OverlapMode = "local"
     overlap_why: str = ""
+    schedule_why: str = ""
 
     @property
     def ranks(self) -> int:
@@ -290,6 +291,11 @@ class Plan:
         return "\n".join(
             (
                 head,
+                *(
+                    [f"  schedule         {self.schedule.family}: {self.schedule_why}"]
+                    if self.schedule_why
+                    else []
+                ),
                 f"  predicted step   {found.step_us / 1000:.1f} ms",
                 f"  compute by rank  {ms(found.compute_us)} ms",
                 *([f"  recompute        {self._recompute()}"] if self.job.recompute != "none" else []),

@@ -40,10 +40,18 @@ class Places:
         """Whether each rank may have so many stages."""
         return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
 
+    def nearest(self, virtual_stages: int) -> int:
+        """The nearest number of stages that a rank may have."""
+        wanted = max(self.least, virtual_stages)
+        return wanted if self.most is None else min(self.most, wanted)
+
     def stage_ranks(self, ranks: int, virtual_stages: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return (loop if self.map == "loop" else v)(ranks, virtual_stages)
 
+
+AUTO = "auto"
+"""In place of a family's name: the one, or the order, that is found to be the fastest."""
 
 _LOOPED = Places("loop", usual=2, most=None)
 _V = Places("v", usual=2, least=2, most=2)
@@ -61,8 +69,9 @@ PLACES: dict[str, Places] = {
 
 
 def places_of(family: str) -> Places:
-    """Where the family's stages are: stage i on rank i unless it is in `PLACES`."""
-    return PLACES.get(family, Places())
+    """Where the family's stages are: stage i on rank i unless it is in `PLACES`. `AUTO` goes with any number
+    of stages, and with all maps of them."""
+    return Places(most=None) if family == AUTO else PLACES.get(family, Places())
 
 
 def virtual_stages_of(schedule: str, asked: int | None) -> int:
@@ -76,11 +85,45 @@ def virtual_stages_of(schedule: str, asked: int | None) -> int:
     if asked is None:
         return places.usual
     if not places.allow(asked):
-        nearest = places.least if asked < places.least else places.most
-        several = ", ".join(name for name, one in PLACES.items() if one.most is None)
         raise UsageError(
-            f"schedule {schedule!r} has {places.usual} stage{'s' if places.usual > 1 else ''} a rank, not "
-            f"virtual_stages = {asked}: give virtual_stages = {nearest}, or leave it out, or choose a "
-            f"schedule with any number of them ({several})"
+            f"{_has(schedule)}, not virtual_stages = {asked}: give virtual_stages = {places.nearest(asked)}, "
+            f"or leave it out, or choose a schedule with any number of them ({_several()})"
         )
     return asked
+
+
+def shared(stages: int, ranks: int | None, schedule: str) -> tuple[int, int]:
+    """How many ranks a family's schedule has for so many stages, and how many stages each. ranks: that the
+    user wants; None for what is usual.
+
+    Raises UsageError for stages that the family cannot share out; it names the nearest number that it can.
+    """
+    places = places_of(schedule)
+    found = max(stages // places.usual, 1) if ranks is None else ranks
+    each, left = divmod(stages, found)
+    if not left and places.allow(each):
+        return found, each
+    near = min(
+        (found * places.nearest(each + more) for more in (0, 1)), key=lambda count: abs(count - stages)
+    )
+    of_each = f"virtual_stages = {near // found}, or as many in split"
+    if left:
+        raise UsageError(
+            f"the job has {stages} stages, and {schedule!r} gives each of pp = {found} ranks equally many: "
+            f"capture with {near} stages ({of_each}), or give a schedule of your own (.csv)"
+        )
+    others = _several() if each > 1 else "1f1b and its like"
+    raise UsageError(
+        f"the job has {stages} stages, {each} on each of pp = {found} ranks, and {_has(schedule)}: capture "
+        f"with {near} stages ({of_each}), or choose a schedule with {each} a rank ({others})"
+    )
+
+
+def _has(schedule: str) -> str:
+    usual = places_of(schedule).usual
+    return f"schedule {schedule!r} has {usual} stage{'s' if usual > 1 else ''} a rank"
+
+
+def _several() -> str:
+    """Families with any number of stages a rank."""
+    return ", ".join(name for name, one in PLACES.items() if one.most is None)

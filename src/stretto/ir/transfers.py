@@ -58,7 +58,7 @@ class CollectiveTime:
 
 def processor_us(link: Link, nbytes: int) -> float:
     """Processor time that each end of a message loses to it, in microseconds."""
-    return link.processor_us_per_mb * nbytes / BYTES_PER_MB
+    return link.processor_us + link.processor_us_per_mb * nbytes / BYTES_PER_MB
 
 
 def occupancy_us(link: Link, nbytes: int) -> float:
@@ -66,7 +66,7 @@ def occupancy_us(link: Link, nbytes: int) -> float:
 
     A transport that needs more processor time than wire time moves no faster than the processor does.
     """
-    return max(nbytes / link.bytes_per_us, processor_us(link, nbytes))
+    return max(link.start_us + nbytes / link.bytes_per_us, processor_us(link, nbytes))
 
 
 def message_us(link: Link, nbytes: int) -> float:
@@ -82,6 +82,8 @@ def slowest_link(costs: Costs, ranks: Sequence[int]) -> Link:
         min(link.bytes_per_us for link in links),
         max(link.processor_us_per_mb for link in links),
         "the slowest of the group",
+        max(link.start_us for link in links),
+        max(link.processor_us for link in links),
     )
 
 
@@ -111,7 +113,7 @@ def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int
         return _time(found, nbytes)
     link = slowest_link(costs, places)
     us = all_reduce_us(link, len(places), nbytes) if nbytes else link.latency_us
-    lost_us = ALL_REDUCE.moved(len(places)) * processor_us(link, nbytes)
+    lost_us = ALL_REDUCE.moved(len(places)) * processor_us(link, nbytes) if nbytes else 0.0
     return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0)
 
 

@@ -3,8 +3,11 @@
     1. A pair's messages of several sizes, one at a time, timed by round trips that return an empty
        answer; latency and rate are the best straight line through fast ones (least squares,
        weighted by one over the time).
-    2. On processors both ends compute while messages stream between them, one each way at a time; what
-       compute loses for each megabyte (`measure.contention`) is the processor time of a message.
+    2. Empty messages one behind another, without waiting: what each adds to one alone is how long it keeps
+       the link, and no part of the latency.
+    3. On processors both ends compute while messages stream between them, one each way at a time; what
+       compute loses (`measure.contention`) to few bytes and to many is the processor time of a message and
+       of each megabyte.
 
 Uses `torch.distributed` as it is: the transport that will carry the plan's messages.
 """
@@ -25,9 +28,10 @@ from stretto.backend.gloo_adapter import calm_loops
 from stretto.backend.idle_class import keeping_core
 from stretto.backend.synchronise import synchronise
 from stretto.ir.axes import PIPELINE
-from stretto.ir.costs import BYTES_PER_MB, Link
+from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.measure.contention import compute_loss
+from stretto.price.calls import line_through
 
 SIZES = (4, 65_536, 262_144, 1_048_576)
 """Bytes of the probes: an empty message, and around an activation's size."""
@@ -53,8 +57,14 @@ a fit of disturbed messages may tell any rate."""
 SLOW_US = 400_000.0
 """A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
 
-STREAMED_BYTES = 262_144
-"""Of the messages of step 2: of a stage's activations, rather small ones. Assumed."""
+BURST = 16
+"""Messages of step 2 that are under way at once. Assumed: enough that what each adds stands out."""
+
+BURSTS = 10
+"""How often they are; the fastest counts, as nothing lends to empty messages."""
+
+STREAMED_BYTES = (1024, 262_144)
+"""Of the messages of step 3: few, and of a stage's activations, rather small ones. Assumed."""
 
 MORE, NEXT_SIZE, END = range(3)
 """What a probe's first number tells of what follows it."""
@@ -83,7 +93,7 @@ def measure_links(
     mesh = mesh or Mesh(((PIPELINE, dist.get_world_size()),))
     here = mesh.coordinates(rank)
     found: dict[tuple[int, int], FoundLink] = {}
-    taken: dict[frozenset[int], float] = {}
+    taken: dict[frozenset[int], tuple[float, float]] = {}
     for pair in pairs:
         # This rank's own pair: its coordinates on all other axes.
         sender, receiver = (mesh.rank({**here, PIPELINE: place}) for place in pair)
@@ -98,18 +108,21 @@ def measure_links(
             if both not in taken:
                 taken[both] = _processor_loss(peer, device, one_way)
             if one_way is not None:
-                latency_us, bytes_per_us, spread = one_way
-                found[pair] = FoundLink(Link(latency_us, bytes_per_us, taken[both], "measured"), spread)
+                latency_us, bytes_per_us, start_us, spread = one_way
+                processor_us, per_mb = taken[both]
+                link = Link(latency_us, bytes_per_us, per_mb, "measured", start_us, processor_us)
+                found[pair] = FoundLink(link, spread)
         dist.barrier()
     return found
 
 
-OneWay = tuple[float, float, float]
-"""What step 1 finds: latency in microseconds, bytes a microsecond, spread."""
+OneWay = tuple[float, float, float, float]
+"""What steps 1 and 2 find: latency in microseconds, bytes a microsecond, what each message keeps the link for
+in microseconds, spread."""
 
 
 def _send(receiver: int, device: torch.device) -> OneWay:
-    """Step 1 on the sender."""
+    """Steps 1 and 2 on the sender."""
     answer = torch.zeros(1, device=device)
     points: list[tuple[int, float]] = []
     follows = MORE
@@ -134,11 +147,30 @@ def _send(receiver: int, device: torch.device) -> OneWay:
         fast = int(QUARTER * len(ascending)) if points else 0  # nothing lends to the empty one
         points.append((size, ascending[fast]))
     spread = statistics.median(ascending) / ascending[fast] - 1.0
-    return *_fit(points, FASTEST.get(device.type, FASTEST["cuda"])), spread
+    latency_us, bytes_per_us = _fit(points, FASTEST.get(device.type, FASTEST["cuda"]))
+    bursts = [_burst(receiver, device, answer) for _ in range(BURSTS)]
+    start_us = _each_adds(points[0][1], min(bursts), latency_us)
+    return latency_us - start_us, bytes_per_us, start_us, spread
+
+
+def _burst(receiver: int, device: torch.device, answer: torch.Tensor) -> float:
+    """Step 2: microseconds of messages under way at once, and their answer."""
+    empty = [torch.zeros(1, device=device) for _ in range(BURST)]
+    synchronise(device)
+    start = time.perf_counter_ns()
+    Exchange([dist.isend(one, receiver) for one in empty]).wait()
+    dist.recv(answer, receiver)
+    synchronise(device)
+    return (time.perf_counter_ns() - start) / 1000.0
+
+
+def _each_adds(one_us: float, burst_us: float, latency_us: float) -> float:
+    """What each message of a burst adds to one alone; no more than one alone takes."""
+    return min(latency_us, max(0.0, burst_us - one_us) / (BURST - 1))
 
 
 def _answer(sender: int, device: torch.device) -> None:
-    """Step 1 on the receiver."""
+    """Steps 1 and 2 on the receiver."""
     empty = torch.zeros(1, device=device)
     for size in SIZES:
         payload = torch.zeros(size // 4, device=device)
@@ -148,7 +180,10 @@ def _answer(sender: int, device: torch.device) -> None:
             dist.send(empty, sender)
             follows = int(payload[0])
         if follows == END:
-            return
+            break
+    for _ in range(BURSTS):
+        Exchange([dist.irecv(torch.zeros(1, device=device), sender) for _ in range(BURST)]).wait()
+        dist.send(empty, sender)
 
 
 def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) -> tuple[float, float]:
@@ -166,22 +201,26 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     return max(float(least_us), half / 2.0), 1.0 / max(float(slope), 1.0 / fastest)
 
 
-def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> float:
-    """Step 2, on both ends: microseconds of compute lost for each 10**6 bytes, the mean of both; 0 on an
-    accelerator, whose links copy. one_way: what the sender has found; None on the receiver."""
+def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> tuple[float, float]:
+    """Step 3, on both ends: microseconds of compute lost to a message, and for each 10**6 bytes, the mean of
+    both ends; 0 on an accelerator, whose links copy. one_way: what the sender has found; None on the
+    receiver."""
     if device.type != "cpu":
-        return 0.0
-    alone_us = 0.0 if one_way is None else one_way[0] + STREAMED_BYTES / one_way[1]
-    out, into = torch.zeros(STREAMED_BYTES // 4), torch.zeros(STREAMED_BYTES // 4)
+        return 0.0, 0.0
+    losses: list[tuple[int, float]] = []
+    for nbytes in STREAMED_BYTES:
+        alone_us = 0.0 if one_way is None else one_way[0] + one_way[2] + nbytes / one_way[1]
+        out, into = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
 
-    def start() -> Exchange:
-        with keeping_core():
-            return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
+        def start(out: torch.Tensor = out, into: torch.Tensor = into) -> Exchange:
+            with keeping_core():
+                return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
-    found = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), device)
-    # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
-    loss = (found.processor_us + found.start_us) / (2 * out.nbytes / BYTES_PER_MB)
-    return (loss + _swap(loss, peer)) / 2
+        found = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), device)
+        # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
+        loss_us = (found.processor_us + found.start_us) / 2
+        losses.append((nbytes, (loss_us + _swap(loss_us, peer)) / 2))
+    return line_through(losses)
 
 
 def _swap(mine: float, peer: int) -> float:

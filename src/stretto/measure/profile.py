@@ -1,9 +1,10 @@
 """Op times of a job's programs, measured on the device that will run them.
 
     1. Inputs are made up from their specs: small random numbers, the real shapes and layouts. Integers of the
-       batch name rows of the embedding that they reach; others are zeros, a valid index into anything. Equal
-       tokens would all read and add to one row, and a router would send them all to the same experts: so a
-       norm's weights, too, are about one, and not about zero.
+       batch name rows of the embedding that they reach, others what the ops that read them take them for
+       (`ir.integers`), or they are zeros, a valid index into anything. Equal tokens would all read and add to
+       one row, and a router would send them all to the same experts: so a norm's weights, too, are about one,
+       and not about zero.
     2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
     3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
        that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
@@ -21,6 +22,7 @@ Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -34,6 +36,7 @@ from stretto.backend.products import add_product
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
+from stretto.ir.integers import Says, what_integers_say
 from stretto.ir.leaf_rows import rows_named
 from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
@@ -160,7 +163,11 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
     scales = {f"param/{p.name}" for p in job.parameters if len(p.spec.shape) == 1 and _is_weight(p.name)}
     made: dict[str, torch.Tensor] = {}
     generator = torch.Generator(device="cpu").manual_seed(0)
-    rows = {f"batch/{name}": count for name, count in rows_named(job).items()}
+    says: dict[str, Says] = {}
+    for op in (op for ops in stage.ops.values() for op in ops):
+        for name, new in what_integers_say(op, specs).items():
+            says[name] = min(says.get(name, new), new, key=lambda one: one.rows)
+    says |= {f"batch/{name}": Says(count) for name, count in rows_named(job).items()}
     for phase in PHASES:
         for name in inputs_of(stage, phase):
             if name in made or name in made_here:
@@ -173,7 +180,7 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
                 dtype = getattr(torch, found.spec.dtype)
                 made[name] = torch.tensor(found.data, dtype=dtype, device=device).reshape(found.spec.shape)
             else:
-                made[name] = random_tensor(specs[name], generator, device, rows.get(name, 1))
+                made[name] = made_up_tensor(specs[name], generator, device, says.get(name))
                 if name in scales:
                     made[name] += 1.0
     return made
@@ -183,17 +190,21 @@ def _is_weight(name: str) -> bool:
     return name.rpartition(".")[2] == "weight"
 
 
-def random_tensor(
-    spec: TensorSpec, generator: torch.Generator, device: torch.device, rows: int = 1
+def made_up_tensor(
+    spec: TensorSpec, generator: torch.Generator, device: torch.device, says: Says | None = None
 ) -> torch.Tensor:
-    """A made-up value: small random numbers; integers below `rows`, zeros where nothing is known of them."""
+    """A made-up value: small random numbers; integers that say the like of what they say in a step, zeros
+    where nothing is known of them."""
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         value = (torch.randn(spec.shape, generator=generator) * 0.02).to(device, dtype)
-    elif rows > 1:
-        value = torch.randint(0, rows, spec.shape, generator=generator).to(device, dtype)
-    else:
+    elif says is None:
         value = torch.zeros(spec.shape, dtype=dtype, device=device)
+    elif says.ends:
+        groups = torch.arange(1, math.prod(spec.shape) + 1)
+        value = (groups * says.rows // len(groups)).view(spec.shape).to(device, dtype)
+    else:
+        value = torch.randint(0, says.rows, spec.shape, generator=generator).to(device, dtype)
     if spec.stride is None or 0 in spec.stride:
         return value
     return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device).copy_(value)

@@ -1,7 +1,8 @@
 """Measuring single ops, each on inputs of its own: the times that a calibration holds.
 
-    1. Inputs are made up from their specs, in as many sets as keep the processor's caches from holding them
-       all: in a step, an op's weights were last touched a stage ago.
+    1. Inputs are made up from their specs, integers so that they say what they say in a step (`ir.integers`).
+       They are in as many sets as keep the processor's caches from holding them all: in a step, an op's
+       weights were last touched a stage ago.
     2. Rounds of calls; a round is long enough for the clock. The mean of the faster half counts, and the
        half's range tells the noise.
 
@@ -18,10 +19,11 @@ import torch
 
 from stretto.backend.synchronise import synchronise
 from stretto.errors import StrettoError
+from stretto.ir.integers import what_integers_say
 from stretto.ir.prices import made_bytes, signature, specs_of
 from stretto.ir.program import Job, Op, TensorSpec
 from stretto.measure.fake_collectives import function_of
-from stretto.measure.profile import device_name, fixed_argument, random_tensor, value_of
+from stretto.measure.profile import device_name, fixed_argument, made_up_tensor, value_of
 from stretto.price.op_times import Machine, Timing
 from stretto.price.roofline import FREE
 
@@ -82,8 +84,13 @@ def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:
     moved = made_bytes(op) + sum(specs[name].nbytes for name in op.uses if name in specs)
     sets = int(max(1, min(MOST_SETS, CACHE_BYTES // max(moved, 1))))
     generator = torch.Generator(device="cpu").manual_seed(0)
+    says = what_integers_say(op, specs)
     inputs = [
-        {name: random_tensor(specs[name], generator, device) for name in op.uses if name in specs}
+        {
+            name: made_up_tensor(specs[name], generator, device, says.get(name))
+            for name in op.uses
+            if name in specs
+        }
         for _ in range(sets)
     ]
 

@@ -15,15 +15,44 @@ from stretto.errors import UsageError
 from stretto.parallelize.styles import named_by
 
 STYLE = "experts"
-THEIR_STYLE = "ep_dispatch_experts"
-"""What `transformers` (5) calls it; it names the modules' parameters as well, which follow from these."""
+OF_PARAMETERS = "grouped_gemm"
+"""The style of experts' parameters in plans of `transformers`; that of their module has changed its name."""
 
 
 def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
     """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have
-    too."""
-    own = getattr(model, "ep_plan", None) or {}
-    return {pattern: STYLE for pattern, style in own.items() if style in (STYLE, THEIR_STYLE)}
+    too since 5.20; before, the config of their base model says it."""
+    own = getattr(model, "ep_plan", None) or _of_config(model)
+    found: dict[str, str] = {}
+    for pattern, style in own.items():
+        if style == OF_PARAMETERS:
+            found[pattern.rpartition(".")[0]] = STYLE
+        elif style == STYLE:
+            found[pattern] = STYLE
+    return found
+
+
+def experts_apart(model: nn.Module) -> str | None:
+    """The name of the first list of experts' modules, as `transformers` 4 has them; None for no such list."""
+    lists = (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return next((name for name in lists if name.rpartition(".")[2] == "experts"), None)
+
+
+def of_modules(model: nn.Module, name: str) -> str:
+    """Why such a list cannot be shared, and what to do."""
+    return (
+        f"{type(model).__name__} has each expert of {name} in a module of its own, and ranks share experts "
+        "along dim 0 of parameters that hold all of a layer's: take transformers 5 or newer, which has them "
+        "so, or give ep = 1"
+    )
+
+
+def _of_config(model: nn.Module) -> Mapping[str, str]:
+    """The plan that a config of `transformers` has for the base model, with the base model's name."""
+    plan = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
+    base = getattr(model, "base_model", model)
+    name = next((name for name, module in model.named_modules() if module is base), "")
+    return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
 
 
 def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -45,6 +74,8 @@ def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple
             raise UsageError(f"{where}: the model has no module of that name{hint}")
         for name in found:
             if not any(p.dim() > 1 for p in modules[name].parameters(recurse=False)):
+                if isinstance(modules[name], nn.ModuleList):
+                    raise UsageError(f"{where}: {of_modules(model, name)}")
                 raise UsageError(
                     f"{where}: {name} has no parameters of its own whose dim 0 could be the expert: name the "
                     "module that holds such, or leave the pattern out"

@@ -43,7 +43,7 @@ from stretto.ir.metrics import BUFFER, DROPPED
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
-from stretto.parallelize.expert_plan import ep_plan_of, experts_in
+from stretto.parallelize.expert_plan import ep_plan_of, experts_apart, experts_in, of_modules
 from stretto.parallelize.functions import put_forward
 from stretto.parallelize.parts import bounds
 
@@ -78,6 +78,9 @@ def expert_parallel(
     """Which modules' experts are shared, and how. plan: pattern of module names -> "experts"; the model's own
     (`ep_plan`) by default. Raises UsageError for a model without experts and sizes that do not fit."""
     if not (plan if plan is not None else ep_plan_of(model)):
+        apart = experts_apart(model)
+        if apart is not None:
+            raise UsageError(of_modules(model, apart))
         raise UsageError(
             f"{type(model).__name__} has no plan for expert parallelism: give one, "
             'ep_plan={"layers.*.mlp.experts": "experts"}, or ep = 1'

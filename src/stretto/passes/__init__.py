@@ -19,11 +19,14 @@ from stretto.passes.cut_before_adding import cut_before_adding
 from stretto.passes.dead_ops import dead_ops
 from stretto.passes.dense_messages import dense_messages
 from stretto.passes.equal_collectives import equal_collectives
+from stretto.passes.gather_behind import gather_behind
 from stretto.passes.gradient_parts import gradient_parts
 from stretto.passes.graph import Graph
 from stretto.passes.handed_on import handed_on, sent_once
+from stretto.passes.merged_messages import merged_messages
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.passes.no_ops import no_ops
+from stretto.passes.placed_sums import placed_sums
 from stretto.passes.plain_matmul import plain_matmuls
 from stretto.passes.recompute_choice import recomputed
 from stretto.passes.scatter import reduce_scatter_chunks
@@ -60,12 +63,15 @@ ORDER = (
     OfGraph(no_ops),  # what changes nothing is dropped; chains of reshapes are joined
     OfGraph(equal_collectives),  # one collective instead of two of the same value
     OfJob(scatter_borders),  # sums that leave a stage are scattered before the border, gathered behind it
+    OfJob(gather_behind),  # what is gathered for other stages alone is gathered by them
     OfJob(gradient_parts),  # a gradient that is a sum of products becomes these, which are added one by one
     OfStep(split_products, tried=True),  # products and the collectives of their results in parts
+    OfStep(placed_sums, tried=True),  # sums of what several stages make, where messages cost least
     OfStep(dense_messages),  # what crosses stages is in one piece of memory
     OfStep(messages_in_parts),  # what all tensor-parallel ranks hold alike crosses in parts
     OfStep(sent_once),  # a value that several stages of a rank read is sent there once
     OfStep(handed_on, tried=True),  # values that several ranks read are handed on by those that have them
+    OfStep(merged_messages, tried=True),  # small messages of one microbatch as one
     OfStep(recomputed),  # what the backward computes again instead of keeping it
 )
 """A pass has its function's name."""

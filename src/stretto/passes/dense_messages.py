@@ -1,4 +1,4 @@
-"""What crosses stages is in one piece of memory, so that no message waits for a copy that nobody priced.
+"""What leaves a rank is in one piece of memory, so that no message waits for a copy that nobody priced.
 
 A transport sends one piece. A transposed value is one, with its dims in another order; an expanded one
 repeats elements that need not be sent; a slice has gaps, and must be copied. Left to the transport, the copy
@@ -10,17 +10,22 @@ is made by the thread that computes, where the message starts, and no price list
        op like any other: it has a price, and orders of ops count it.
     3. The receiver puts the dims back in their places, and expands, by views: what reads the value finds it
        with its dims in the same order in memory, without gaps.
-    4. A stage that reads a value by strides of its own (`as_strided`) is sent what it was.
+    4. A stage that reads a value by strides of its own (`as_strided`) gets it in the same places of memory.
+       One with gaps between its elements, which are not sent, is refused.
+    5. What a collective reads is copied by an op before it likewise; one that works in place makes a copy in
+       any case, which its start's price has.
 
 No number changes. Touches `stretto.ir` only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from stretto.errors import PlanError
+from stretto.ir.prices import specs_of
 from stretto.ir.program import Arg, Const, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.passes.rewrite import dense_strides, read_as, spec_with, stage_of, strides_of
 from stretto.passes.step import Context, Step
@@ -43,18 +48,73 @@ def dense_messages(step: Step, context: Context) -> Step:
     ranks = step.schedule.stage_ranks
     job = step.job
     strided = [
-        edge
-        for edge in job.edges
-        if ranks[edge.source] != ranks[edge.target]
-        and edge.spec.stride is not None
-        and edge.spec.numel
-        and not _by_strides(job.stages[edge.target], edge.value)
+        edge for edge in job.edges if _is_strided(edge.spec) and ranks[edge.source] != ranks[edge.target]
     ]
-    return replace(step, job=_dense(job, strided)) if strided else step
+    faults = [
+        f"stage {edge.target} reads {edge.value} of stage {edge.source} by strides of its own (as_strided), "
+        "and there are gaps between its elements, which are not sent: make it contiguous, or split elsewhere"
+        for edge in strided
+        if _by_strides(job.stages[edge.target], edge.value) and _has_gaps(edge.spec)
+    ]
+    if faults:
+        raise PlanError("values that cannot be sent from rank to rank", faults)
+    if strided:
+        job = _dense(job, strided)
+    job = _dense_collectives(job)
+    return step if job is step.job else replace(step, job=job)
+
+
+def scattered(job: Job, ranks: Sequence[int]) -> list[str]:
+    """What a transport would have to copy before it is sent: edges and starts of collectives. ranks: by
+    stage. Nothing is left after the pass."""
+    edges = (edge for edge in job.edges if ranks[edge.source] != ranks[edge.target])
+    specs = specs_of(job)
+    starts = (op for stage in job.stages for ops in stage.ops.values() for op in ops if _copies(op, specs))
+    return [*(str(edge) for edge in edges if _is_strided(edge.spec)), *(op.name for op in starts)]
+
+
+def _is_strided(spec: TensorSpec) -> bool:
+    return spec.stride is not None and spec.numel > 0
+
+
+def _has_gaps(spec: TensorSpec) -> bool:
+    """Whether what is sent needs a copy (step 2)."""
+    return any(call.target == COPY for call in _calls(spec)[0])
+
+
+def _copies(op: Op, specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether a start reads what is not in one piece, and makes no copy of it."""
+    if op.kind is None or op.kind.in_place or not isinstance(op.args[0], Ref):
+        return False
+    spec = specs.get(op.args[0].name)
+    return spec is not None and _is_strided(spec)
+
+
+def _dense_collectives(job: Job) -> Job:
+    """Step 5."""
+    specs = specs_of(job)
+    if not any(_copies(op, specs) for stage in job.stages for ops in stage.ops.values() for op in ops):
+        return job
+
+    def dense(op: Op) -> tuple[Op, ...]:
+        if not _copies(op, specs):
+            return (op,)
+        value = op.args[0].name
+        spec = replace(specs[value], stride=None)
+        copy = Op(f"{op.name}_dense", COPY, (Ref(value),), CONTIGUOUS, (spec,), module=op.module)
+        return copy, replace(op, args=(Ref(copy.name), *op.args[1:]))
+
+    stages = (
+        replace(
+            stage, ops={phase: tuple(n for op in ops for n in dense(op)) for phase, ops in stage.ops.items()}
+        )
+        for stage in job.stages
+    )
+    return replace(job, stages=tuple(stages))
 
 
 def _by_strides(stage: Stage, value: str) -> bool:
-    """Step 4."""
+    """Whether step 4 is about the stage and a value that it is sent."""
     return any(
         op.target.startswith("aten.as_strided") and (op.alias == value or value in op.uses)
         for ops in stage.ops.values()

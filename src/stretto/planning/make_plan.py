@@ -1,6 +1,7 @@
 """Planning: from a job and costs to a proved plan with its prediction.
 
-1. The schedule: a family's order, or the user's CSV.
+1. The schedule: a family's order, or the user's CSV; of "auto", the most promising
+   (`stretto.planning.search`), for each of which all that follows is done, and the fastest is taken.
 2. Variants: lists of passes (`stretto.planning.variants`) that overlap more or less.
 3. Each is tried: passes, orders of ops, lowering, a simulation (`stretto.planning.tries`). The fastest goes
    on, the next if it is refused.
@@ -24,13 +25,15 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
-from stretto.ir.stage_maps import virtual_stages_of
+from stretto.ir.stage_maps import AUTO, shared
 from stretto.order.policies import DEFAULT, policy_of
+from stretto.passes.dense_messages import scattered
 from stretto.passes.step import Context, Step
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.in_chunks import fastest
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import shorter
+from stretto.planning.search import Say, fastest_schedule
 from stretto.planning.sends import sends_waited
 from stretto.planning.sums_within import sums_within
 from stretto.planning.tries import Tried, Tries, why_less
@@ -38,7 +41,7 @@ from stretto.planning.variants import communicates, overlaps, ways
 from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
-from stretto.schedule.families import make_schedule
+from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.sums import without_sums
 from stretto.schedule.timing import peak_live
@@ -64,19 +67,15 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
         places = schedule.stage_ranks if isinstance(schedule, Schedule) else None
         return forward_schedule(len(job.stages), job.microbatches, places)
     wish = schedule if schedule is not None else job.schedule
+    if wish == AUTO:
+        return _any_schedule(job)
     if isinstance(wish, str):
         if wish.endswith(".csv"):
             wish = read_csv(Path(wish))
         else:
-            usual = virtual_stages_of(wish, None)
-            ranks = max(len(job.stages) // usual, 1) if job.pp is None else job.pp
-            each, left = divmod(len(job.stages), ranks)
-            if left:
-                raise UsageError(
-                    f"the job has {len(job.stages)} stages, and {wish!r} gives each of pp = {ranks} ranks "
-                    f"equally many: capture with {ranks * max(each, 1)} stages, or give a schedule of "
-                    "your own (.csv)"
-                )
+            if wish not in FAMILIES:
+                make_schedule(wish, 1, 1)  # which says what there is
+            ranks, each = shared(len(job.stages), job.pp, wish)
             return make_schedule(
                 wish,
                 ranks,
@@ -118,6 +117,18 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
     return wish
 
 
+def _any_schedule(job: Job) -> Schedule:
+    """One to begin with where a schedule is sought: as many stages a rank as can be, in a loop."""
+    ranks = len(job.stages) if job.pp is None else job.pp
+    each, left = divmod(len(job.stages), ranks)
+    if each and not left:
+        return make_schedule("interleaved-1f1b", ranks, job.microbatches, virtual_stages=each)
+    raise UsageError(
+        f"the job has {len(job.stages)} stages, and pp = {ranks} ranks cannot have equally many: capture "
+        f"with {ranks * max(each, 1)} stages"
+    )
+
+
 def make_plan(
     job: Job,
     costs: Costs,
@@ -126,14 +137,20 @@ def make_plan(
     overlap: OverlapMode | None = None,
     order: str = DEFAULT,
     max_bytes: int | None = None,
+    say: Say | None = None,
 ) -> Plan:
-    """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order: as
-    in `plan`. max_bytes: the most that a rank may hold.
+    """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order,
+    say: as in `plan`. max_bytes: the most that a rank may hold.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     job = without_sums(job)
-    return _made(_begun(job, listed(job, costs), schedule, overlap, order, max_bytes))
+    make = partial(fastest_schedule, make=_made, say=say) if _is_sought(job, schedule) else _made
+    return make(_begun(job, listed(job, costs), schedule, overlap, order, max_bytes))
+
+
+def _is_sought(job: Job, schedule: str | Schedule | None) -> bool:
+    return job.trains and (job.schedule if schedule is None else schedule) == AUTO
 
 
 def _begun(
@@ -216,6 +233,8 @@ def _finished(step: Step, context: Context) -> Plan:
         # Sums that start early hold their buffers for longer.
         draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
+    copied = scattered(draft.job, draft.schedule.stage_ranks)
+    assert not copied, f"transports would copy {copied}"
     return replace(draft, prediction=predict(draft))
 
 
@@ -231,18 +250,21 @@ def plan(
     schedule: str | Schedule | None = None,
     overlap: OverlapMode | None = None,
     order: str = DEFAULT,
+    say: Say | None = None,
 ) -> Plan:
     """Plan a captured job for a cluster.
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
     stages, and all must call). A name (`h100x64`), a cluster file (.toml), a calibration (.json) or a
     `stretto.Cluster(...)` stands for one that is not at hand. schedule: a
-    family, the path of a CSV in PyTorch's format, or a Schedule; the job's own wish by default.
+    family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is found; the
+    job's own wish by default.
     overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
     order: the policy that orders ops in windows: "improve", "list", "exact" (needs `ortools`), "captured", or
-    one of your own (`stretto.order.register`).
+    one of your own (`stretto.order.register`). say: takes lines of what "auto" tries; an interrupt
+    then takes the best so far.
 
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
@@ -258,4 +280,5 @@ def plan(
     def begun(one: Job) -> Tries:
         return _begun(one, priced(one), chosen, overlap, order, memory_limit(found, one))
 
-    return fastest([partial(begun, one) for one in jobs], _made)
+    make = partial(fastest_schedule, make=_made, say=say) if _is_sought(job, schedule) else _made
+    return fastest([partial(begun, one) for one in jobs], make)

@@ -47,7 +47,7 @@ def ordered(step: Step, context: Context) -> Step:
     def arranger() -> Arranger:
         return Arranger(step.job, context.costs_of(step.job), step.schedule.stage_ranks, context.order)
 
-    plain = context.once(step.job, "arranger", arranger)
+    plain = context.once(step.job, ("arranger", context.order, step.schedule.stage_ranks), arranger)
     windows = {
         name: step.windows[name] if name in step.windows else plain.arrange(window)
         for name, window in captured_windows(step.job, step.schedule).items()

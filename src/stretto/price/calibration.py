@@ -72,7 +72,7 @@ class Calibration:
 
 
 FILE = TypedFile(
-    Calibration, "stretto-calibration", 11, "calibration", "Make one with `stretto calibrate`", CODEC
+    Calibration, "stretto-calibration", 12, "calibration", "Make one with `stretto calibrate`", CODEC
 )
 
 save_calibration = FILE.save

@@ -35,7 +35,7 @@ from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import SEND
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
-from stretto.price.collectives import CollectiveModel, collective_curve
+from stretto.price.collectives import PROTOCOLS, CollectiveModel, collective_curve
 from stretto.price.devices import Device, Figure, device, devices
 from stretto.price.efficiency import Matmul, Roof, op_us
 from stretto.price.fabric import Fabric, Group, axis_group
@@ -174,10 +174,12 @@ class Hardware:
         """What a message between two ranks costs; ranks fill nodes in order."""
         same = sender // self.fabric.node_devices == receiver // self.fabric.node_devices
         curve = collective_curve(SEND.name, Group(2, 1) if same else Group(1, 2), self.fabric)
-        # A plan's link is one straight line: its latency is that of few bytes, its rate that of many.
+        # A plan's link is one straight line: its latency is that of few bytes, its rate that of many. Each
+        # message is a kernel of its own on its lane's stream, which starts when the one before has ended.
         (x0, y0), (x1, y1) = curve.points[-2:]
-        where = "in a node" if same else "between nodes"
-        return Link(curve.us(0.0), (x1 - x0) / (y1 - y0), 0.0, f"model of {self.name}, {where}")
+        where = f"model of {self.name}, {'in a node' if same else 'between nodes'}"
+        start_us = min(curve.us(0.0), PROTOCOLS[0].start_us)
+        return Link(curve.us(0.0) - start_us, (x1 - x0) / (y1 - y0), 0.0, where, start_us)
 
 
 def named_cluster(name: str) -> Hardware:

@@ -11,6 +11,7 @@ from typing import Any
 
 from stretto.ir.action import Action, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.schedule.search import Searched
 from stretto.schedule.timing import ScheduleTiming
 
 JSON_VERSION = 1
@@ -94,6 +95,19 @@ def describe_timing(timing: ScheduleTiming) -> str:
         f"cost of the longest rank     {timing.cost:.10g}\n"
         f"bubble rate                  {timing.bubble_rate:.4f}\n"
         f"live microbatches, by stage  {live}\n"
+    )
+
+
+def describe_search(searched: Searched) -> str:
+    """What a search has found, as a few lines of text, in the same form and unit."""
+    times: dict[str, float] = {}
+    for one in searched.found:
+        times.setdefault(one.schedule.family, one.time)
+    return (
+        f"chosen                       {searched.best.schedule.family}\n"
+        f"lower bound                  {searched.bound:.10g}\n"
+        f"gap                          {100 * searched.gap:.2f} %\n"
+        f"tried                        {', '.join(f'{name} {time:.6g}' for name, time in times.items())}\n"
     )
 
 

@@ -14,17 +14,16 @@ from dataclasses import replace
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.stage_maps import virtual_stages_of
+from stretto.ir.stage_maps import AUTO, virtual_stages_of
 from stretto.schedule.dualpipe import DUALPIPE
 from stretto.schedule.family import Family, Wanted
 from stretto.schedule.interleaved import INTERLEAVED
 from stretto.schedule.one_stage import ONE_STAGE
-from stretto.schedule.timed import TIMED
-from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, time_schedule
+from stretto.schedule.timing import time_schedule
 from stretto.schedule.v_shaped import V_SHAPED
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (*ONE_STAGE, *TIMED, *INTERLEAVED, *V_SHAPED, *DUALPIPE)
+    family.name: family for family in (*ONE_STAGE, *INTERLEAVED, *V_SHAPED, *DUALPIPE)
 }
 """Every family by its name; the order is the one in which they are listed to users."""
 
@@ -37,35 +36,32 @@ def make_schedule(
     virtual_stages: int | None = None,
     max_live: int | None = None,
     group: int | None = None,
-    times: PhaseTimes = UNIT_TIMES,
-    weight_share: float = 1.0,
 ) -> Schedule:
     """Make a family's schedule for so many pipeline ranks.
 
     virtual_stages: stages a rank; None is what the family needs (1, or 2). max_live: the most live
     microbatches that a stage may hold; None leaves the family its own number. group: how many microbatches go
     through one of a rank's stages before its next begins, in interleaved families; None leaves it to the
-    family. times, weight_share: of families that go by times (`stretto.schedule.timed`).
+    family. `AUTO` is no family: `stretto.schedule.search` makes it, for given times.
 
     Raises UsageError for an unknown family, for a number below 1, for stages a rank that the family cannot
     have, for a limit that it cannot keep, and for groups with which ranks would wait for each other for ever;
     the message names the nearest number that it can.
     """
     if family not in FAMILIES:
-        raise UsageError(f"unknown schedule family {family!r}; choose one of: {', '.join(FAMILIES)}")
+        if family == AUTO:
+            raise UsageError("schedule 'auto' is chosen for given times: stretto.schedule.search, or a plan")
+        raise UsageError(f"unknown schedule family {family!r}; choose one of: {', '.join((*FAMILIES, AUTO))}")
     numbers = {"ranks": ranks, "microbatches": microbatches, "stages a rank": virtual_stages, "group": group}
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; a schedule needs at least 1")
     found = FAMILIES[family]
     each = virtual_stages_of(family, virtual_stages)
-    wanted = Wanted(ranks, each, microbatches, max_live, group, times, weight_share)
+    wanted = Wanted(ranks, each, microbatches, max_live, group)
     if group is not None and not found.groups:
         grouped = ", ".join(one.name for one in FAMILIES.values() if one.groups)
         raise UsageError(f"family {family!r} has no groups of microbatches: drop group, or choose {grouped}")
-    if not 0.0 <= weight_share <= 1.0 or (weight_share < 1.0 and not found.timed):
-        timed = ", ".join(one.name for one in FAMILIES.values() if one.timed)
-        raise UsageError(f"weight_share = {weight_share} must be from 0 to 1, with {timed}; drop it else")
     if max_live is not None:
         _check_limit(found, wanted, max_live)
     if group is not None:

@@ -1,5 +1,4 @@
-"""What a family of schedules is, for the rooms that have some. May touch `stretto.ir` and the room of
-timing."""
+"""What a family of schedules is, for the rooms that have some. May touch `stretto.ir`."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from stretto.ir.action import Overlap, Schedule, Slot
 from stretto.ir.stage_maps import Places, places_of
-from stretto.schedule.timing import UNIT_TIMES, PhaseTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +15,7 @@ class Wanted:
 
     virtual_stages: stages a rank. max_live: the most live microbatches of a stage; None leaves the family its
     own number. group: how many microbatches go through one of a rank's stages before its next one begins;
-    None leaves it to the family. times, weight_share: how long phases take, and what of a microbatch is kept
-    for its W alone, for families that go by them.
+    None leaves it to the family.
     """
 
     ranks: int
@@ -26,8 +23,6 @@ class Wanted:
     microbatches: int
     max_live: int | None = None
     group: int | None = None
-    times: PhaseTimes = UNIT_TIMES
-    weight_share: float = 1.0
 
     @property
     def stages(self) -> int:
@@ -39,7 +34,7 @@ class Family:
     """A named way to order actions.
 
     build: makes the schedule (call `make_schedule`, which checks the arguments). min_live: the smallest limit
-    of live microbatches that it can keep. groups: whether it goes by groups of microbatches; timed: by times.
+    of live microbatches that it can keep. groups: whether it goes by groups of microbatches.
     """
 
     name: str
@@ -48,7 +43,6 @@ class Family:
     source: str
     min_live: Callable[[Wanted], int] = lambda wanted: 1
     groups: bool = False
-    timed: bool = False
 
     @property
     def places(self) -> Places:

@@ -1,21 +1,21 @@
 """Orders from a walk in time: each rank takes the most urgent action that is ready and fits its memory.
 
-For families whose memory is limited: an order that is fixed beforehand would leave ranks idle. Each time that
-a rank is free:
+The one list scheduler of actions; families with a memory limit, and the search for an order
+(`stretto.schedule.search`), differ in urgencies alone. Each time that a rank is free:
 
 1. Of each of its stages, only the next microbatch of each phase is looked at, so that every phase goes
    through the microbatches in ascending order.
 2. An action is ready when all that it needs is done and, from another rank, has arrived. A forward must also
-   fit the limit of live microbatches.
+   fit the memory.
 3. Of what is ready the most urgent runs; a weight gradient where nothing else is ready or fits. `in_turn`,
    forwards and input gradients never overtake each other: where the most urgent of them is not ready, only a
    weight gradient may run.
 
 Why a limit of live microbatches a stage never stops the walk: take the oldest microbatch that is not done.
 All before it are done, so that no stage holds one of them, and it is let in everywhere. In turn, and with a
-limit for a rank's stages together, the caller's urgencies have to be an order that keeps the limit.
+limit for a rank's stages together, it may stop where urgencies are no order that keeps the limit.
 
-May touch `stretto.ir` and the room of timing.
+May touch `stretto.ir` and the rooms of timing and of memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 
 from stretto.ir.action import Action, Phase, Schedule
+from stretto.schedule.room import SLACK, Room
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, peak_live
 
 Urgency = Callable[[Action], float]
@@ -39,24 +41,23 @@ def list_orders(
     *,
     split: bool,
     stage_limit: int | None = None,
-    rank_limit: float | None = None,
-    weight_share: float = 1.0,
+    room: Room | None = None,
     in_turn: bool = False,
     spare_last: bool = False,
     times: PhaseTimes = UNIT_TIMES,
-) -> tuple[tuple[Action, ...], ...]:
-    """The order of actions of every rank.
+) -> tuple[tuple[Action, ...], ...] | None:
+    """The order of actions of every rank; None where the walk stops half way.
 
     split: whether the backward is I and W, or B.
     stage_limit: the most live microbatches of a stage.
-    rank_limit: the same of a rank, counted once for each of its stages; a microbatch that waits for W alone
-        counts `weight_share` there.
+    room: memory of each rank's stages together.
     in_turn: see step 3.
     spare_last: whether W waits where it would hold up a rank's last input gradient that another stage
         needs.
     """
-    limits = _Limits(stage_limit, rank_limit, weight_share)
-    return _Walk(stage_ranks, microbatches, urgency, split, limits, in_turn, spare_last, times).orders
+    return _Walk(
+        stage_ranks, microbatches, urgency, split, stage_limit, room, in_turn, spare_last, times
+    ).orders()
 
 
 def limited(schedule: Schedule, max_live: int | None) -> Schedule:
@@ -64,122 +65,160 @@ def limited(schedule: Schedule, max_live: int | None) -> Schedule:
     walk with its own order as urgency gives. It has F and B, or F, I and W, of every microbatch."""
     if max_live is None or max(peak_live(schedule)) <= max_live:
         return schedule
-    place = {action: at for rank in range(schedule.ranks) for at, action in enumerate(schedule.actions(rank))}
-    split = any(action.phase is Phase.W for action in place)
+    place = places_in(schedule)
     orders = list_orders(
-        schedule.stage_ranks, schedule.microbatches, place.__getitem__, split=split, stage_limit=max_live
+        schedule.stage_ranks,
+        schedule.microbatches,
+        place.__getitem__,
+        split=any(action.phase is Phase.W for action in place),
+        stage_limit=max_live,
     )
+    assert orders is not None, "a limit of live microbatches stops no walk"
     return replace(schedule, orders=orders)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """As in `list_orders`."""
-
-    stage: int | None
-    rank: float | None
-    weight_share: float
+def places_in(schedule: Schedule) -> dict[Action, int]:
+    """Where each action of a schedule stands in its rank's order."""
+    return {action: at for rank in range(schedule.ranks) for at, action in enumerate(schedule.actions(rank))}
 
 
 class _Walk:
+    """Actions by *queue*: one for each stage and phase, from which the next microbatch is taken."""
+
     def __init__(
         self,
         stage_ranks: Sequence[int],
         microbatches: int,
         urgency: Urgency,
         split: bool,
-        limits: _Limits,
+        stage_limit: int | None,
+        room: Room | None,
         in_turn: bool,
         spare_last: bool,
         times: PhaseTimes,
     ) -> None:
-        self.stage_ranks, self.microbatches, self.urgency = stage_ranks, microbatches, urgency
-        self.limits, self.in_turn, self.spare_last, self.times = limits, in_turn, spare_last, times
         self.phases = (Phase.F, Phase.I, Phase.W) if split else (Phase.F, Phase.B)
-        ranks = max(stage_ranks) + 1
-        self.held = [[s for s, owner in enumerate(stage_ranks) if owner == rank] for rank in range(ranks)]
-        self.done = {(stage, phase): 0 for stage in range(len(stage_ranks)) for phase in self.phases}
-        self.end: dict[Action, float] = {}
-        order: list[list[Action]] = [[] for _ in range(ranks)]
-        free_at = [0.0] * ranks
-        wakes = [(0.0, rank) for rank in range(ranks)]
+        self.stages, self.ranks = len(stage_ranks), max(stage_ranks) + 1
+        self.stage_ranks, self.microbatches, self.urgency = stage_ranks, microbatches, urgency
+        self.stage_limit, self.room = math.inf if stage_limit is None else stage_limit, room
+        self.in_turn, self.spare_last, self.split = in_turn, spare_last, split
+        kinds = range(len(self.phases))
+        every = [(stage, kind) for stage in range(self.stages) for kind in kinds]
+        self.takes = [times.of(Action(stage, self.phases[kind], 0)) for stage, kind in every]
+        self.hops = [
+            0.0 if a == b else times.hop(border) for border, (a, b) in enumerate(pairwise(stage_ranks))
+        ]
+        self.done = [0] * len(every)
+        self.ends: list[list[float]] = [[] for _ in every]
+        self.ready = [math.inf] * len(every)
+        self.urgent = [urgency(Action(stage, self.phases[kind], 0)) for stage, kind in every]
+        # W apart: it runs only where nothing else does.
+        self.first_of: list[list[int]] = [[] for _ in range(self.ranks)]
+        self.weights_of: list[list[int]] = [[] for _ in range(self.ranks)]
+        for queue, (stage, kind) in enumerate(every):
+            (self.weights_of if kind == 2 else self.first_of)[stage_ranks[stage]].append(queue)
+        self.held = [0.0] * self.ranks
+        for stage in range(self.stages):
+            self._look(stage * len(self.phases))
+
+    def orders(self) -> tuple[tuple[Action, ...], ...] | None:
+        count = len(self.phases)
+        order: list[list[Action]] = [[] for _ in range(self.ranks)]
+        free_at = [0.0] * self.ranks
+        wakes = [(0.0, rank) for rank in range(self.ranks)]
+        left = len(self.done) * self.microbatches
         while wakes:
             now, rank = heapq.heappop(wakes)
-            action = self._next(rank, now) if free_at[rank] <= now else None
-            if action is None:
+            queue = self._next(rank, now) if free_at[rank] <= now else None
+            if queue is None:
                 continue
-            self.done[action.stage, action.phase] += 1
-            self.end[action] = free_at[rank] = now + times.of(action)
-            order[rank].append(action)
-            heapq.heappush(wakes, (free_at[rank], rank))
-            receiver = self._receiver(action)
-            if receiver is not None and receiver != rank:
-                heapq.heappush(wakes, (free_at[rank] + times.message, receiver))
-        assert all(count == microbatches for count in self.done.values()), "the walk stopped half way"
-        self.orders = tuple(map(tuple, order))
+            stage, kind = divmod(queue, count)
+            end = now + self.takes[queue]
+            order[rank].append(Action(stage, self.phases[kind], self.done[queue]))
+            self._run(queue, stage, kind, end)
+            left -= 1
+            free_at[rank] = end
+            heapq.heappush(wakes, (end, rank))
+            target = stage + 1 if kind == 0 else stage - 1
+            if kind < 2 and 0 <= target < self.stages and self.stage_ranks[target] != rank:
+                heapq.heappush(wakes, (end + self.hops[min(stage, target)], self.stage_ranks[target]))
+        return None if left else tuple(map(tuple, order))
 
-    def _next(self, rank: int, now: float) -> Action | None:
+    def _run(self, queue: int, stage: int, kind: int, end: float) -> None:
+        """The queue's next action runs, and others may become ready by it."""
+        count, rank = len(self.phases), self.stage_ranks[stage]
+        self.done[queue] += 1
+        self.ends[queue].append(end)
+        if self.done[queue] < self.microbatches:
+            self.urgent[queue] = self.urgency(Action(stage, self.phases[kind], self.done[queue]))
+        if self.room is not None:
+            whole, rest = self.room.whole[stage], self.room.for_weight[stage] if self.split else 0.0
+            self.held[rank] += (whole, rest - whole, -rest)[kind]
+        self._look(queue)
+        if kind < 2:
+            if kind + 1 < count:
+                self._look(queue + 1)
+            target = stage + 1 if kind == 0 else stage - 1
+            if 0 <= target < self.stages:
+                self._look(target * count + kind)
+
+    def _look(self, queue: int) -> None:
+        """When the queue's next action is ready: infinite while something that it needs has not begun."""
+        k, count = self.done[queue], len(self.phases)
+        if k >= self.microbatches:
+            self.ready[queue] = math.inf
+            return
+        stage, kind = divmod(queue, count)
+        at = 0.0
+        if kind:
+            before = self.ends[queue - 1]
+            at = before[k] if len(before) > k else math.inf
+        source = stage + (-1, 1, self.stages)[kind]
+        if 0 <= source < self.stages:
+            others = self.ends[source * count + kind]
+            at = max(at, others[k] + self.hops[min(stage, source)] if len(others) > k else math.inf)
+        self.ready[queue] = at
+
+    def _next(self, rank: int, now: float) -> int | None:
         """Steps 1 to 3."""
-        coming = [
-            Action(stage, phase, self.done[stage, phase])
-            for stage in self.held[rank]
-            for phase in self.phases
-            if self.done[stage, phase] < self.microbatches
-        ]
-        others = sorted((a for a in coming if a.phase is not Phase.W), key=self.urgency)
-        weights = sorted((a for a in coming if a.phase is Phase.W), key=self.urgency)
-        if (
-            self.spare_last
-            and weights
-            and len(others) == 1
-            and self._would_wait(others[0], weights[0], rank, now)
-        ):
-            weights = []
-        for action in (*(others[:1] if self.in_turn else others), *weights):
-            if self._ready(action, rank, now) and (action.phase is not Phase.F or self._fits(action, rank)):
-                return action
-        return None
-
-    def _would_wait(self, last: Action, weight: Action, rank: int, now: float) -> bool:
-        """Whether the rank's last input gradient, on its way to another rank, would be held up by W."""
-        if last.stage == 0 or last.microbatch + 1 < self.microbatches or self._ready(last, rank, now):
-            return False
-        ends = [self.end.get(needed, math.inf) for needed in self._needs(last)]
-        return max(ends) + self.times.message < now + self.times.of(weight)
-
-    def _ready(self, action: Action, rank: int, now: float) -> bool:
-        for needed in self._needs(action):
-            if needed not in self.end:
-                return False
-            latency = 0.0 if self.stage_ranks[needed.stage] == rank else self.times.message
-            if self.end[needed] + latency > now:
-                return False
-        return True
-
-    def _needs(self, action: Action) -> list[Action]:
-        stage, k = action.stage, action.microbatch
-        if action.phase is Phase.F:
-            return [Action(stage - 1, Phase.F, k)] if stage else []
-        if action.phase is Phase.W:
-            return [Action(stage, Phase.I, k)]
-        after = [Action(stage + 1, self.phases[1], k)] if stage + 1 < len(self.stage_ranks) else []
-        return [Action(stage, Phase.F, k), *after]
-
-    def _fits(self, action: Action, rank: int) -> bool:
-        backward, last = self.phases[1], self.phases[-1]
-        limits, done = self.limits, self.done
-        live = done[action.stage, Phase.F] - done[action.stage, last]
-        if limits.stage is not None and live >= limits.stage:
-            return False
-        if limits.rank is None:
-            return True
-        whole = sum(done[stage, Phase.F] - done[stage, backward] for stage in self.held[rank])
-        for_weights = sum(done[stage, backward] - done[stage, last] for stage in self.held[rank])
-        return whole + limits.weight_share * for_weights + 1 <= limits.rank + 1e-9
-
-    def _receiver(self, action: Action) -> int | None:
-        """The rank of the stage that the action's result goes to."""
-        if action.phase is Phase.W:
+        coming = [queue for queue in self.first_of[rank] if self.done[queue] < self.microbatches]
+        if self.in_turn and coming:
+            coming = [min(coming, key=self.urgent.__getitem__)]
+        best = None
+        for queue in coming:
+            if (
+                self.ready[queue] <= now
+                and (best is None or self.urgent[queue] < self.urgent[best])
+                and self._fits(queue, rank)
+            ):
+                best = queue
+        if best is not None:
+            return best
+        for queue in self.weights_of[rank]:
+            if self.ready[queue] <= now and (best is None or self.urgent[queue] < self.urgent[best]):
+                best = queue
+        if best is not None and self.spare_last and self._holds_up(best, rank, now):
             return None
-        target = action.stage + (1 if action.phase is Phase.F else -1)
-        return self.stage_ranks[target] if 0 <= target < len(self.stage_ranks) else None
+        return best
+
+    def _holds_up(self, weight: int, rank: int, now: float) -> bool:
+        """Whether the rank's last input gradient, on its way to another rank, would be held up by W."""
+        coming = [queue for queue in self.first_of[rank] if self.done[queue] < self.microbatches]
+        if len(coming) != 1:
+            return False
+        last = coming[0]
+        if last < len(self.phases) or self.done[last] + 1 < self.microbatches or self.ready[last] <= now:
+            return False
+        return self.ready[last] < now + self.takes[weight]
+
+    def _fits(self, queue: int, rank: int) -> bool:
+        """Whether a forward fits the memory."""
+        count = len(self.phases)
+        stage, kind = divmod(queue, count)
+        if kind:
+            return True
+        if self.done[queue] - self.done[queue + count - 1] >= self.stage_limit:
+            return False
+        if self.room is None:
+            return True
+        return self.held[rank] + self.room.whole[stage] <= self.room.limits[rank] * (1 + SLACK)

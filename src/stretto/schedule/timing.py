@@ -35,14 +35,15 @@ class PhaseTimes:
     """How long phases and messages take, in any one unit. B takes I and W together.
 
     A phase has one time for all stages, or a tuple with one for each stage. `message` is the latency between
-    two different ranks; `blocking` says that the receiver stands meanwhile (rule 2). Raises UsageError for a
-    time that is negative or not finite.
+    two different ranks, one for all or one for each border (the first is that of stages 0 and 1); `blocking`
+    says that the receiver stands meanwhile (rule 2). Raises UsageError for a time that is negative or not
+    finite.
     """
 
     forward: PerStageTime
     input_gradient: PerStageTime
     weight_gradient: PerStageTime
-    message: float = 0.0
+    message: PerStageTime = 0.0
     blocking: bool = False
 
     def __post_init__(self) -> None:
@@ -56,15 +57,25 @@ class PhaseTimes:
         """The action's duration."""
         return sum(self._phase(phase, action.stage) for phase in action.phase.parts)
 
+    def hop(self, border: int) -> float:
+        """What a message takes over a border between stages that are on different ranks."""
+        return self.message[border] if isinstance(self.message, tuple) else self.message
+
     def _phase(self, phase: Phase, stage: int) -> float:
         value: PerStageTime = getattr(self, _FIELDS[phase.value])
         return value[stage] if isinstance(value, tuple) else value
 
     def check_stages(self, stages: int) -> None:
-        """Raise UsageError if a phase has a time for each stage but not one for each of `stages`."""
+        """Raise UsageError if a phase has a time for each stage but not one for each of `stages`; or message
+        one for each border, but not for all between `stages`."""
         for key, name in _FIELDS.items():
             value: PerStageTime = getattr(self, name)
-            if isinstance(value, tuple) and len(value) != stages:
+            if key == "message":
+                if isinstance(value, tuple) and len(value) != stages - 1:
+                    raise UsageError(
+                        f"message has times for {len(value)} borders, but {stages} stages have {stages - 1}"
+                    )
+            elif isinstance(value, tuple) and len(value) != stages:
                 raise UsageError(f"{key} has times for {len(value)} stages, but the schedule has {stages}")
 
 
@@ -91,17 +102,13 @@ def parse_times(text: str) -> PhaseTimes:
         except ValueError:
             raise UsageError(
                 f"times: {part.strip()!r} has no number; write for example {key}=1.5"
-                + ("" if key == "message" else f" or, for each stage, {key}=1.5:2:2")
+                + f" or, for each {'border' if key == 'message' else 'stage'}, {key}=1.5:2:2"
             ) from None
-        if key == "message" and len(numbers) > 1:
-            raise UsageError(f"times: {part.strip()!r}: message has one time for all ranks")
         found[key] = numbers[0] if len(numbers) == 1 else numbers
     missing = [key for key in ("F", "I", "W") if key not in found]
     if missing:
         raise UsageError(f"times: {', '.join(missing)} missing; write F=...,I=...,W=...,message=...")
-    message = found.get("message", 0.0)
-    assert isinstance(message, float)
-    return PhaseTimes(found["F"], found["I"], found["W"], message)
+    return PhaseTimes(found["F"], found["I"], found["W"], found.get("message", 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ def time_schedule(schedule: Schedule, times: PhaseTimes = UNIT_TIMES) -> Schedul
                 if needed not in end:
                     missing = needed
                     break
-                latency = 0.0 if rank_of[needed] == rank else times.message
+                latency = 0.0 if rank_of[needed] == rank else times.hop(_border(needed))
                 if times.blocking:
                     received_in += latency
                     latency = 0.0
@@ -224,6 +231,11 @@ def _ranks_of_actions(schedule: Schedule) -> dict[Action, int]:
     if faults:
         raise PlanError(f"schedule {schedule.family!r} cannot be timed", faults)
     return rank_of
+
+
+def _border(action: Action) -> int:
+    """The border that the action's result goes over, to the stage that needs it: forward, or back."""
+    return action.stage if action.phase is Phase.F else action.stage - 1
 
 
 def _needs(slot: Slot, stages: int, rank_of: dict[Action, int]) -> list[Action]:

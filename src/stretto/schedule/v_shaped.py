@@ -26,6 +26,7 @@ from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.stage_maps import v
 from stretto.schedule.family import Family, Wanted, first_microbatches
 from stretto.schedule.list_schedule import limited, list_orders
+from stretto.schedule.room import Room
 
 ACTIONS_OF_A_MICROBATCH = 6
 """F, I and W of two stages: the slots that a building block takes on every rank."""
@@ -67,9 +68,10 @@ def _repeated(
             wanted.microbatches,
             urgency,
             split=True,
-            rank_limit=2 * shares(ranks),
+            room=Room.even(ranks, wanted.stages, shares(ranks)),
             in_turn=True,
         )
+        assert orders is not None, "a block's slots keep its memory"
         made = Schedule(name, wanted.stages, wanted.microbatches, stage_ranks, orders)
         return limited(made, wanted.max_live)
 

@@ -72,7 +72,8 @@ def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window
     for op in sums:
         added = (at for group in op.sums for at in adding.get(group, ()))
         starts[max(added, default=len(window.items) - 1)].append(Item(ItemKind.OP, part, op.name))
-    items = [each for at, item in enumerate(window.items) for each in (item, *starts[at])]
+    # A stage may hold nothing: its window is empty, and what is to start at its end is all there is.
+    items = [*starts[-1], *(each for at, item in enumerate(window.items) for each in (item, *starts[at]))]
     return Window(
         last_name(window.name),
         (*window.parts, (stage, Phase.REDUCE_GRAD)),

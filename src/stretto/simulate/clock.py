@@ -1,7 +1,7 @@
 """The clock of the simulation: events in time order, and moments that something can wait for.
 
 Knows nothing of plans. Events at one time happen in the order in which they were put in, so that equal plans
-give equal timelines.
+give equal timelines; those that choose between what has come by then happen when all others have.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_us = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, bool, int, Callable[[], None]]] = []
         self._count = 0
 
     def at(self, time_us: float, event: Callable[[], None]) -> None:
         """Let `event` happen at `time_us`, which must not lie in the past."""
-        heapq.heappush(self._events, (time_us, self._count, event))
+        heapq.heappush(self._events, (time_us, False, self._count, event))
+        self._count += 1
+
+    def choose(self, event: Callable[[], None]) -> None:
+        """Let `event` happen now, when everything else that happens now has."""
+        heapq.heappush(self._events, (self.now_us, True, self._count, event))
         self._count += 1
 
     def run(self) -> None:
@@ -32,7 +37,7 @@ class Clock:
         """Let the next event happen; False when there is none."""
         if not self._events:
             return False
-        self.now_us, _, event = heapq.heappop(self._events)
+        self.now_us, _, _, event = heapq.heappop(self._events)
         event()
         return True
 
@@ -45,8 +50,8 @@ class Clock:
 
     def advance(self, time_us: float) -> None:
         """Let the events up to `time_us` happen; then it is that time, or stays what it was if that is
-        later."""
-        while self._events and self._events[0][0] <= time_us:
+        later. What is chosen at that time waits: something may come yet."""
+        while self._events and self._events[0][:2] <= (time_us, False):
             self.step()
         self.now_us = max(self.now_us, time_us)
 

@@ -5,8 +5,9 @@ Knows ranks, edges and links; nothing of windows or memory. The contract:
 1. A message may transfer once its send has started, its receive is posted, and the message before it on its
    communicator has been transferred.
 2. A rank sends one message at a time and receives one at a time: of messages, its network card serves each
-   direction in turn. Of the messages that may transfer, the one whose send started first goes first; one
-   whose receiver is busy lets the next go.
+   direction in turn. Of the messages that may transfer, the one whose send started first goes first, of
+   those that started at one moment that of the lower rank; one whose receiver is busy lets the next go.
+   What may transfer at a moment is known when all that happens then has happened.
 3. A transfer keeps both cards for `occupancy_us`. Its message can be used `latency_us` later; the latency
    keeps nothing busy. Collectives that use the same cards slow it down, and it them (`simulate.cards`).
 4. A message has left, and its sender need not wait for it, when its transfer has ended.
@@ -29,7 +30,7 @@ from stretto.simulate.clock import Clock, Moment
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """One microbatch's value on its way over one edge. number: how many sends started before its own."""
+    """One microbatch's value on its way over one edge. number: how many sends its rank started before it."""
 
     channel: Channel
     edge: int
@@ -83,7 +84,8 @@ class Network:
         self._to: dict[int, list[Channel]] = {}
         self._sending: set[int] = set()
         self._receiving: set[int] = set()
-        self._sent = 0
+        self._sent: dict[int, int] = {}
+        self._may_start: dict[tuple[int, int], Channel] = {}
 
     def message(self, edge: int, microbatch: int) -> Message:
         """The message of an edge for a microbatch, whether or not anything has happened to it."""
@@ -103,8 +105,9 @@ class Network:
         """Step 1: the sender starts the message now."""
         message = self.message(edge, microbatch)
         message.sent_us = message.left.begun_us = message.arrived.begun_us = self._clock.now_us
-        message.number = self._sent
-        self._sent += 1
+        sender = message.channel.sender
+        message.number = self._sent.get(sender, 0)
+        self._sent[sender] = message.number + 1
         message.channel.waiting.append(message)
         self._start([message.channel])
 
@@ -115,13 +118,19 @@ class Network:
         self._start([message.channel])
 
     def _start(self, channels: list[Channel]) -> None:
-        """Step 2: let transfers begin on those of `channels` that can."""
-        ready = [
-            (channel.waiting[0].number, channel)
+        """Step 2: let transfers begin on those of `channels` that can, when all has come that comes now."""
+        ready = {
+            (channel.sender, channel.receiver): channel
             for channel in channels
             if not channel.busy and channel.waiting and channel.waiting[0].posted
-        ]
-        for _, channel in sorted(ready, key=lambda pair: pair[0]):
+        }
+        if ready and not self._may_start:
+            self._clock.choose(self._choose)
+        self._may_start |= ready
+
+    def _choose(self) -> None:
+        ready, self._may_start = self._may_start, {}
+        for channel in sorted(ready.values(), key=_turn):
             if channel.sender not in self._sending and channel.receiver not in self._receiving:
                 self._transfer(channel, channel.waiting.popleft())
 
@@ -172,3 +181,11 @@ class Network:
                 message.edge,
             )
         )
+
+
+def _turn(channel: Channel) -> tuple[float, int, int]:
+    """By what messages that may transfer go, of the first on each channel."""
+    first = channel.waiting[0]
+    assert first.sent_us is not None
+    # A picosecond is a rounding of sums in another order.
+    return round(first.sent_us, 6), channel.sender, first.number

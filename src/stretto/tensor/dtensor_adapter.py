@@ -180,13 +180,15 @@ def _sharding(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=1 << 16)
 def _sharding_of(schema: OpSchema) -> Any:
-    """PyTorch's own memory of such answers is not asked: DTensor's path off the mesh may have filled it."""
+    """PyTorch's own memory of such answers is not asked: DTensor's path off the mesh may have filled it. What
+    a rule computes by the way is no op of the program: no mode sees it."""
     meshes = {id(spec.mesh): spec.mesh for spec in _specs(schema)}
     absent = [mesh for mesh in meshes.values() if mesh._coordinate_on_dim is None]
     try:
         for mesh in absent:
             mesh._coordinate_on_dim = (0,) * mesh.ndim
-        return DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
+        with outside_modes():
+            return DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
     finally:
         for mesh in absent:
             mesh._coordinate_on_dim = None

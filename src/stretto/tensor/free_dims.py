@@ -33,6 +33,10 @@ IN_PARTS = frozenset(
 """Ops by name, all of their overloads that have a rule, and those in place."""
 
 
+CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+"""Their batch is free: of a weight's and a bias' gradient each rank has an addend."""
+
+
 @dataclass(frozen=True, slots=True)
 class FreeDim:
     """One free dim of an op. arguments: which dim it is of each argument that is on a mesh, in their order;
@@ -58,6 +62,8 @@ def free_dims(
         tuple((key, _written(value, given)) for key, value in kwargs.items()),
         tuple(None if made is None else _spec(made) for made in results),
     )
+    if name in CONVOLUTIONS:
+        return _of_batch(name, given, results)
     specs = [_spec(x) for x in given]
     of_elements = op in OF_ELEMENTS | BACKWARD_OF_ELEMENTS and reduction_of(op, args, kwargs) == NONE
     if name in IN_PARTS:
@@ -70,6 +76,14 @@ def free_dims(
         return []
     on_mesh = [at for at, x in enumerate(given) if isinstance(x, DTensor)]
     return [] if rule is None else _free(rule, [rule.inputs[at] for at in on_mesh])
+
+
+def _of_batch(name: str, given: Sequence[torch.Tensor], results: Sequence[Meta | None]) -> list[FreeDim]:
+    """The batch of a convolution: of its image and its result, or of its image and the result's gradient."""
+    images = 2 if name == "convolution_backward" else 1
+    along = [0 if at < images else None for at, x in enumerate(given) if isinstance(x, DTensor)]
+    made = [0 if at == 0 else SUMMED for at in range(len(results))]
+    return [FreeDim(tuple(along), tuple(made))]
 
 
 # No function within the one above, which would refer to itself, and keep the tensors until Python looks for

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stretto.backend.older_torch_adapter import asked_itself
 from stretto.tensor import errors, views
 from stretto.tensor.clip import absent_call, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
@@ -52,6 +53,7 @@ VALUES = frozenset({aten._local_scalar_dense.default, aten.allclose.default})
 """Ops that give numbers: those of the whole tensor, not of this rank's part."""
 
 
+@asked_itself
 class GlobalTensor(DTensor):
     """One tensor as all ranks see it: whole shape, dtype, device, mesh and placements, on every rank.
 

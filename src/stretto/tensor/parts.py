@@ -170,7 +170,30 @@ def placed(x: DTensor, placements: Sequence[Placement], wrap: Wrap) -> DTensor:
 
 
 def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
-    return part_under(local_of(x), spec_of(x), placements)
+    if tuple(x.placements) == placements:
+        return local_of(x)
+    return _laid_out(part_under(local_of(x), spec_of(x), placements), x.stride())
+
+
+def _laid_out(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A part with its elements in the order that strides of the whole tensor say.
+
+    A gathered part comes in an order of its own, and some ops ask how an argument lies: the gradient of a
+    determinant takes its matrix to lie as the tensor does.
+    """
+    shape = local.shape
+    if local.numel() == 0 or any(step == 0 for size, step in zip(shape, stride) if size > 1):
+        return local
+    order = sorted(range(local.ndim), key=lambda dim: (-stride[dim], dim))
+    step = 1
+    lies = True
+    for dim in reversed(order):
+        lies = lies and (shape[dim] == 1 or local.stride(dim) == step)
+        step *= shape[dim]
+    if lies:
+        return local
+    back = sorted(range(local.ndim), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(back)
 
 
 def part_under(

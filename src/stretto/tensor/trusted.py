@@ -17,10 +17,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from stretto.tensor.clip import has_empty_part
-from stretto.tensor.dtensor_adapter import given_back, propagated
+from stretto.tensor.dtensor_adapter import given_back, has_rule, needs_redistribution, propagated
 
 aten = torch.ops.aten
 
@@ -44,7 +44,6 @@ REDUCTIONS = _names(
 )
 OF_ROWS = _names(
     """_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
-    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
     embedding embedding_dense_backward cat stack repeat
     select_backward slice_backward native_dropout native_dropout_backward
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
@@ -61,10 +60,10 @@ OPTIMIZERS = _names(
     """_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adam _fused_adamw
     _amp_foreach_non_finite_check_and_unscale_"""
 )
-CONVOLUTIONS = _names("convolution convolution_backward")
+NORMS = _names("native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward")
 
 OF_ELEMENTS = FILLED | WRITTEN | OPTIMIZERS | COPIES | _names("alias detach copy_")
-TRUSTED = LINEAR | SUMS | PRODUCTS | MATMULS | REDUCTIONS | OF_ROWS | OF_ELEMENTS | CONVOLUTIONS
+TRUSTED = LINEAR | SUMS | PRODUCTS | MATMULS | REDUCTIONS | OF_ROWS | NORMS | OF_ELEMENTS
 
 
 @cache
@@ -155,28 +154,31 @@ def _has_empty_part(x: DTensor) -> bool:
     return has_empty_part(x.device_mesh, tuple(placements), tuple(x.shape))
 
 
-def _batch_only(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A convolution of which the batch alone is cut, with a batch dim."""
-    backward = "backward" in _name(op)
-    images = args[:2] if backward else args[:1]
-    others = args[2:3] if backward else args[1:3]
-    weight = others[0]
-    return (
-        all(set(x.placements) <= {Replicate(), Shard(0)} for x in images)
-        and images[0].placements == images[-1].placements
-        and all(set(x.placements) <= {Replicate()} for x in others if isinstance(x, DTensor))
-        and all(x.ndim == weight.ndim for x in images)
-    )
-
-
 def _counts_once(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A lookup's gradient that does not ask how often a row was looked up."""
     scaled = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)
     return not scaled
 
 
+def _weights_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A norm whose weight and bias each rank has."""
+    named = (*zip((argument.name for argument in op._schema.arguments), args), *kwargs.items())
+    return all(
+        all(p.is_replicate() for p in value.placements)
+        for name, value in named
+        if name in ("weight", "bias") and isinstance(value, DTensor)
+    )
+
+
+def _of_the_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A view of what each rank has, and not of what it must be sent first."""
+    return has_rule(op, args, kwargs) and not needs_redistribution(op, args, kwargs)
+
+
 CONDITIONS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = {
-    "convolution": _batch_only,
-    "convolution_backward": _batch_only,
     "embedding_dense_backward": _counts_once,
 }
+if torch.__version__ < "2.12":
+    # It gathers parts in an order of which its views cannot be views, and normalizes by a part of a weight.
+    CONDITIONS |= dict.fromkeys(("view", "_unsafe_view", "reshape"), _of_the_part)
+    CONDITIONS |= dict.fromkeys(NORMS, _weights_whole)

@@ -37,7 +37,7 @@ class GradientClip:
             for name, parameter in runner.named_parameters()
             if tied_to[name] in place and runner.owns(name)
         ]
-        self._norms = torch.zeros(places, dtype=_norm_dtype(self._parameters), device=runner.device)
+        self._norms = torch.zeros(places, dtype=_norm_dtype(job), device=runner.device)
         self._transport = runner.transport
         if runner.transport.size > 1:
             everyone = runner.plan.everyone(LANE)
@@ -76,6 +76,7 @@ def _places(job: Job, coordinates: Mapping[str, int]) -> tuple[dict[str, int], i
     return found, places
 
 
-def _norm_dtype(parameters: list[torch.nn.Parameter]) -> torch.dtype:
-    """The finest dtype among them; ranks of one model agree on it."""
-    return torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+def _norm_dtype(job: Job) -> torch.dtype:
+    """The finest dtype of the model's gradients, those of other ranks too: all send the same."""
+    finest = any(parameter.grads and parameter.grad_dtype == "float64" for parameter in job.parameters)
+    return torch.float64 if finest else torch.float32

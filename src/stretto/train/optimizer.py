@@ -18,7 +18,8 @@ def make_optimizer(runner: Runner, settings: OptimizerSettings) -> torch.optim.A
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        # A rank whose stages hold nothing has a group too, of no parameters: PyTorch wants one.
+        [group for group in groups if group["params"]] or groups[:1],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,

@@ -87,7 +87,10 @@ class _Walk:
             lane = event.op.lane
             absent = [r for r in self.joined.get(lane, ()) if (lane, r) not in self.reducing]
             if absent:
-                return f"the sum of {', '.join(event.op.sums)}, which ranks {absent} have not started"
+                wait = self.plan.windows[str(event.instruction.ref)].items[event.item].ref
+                return (
+                    f"the sum of {', '.join(event.op.sums)} ({wait}), which ranks {absent} have not started"
+                )
         return None
 
     def stuck(self, rank: int) -> Fault:

@@ -292,21 +292,28 @@ def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
 def _one_order(plan: Plan) -> Iterator[Fault]:
     """Ranks start what joins them in one order: sums of ties, and that of the loss."""
     joined = {found.name: found.ranks for found in plan.communicators if found.joins_places}
-    starts = [
-        [e.op.lane for e in trace_of(plan, rank) if e.kind is EventKind.REDUCE and e.op is not None]
-        for rank in range(plan.ranks)
-    ]
+    starts = [_first_starts(plan, rank) for rank in range(plan.ranks)]
     for first in range(plan.ranks):
         for second in range(first + 1, plan.ranks):
-            both = {*starts[first]} & {*starts[second]} & joined.keys()
-            shared = [lane for lane in both if {first, second} <= {*joined[lane]}]
-            here, there = (list(dict.fromkeys(n for n in starts[r] if n in shared)) for r in (first, second))
+            both = starts[first].keys() & starts[second].keys() & joined.keys()
+            shared = {lane for lane in both if {first, second} <= {*joined[lane]}}
+            here, there = ([lane for lane in starts[rank] if lane in shared] for rank in (first, second))
             if here != there:
                 a, b = next((a, b) for a, b in zip(here, there, strict=True) if a != b)
                 yield Fault(
                     second,
-                    f"sum on {b}",
-                    f"starts before that on {a}, but rank {first} starts {a} first: the order here is "
-                    f"{', '.join(there)}, that of rank {first} is {', '.join(here)}",
+                    f"window {starts[second][b]}, sum on {b}",
+                    f"starts before that on {a}, but rank {first}, window {starts[first][a]}, starts {a} "
+                    f"first: the order here is {', '.join(there)}, that of rank {first} is "
+                    f"{', '.join(here)}",
                     "Start sums of tied gradients, and of the loss, in the same order on all ranks",
                 )
+
+
+def _first_starts(plan: Plan, rank: int) -> dict[str, str]:
+    """Communicator of a sum -> the window in which the rank starts the first on it, in this order."""
+    found: dict[str, str] = {}
+    for event in trace_of(plan, rank):
+        if event.kind is EventKind.REDUCE and event.op is not None:
+            found.setdefault(event.op.lane, str(event.instruction.ref))
+    return found

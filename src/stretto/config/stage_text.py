@@ -1,0 +1,165 @@
+"""Stages as a text: what each holds, stage by stage in the order of their numbers.
+
+    embedding|layer*3|layer*3||loss        five stages, of which the fourth holds nothing
+    Et*3|(tt|)*29,m|L                      Megatron-Core's short form, of `--pipeline-model-parallel-layout`
+
+`|` stands between two stages; `x*3` and `(x|)*3` repeat what is before the star; commas and blanks mean
+nothing. "embedding" is all that runs before the first layer, "loss" all that runs after the last one. Which
+modules are layers is for who has the model (`stretto.capture.layers`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+EMBEDDING, LAYER, LOSS, MTP = "embedding", "layer", "loss", "mtp"
+WORDS = {EMBEDDING: EMBEDDING, LAYER: LAYER, LOSS: LOSS, MTP: MTP, "decoder": LAYER, "layers": LAYER}
+"""Every long word -> what it means; "decoder" is Megatron-Core's."""
+LETTERS = {"E": EMBEDDING, "t": LAYER, "m": MTP, "L": LOSS}
+"""Megatron-Core's letters, of which several are written in one."""
+
+MOST = 100_000
+"""Stages and layers of a text. No model has as many; it keeps a slip of the pen from filling the memory."""
+
+_TOKEN = re.compile(r"[A-Za-z_]+|\d+|\S")
+_KNOWN = "embedding (E), layer (t), loss (L)"
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What a text says. of: the words of each stage, of which a stage may have none."""
+
+    of: tuple[tuple[str, ...], ...]
+
+    @property
+    def layers(self) -> int:
+        """Layers of all stages."""
+        return sum(words.count(LAYER) for words in self.of)
+
+    @property
+    def text(self) -> str:
+        """The stages as a text of long words."""
+        return "|".join(
+            ",".join(word if n == 1 else f"{word}*{n}" for word, n in _counted(words)) for words in self.of
+        )
+
+    def with_layers(self, count: int) -> Stages:
+        """The most alike that has so many layers: added where fewest are, taken away where most are."""
+        first = next(at for at, words in enumerate(self.of) if EMBEDDING in words)
+        last = next(at for at, words in enumerate(self.of) if LOSS in words)
+        held = [words.count(LAYER) for words in self.of]
+        places = [at for at, n in enumerate(held) if n] or [first]
+        while sum(held) != count:
+            if sum(held) < count:
+                held[min(places, key=lambda at: held[at])] += 1
+            else:
+                held[max(places, key=lambda at: held[at])] -= 1
+        return of_counts(held, embedding=first, loss=last)
+
+
+def of_counts(layers: Sequence[int], *, embedding: int = 0, loss: int | None = None) -> Stages:
+    """Stages of so many layers each. embedding, loss: the stages that have these, the first and the last
+    unless given."""
+    last = len(layers) - 1 if loss is None else loss
+    return Stages(
+        tuple(
+            (*[EMBEDDING][: at == embedding], *[LAYER] * count, *[LOSS][: at == last])
+            for at, count in enumerate(layers)
+        )
+    )
+
+
+def read_stages(text: str) -> Stages:
+    """Read a text. Raises ValueError that quotes it, names what is wrong, and what to write."""
+    try:
+        items = _items(deque(_TOKEN.findall(text)), inside=False)
+        found = Stages(tuple(tuple(group) for group in _cut(items)))
+        _check(found)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    return found
+
+
+def _counted(words: Sequence[str]) -> list[tuple[str, int]]:
+    return [(word, len(list(same))) for word, same in groupby(words)]
+
+
+def _items(tokens: deque[str], inside: bool) -> list[str]:
+    """The words and bars up to the end, or to the closing parenthesis, which are taken from the tokens."""
+    found: list[list[str]] = []
+    while tokens:
+        token = tokens.popleft()
+        if token == "(":
+            found.append(_items(tokens, inside=True))
+        elif token == ")":
+            if not inside:
+                raise ValueError("a parenthesis is closed that was not opened: take it out")
+            return [item for group in found for item in group]
+        elif token == "*":
+            number = tokens.popleft() if tokens else ""
+            if not found or not number.isdecimal():
+                raise ValueError(
+                    "before a star stands what is repeated, and after it how often, as in layer*3"
+                )
+            if len(number) > len(str(MOST)) or len(found[-1]) * int(number) > MOST:
+                raise ValueError(
+                    f"*{number} makes more than {MOST:,} stages and layers: give a smaller number"
+                )
+            found[-1] = found[-1] * int(number)
+        elif token == "|":
+            found.append([token])
+        elif token != ",":
+            found += [[word] for word in _words(token)]
+    if inside:
+        raise ValueError("a parenthesis is opened and not closed: add )")
+    return [item for group in found for item in group]
+
+
+def _words(token: str) -> list[str]:
+    if token in WORDS:
+        return [WORDS[token]]
+    if all(letter in LETTERS for letter in token):
+        return [LETTERS[letter] for letter in token]
+    near = difflib.get_close_matches(token.lower(), WORDS, n=1)
+    hint = f"did you mean {WORDS[near[0]]}?" if near else f"known are {_KNOWN}"
+    raise ValueError(f"{token!r} is no word of a stage; {hint}")
+
+
+def _cut(items: Sequence[str]) -> list[list[str]]:
+    stages: list[list[str]] = [[]]
+    for item in items:
+        if item == "|":
+            stages.append([])
+        else:
+            stages[-1].append(item)
+    return stages
+
+
+def _check(stages: Stages) -> None:
+    """Raises ValueError where it is no layout of a model."""
+    words = [word for held in stages.of for word in held]
+    if MTP in words:
+        raise ValueError(
+            "no layers that predict further tokens (mtp, m) are captured: leave them out, or count each as a "
+            "layer (t) if the model runs it as one"
+        )
+    for word, place, where in ((EMBEDDING, 0, "first"), (LOSS, -1, "last")):
+        if words.count(word) != 1 or words[place] != word:
+            had = f"is there {words.count(word)} times" if words.count(word) != 1 else "stands elsewhere"
+            raise ValueError(f"{word} comes once, as the {where} of all words, and {had}: {_mended(stages)}")
+
+
+def _mended(stages: Stages) -> str:
+    """What to write instead."""
+    layers = [words.count(LAYER) for words in stages.of]
+    first = next((at for at, words in enumerate(stages.of) if EMBEDDING in words), 0)
+    last = next((at for at in reversed(range(len(layers))) if LOSS in stages.of[at]), len(layers) - 1)
+    held = [at for at, count in enumerate(layers) if count]
+    if held:
+        first, last = min(first, held[0]), max(last, held[-1])
+    return f"write {of_counts(layers, embedding=min(first, last), loss=max(first, last)).text!r}"

@@ -1,0 +1,190 @@
+"""Stages of a job as the clock of schedules sees them: their times, what they hold, and several as one.
+
+A job may be cut finer than its ranks need: consecutive stages of a rank are then one to a schedule. In equal
+numbers, a job of four stages a rank can go by every family of one, two or four; in unequal ones, ranks are
+balanced by what stages take and hold, which capturing could only guess.
+
+May touch `stretto.ir`, `stretto.schedule` and `stretto.order`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
+from stretto.ir.costs import Costs
+from stretto.ir.flow import PHASES
+from stretto.ir.program import Edge, Job, Stage
+from stretto.ir.storage import makes, owner, reads
+from stretto.ir.transfers import occupancy_us
+from stretto.order.depend import make_graph
+from stretto.order.follow import replay
+from stretto.schedule.room import Room
+from stretto.schedule.timing import PhaseTimes
+from stretto.schedule.windows import make_window
+
+Groups = tuple[tuple[int, ...], ...]
+"""Stages that are one to a schedule, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """By stage: what its phases take, in microseconds; the bytes that it always holds, those that a
+    microbatch holds from F to I, and from I to W. hops_us: by border, what messages over it take."""
+
+    forward_us: tuple[float, ...]
+    into_us: tuple[float, ...]
+    weight_us: tuple[float, ...]
+    hops_us: tuple[float, ...]
+    fixed_bytes: tuple[int, ...]
+    whole_bytes: tuple[int, ...]
+    weight_bytes: tuple[int, ...]
+
+    def times(self, groups: Groups) -> PhaseTimes:
+        """Of groups of stages."""
+        forward, into, weight = (
+            tuple(math.fsum(us[stage] for stage in group) for group in groups)
+            for us in (self.forward_us, self.into_us, self.weight_us)
+        )
+        return PhaseTimes(forward, into, weight, tuple(self.hops_us[group[-1]] for group in groups[:-1]))
+
+    def room(self, groups: Groups, stage_ranks: Sequence[int], limits: Sequence[float]) -> Room:
+        """Of groups that are on these ranks, each of which may hold so many bytes in all."""
+        whole, rest, fixed = (
+            [sum(nbytes[stage] for stage in group) for group in groups]
+            for nbytes in (self.whole_bytes, self.weight_bytes, self.fixed_bytes)
+        )
+        left = list(limits)
+        for held, rank in zip(fixed, stage_ranks, strict=True):
+            left[rank] -= held
+        return Room(tuple(max(0.0, one) for one in left), tuple(map(float, whole)), tuple(map(float, rest)))
+
+
+def loads_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Loads:
+    """What a job's stages take, with ops as captured and messages between these ranks."""
+    known: dict[object, float] = {}
+
+    def takes_us(stage: int, phase: Phase) -> float:
+        graph = make_graph(job, costs, make_window(job, Action(stage, phase, 0)), stage_ranks)
+        key = graph.key()
+        if key not in known:
+            known[key] = replay(graph, range(len(graph.nodes))).end_us
+        return known[key] + costs.action_us
+
+    stages = range(len(job.stages))
+    forward, into, weight = (tuple(takes_us(stage, phase) for stage in stages) for phase in PHASES)
+    fixed = [0] * len(stages)
+    for parameter in job.parameters:
+        for stage in parameter.stages:
+            fixed[stage] += parameter.held_nbytes + parameter.grad_nbytes
+    held = [_held(stage, [edge for edge in job.edges if edge.target == stage.index]) for stage in job.stages]
+    return Loads(
+        forward,
+        into,
+        weight,
+        tuple(_hop_us(job, costs, stage_ranks, border) for border in stages[:-1]),
+        tuple(fixed),
+        tuple(whole for whole, _ in held),
+        tuple(rest for _, rest in held),
+    )
+
+
+def _hop_us(job: Job, costs: Costs, stage_ranks: Sequence[int], border: int) -> float:
+    """The longer of two ways: all that arrives behind the border, and all that comes back over it."""
+    ways = (
+        [edge for edge in job.edges if edge.source <= border < edge.target == border + 1],
+        [edge for edge in job.edges if edge.target == border < edge.source],
+    )
+    found = [0.0]
+    for way in ways:
+        links = [(costs.link(stage_ranks[e.source], stage_ranks[e.target]), e) for e in way]
+        links = [(link, e) for link, e in links if stage_ranks[e.source] != stage_ranks[e.target]]
+        if links:
+            latency_us = max(link.latency_us for link, _ in links)
+            found.append(latency_us + math.fsum(occupancy_us(link, e.spec.nbytes) for link, e in links))
+    return max(found)
+
+
+def _held(stage: Stage, received: Sequence[Edge]) -> tuple[int, int]:
+    """(from F to I, from I to W): bytes that a microbatch holds of a stage between its programs."""
+    size = {edge.value: edge.spec.nbytes for edge in received}
+    made = {edge.value: PHASES.index(edge.user_phase) for edge in received}
+    last: dict[str, int] = {}
+    owners: dict[str, str] = {}
+    for at, phase in enumerate(PHASES):
+        for op in stage.ops[phase]:
+            for storage, nbytes in makes(op):
+                size[storage], made[storage] = nbytes, at
+            owners[op.name] = owner(op)
+            for name in reads(op):
+                last[owners.get(name, name)] = at
+    whole = sum(size[one] for one, at in last.items() if one in size and made[one] == 0 < at)
+    rest = sum(size[one] for one, at in last.items() if one in size and made[one] < 2 == at)
+    return whole, rest
+
+
+def equal_groups(stages: int, each: int) -> Groups:
+    """Groups of so many stages."""
+    return tuple(tuple(range(first, first + each)) for first in range(0, stages, each))
+
+
+def balanced_groups(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Groups | None:
+    """One group for each rank, such that the longest is as short as can be; limits: bytes of each rank, which
+    suffice for as many microbatches as 1F1B holds there. None where they do not."""
+    stages = len(loads.forward_us)
+    us = [sum(of) for of in zip(loads.forward_us, loads.into_us, loads.weight_us, strict=True)]
+    until = [*accumulate(us, initial=0.0)]
+    fixed = [*accumulate(loads.fixed_bytes, initial=0)]
+    held = [*accumulate(loads.whole_bytes, initial=0)]
+
+    def longest(first: int, end: int, rank: int) -> float:
+        holds = fixed[end] - fixed[first] + (ranks - rank) * (held[end] - held[first])
+        return math.inf if limits is not None and holds > limits[rank] else until[end] - until[first]
+
+    # best[end]: the longest of the ranks so far, where these have the stages before `end`.
+    best = [0.0] + [math.inf] * stages
+    cuts: list[list[int]] = []
+    for rank in range(ranks):
+        row, cut = [math.inf] * (stages + 1), [0] * (stages + 1)
+        for end in range(rank + 1, stages + 1):
+            for first in range(rank, end):
+                here = max(best[first], longest(first, end, rank))
+                if here < row[end]:
+                    row[end], cut[end] = here, first
+        best = row
+        cuts.append(cut)
+    if best[stages] == math.inf:
+        return None
+    groups: list[tuple[int, ...]] = []
+    end = stages
+    for cut in reversed(cuts):
+        groups.append(tuple(range(cut[end], end)))
+        end = cut[end]
+    return tuple(reversed(groups))
+
+
+def of_stages(schedule: Schedule, groups: Groups) -> Schedule:
+    """A schedule of groups as one of their stages: forwards go up through a group, backwards down."""
+    if all(len(group) == 1 for group in groups):
+        return schedule
+
+    def parts(action: Action) -> list[Action]:
+        group = groups[action.stage]
+        return [
+            replace(action, stage=stage) for stage in (group if action.phase is Phase.F else reversed(group))
+        ]
+
+    def slots(slot: Slot) -> list[Slot]:
+        if isinstance(slot, Overlap):
+            return [Overlap(tuple(part for action in slot.actions for part in parts(action)))]
+        return [*parts(slot)]
+
+    return replace(
+        schedule,
+        stages=sum(map(len, groups)),
+        stage_ranks=tuple(schedule.stage_ranks[at] for at, group in enumerate(groups) for _ in group),
+        orders=tuple(tuple(one for slot in order for one in slots(slot)) for order in schedule.orders),
+    )

@@ -1,0 +1,271 @@
+"""`auto`: the fastest plan with any schedule.
+
+    1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: for each
+       number of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
+    2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
+    3. The most promising are simulated as steps of this job, in a variant or two, over few microbatches
+       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
+    4. Those that are about as fast as the fastest of these become whole plans, and the fastest is taken.
+
+May touch `stretto.ir`, `stretto.schedule`, `stretto.order`, `stretto.simulate` and this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from stretto.errors import PlanError, UsageError
+from stretto.ir.action import Schedule
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job
+from stretto.order.policies import DEFAULT
+from stretto.passes.step import Context, LeftOutError, Step
+from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
+from stretto.planning.schedules import ENOUGH, paired, shorter
+from stretto.planning.sends import sends_waited
+from stretto.planning.tries import Tries
+from stretto.planning.variants import Variant, begins, communicates, overlaps
+from stretto.planning.windows import as_captured, at_once, lowered, ordered
+from stretto.schedule.room import Room
+from stretto.schedule.search import Found, Sought, search
+from stretto.simulate import simulate
+
+WITHIN = 1.15
+"""Times the fastest by the clock of schedules, up to where an order is simulated: that clock knows no ops,
+and a message that leaves early or late makes so much. Assumed."""
+
+SIMULATED = 12
+"""Orders that are simulated at most. Assumed."""
+
+RUNS = 4_000_000
+"""Runs of ops in simulations of orders, beyond the first two: some seconds of one core. Assumed."""
+
+LARGE = 400_000
+"""Runs of ops in a short step, from where only the fastest order becomes a whole plan, which takes a minute.
+Assumed."""
+
+WHOLE = 3
+"""Orders that become whole plans at most. Assumed."""
+
+CLOSE = 1.05
+"""Times the fastest that was simulated, up to where an order becomes a whole plan beside it. Assumed: other
+variants and waits for messages make less of a difference between two orders."""
+
+ROUNDS = 3
+"""How often memory is given up for what a simulation held too much. Assumed."""
+
+Say = Callable[[str], None]
+"""Takes a line of progress. Who gives one is there to see it, and may interrupt what it tells of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """An order of the job's own stages. step_us: of the short step that was simulated. family: whether it is
+    that of a family."""
+
+    schedule: Schedule
+    step_us: float
+    family: bool
+
+
+def _with_schedule(step: Step, schedule: Schedule) -> Step:
+    """The step, before any pass, with another schedule."""
+    return replace(step, schedule=schedule, short=shorter(schedule))
+
+
+def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | None = None) -> Plan:
+    """The fastest plan with any schedule. tries: of a step with any one of its stages. make: a plan of one
+    schedule's tries. With `say`, an interrupt ends the search with what there is.
+
+    Raises PlanError, the first one's, when all are refused.
+    """
+    first, context = tries.first, tries.context
+    tell = say or (lambda line: None)
+    # To compare orders, windows need not be improved, which takes most of the time.
+    brief = replace(context, order="list") if context.order == DEFAULT else context
+    found = _ranked(first, brief, tell)
+    made: list[Plan] = []
+    refused: list[PlanError] = []
+    try:
+        for one in _worth_a_plan(found):
+            slow = one.step_us > CLOSE * found[0].step_us or _runs(first.job) > LARGE
+            if len(made) == WHOLE or (made and slow):
+                break
+            tell(f"{one.schedule.family}: a whole plan")
+            try:
+                made.append(make(Tries(_with_schedule(first, one.schedule), context)))
+            except PlanError as error:
+                refused.append(error)
+    except KeyboardInterrupt:
+        if not made or say is None:
+            raise
+    if not made:
+        raise refused[0] if refused else PlanError("auto finds no schedule", ["none can be simulated"])
+    best = min(made, key=_predicted_us)
+    return replace(best, schedule_why=_why(best, made, found))
+
+
+def _worth_a_plan(found: Sequence[_Ranked]) -> list[_Ranked]:
+    """The fastest first; the fastest family in place of the last of `WHOLE`."""
+    family = next((one for one in found if one.family), None)
+    if family is None or family in found[:WHOLE]:
+        return [*found]
+    rest = [one for one in found if one is not family]
+    return [*rest[: WHOLE - 1], family, *rest[WHOLE - 1 :]]
+
+
+def _why(best: Plan, made: Sequence[Plan], found: Sequence[_Ranked]) -> str:
+    """What it was chosen from."""
+    others = [f"{one.schedule.family} {_predicted_us(one) / 1000:.1f} ms" for one in made if one is not best]
+    planned = {one.schedule.family for one in made}
+    rest: dict[str, float] = {}
+    for one in found:
+        if one.schedule.family not in planned:
+            rest.setdefault(one.schedule.family, one.step_us / found[0].step_us)
+    slower = [f"{name} {times:.2f}" for name, times in rest.items()]
+    told = [", ".join(others), "times the fastest: " + ", ".join(slower)]
+    return "; ".join(["auto", *(text for text, any_ in zip(told, (others, slower), strict=True) if any_)])
+
+
+def _predicted_us(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_us
+
+
+def _ranked(step: Step, context: Context, tell: Say) -> list[_Ranked]:
+    """Steps 1 to 3, the fastest first; where nothing fits the memory, what does not."""
+    ranks = step.schedule.ranks
+    job = _passed(step, context).job
+    loads = loads_of(job, context.costs_of(job), step.schedule.stage_ranks)
+    limits = None if step.max_bytes is None else [float(step.max_bytes)] * ranks
+    order: list[_Ranked] = []
+    for _ in range(ROUNDS):
+        promising: dict[object, Found] = {}
+        for groups in _ways(loads, ranks, limits):
+            for one in _promising(step, loads, groups, limits):
+                fine = replace(one, schedule=of_stages(one.schedule, groups))
+                promising.setdefault(fine.schedule.orders, fine)
+        if not promising:  # the proof of a plan knows better what does not fit, and says it
+            limits = None
+            continue
+        order = []
+        for one in _enough(job, [*promising.values()]):
+            made = _simulated(_with_schedule(step, one.schedule), context, one.family)
+            if made is not None:
+                order.append(made)
+                tell(f"{one.schedule.family}: {made.step_us / 1000:.1f} ms")
+        order.sort(key=lambda one: (one.step_us, not one.family))
+        if limits is None or not order:
+            break
+        assert step.max_bytes is not None
+        most = step.max_bytes
+        over = [max(0, held - most) for held in _holds(step, context, order[0])]
+        if not any(over):
+            break
+        limits = [limit - held for limit, held in zip(limits, over, strict=True)]
+    return order
+
+
+def _enough(job: Job, promising: list[Found]) -> list[Found]:
+    """Those that are simulated: as many as are worth the time, the first family among them."""
+    promising.sort(key=lambda one: (one.time, not one.family))
+    near = [one for one in promising if one.time <= WITHIN * promising[0].time]
+    some = near[: max(2, min(SIMULATED, RUNS // _runs(job)))]
+    family = next((one for one in promising if one.family), None)
+    return some if family is None or family in some else [*some, family]
+
+
+def _runs(job: Job) -> int:
+    """Runs of ops in a step by which orders are compared."""
+    ops = sum(len(ops) for stage in job.stages for ops in stage.ops.values())
+    ranks = len(job.stages) if job.pp is None else job.pp
+    return max(1, ops * min(job.microbatches, ENOUGH * ranks))
+
+
+def _holds(step: Step, context: Context, one: _Ranked) -> Sequence[int]:
+    """Bytes of each rank, where sends are waited for as soon as they have left."""
+    before = _passed(_with_schedule(step, one.schedule), context)
+    way = _ways_of_one(before)[0]
+    made = replace(before, schedule=before.short)
+    for apply in way:
+        made = apply(made, context)
+    return simulate(lowered(sends_waited(made, context), context)).peak_bytes
+
+
+def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[Groups]:
+    """Step 1: the fewest stages a rank first."""
+    stages = len(loads.forward_us)
+    each, left = divmod(stages, ranks)
+    if left or each > 1:
+        balanced = balanced_groups(loads, ranks, limits)
+        if balanced is not None and (left or balanced != equal_groups(stages, each)):
+            yield balanced
+    if not left:
+        yield from (equal_groups(stages, size) for size in range(each, 0, -1) if each % size == 0)
+
+
+def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float] | None) -> list[Found]:
+    """Step 2. Nothing where no family fits."""
+    ranks = step.schedule.ranks
+
+    def room(places: tuple[int, ...]) -> Room:
+        assert limits is not None
+        return loads.room(groups, places, limits)
+
+    try:
+        searched = search(
+            Sought(
+                *(ranks, len(groups) // ranks, step.job.microbatches, loads.times(groups)),
+                room=None if limits is None else room,
+                max_live=step.job.max_live,
+                group=step.job.microbatch_group,
+            )
+        )
+    except UsageError:
+        return []
+    return list(searched.found)
+
+
+def _passed(step: Step, context: Context) -> Step:
+    """The step after the passes of a job. Those of stages on the same ranks are the same, and what is known
+    of them is shared, unless recomputation is chosen for the memory that an order leaves."""
+
+    def job() -> Job:
+        return Tries(step, context).step(begins()[0]).job
+
+    if isinstance(step.job.recompute, int):
+        return replace(step, job=job())
+    return replace(step, job=context.once(step.job, ("passed", step.schedule.stage_ranks), job))
+
+
+def _simulated(step: Step, context: Context, family: bool) -> _Ranked | None:
+    """Step 3; None for an order that cannot be."""
+    try:
+        before = _passed(step, context)
+    except (LeftOutError, PlanError):
+        return None
+    short = replace(before, schedule=before.short)
+    found: list[_Ranked] = []
+    for way in _ways_of_one(short):
+        try:
+            made = short
+            for one in way:
+                made = one(made, context)
+            step_us = simulate(lowered(made, context)).step_us
+        except (LeftOutError, PlanError):
+            continue
+        found.append(_Ranked(step.schedule, step_us, family))
+    return min(found, key=lambda one: one.step_us, default=None)
+
+
+def _ways_of_one(step: Step) -> list[Variant]:
+    """The variants by which orders are compared."""
+    if step.asked == "off":
+        return [(at_once,)]
+    if not communicates(step.job):
+        return [(as_captured,)]
+    if step.asked == "local" or overlaps(step):
+        return [(ordered,)]
+    return [(ordered,), (partial(paired, ahead=0), ordered)]

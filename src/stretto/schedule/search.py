@@ -1,0 +1,297 @@
+"""The fastest order of actions that is found for given times and memory: `auto`.
+
+1. Every family that can have so many stages a rank, with as many live microbatches as memory allows.
+2. List scheduling (`stretto.schedule.list_schedule`) with the backward split and several urgencies
+   (`stretto.schedule.urgencies`): the order of each family, input gradients first, the zero-bubble warm-up,
+   and a periodic solution of the steady state. They are compared over few microbatches, and the best of them
+   over all.
+3. Exact search from the best so far, where the step is small (`stretto.schedule.exact`).
+4. All that was found, the fastest first, with a bound: no family is faster than the first.
+
+May touch `stretto.ir` and this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from stretto.errors import UsageError
+from stretto.ir.action import Action, Phase, Schedule
+from stretto.schedule.exact import best_order
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.least import least_time
+from stretto.schedule.list_schedule import Urgency, list_orders, places_in
+from stretto.schedule.room import Room
+from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
+from stretto.schedule.urgencies import ROUNDING, backward_first, periodic, warm_up_first
+
+ENOUGH = 4
+"""Microbatches for every rank over which orders are compared first: warm-up, cool-down, and as many in steady
+state. Assumed."""
+
+KEPT = 4
+"""Orders of lists that are compared over all microbatches. Assumed."""
+
+GIVEN_UP = ((0.0, False), (0.25, False), (0.5, False), (0.0, True))
+"""(part of a forward that is given up, whether the last input gradient is spared) of the zero-bubble warm-up.
+Assumed; chosen on the table of arXiv 2401.10241."""
+
+LONGER = (1.0, 1.02, 1.05)
+"""Times the shortest period, of periodic solutions. Assumed."""
+
+MEMORIES = (1, 2)
+"""Times the memory of 1F1B, in which lists are made where nothing limits it: more is hardly faster (ZB-2p of
+arXiv 2401.10241), and without a limit a list would run all forwards first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """What an order is sought for.
+
+    times: of phases and messages. room: memory of each rank, by the rank of each stage; None is no limit.
+    max_live: the most live microbatches of a stage. group: of interleaved families. from_own_begin: whether a
+    step counts from each rank's own begin, as where steps follow each other without a barrier; else from the
+    first to the last action anywhere.
+    """
+
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    times: PhaseTimes
+    room: Callable[[tuple[int, ...]], Room] | None = None
+    max_live: int | None = None
+    group: int | None = None
+    from_own_begin: bool = False
+
+    def room_of(self, stage_ranks: tuple[int, ...]) -> Room | None:
+        return None if self.room is None else self.room(stage_ranks)
+
+    def time(self, schedule: Schedule) -> float:
+        """What is to be small."""
+        timing = time_schedule(schedule, self.times)
+        return timing.cost if self.from_own_begin else timing.makespan
+
+    def fits(self, schedule: Schedule) -> bool:
+        room = self.room_of(schedule.stage_ranks)
+        if self.max_live is not None and max(peak_live(schedule)) > self.max_live:
+            return False
+        return room is None or room.holds(schedule)
+
+    def least(self, stage_ranks: tuple[int, ...]) -> float:
+        """No order with this map takes less."""
+        return least_time(
+            stage_ranks,
+            self.microbatches,
+            self.times,
+            room=self.room_of(stage_ranks),
+            max_live=self.max_live,
+            from_own_begin=self.from_own_begin,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One order. time: what it takes, in the unit of the times. family: whether a family made it."""
+
+    schedule: Schedule
+    time: float
+    family: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """All orders that were found, the fastest first. bound: no order with any of their maps takes less."""
+
+    found: tuple[Found, ...]
+    bound: float
+
+    @property
+    def best(self) -> Found:
+        return self.found[0]
+
+    @property
+    def gap(self) -> float:
+        """How far the best is from the bound: 0.05 is five percent above it."""
+        return max(0.0, self.best.time / self.bound - 1.0) if self.bound else 0.0
+
+
+def search(sought: Sought) -> Searched:
+    """Steps 1 to 4. Raises UsageError where no family fits the memory, and for times of other stages."""
+    sought.times.check_stages(sought.ranks * sought.virtual_stages)
+    families = [*_families(sought)]
+    if not families:
+        raise UsageError(
+            f"no schedule of {sought.ranks} ranks and {sought.virtual_stages} stages each fits the memory: "
+            "allow more, or give smaller microbatches"
+        )
+    found = [Found(schedule, sought.time(schedule), True) for schedule in families]
+    found += _lists(sought, families)
+    best = min(found, key=lambda one: one.time)
+    bound = min(sought.least(places) for places in {one.schedule.stage_ranks for one in found})
+    if best.time > bound * (1 + ROUNDING):
+        exact = best_order(
+            best.schedule,
+            sought.times,
+            room=sought.room_of(best.schedule.stage_ranks),
+            max_live=sought.max_live,
+            from_own_begin=sought.from_own_begin,
+        )
+        if exact is not None and sought.fits(exact):
+            found.append(Found(exact, sought.time(exact)))
+    # Of equal ones a family comes first: its order is known, and its backward may be whole.
+    found.sort(key=lambda one: (one.time, not one.family))
+    return Searched(tuple(found), bound)
+
+
+def _families(sought: Sought) -> Iterator[Schedule]:
+    """Step 1."""
+    for family in FAMILIES.values():
+        if family.places.allow(sought.virtual_stages):
+            made = _fitting(sought, family.name, family.groups)
+            if made is not None:
+                yield made
+
+
+def _fitting(sought: Sought, family: str, groups: bool) -> Schedule | None:
+    """The family with as many live microbatches as fit; None where none do."""
+
+    def made(max_live: int | None) -> Schedule:
+        return make_schedule(
+            family,
+            sought.ranks,
+            sought.microbatches,
+            virtual_stages=sought.virtual_stages,
+            max_live=max_live,
+            group=sought.group if groups else None,
+        )
+
+    try:
+        free = made(sought.max_live)
+        if sought.fits(free):
+            return free
+        fewest, most = 0, max(peak_live(free))
+        best = None
+        while most - fewest > 1:
+            middle = (fewest + most) // 2
+            one = made(middle)
+            if sought.fits(one):
+                best, fewest = one, middle
+            else:
+                most = middle
+    except UsageError:  # a limit, or a group, that the family cannot have
+        return None
+    return best
+
+
+def _lists(sought: Sought, families: Sequence[Schedule]) -> list[Found]:
+    """Step 2."""
+    few = min(sought.microbatches, ENOUGH * sought.ranks)
+    short = replace(sought, microbatches=few)
+    tried: list[tuple[float, Callable[[Sought], Schedule | None]]] = []
+    for make in _ways(sought, families):
+        made = make(short)
+        if made is not None:
+            tried.append((short.time(made), make))
+    tried.sort(key=lambda one: one[0])
+    found = []
+    for _, make in tried[:KEPT]:
+        schedule = make(sought)
+        if schedule is not None and sought.fits(schedule):
+            found.append(Found(schedule, sought.time(schedule)))
+    return found
+
+
+def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[Sought], Schedule | None]]:
+    """Ways to make an order for so many microbatches."""
+    memories = MEMORIES if sought.room is None else (None,)
+    for family in families:
+        name, of = f"{family.family} by list", _order_of(family)
+        yield partial(_listed, family.stage_ranks, name, of, memory=memories[-1])
+    for places in dict.fromkeys(family.stage_ranks for family in families):
+        for memory in memories:
+            yield partial(
+                _listed,
+                places,
+                "backward first",
+                lambda s: backward_first(s.ranks * s.virtual_stages, s.microbatches),
+                memory=memory,
+            )
+            for longer in LONGER:
+                period = periodic(places, sought.times, longer)
+                if period is not None:
+                    yield partial(_listed, places, "periodic", _always(period), memory=memory)
+            if sought.virtual_stages == 1:
+                for given_up, spare_last in GIVEN_UP:
+                    yield partial(
+                        _listed,
+                        places,
+                        "zero bubble",
+                        partial(_warm_up, memory=memory, given_up=given_up),
+                        memory=memory,
+                        in_turn=True,
+                        spare_last=spare_last,
+                    )
+
+
+def _always(urgency: Urgency) -> Callable[[Sought], Urgency]:
+    return lambda sought: urgency
+
+
+def _warm_up(sought: Sought, *, memory: int | None, given_up: float) -> Urgency:
+    room = _room(sought, tuple(range(sought.ranks)), memory)
+    live = min(
+        [
+            limit / held if held else sought.microbatches
+            for limit, held in zip(room.limits, room.whole, strict=True)
+        ]
+        if room is not None
+        else [sought.microbatches]
+    )
+    return warm_up_first(sought.ranks, sought.microbatches, sought.times, live, given_up)
+
+
+def _order_of(family: Schedule) -> Callable[[Sought], Urgency]:
+    """A family's own order as urgencies; of a whole backward, W comes after I."""
+    place = places_in(family)
+
+    def urgency(action: Action) -> float:
+        at = place.get(action)
+        if at is not None:
+            return at
+        return place[replace(action, phase=Phase.B)] + (0.5 if action.phase is Phase.W else 0.0)
+
+    return _always(urgency)
+
+
+def _room(sought: Sought, places: tuple[int, ...], memory: int | None) -> Room | None:
+    if memory is None:
+        return sought.room_of(places)
+    return Room.even(sought.ranks, len(places), memory * sought.ranks)
+
+
+def _listed(
+    places: tuple[int, ...],
+    name: str,
+    urgency: Callable[[Sought], Urgency],
+    sought: Sought,
+    *,
+    memory: int | None = None,
+    in_turn: bool = False,
+    spare_last: bool = False,
+) -> Schedule | None:
+    orders = list_orders(
+        places,
+        sought.microbatches,
+        urgency(sought),
+        split=True,
+        stage_limit=sought.max_live,
+        room=_room(sought, places, memory),
+        in_turn=in_turn,
+        spare_last=spare_last,
+        times=sought.times,
+    )
+    if orders is None:
+        return None
+    return Schedule(name, len(places), sought.microbatches, places, orders)

@@ -1,0 +1,135 @@
+"""`auto` in a plan: never slower than the best family, within memory, and it says what it chose from."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+import stretto
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job
+from stretto.planning import search
+from stretto.planning.groups import balanced_groups, equal_groups, loads_of, of_stages
+from stretto.planning.make_plan import make_plan
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.timing import PhaseTimes, time_schedule
+from stretto.verify import schedule_faults, verify
+from tests.planning.test_receives import skips_job
+from tests.synthetic import ACTIVATION, WEIGHT, make_costs, make_job
+
+
+def uneven(job: Job, seed: int) -> Costs:
+    """Each stage and phase has a time of its own, and messages are up to as long as a forward."""
+    draw = random.Random(seed)
+    costs = make_costs(job, latency_us=5.0, bytes_per_us=ACTIVATION.nbytes / draw.uniform(5.0, 100.0))
+    factor = {(stage.index, phase): draw.uniform(0.5, 1.5) for stage in job.stages for phase in stage.ops}
+    times = {
+        (stage.index, op.name): costs.op_us[stage.index, op.name] * factor[stage.index, phase]
+        for stage in job.stages
+        for phase, ops in stage.ops.items()
+        for op in ops
+    }
+    return replace(costs, op_us=times)
+
+
+def step_us(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_us
+
+
+def families_of(job: Job) -> list[str]:
+    assert job.pp is not None
+    each = len(job.stages) // job.pp
+    return [name for name, family in FAMILIES.items() if family.places.allow(each)]
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(k, marks=pytest.mark.slow) for k in range(6, 20))]
+)
+def test_a_plan_is_never_slower_than_that_of_the_best_family(seed: int) -> None:
+    draw = random.Random(1000 + seed)
+    ranks, each, microbatches = draw.randint(2, 4), draw.choice((1, 2)), draw.randint(2, 10)
+    make = skips_job if seed % 5 == 4 else make_job
+    job = replace(make(ranks * each, microbatches), pp=ranks, schedule="auto")
+    costs = uneven(job, seed)
+    found = make_plan(job, costs)
+    verify(found)
+    assert found.schedule_why
+    assert f"schedule         {found.schedule.family}: auto" in str(found)
+    families = {name: make_plan(job, costs, schedule=name) for name in families_of(job)}
+    assert step_us(found) <= min(map(step_us, families.values())) * (1 + 1e-9)
+    assert found.prediction is not None
+    assert found.prediction.gap >= 0.0
+
+
+def test_memory_is_kept_and_what_does_not_fit_is_refused() -> None:
+    job = replace(make_job(3, 8), pp=3, schedule="auto")
+    costs = make_costs(job, latency_us=10.0)
+    peaks = {
+        name: max(made.prediction.peak_bytes)
+        for name in families_of(job)
+        if (made := make_plan(job, costs, schedule=name)).prediction is not None
+    }
+    for most in (peaks["zb-h2"], peaks["1f1b"]):
+        made = make_plan(job, costs, max_bytes=most)
+        assert made.prediction is not None
+        assert max(made.prediction.peak_bytes) <= most
+    assert step_us(make_plan(job, costs, max_bytes=peaks["1f1b"])) <= step_us(
+        make_plan(job, costs, schedule="1f1b")
+    )
+    with pytest.raises(stretto.PlanError, match="more than the limit"):
+        make_plan(job, costs, max_bytes=WEIGHT.nbytes)
+
+
+def test_ranks_are_balanced_where_stages_are_finer_than_they() -> None:
+    """The first stage takes six times as long: ranks with equally many stages would be uneven."""
+    job = replace(make_job(8, 8), pp=2)
+    costs = make_costs(job, latency_us=5.0)
+    slow = {key: us * (6.0 if key[0] == 0 else 1.0) for key, us in costs.op_us.items()}
+    loads = loads_of(job, replace(costs, op_us=slow), (0, 1) * 4)
+    assert loads.forward_us[0] == pytest.approx(600.0)
+    assert loads.whole_bytes[3] > 0
+    groups = balanced_groups(loads, 2, None)
+    assert groups == ((0,), (1, 2, 3, 4, 5, 6, 7))
+    assert balanced_groups(loads, 2, [1.0, 1.0]) is None
+    made = make_plan(replace(job, schedule="auto"), replace(costs, op_us=slow))
+    assert made.schedule.stage_ranks == (0, 1, 1, 1, 1, 1, 1, 1)
+    assert step_us(made) < 0.9 * step_us(
+        make_plan(job, replace(costs, op_us=slow), schedule="interleaved-1f1b")
+    )
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h2", "gpipe"])
+def test_several_stages_as_one_take_as_long_as_one(family: str) -> None:
+    groups = equal_groups(6, 2)
+    coarse = make_schedule(family, 3, 5)
+    fine = of_stages(coarse, groups)
+    assert schedule_faults(fine) == []
+    assert fine.stage_ranks == (0, 0, 1, 1, 2, 2)
+    one, two = PhaseTimes(2.0, 2.0, 2.0), PhaseTimes(1.0, 1.0, 1.0)
+    assert time_schedule(fine, two).makespan <= time_schedule(coarse, one).makespan + 1e-9
+
+
+def test_an_interrupt_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(make_job(2, 4), pp=2, schedule="auto")
+    costs = make_costs(job)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if sum("whole plan" in one for one in lines) == 2:
+            raise KeyboardInterrupt
+
+    made = make_plan(job, costs, say=say)
+    assert made.prediction is not None
+    verify(made)
+
+    def at_once(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(job, costs, say=at_once)
+    assert search.WHOLE >= 2

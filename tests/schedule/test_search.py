@@ -1,0 +1,182 @@
+"""`auto` by the clock of schedules: the paper's table, memory, and never worse than the best family."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import UsageError
+from stretto.ir.action import Action, Phase, Schedule
+from stretto.ir.stage_maps import loop, v
+from stretto.schedule.exact import best_order
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.least import least_time
+from stretto.schedule.room import Room, most_held
+from stretto.schedule.search import Searched, Sought, search
+from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
+from stretto.schedule.urgencies import periodic
+from stretto.verify import schedule_faults
+
+TABLE = list(csv.DictReader((Path(__file__).parent / "data" / "zero_bubble_table5.csv").open()))
+"""Zero Bubble Pipeline Parallelism, Tables 9 and 5."""
+
+SHARE = {"1.5B": 32 / (34 + 5 * 24 * 1024 / 2304)}
+"""What a microbatch keeps for W alone, of what it saved: 32 s h of s h (34 + 5 a s / h) bytes, with the
+paper's sequences of 1,024 tokens; the model of 1.5 billion parameters has 24 heads and hidden size 2304."""
+SHARE_OF_OTHERS = 32 / (34 + 5 * 1024 / 128)
+"""The others have heads of 128."""
+
+
+def constant(room: Room) -> Callable[[tuple[int, ...]], Room]:
+    return lambda places: room
+
+
+def bubble_rate(schedule: Schedule, times: PhaseTimes) -> float:
+    return round(time_schedule(schedule, times).bubble_rate, 4)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            id=f"{row['model']}-{row['microbatches']}",
+            marks=[pytest.mark.slow] if int(row["stages"]) > 8 else [],
+        )
+        for row in TABLE
+    ],
+)
+def test_the_table_of_the_paper_is_reached(row: dict[str, str]) -> None:
+    stages, microbatches = int(row["stages"]), int(row["microbatches"])
+    f, i, w, message = (float(row[key]) for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms"))
+    times, share = PhaseTimes(f, i, w, message), SHARE.get(row["model"], SHARE_OF_OTHERS)
+    for memory, column, of_weight in ((2 * stages, "zb-2p", share), (stages, "zb-1p", 1.0)):
+        room = Room.even(stages, stages, memory, of_weight)
+        found = search(Sought(stages, 1, microbatches, times, room=constant(room), from_own_begin=True))
+        best = found.best.schedule
+        assert bubble_rate(best, times) <= float(row[column])
+        assert max(most_held(best, room)) <= memory + 1e-6
+        check(found, room)
+    half = PhaseTimes(f / 2, i / 2, w / 2, message)  # of each of a rank's two stages
+    folded = search(
+        Sought(stages, 2, microbatches, half, room=lambda places: Room.even(stages, 2 * stages, stages))
+    )
+    assert bubble_rate(folded.best.schedule, half) <= 0.5 * float(row["zb-1p"])
+
+
+def check(searched: Searched, room: Room | None = None) -> None:
+    """The first is the best, families are there, and all of them are legal."""
+    times = [one.time for one in searched.found]
+    assert times == sorted(times)
+    assert searched.bound <= searched.best.time * (1 + 1e-9)
+    assert any(one.family for one in searched.found)
+    for one in searched.found:
+        assert schedule_faults(one.schedule) == []
+        assert room is None or room.holds(one.schedule)
+        for stage in range(one.schedule.stages):
+            rank = one.schedule.stage_ranks[stage]
+            for phase in (Phase.F, Phase.I, Phase.W, Phase.B):
+                done = [
+                    a.microbatch for a in one.schedule.actions(rank) if (a.stage, a.phase) == (stage, phase)
+                ]
+                assert done == sorted(done)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_never_worse_than_the_best_family(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks, each, microbatches = draw.randint(2, 5), draw.choice((1, 1, 2)), draw.randint(1, 14)
+    stages = ranks * each
+    times = PhaseTimes(
+        *(tuple(draw.uniform(0.5, 2.0) for _ in range(stages)) for _ in range(3)),
+        tuple(draw.uniform(0.0, 1.5) for _ in range(stages - 1)),
+    )
+    max_live = draw.choice((None, None, ranks))
+    sought = Sought(ranks, each, microbatches, times, max_live=max_live)
+    found = search(sought)
+    check(found)
+    for family in FAMILIES.values():
+        if family.places.allow(each):
+            try:
+                made = make_schedule(family.name, ranks, microbatches, virtual_stages=each, max_live=max_live)
+            except UsageError:
+                continue
+            assert found.best.time <= time_schedule(made, times).makespan + 1e-9
+    assert 0.0 <= found.gap < 0.35
+
+
+@given(st.integers(1, 5), st.integers(1, 2), st.integers(1, 9), st.floats(0.5, 3.0), st.data())
+@settings(max_examples=25, deadline=None)
+def test_memory_is_kept_or_refused(ranks, each, microbatches, memory, data):
+    stages = ranks * each
+    times = PhaseTimes(*(data.draw(st.floats(0.1, 10)) for _ in range(3)), data.draw(st.floats(0, 5)))
+    share = data.draw(st.sampled_from([0.0, 0.4, 1.0]))
+    limit = memory * ranks
+
+    def room(places: tuple[int, ...]) -> Room:
+        return Room.even(ranks, stages, limit, share)
+
+    sought = Sought(ranks, each, microbatches, times, room=room, from_own_begin=True)
+    if limit < 1 - 1e-9:  # not one microbatch on all stages
+        with pytest.raises(UsageError, match="fits the memory"):
+            search(sought)
+        return
+    found = search(sought)
+    check(found, room(loop(ranks, each)))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(3, 5), (4, 6)])
+def test_exact_search_is_as_good_as_the_bound_where_the_best_is_known(ranks: int, microbatches: int) -> None:
+    pytest.importorskip("ortools")
+    times = PhaseTimes(1.0, 1.0, 1.0)
+    known = make_schedule("1f1b", ranks, microbatches)
+    found = best_order(known, times)
+    assert found is not None
+    assert schedule_faults(found) == []
+    # Fewer microbatches than a round trip takes: the critical path and W of the first stage.
+    bound = least_time(tuple(range(ranks)), microbatches, times)
+    assert bound <= time_schedule(found, times).makespan < time_schedule(known, times).makespan
+    live = best_order(known, times, max_live=2)
+    assert live is not None
+    assert max(peak_live(live)) <= 2
+
+
+def test_a_periodic_solution_leaves_no_rank_idle_in_the_steady_state() -> None:
+    for stage_ranks in (loop(4, 1), loop(3, 2), v(4, 2)):
+        times = PhaseTimes(1.0, 1.3, 0.6, 0.2)
+        urgency = periodic(stage_ranks, times)
+        assert urgency is not None
+        stages, ranks = len(stage_ranks), max(stage_ranks) + 1
+        period = stages // ranks * 2.9
+        for rank in range(ranks):
+            spans = sorted(
+                (urgency(Action(stage, phase, k)), times.of(Action(stage, phase, k)))
+                for stage in range(stages)
+                if stage_ranks[stage] == rank
+                for phase in (Phase.F, Phase.I, Phase.W)
+                for k in range(30)
+            )
+            for (begin, us), (after, _) in pairwise(spans):
+                assert begin + us <= after + 1e-6
+            steady = [us for begin, us in spans if 15 * period <= begin < 16 * period - 1e-6]
+            assert sum(steady) == pytest.approx(period)
+
+
+def test_times_of_other_stages_and_no_memory_are_refused() -> None:
+    sought = Sought(3, 1, 4, PhaseTimes((1.0, 2.0), 1.0, 1.0))
+    with pytest.raises(UsageError, match="F has times for 2 stages, but the schedule has 3"):
+        search(sought)
+    with pytest.raises(UsageError, match="message has times for 1 borders, but 3 stages have 2"):
+        search(replace(sought, times=PhaseTimes(1.0, 1.0, 1.0, (1.0,))))
+    with pytest.raises(
+        UsageError, match="no schedule of 3 ranks and 1 stages each fits the memory: allow more"
+    ):
+        search(replace(sought, times=PhaseTimes(1.0, 1.0, 1.0), room=lambda places: Room.even(3, 3, 0.5)))

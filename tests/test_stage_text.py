@@ -1,0 +1,108 @@
+"""Stages as a text: the long words, Megatron-Core's letters, and what is wrong with a text that says none."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.config import ParallelSettings
+from stretto.config.stage_text import EMBEDDING, LAYER, LOSS, Stages, of_counts, read_stages
+
+E, T, L = EMBEDDING, LAYER, LOSS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("embedding|layer*3|layer*3|loss", [[E], [T] * 3, [T] * 3, [L]]),
+        ("embedding layer*2 | layer, layer, loss", [[E, T, T], [T, T, L]]),
+        ("embedding,decoder|decoder|loss", [[E, T], [T], [L]]),
+        # Of Megatron-Core's documentation and help, without the layer that predicts further tokens.
+        ("Et*3|(tt|)*29,L", [[E, T, T, T], *[[T, T]] * 29, [L]]),
+        ("E||t|L", [[E], [], [T], [L]]),
+        ("E|(t|)*3,||L", [[E], [T], [T], [T], [], [], [L]]),
+        ("Ettt|tt*2L", [[E, T, T, T], [T, T, T, L]]),
+        ("EtL", [[E, T, L]]),
+        ("|EtL|", [[], [E, T, L], []]),
+        ("E(|tt)*2,L", [[E], [T, T], [T, T, L]]),
+        ("E((t|)*2|)*2L", [[E, T], [T], [], [T], [T], [], [L]]),
+        ("Et|*3L", [[E, T], [], [], [L]]),
+        ("E|t*0|tL", [[E], [], [T, L]]),
+    ],
+)
+def test_texts(text: str, expected: list[list[str]]) -> None:
+    found = read_stages(text)
+    assert [list(words) for words in found.of] == expected
+    assert found.layers == sum(words.count(T) for words in expected)
+    assert ParallelSettings(pp=len(expected), split=text).split_stages == len(expected)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
+def test_what_is_written_is_read_again(layers: list[int], data: st.DataObject) -> None:
+    held = [at for at, count in enumerate(layers) if count]
+    first = data.draw(st.integers(0, held[0] if held else len(layers) - 1))
+    last = data.draw(st.integers(held[-1] if held else first, len(layers) - 1))
+    stages = of_counts(layers, embedding=first, loss=last)
+    assert read_stages(stages.text) == stages
+    for count in (0, 1, 7, 30):
+        near = stages.with_layers(count)
+        assert near.layers == count
+        assert len(near.of) == len(layers)
+        assert read_stages(near.text) == near
+    assert stages.with_layers(stages.layers) == stages
+
+
+def test_layers_are_added_where_fewest_are_and_taken_where_most_are() -> None:
+    stages = read_stages("Ett||ttt|tL")
+    assert stages.with_layers(7) == read_stages("Ett||ttt|ttL")
+    assert stages.with_layers(4) == read_stages("Et||tt|tL")
+    assert stages.with_layers(2) == read_stages("E||t|tL")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("embeding|layer|loss", "'embeding' is no word of a stage; did you mean embedding?"),
+        ("E|lair|L", "'lair' is no word of a stage; did you mean layer?"),
+        ("E|x|L", "'x' is no word of a stage; known are embedding (E), layer (t), loss (L)"),
+        ("blocks.4", "Modules that begin stages are a list, as in ['blocks.4']"),
+        ("", "embedding comes once, as the first of all words, and is there 0 times: write 'embedding,loss'"),
+        ("t|t", "write 'embedding,layer|layer,loss'"),
+        ("Et|t", "loss comes once, as the last of all words, and is there 0 times"),
+        ("E|t|E|t|L", "embedding comes once, as the first of all words, and is there 2 times"),
+        ("t|E|t|L", "stands elsewhere: write 'embedding,layer||layer|loss'"),
+        ("E|L|t", "stands elsewhere: write 'embedding||layer,loss'"),
+        ("Et|tm|L", "no layers that predict further tokens (mtp, m) are captured: leave them out"),
+        ("E(t|*3", "a parenthesis is opened and not closed"),
+        ("Et)*3|L", "a parenthesis is closed that was not opened"),
+        ("*3|L", "before a star stands what is repeated"),
+        ("Et*|L", "before a star stands what is repeated"),
+        ("Et*-2|L", "before a star stands what is repeated"),
+        ("E(t*99999)*99999L", "makes more than 100,000 stages and layers"),
+        ("Et*9999999999999999999L", "makes more than 100,000 stages and layers"),
+        ("E3L", "'3' is no word of a stage"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        ParallelSettings(split=text)
+    written = re.search(r"write '([^']*)'", str(refused.value))
+    if written is not None:
+        assert isinstance(read_stages(written[1]), Stages)
+
+
+def test_stages_are_shared_by_the_ranks() -> None:
+    with pytest.raises(
+        ValueError, match=r"'Et\|t\|L' has 3 stages, .* multiple of pp = 2: make them 4, or give pp = 1"
+    ):
+        ParallelSettings(pp=2, split="Et|t|L")
+    with pytest.raises(
+        ValueError, match=r"has 4 stages, but pp = 2 and virtual_stages = 3 make 6; give virtu"
+    ):
+        ParallelSettings(pp=2, virtual_stages=3, split="Et|t||L")
+    assert ParallelSettings(pp=2, virtual_stages=2, split="Et|t||L").split_stages == 4
+    assert ParallelSettings(pp=2, split=["blocks.1"]).split_stages == 2
+    assert ParallelSettings(pp=2).split_stages is None
