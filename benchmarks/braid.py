@@ -14,7 +14,8 @@ one pass, forward or backward, over one chunk:
 and beside the work and these, a step has a bubble of (p - 1) (F + AR + I - W) with STP.
 
 A chunk here is a layer of two units, attention and MLP, with an all-reduce behind each. F, I and W of a unit
-take equally long, messages nothing. Prints the table of docs/overlap.md.
+take equally long, messages nothing. Prints one row for each number of ranks; docs/overlap.md
+has the first.
 """
 
 from __future__ import annotations

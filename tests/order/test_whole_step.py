@@ -506,9 +506,7 @@ def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     job, costs = job_of(microbatches=4, blocks=1)
     assert tried(job, costs)
-    assert tried(replace(job, max_live=3), costs), (
-        "one more than in its own order is something to choose from"
-    )
+    assert tried(replace(job, max_live=3), costs), "one more than in its own order"
     asked.clear()
     plan = make_plan(replace(job, max_live=2), costs, schedule="1f1b", overlap="window")
     assert not asked
