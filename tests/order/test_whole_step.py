@@ -541,7 +541,7 @@ def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.Mon
     limit = peak_bytes(planned(None, "local"))
     assert limit < peak_bytes(wide)
     tight = planned(limit)
-    assert walks == [windows.BRIEF], "what holds too much is not searched for long"
+    assert set(walks) == {windows.BRIEF}, "what holds too much is not searched for long"
     assert peak_bytes(tight) <= limit
     assert not any(window.shares for window in tight.windows.values())
     # A brief search that comes close to the bound is enough.
