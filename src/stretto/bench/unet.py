@@ -78,7 +78,7 @@ class Setup:
     channels: of the first of four levels, which have c, 2c, 4c and 8c: so both halves take about as long."""
 
     rate: str = "unlimited"
-    channels: int = 64
+    channels: int = 48
     image: int = 16
     states: int = 16
     microbatch: int = 8
