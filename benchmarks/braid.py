@@ -1,6 +1,6 @@
 """Tensor-parallel all-reduces of a pipeline that hide: our windows beside STP's braid, on described costs.
 
-    python -m benchmarks.braid [RANKS MICROBATCHES ...]
+    python -m benchmarks.braid [RANKS ...]
 
 "Synergistic Tensor and Pipeline Parallelism" (NeurIPS 2025, arXiv 2510.27257) braids units of a forward with
 units of a backward by hand, so that each hides the other's all-reduces. Its table, for p ranks of two chunks
@@ -14,11 +14,13 @@ one pass, forward or backward, over one chunk:
 and beside the work and these, a step has a bubble of (p - 1) (F + AR + I - W) with STP.
 
 A chunk here is a layer of two units, attention and MLP, with an all-reduce behind each. F, I and W of a unit
-take equally long, messages nothing. Prints the table of docs/overlap.md.
+take equally long, messages nothing. Prints one row for each number of ranks; docs/overlap.md
+has the first.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -180,3 +182,33 @@ def live_chunks(plan: Plan) -> int:
 def exposed_us(plan: Plan) -> float:
     """Of the rank whose compute waits longest for all-reduces."""
     return max(simulate(plan).exposed_axis_us().get("tp", (0.0,)))
+
+
+def main(*ranks: int) -> None:
+    print(
+        "| ranks, microbatches | interleaved 1F1B | ZB-V | STP | windows | with STP's memory |\n"
+        "| --- | --- | --- | --- | --- | --- |",
+        flush=True,
+    )
+    for p in ranks or (2, 4, 8):
+        table = Table(p, 4 * p, UNIT_US / 2)
+        others = planned(table, "interleaved-1f1b", "local"), planned(table, "zb-v", "off")
+        cells = [_cell(table, exposed_us(plan), simulated_us(plan)) for plan in others]
+        cells.append(_cell(table, table.braid_us, table.braid_step_us))
+        for more_live in (None, p):
+            plan = planned(table, "zb-v", "window", more_live=more_live)
+            cells.append(f"{_cell(table, exposed_us(plan), simulated_us(plan))}, {live_chunks(plan)} chunks")
+        print(f"| {p}, {table.m} | {' | '.join(cells)} |", flush=True)
+
+
+def simulated_us(plan: Plan) -> float:
+    """The step."""
+    return simulate(plan).step_us
+
+
+def _cell(table: Table, waits_us: float, step_us: float) -> str:
+    return f"{waits_us / table.ar_us:.1f} AR, {step_us / table.braid_step_us:.3f}"
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -506,8 +506,10 @@ def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     job, costs = job_of(microbatches=4, blocks=1)
     assert tried(job, costs)
-    plan = make_plan(replace(job, max_live=3), costs, schedule="1f1b", overlap="window")
-    assert not asked[1:]
+    assert tried(replace(job, max_live=3), costs), "one more than in its own order"
+    asked.clear()
+    plan = make_plan(replace(job, max_live=2), costs, schedule="1f1b", overlap="window")
+    assert not asked
     assert plan.overlap in ("local", "window")
     summed = next(op for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
     written = Buffer("seen", ACTIVATION, (0,), ((0, Phase.F, summed.name),))
@@ -539,7 +541,7 @@ def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.Mon
     limit = peak_bytes(planned(None, "local"))
     assert limit < peak_bytes(wide)
     tight = planned(limit)
-    assert walks == [windows.BRIEF], "what holds too much is not searched for long"
+    assert set(walks) == {windows.BRIEF}, "what holds too much is not searched for long"
     assert peak_bytes(tight) <= limit
     assert not any(window.shares for window in tight.windows.values())
     # A brief search that comes close to the bound is enough.
