@@ -2,9 +2,9 @@
 
 `examples/unet_transformer.toml` names this file. The U-Net is told how noisy an image is and which digit it
 shows, and says how the noise was added (Ho, Jain and Abbeel 2020, arXiv 2006.11239): the velocity of Salimans
-and Ho 2022 (arXiv 2202.00512), on the cosine schedule of Nichol and Dhariwal 2021 (arXiv 2102.09672), as so few
-pixels are gone early. At the end it draws ten of each digit from noise alone (Song, Meng and Ermon 2021, arXiv
-2010.02502), into samples.png.
+and Ho 2022 (arXiv 2202.00512), on the cosine schedule of Nichol and Dhariwal 2021 (arXiv 2102.09672), since
+so few pixels are gone early. At the end it draws ten of each digit from noise alone (Song, Meng and Ermon
+2021, arXiv 2010.02502), into samples.png.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ CODE: list[tuple[Any, Any, dict[str, Any], str]] = [
             Apart(),
             torch.zeros(4, 8),
             {"ep": 2, "dp": 2, **plan},
-            "take transformers 5 or newer, which has them",
+            "take transformers 5.17 or newer, which has",
         )
         for plan in ({}, {"ep_plan": {"experts": "experts"}})
     ),

@@ -92,12 +92,10 @@ def test_devices_that_are_too_small_are_told_what_would_do(tmp_path: Path) -> No
     )
 
 
-def processes_of(config: str) -> list[int]:
-    """Processes below the one that has this file among its arguments, and it."""
-    found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in found.splitlines()[1:]]
-    roots = {int(pid) for pid, _, args in rows if config in args and "stretto.cli.main" in args}
-    return [int(pid) for pid, parent, _ in rows if int(pid) in roots or int(parent) in roots]
+def processes_of(pid: int) -> list[int]:
+    """A process and those that it has started."""
+    below = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return [pid, *map(int, below.split())]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -120,8 +118,8 @@ def test_it_is_stopped_and_writes_what_it_has(tmp_path: Path, signum: signal.Sig
         if "best" in line:
             break
     assert all(after - before < 4.0 for (before, _), (after, _) in pairwise(told[1:]))
-    started = processes_of(given[1])
-    assert len(started) >= 3
+    started = processes_of(process.pid)
+    assert len(started) >= 3, told
     if signum == signal.SIGINT:  # a terminal sends it to all of them
         os.killpg(process.pid, signum)
     else:

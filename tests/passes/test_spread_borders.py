@@ -83,7 +83,8 @@ def test_a_spread_sequence_is_never_gathered_before_it_is_sent(name: str, cut: s
 
 
 @pytest.mark.parametrize(
-    "schedule", ["zb-v", *(pytest.param(s, marks=pytest.mark.slow) for s in ("interleaved-1f1b", "dualpipev"))]
+    "schedule",
+    ["zb-v", *(pytest.param(s, marks=pytest.mark.slow) for s in ("interleaved-1f1b", "dualpipev"))],
 )
 def test_virtual_stages_send_shards(schedule: str) -> None:
     """Of which one holds the gather of the products that the next begins with."""

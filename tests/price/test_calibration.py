@@ -72,7 +72,7 @@ def test_a_file_comes_back_equal(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: d.pop("format"), 'not a calibration file: expected "format": "stretto-calibration"'),
-        (lambda d: d.update(version=2), "this Stretto reads version 11"),
+        (lambda d: d.update(version=2), "this Stretto reads version 12"),
         (lambda d: d.update(extra=1), "unknown key 'extra'"),
         (lambda d: d["machine"].update(kind="tpu"), 'machine.kind: expected cpu or cuda, found "tpu"'),
         (

@@ -21,7 +21,7 @@ OF_PARAMETERS = "grouped_gemm"
 
 def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
     """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have
-    too since 5.20; before, the config of their base model says it."""
+    too, in newer versions; in 5.17 the config of their base model says it."""
     own = getattr(model, "ep_plan", None) or _of_config(model)
     found: dict[str, str] = {}
     for pattern, style in own.items():
@@ -42,8 +42,8 @@ def of_modules(model: nn.Module, name: str) -> str:
     """Why such a list cannot be shared, and what to do."""
     return (
         f"{type(model).__name__} has each expert of {name} in a module of its own, and ranks share experts "
-        "along dim 0 of parameters that hold all of a layer's: take transformers 5 or newer, which has them "
-        "so, or give ep = 1"
+        "along dim 0 of parameters that hold all of a layer's: take transformers 5.17 or newer, which has "
+        "them so, or give ep = 1"
     )
 
 

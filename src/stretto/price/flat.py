@@ -43,7 +43,7 @@ class Cluster(BaseModel):
     processor_us_per_mb: float = Field(default=0.0, ge=0)
     """Processor time that each end of a message loses, for each 10**6 bytes."""
     message_us: float = Field(default=0.0, ge=0)
-    """What each message keeps its link for before its bytes; Gloo takes about 18 on one machine (measured)."""
+    """What each message keeps its link for before its bytes; about 18 for Gloo on one machine, measured."""
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory of a device; a plan that needs more is refused. None sets no limit."""
 

@@ -37,6 +37,9 @@ SHORT = 4
 ROUNDING = 1e-9
 """A sum over all ops in another order may be larger by that share."""
 
+PIECES = 2
+"""Of a block, which the automatic cut may part: attention and MLP. That they are alike is assumed."""
+
 LEAST_FILL = 4
 """Of the forwards that a pipeline's last rank waits for, one in so many is counted where only layouts are
 put in order: more stages a rank divide them. Assumed."""
@@ -113,7 +116,8 @@ def estimate(
     layout = candidate.layout
     p, v, m = layout.pp, candidate.virtual_stages, layout.microbatches
     stages = p * v
-    uneven = ceil(layers / stages) * stages / layers if layers is not None else 1.0
+    pieces = layers * PIECES if layers is not None else stages
+    uneven = ceil(pieces / stages) * stages / pieces
     stretch = uneven * (work.busiest_us / work.compute_us if work.compute_us else 1.0)
     family = candidate.schedule
     if family == AUTO:

@@ -128,7 +128,10 @@ class Funnel:
     def result(self) -> Tuned:
         """What it has, now."""
         tuned = self.tuned
-        tuned.planned = sorted(self._best.values(), key=lambda one: (one.step_us, one.candidate))
+        # Of equal ones a family before "auto", which every plan would have to look for again.
+        tuned.planned = sorted(
+            self._best.values(), key=lambda one: (one.step_us, one.candidate.schedule == AUTO, one.candidate)
+        )
         for waiting in self._waiting:
             self._drop(NOT_REACHED, waiting.candidate, waiting.bound_us)
         for look in self._frontier.open:
