@@ -114,7 +114,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-CANNOT_EDIT = {
+CANNOT_EDIT: dict[tuple[str, ...], str] = {
     ("transformers", "integrations", "moe.py"): (
         "this is how transformers multiplies groups of tokens by experts, and no tracer follows what older "
         "releases do: set model.config.experts_implementation = 'batched_mm', or update transformers"
