@@ -20,6 +20,7 @@ ROOMS = (
     "cli",
     "bench",
     "stretto",
+    "tune",
     "train",
     "report",
     "lab",
@@ -51,7 +52,7 @@ ROOMS = (
 
 
 def room_of(module: str) -> str:
-    """`capture` of `capture.graph`; the package itself, an empty string, is the room `stretto`, and `__main__`
+    """`capture` of `capture.graph`. The package itself, an empty string, is the room `stretto`; `__main__` is
     the command line's."""
     first = module.split(".")[0]
     return {"": "stretto", "__main__": "cli"}.get(first, first)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,20 @@ class Weighted(nn.Module):
 WEIGHTED = ("linear", "linear", "two", "stopped", "added", "embedded")
 
 
+class Late(torch.autograd.Function):
+    """Half of x, with a gradient that is weighed by y: only its backward reads that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return grad * y.cos(), None
+
+
 class Plain(nn.Module):
     """A step without parameters of its own."""
 
@@ -83,6 +98,7 @@ PLAIN: dict[str, Callable[[Batch, Tensor, Tensor], Tensor]] = {
     "masked": lambda batch, x, y: torch.where(batch["mask"], x, y),
     "labelled": lambda batch, x, y: x + y.gather(1, batch["labels"].unsqueeze(1)),
     "stop": lambda batch, x, y: x + y.detach().cos(),
+    "late": lambda batch, x, y: Late.apply(x, y),  # type: ignore[no-untyped-call]
 }
 
 SPECIAL: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -243,3 +259,10 @@ def all_kinds() -> tuple[Anywhere, str]:
     modules.append(Side())
     reads.append((last, side))
     return Anywhere(Drawn(tuple(modules), tuple(reads), (last,), last + 1)), f"steps.{first}"
+
+
+def one_read_late() -> Anywhere:
+    """Three layers and, before the last, a step whose backward alone reads what the first has made."""
+    layers = [Weighted(_weight(Random(seed)), "linear") for seed in range(3)]
+    modules = (layers[0], layers[1], Plain("late"), layers[2])
+    return Anywhere(Drawn(modules, ((-1, -1), (0, 0), (1, 0), (2, 2)), (3,), -2))

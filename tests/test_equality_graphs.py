@@ -27,7 +27,7 @@ from stretto.ir.program import Job
 from stretto.ir.serialize import load_plan
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
-from tests.random_stages import SPECIAL, Anywhere, all_kinds, batch_of, draw_model, loss_of
+from tests.random_stages import SPECIAL, Anywhere, all_kinds, batch_of, draw_model, loss_of, one_read_late
 from tests.runtime.equality import (
     FAMILIES,
     assert_equal,
@@ -103,7 +103,7 @@ def test_the_drawings_have_edges_of_every_kind() -> None:
             seen["skips backward"] += edge.phase is Phase.I and edge.source - edge.target > 1
             seen["one number"] += edge.spec.shape == ()
             seen["not in one piece"] += edge.spec.stride is not None
-    for kind in ("float64", "float32", "bfloat16", "int64", "int8", "bool", "FF", "II", "FI"):
+    for kind in ("float64", "float32", "bfloat16", "int64", "int8", "bool", "FF", "II", "FI", "IW"):
         assert seen[kind] >= 3, kind
     for kind in ("skips forward", "skips backward", "one number", "not in one piece", "ties"):
         assert seen[kind] >= 20, kind
@@ -145,6 +145,19 @@ def test_a_sum_of_two_stages_is_read_before_between_and_behind() -> None:
     for result in results:
         assert_equal(result, expected, 1e-10)
         assert_same_bits(result, results[0])
+
+
+def test_a_value_that_only_a_backward_reads_is_sent_to_that() -> None:
+    model = one_read_late()
+    found = trace(model, batch_of(4), loss_of, microbatches=2)
+    at = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    job = cut(found, place(found, len(at) + 1, at), len(at) + 1, 2)
+    assert [f"{edge.source}{edge.phase}>{edge.target}{edge.user_phase}" for edge in job.edges].count(
+        "2F>4I"
+    ) == 1
+    for family in ("gpipe", "zb-h2"):
+        result = run(make_plan(job, made_up_costs(job), schedule=family), model, batch_of(4))
+        assert_equal(result, plain(model, batch_of(4), loss_of), 1e-10)
 
 
 @cache

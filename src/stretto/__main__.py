@@ -1,4 +1,4 @@
-"""`python -m stretto`: the command line, for launchers that start modules (`torchrun -m stretto train ...`)."""
+"""`python -m stretto`: the command line, for launchers of modules (`torchrun -m stretto train ...`)."""
 
 from stretto.cli.main import main
 

@@ -8,9 +8,8 @@ import pytest
 
 import stretto
 from stretto.capture.trace import Traced, trace
-from stretto.ir.program import Job
 from tests.capture.test_huggingface import without_noise
-from tests.capture.unets import batch_of, large, large_batch, loss, tiny
+from tests.capture.unets import batch_of, loss, tiny
 from tests.runtime.equality import (
     FAMILIES,
     Result,
@@ -100,27 +99,3 @@ def test_other_kinds_of_blocks(kind: str) -> None:
     expected = without_noise(expected, expected)
     assert_equal(found, expected, 1e-10)
     assert len(expected.grads) >= len(list(model.parameters())) - 6, "biases of keys, which a softmax drops"
-
-
-def large_job(channels: int) -> Job:
-    """In two stages; four microbatches of 64 images."""
-    parallel = stretto.Parallel(pp=2, microbatches=4, schedule="eager-1f1b", split=IN_THE_DECODER)
-    return stretto.capture(
-        large(channels), large_batch(4, channels), loss, parallel, precision="float32", device="cuda"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("channels", "millions"), [(320, 588), (480, 1322), (672, 2590)])
-def test_large_ones_are_planned_without_a_device(channels: int, millions: int) -> None:
-    job = large_job(channels)
-    assert round(sum(p.spec.numel for p in job.parameters) / 1e6) == millions
-    mib = {edge.spec.shape: edge.spec.nbytes / 2**20 for edge in job.edges if edge.source == 0}
-    images = {shape[1:]: size for shape, size in mib.items() if len(shape) == 4}
-    c = channels
-    assert set(images) == {(c, 32, 32), (c, 16, 16), (2 * c, 16, 16), (6 * c, 8, 8)}
-    assert sum(len(edge.spec.shape) == 4 for edge in job.edges if edge.source == 0) == 5
-    assert images[c, 32, 32] == c / 4
-    plan = stretto.plan(job, "h100x16")
-    stretto.verify(plan)
-    assert plan.prediction is not None

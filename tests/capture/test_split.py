@@ -73,7 +73,11 @@ def test_names_alone_say_how_many_stages() -> None:
         (["layers.2", "layers.1"], 3, "in the order of execution, each once: layers.2, layers.1"),
         (["layers.1", "layers.1"], 3, "in the order of execution, each once"),
         (["layers.1"], 3, "split names 1 modules, which makes 2 stages, but the pipeline has 3"),
-        ("even", 2, "split must be \"auto\" or a list of module names, not 'even'"),
+        (
+            "even",
+            2,
+            "split = 'even': 'even' is no word of a stage; known are embedding (E), layer (t), loss (L)",
+        ),
         ("auto", 0, "a model needs at least one stage, not 0"),
         ("auto", 100, "parts that can be stages, fewer than the 100 asked for; use fewer pipeline stages"),
     ],

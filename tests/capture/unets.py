@@ -1,4 +1,4 @@
-"""`UNet2DConditionModel` of `diffusers` as it comes: tiny ones to compute with, and a large one to plan.
+"""`UNet2DConditionModel` of `diffusers` as it comes: tiny ones to compute with.
 
 Tests that use them are skipped where `diffusers` is not installed (`pip install 'stretto[diffusion]'`).
 """
@@ -53,31 +53,3 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     states = batch["states"].expand(len(batch["image"]), -1, -1)
     said = model(batch["image"], batch["time"], encoder_hidden_states=states).sample
     return nn.functional.mse_loss(said, batch["noise"])
-
-
-LARGE_IMAGE, LARGE_MICROBATCH, STATES = 32, 64, 16
-
-
-def large(channels: int) -> nn.Module:
-    """With the sizes of Alpa's benchmark, without values. Alpa's own model in JAX (alpa/model/unet_2d.py) has
-    one layer in a block of the decoder with attention; `diffusers` has one more than the encoder, two."""
-    with torch.device("meta"):
-        model = diffusers.UNet2DConditionModel(
-            sample_size=LARGE_IMAGE,
-            layers_per_block=1,
-            block_out_channels=(channels, 2 * channels, 4 * channels, 4 * channels),
-            cross_attention_dim=4 * channels,
-            attention_head_dim=8,
-        )
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def large_batch(microbatches: int, channels: int) -> Batch:
-    rows, image = microbatches * LARGE_MICROBATCH, (4, LARGE_IMAGE, LARGE_IMAGE)
-    return {
-        "image": torch.empty(rows, *image, device="meta"),
-        "noise": torch.empty(rows, *image, device="meta"),
-        "time": torch.empty(rows, dtype=torch.int64, device="meta"),
-        "states": torch.empty(rows, STATES, 4 * channels, device="meta"),
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from ast import literal_eval
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from stretto.price.calls import Calls
 from stretto.price.roofline import scaled
 from stretto.price.wanted import Wanted
 from stretto.schedule.families import make_schedule
+from stretto.schedule.sums import with_sums
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -168,6 +170,11 @@ def test_a_stretch_lies_between_two_waits() -> None:
     assert len(found[0]) > len(job.stages[0].ops), "programs are cut at their waits"
     assert sum(first for first, _ in found[0]) == sum(range(len(ops))) - sum(waits)
     assert all(second == 10.0 * first for first, second in found[0])
+    planned = with_sums(job, make_schedule("1f1b", 2, job.microbatches))
+    assert Phase.REDUCE_GRAD in planned.stages[0].ops, "else nothing is left out"
+    assert stretches(planned, {0: defaultdict(list, times)}) == found, (
+        "sums run once a step, and are not timed"
+    )
 
 
 def test_under_a_quota_an_op_is_told_by_its_thread_and_its_program_by_the_clock(

@@ -20,7 +20,7 @@ from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, list_order, make_graph, moves, whole_step
 from stretto.order import push as pushing
 from stretto.order.follow import replay
-from stretto.order.graphs import Graphs
+from stretto.order.graphs import Frees, Graphs
 from stretto.order.moves import by_op
 from stretto.order.push import Pushing
 from stretto.order.scope import Whole, make_whole
@@ -482,7 +482,7 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch
     text = plan_to_text(plan)
     assert text == plan_to_text(make_plan(job, costs, schedule="1f1b", overlap="window"))
     assert plan_from_text(text) == plan
-    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us, walks: None)
+    monkeypatch.setattr(windows, "order_together", lambda *_: None)
     assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
 
 
@@ -491,13 +491,13 @@ def test_the_only_rank_of_a_pipeline_may_have_one_window_too(monkeypatch: pytest
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert [window.shares for window in plan.windows.values()] == [(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10)]
     verify(plan)
-    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us, walks: None)
+    monkeypatch.setattr(windows, "order_together", lambda *_: None)
     assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
 
 
 def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Plan] = []
-    monkeypatch.setattr(windows, "order_together", lambda plan, bound_us, walks: asked.append(plan))
+    monkeypatch.setattr(windows, "order_together", lambda plan, *_: asked.append(plan))
 
     def tried(job: Job, costs: Costs, schedule: str = "1f1b") -> bool:
         asked.clear()
@@ -518,9 +518,9 @@ def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.Mon
     job, costs = job_of(microbatches=4, blocks=1)
     walks: list[int | None] = []
 
-    def counted(plan: Plan, bound_us: float, given: int | None) -> whole_step.Found | None:
+    def counted(plan: Plan, bound_us: float, given: int | None, frees: Frees) -> whole_step.Found | None:
         walks.append(given)
-        return order_together(plan, bound_us, given or 30)
+        return order_together(plan, bound_us, given or 30, frees)
 
     monkeypatch.setattr(windows, "order_together", counted)
 
@@ -553,7 +553,7 @@ def test_where_a_whole_step_is_near_its_bound_nothing_else_is_ordered_again(
 ) -> None:
     job, costs = job_of(microbatches=4, blocks=1)
     asked: list[object] = []
-    monkeypatch.setattr(windows, "order_together", lambda plan, us, walks: order_together(plan, us, 10))
+    monkeypatch.setattr(windows, "order_together", lambda plan, us, *_: order_together(plan, us, 10))
     monkeypatch.setattr(windows, "refine", lambda build, captured, quick: asked.append(captured))
     monkeypatch.setattr(tries, "AHEAD_OF", 0.0)  # it is not far ahead
     for near, again in ((0.0, True), (100.0, False)):

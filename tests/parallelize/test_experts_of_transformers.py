@@ -78,7 +78,7 @@ def plain(model: nn.Module, pieces: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 class Planned(nn.Module):
-    """A model whose plan for experts is where `transformers` has it: the model's, or its base model's config's."""
+    """A model whose plan for experts is where `transformers` has it: its own, or that of a config."""
 
     def __init__(self, plan: dict[str, str], own: bool) -> None:
         super().__init__()
@@ -114,3 +114,28 @@ def test_it_gives_the_values_of_the_plain_model(name: str, degree: int) -> None:
     assert grads.keys() == want.keys()
     for key, grad in want.items():
         assert (grads[key] - grad).norm() <= tolerance * max(float(grad.norm()), 1e-3), key
+
+
+@pytest.mark.slow
+def test_a_router_draws_the_same_however_its_experts_are_shared() -> None:
+    """PhiMoE's, in training. The model alone draws from another generator: it is compared in evaluation."""
+    sizes = {"num_key_value_heads": 1, "num_local_experts": 4, "router_jitter_noise": 0.01}
+    model = from_transformers("PhimoeForCausalLM", **{**SIZES, **sizes}).double()
+
+    def of(**how: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        job = capture(model, batch(), huggingface_sum, Parallel(dp=2, **how))
+        drawing = [op for stage in job.stages for ops in stage.ops.values() for op in ops if op.random]
+        assert bool(drawing) is model.training
+        plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+        return together(plan, model, batch())
+
+    def assert_equal(want: tuple[Tensor, dict[str, Tensor]], **how: Any) -> None:
+        loss, grads = of(**how)
+        assert abs(loss - want[0]) <= 1e-10 * abs(want[0])
+        for key, grad in want[1].items():
+            assert (grads[key] - grad).norm() <= 1e-10 * max(float(grad.norm()), 1e-3), key
+
+    copies = of()
+    for how in ({"ep": 2}, {"ep": 2, "ampipe_degree": 2}):
+        assert_equal(copies, **how)
+    assert_equal(plain(model.eval(), 2), ep=2)

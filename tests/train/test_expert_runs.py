@@ -1,5 +1,5 @@
-"""Runs of mixtures of experts as users have them: under any number of ranks that share the experts, ended in the
-middle, with a disk or a buffer that is too small, and read by others afterwards.
+"""Runs of mixtures of experts as users have them: under any number of ranks that share the experts, ended in
+the middle, with a disk or a buffer that is too small, and read by others afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stretto.train import trainer
 from stretto.train.whole import load_whole
 
 pytestmark = pytest.mark.slow
-"""Runs of several processes; what experts compute under any layout is tested on threads (`tests/parallelize`)."""
+"""Runs of several processes; what experts compute is tested on threads (`tests/parallelize`)."""
 
 DROPLESS = "experts = 4\nexpert_ratio = 1.0\ncapacity_factor = 0.0"
 MIXTRAL = """

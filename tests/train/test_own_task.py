@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,9 +116,13 @@ def test_it_is_planned_and_checked_as_text_is(tmp_path: Path) -> None:
     [
         (None, r"cannot be read \(No such file or directory\): give a file of Python"),
         ("x = 1", r"defines no function task\(config, seed\)"),
-        ("def task(config, seed): return 3", r"returned a int, and is to return a stretto.train.task.Task"),
-        ("def task(config, seed): return config['depth']", r"task.config = \{\}: KeyError: 'depth'"),
-        ("import no_such_package", "No module named 'no_such_package'; install what it needs"),
+        ("def task(config, seed): return 3", r"is to return a stretto.train.task.Task, and returned 3"),
+        (
+            "def task(config, seed):\n    return config['depth']",
+            r"line 2: task\(config, seed\) failed with task.config = \{\}: KeyError: 'depth'",
+        ),
+        ("import torch\nwidth = layers * 4", "line 2: NameError: name 'layers' is not defined"),
+        ("import no_such_package", "cannot import what it needs: No module named 'no_such_package'"),
         ("def task(:", "line 1: "),
     ],
 )
@@ -127,6 +132,13 @@ def test_files_that_give_no_task_are_refused(tmp_path: Path, code: str | None, t
         path.write_text(code)
     with pytest.raises(UsageError, match=f"task.file = '.*mine.py'.*{told}"):
         own_task(TaskSettings(file=str(path)), 0)
+
+
+@pytest.mark.parametrize("example", ["unet_digits", "unet_large"])
+def test_an_example_says_what_to_install(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(UsageError, match=r"diffusers.* \(pip install 'stretto\[diffusion\]'\)"):
+        own_task(TaskSettings(file=f"examples/{example}.py"), 0)
 
 
 def test_settings_of_text_do_not_go_with_it(tmp_path: Path) -> None:

@@ -286,8 +286,9 @@ def test_tied_gradients_start_in_one_order() -> None:
     swapped = window("0REDUCE_GRAD 1", "tied.w0; tied.w1; ", "tied.w1; tied.w0; ")(both)
     assert [str(fault) for fault in plan_faults(swapped)] == [
         "rank 1, window 1REDUCE_GRAD 1, sum on tied w0: starts before that on tied w1, but rank 0, window "
-        "0REDUCE_GRAD 1, starts tied w1 first: the order here is loss, tied w0, tied w1, that of rank 0 is "
-        "loss, tied w1, tied w0. Start sums of tied gradients, and of the loss, in the same order on all ranks"
+        "0REDUCE_GRAD 1, starts tied w1 first: the order here is loss, tied w0, tied w1, that of rank 0 "
+        "is loss, tied w1, tied w0. Start sums of tied gradients, and of the loss, in the same order on all "
+        "ranks"
     ]
 
 

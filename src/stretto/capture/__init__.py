@@ -12,17 +12,10 @@ import torch
 from torch import nn
 
 from stretto.batch.loss import Loss
-from stretto.capture.explain import explained
-from stretto.capture.meshes import on_meshes, place_on_meshes
-from stretto.capture.split import split
-from stretto.capture.stages import cut
-from stretto.capture.trace import trace
+from stretto.capture.captures import Captures
 from stretto.config import ParallelSettings
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Job
-from stretto.ir.stage_maps import virtual_stages_of
-from stretto.parallelize.layout import Layout, layout_of
-from stretto.passes import on_job
 
 DEVICES = ("cpu", "cuda")
 """Kinds of devices that a step can be captured for."""
@@ -79,12 +72,20 @@ def capture(
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     _check_arguments(model, loss, parallel, device, stages)
-    made = partial(_captured, model, batch, loss, parallel, precision, device, stages, tp_plan, equal_layers)
-    with explained(model):
-        job = made(None)
-        if parallel.ampipe_degree != "auto":
-            return job
-        return replace(job, in_chunks=tuple(_in_chunks(made)))
+    captures = Captures(
+        model,
+        batch,
+        loss,
+        dtype=DTYPES[precision],
+        device=device,
+        tp_plan=tp_plan,
+        equal_layers=equal_layers,
+    )
+    made = partial(captures.job, parallel, stages)
+    job = made(None)
+    if parallel.ampipe_degree != "auto":
+        return job
+    return replace(job, in_chunks=tuple(_in_chunks(made)))
 
 
 def _in_chunks(made: Callable[[int], Job]) -> Iterator[Job]:
@@ -96,59 +97,6 @@ def _in_chunks(made: Callable[[int], Job]) -> Iterator[Job]:
             if degree == DEGREES[0]:
                 warnings.warn(f"ampipe_degree = 'auto' cuts nothing: {error}", stacklevel=3)
             return
-
-
-def _captured(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    parallel: ParallelSettings,
-    precision: str,
-    device: torch.device | str | None,
-    stages: int | None,
-    tp_plan: Mapping[str, Any] | None,
-    equal_layers: bool,
-    degree: int | None,
-) -> Job:
-    meshes = on_meshes(model, parallel, tp_plan)
-    layout = (
-        layout_of(model, parallel, tp_plan, degree)
-        if meshes is None
-        else Layout(meshes.tensor_parallel(model))
-    )
-    traced = trace(
-        model,
-        batch,
-        loss,
-        microbatches=parallel.microbatches * parallel.dp,
-        param_dtype=DTYPES[precision],
-        device=device,
-        layout=layout,
-        equal_layers=equal_layers,
-        skip_passes=parallel.skip_passes,
-        meshes=meshes,
-    )
-    each = virtual_stages_of(parallel.schedule, parallel.virtual_stages)
-    count = stages if stages is not None else parallel.split_stages or parallel.pp * each
-    if meshes is not None and count != len(meshes.meshes):
-        raise UsageError(
-            f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
-        )
-    placement = split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
-    job = cut(traced, placement, count, parallel.microbatches)
-    job = replace(
-        job,
-        schedule=parallel.schedule,
-        max_live=parallel.max_live,
-        microbatch_group=parallel.microbatch_group,
-        pp=parallel.pp,
-        axes=parallel.axes,
-        overlap=parallel.overlap,
-        recompute=parallel.recompute,
-        split_ops=parallel.split_ops,
-        chunks=1 if layout.chunks is None else layout.chunks.degree,
-    )
-    return on_job(job, parallel.skip_passes)
 
 
 def _check_arguments(model: object, loss: object, parallel: object, device: object, stages: object) -> None:

@@ -107,21 +107,30 @@ def reshard(
 
 @bench.command()
 def pipeline(
-    rate: Annotated[str, typer.Option(help="Rate of the link: 100mbit, 1gbit, unlimited.")] = "100mbit",
+    rate: Annotated[str, typer.Option(help="Rate of the links: 100mbit, 1gbit, unlimited.")] = "100mbit",
+    hosts: Annotated[str, typer.Option(help="Numbers of hosts, with a comma between: 2, 4.")] = "2",
+    families: Annotated[
+        str, typer.Option(help="Families of ours that race, with commas between; `all` is all of them.")
+    ] = "all",
     rounds: Rounds = 7,
     json_out: JsonOut = None,
+    keep_out: KeepOut = None,
 ) -> None:
-    """PyTorch's pipelining against every family of ours: 2 ranks, 4 blocks of hidden 512 a stage."""
-    from stretto.bench.in_lab import result_of
-    from stretto.bench.pipeline import Setup
-    from stretto.lab import Lab
+    """PyTorch's pipelining against families of ours: 8 blocks of hidden 512, one or two stages a rank."""
+    from stretto.bench.pipeline_setup import HOSTS, WORKER, chosen, races
+    from stretto.bench.races import run_races
+    from stretto.lab.rates import parse_rate
 
     _begin(rounds, 5, json_out)
-    setup = Setup(rate=rate, rounds=rounds)
-    result = result_of(Lab(hosts=setup.world, rate=rate), "pipeline", asdict(setup))
-    tables.pipeline_table(result).print()
-    tables.warn_of_noise(result["rows"])
-    write_json(result, json_out)
+    parse_rate(rate)  # before the first lab is up
+    setups = races(rate, _numbers("--hosts", hosts, HOSTS), chosen(_words(families)), rounds=rounds)
+
+    def keep(result: dict[str, Any]) -> None:
+        tables.pipeline_table(result["races"][-1]).print()
+        tables.warn_of_noise(result["races"][-1]["rows"])
+        write_json(result, json_out)
+
+    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
 
 @bench.command()
@@ -186,6 +195,35 @@ def moe(
 
     def keep(result: dict[str, Any]) -> None:
         tables.moe_table(result["races"][-1]).print()
+        tables.warn_of_noise(result["races"][-1]["rows"])
+        write_json({"version": VERSION, **result}, json_out)
+
+    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
+
+
+@bench.command()
+def unet(
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Rates of the network, with commas between: 50mbit, unlimited; `balanced` is where what a "
+            "microbatch sends takes as long as a forward."
+        ),
+    ] = "balanced",
+    rounds: Rounds = 5,
+    json_out: JsonOut = None,
+    keep_out: KeepOut = None,
+) -> None:
+    """A U-Net whose skips cross two hosts: messages waited for, early, and PyTorch's pipelining."""
+    from stretto.bench.races import run_races
+    from stretto.bench.unet import VERSION, WORKER, Setup, check_installed
+
+    _begin(rounds, 3, json_out)
+    setups = [Setup(rate=one, rounds=rounds) for one in _rates(rate)]
+    check_installed()
+
+    def keep(result: dict[str, Any]) -> None:
+        tables.unet_table(result["races"][-1]).print()
         tables.warn_of_noise(result["races"][-1]["rows"])
         write_json({"version": VERSION, **result}, json_out)
 

@@ -16,20 +16,29 @@ SHARE = "{:+.1%}"
 SECONDS = "{:.3f}"
 
 
-def pipeline_table(result: Row) -> Grid:
-    """Of `bench.pipeline`."""
-    setup = result["setup"]
+def pipeline_table(race: Row) -> Grid:
+    """Of one race of `bench.pipeline`."""
+    setup = race["setup"]
     columns: Columns = {
         "system": ("system", "{}"),
         "step s": ("step_s", SECONDS),
         "vs torch 1f1b": ("speedup_vs_torch_1f1b", SECONDS),
+        "vs torch's best": ("speedup_vs_torch_best", SECONDS),
         "vs bound": ("ratio_to_bound", SECONDS),
-        "exposed s": ("exposed_s", SECONDS),
-        "predicted s": ("predicted_s", SECONDS),
-        "error": (lambda row: row["predicted_s"] and row["predicted_s"] / row["step_s"] - 1, SHARE),
+        "exposed s": (lambda row: row.get("exposed_s"), SECONDS),
+        "predicted": (
+            lambda row: _less_one(row["predicted_s"] / row["step_s"] if "predicted_s" in row else None),
+            SHARE,
+        ),
+        "peak MiB": (lambda row: max(row["peak_bytes"]) / 2**20 if "peak_bytes" in row else None, "{:.0f}"),
     }
-    title = f"{setup['rate']}, {setup['microbatches']} microbatches, medians of {setup['rounds']} rounds"
-    return grid_of(title, columns, result["rows"], caption=_bound(setup))
+    return grid_of(
+        f"{setup['world']} hosts, {setup['rate']}, {setup['layers']} blocks, "
+        f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds",
+        columns,
+        race["rows"],
+        caption=f"PyTorch's best is {setup['torch_best']}; {_bound(setup)}",
+    )
 
 
 def tensor_table(race: Row) -> Grid:
@@ -90,6 +99,34 @@ def moe_table(race: Row) -> Grid:
         columns,
         race["rows"],
         caption=f"{setup['layers']} blocks, {setup['microbatches']} microbatches a rank, medians of "
+        f"{setup['rounds']} rounds; {_bound(setup)}",
+    )
+
+
+def unet_table(race: Row) -> Grid:
+    """Of one race of `bench.unet`."""
+
+    def name(row: Row) -> str:
+        """The system; of what planning chose, what that was."""
+        return f"{row['system']} ({row['schedule']})" if row["system"] == "auto" else str(row["system"])
+
+    columns: Columns = {
+        "system": (name, "{}"),
+        "step ms": (lambda row: 1e3 * row["step_s"], "{:.0f}"),
+        "x blocking": ("speedup_vs_blocking_1f1b", "{:.2f}"),
+        "x torch 1f1b": ("speedup_vs_torch_1f1b", "{:.2f}"),
+        "vs bound": ("ratio_to_bound", "{:.2f}"),
+        "exposed ms": (lambda row: 1e3 * max(row["exposed_s"]) if "exposed_s" in row else None, "{:.0f}"),
+        "planned": (lambda row: _less_one(row.get("planned_over_measured")), SHARE),
+    }
+    setup = race["setup"]
+    forward = max(work["compute_us"] for work in setup["forward"]) / 1e3
+    return grid_of(
+        f"{setup['channels']} channels, images of {setup['image']}, {setup['rate']}: a forward takes "
+        f"{forward:.0f} ms",
+        columns,
+        race["rows"],
+        caption=f"{setup['microbatches']} microbatches of {setup['microbatch']}, medians of "
         f"{setup['rounds']} rounds; {_bound(setup)}",
     )
 

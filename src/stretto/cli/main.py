@@ -20,6 +20,7 @@ from stretto.errors import StrettoError
 COMMANDS = {
     "train": "Train a model as a settings file says.",
     "plan": "Plan a training step and save the plan.",
+    "tune": "Choose layout and schedule for a cluster, and write the settings.",
     "check": "Compare one step with the plain model's, in this process.",
     "verify": "Prove a plan or a schedule free of faults.",
     "simulate": "Walk a plan with no device and say how long it takes.",

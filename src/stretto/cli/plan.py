@@ -6,7 +6,6 @@ Nothing is trained. The model is built without values, so that it may be larger 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +16,7 @@ import stretto
 from stretto.cli.outputs import check_output
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
-from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description, describe
-from stretto.price.cluster_file import Hardware
 
 plan = typer.Typer(add_completion=False)
 
@@ -85,29 +82,18 @@ def make(
     """
     import torch
 
-    from stretto.models.build import build_model, counted_loss_function
-    from stretto.train.layout import likely_vocab_size
-    from stretto.train.task import own_task
+    from stretto.train.job import device_of, trained
     from stretto.train.world import threads, use_threads
 
     # As in training: the measured times are those of as many threads.
     use_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
-    seed, rows = settings.training.seed, settings.training.global_batch
-    if settings.task is not None:
-        task = own_task(settings.task, seed)
-        build, batch, loss = task.model, task.train(0, rows), task.loss
-    else:
-        build = partial(build_model, settings.model, likely_vocab_size(settings), seed)
-        batch = torch.empty(rows, settings.data.sequence_length + 1, dtype=torch.int64, device="meta")
-        loss = counted_loss_function(settings.model)
+    of = trained(settings)
     with torch.device("meta"):
-        model = build()
-    # The catalogue's devices are accelerators: their kernels are captured, with none of them at hand. So are
-    # those that a calibration was measured on.
-    device = "cuda" if isinstance(cluster, Hardware) else None
-    if isinstance(cluster, Calibration):
-        device = cluster.machine.kind
-    job = stretto.capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
+        model = of.model()
+    device = None if isinstance(cluster, str) else device_of(cluster)
+    job = stretto.capture(
+        model, of.batch, of.loss, settings.parallel, precision=settings.precision, device=device
+    )
     return stretto.plan(job, cluster, order=order, say=say)
 
 

@@ -63,8 +63,8 @@ def run(
     memory: Annotated[
         float | None,
         typer.Option(
-            help="Memory limit of a rank, in microbatches live on all its stages (auto); without it, twice that "
-            "of 1f1b."
+            help="Memory limit of a rank, in microbatches live on all its stages (auto); without it, twice "
+            "that of 1f1b."
         ),
     ] = None,
     weight_share: Annotated[
@@ -170,8 +170,8 @@ def _choose(
     numbers: Mapping[str, int | None],
     others: Sequence[str],
 ) -> Schedule:
-    """The schedule that the options name. Raises UsageError if they name none, or more than one; others: given
-    options that only `auto` has."""
+    """The schedule that the options name. Raises UsageError if they name none, or more than one. others:
+    given options that only `auto` has."""
     if family is None and csv is None:
         raise UsageError("no schedule named: give --family NAME --ranks N --microbatches M, or --csv FILE")
     if family is not None and csv is not None:

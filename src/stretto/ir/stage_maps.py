@@ -69,8 +69,8 @@ PLACES: dict[str, Places] = {
 
 
 def places_of(family: str) -> Places:
-    """Where the family's stages are: stage i on rank i unless it is in `PLACES`. `AUTO` goes with any number of
-    stages, and with all maps of them."""
+    """Where the family's stages are: stage i on rank i unless it is in `PLACES`. `AUTO` goes with any number
+    of stages, and with all maps of them."""
     return Places(most=None) if family == AUTO else PLACES.get(family, Places())
 
 

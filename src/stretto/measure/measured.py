@@ -24,6 +24,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import NO_LINK, Costs, Link
+from stretto.ir.flow import PHASES
 from stretto.ir.mesh import Mesh
 from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Job
@@ -185,13 +186,13 @@ def stretches(
 ) -> dict[int, list[list[float]]]:
     """Stage -> the stretches of its programs between waits for collectives, where its ranks meet: what each
     took, by round, in microseconds. shares_of: by stage and op, the same; empty where it
-    was not taken."""
+    was not taken. Sums of a plan's job are no program of a microbatch, and are not timed here."""
     found: dict[int, list[list[float]]] = {}
     for index, shares in shares_of.items():
         found[index] = []
         if not shares:
             continue
-        for ops in job.stages[index].ops.values():
+        for ops in (job.stages[index].ops[phase] for phase in PHASES):
             for wait, stretch in groupby(ops, key=lambda op: op.target == WAIT):
                 if not wait:
                     together = zip(*(shares[op.name] for op in stretch), strict=True)

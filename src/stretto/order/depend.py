@@ -11,6 +11,8 @@
        the window's end, and draws of random ops do not depend on when they happen. And one from each op that
        adds to a gradient to the start of its sum.
     4. The memory that nodes make and read, so that a policy can keep a limit.
+    5. For a backward and a forward that may not begin before it is done with what its own forward saved
+       (`frees`), an edge from what the one ends with to what the other begins with.
 
 May touch `stretto.ir`, `stretto.schedule` and this room's storages.
 """
@@ -130,13 +132,15 @@ def make_graph(
     stage_ranks: Sequence[int],
     outside: Outside = NOTHING,
     microbatches: Sequence[int] = (),
+    frees: Sequence[tuple[int, int]] = (),
 ) -> WindowGraph:
     """The graph of a window. outside: what is known of other ranks. microbatches: of its parts, where it
-    runs once; without them messages that stay on the rank are taken to be for the same.
+    runs once; without them messages that stay on the rank are taken to be for the same. frees: (part of a
+    backward, part of a later forward that begins when it is done).
 
     Raises PlanError for a collective without a cost.
     """
-    return _Maker(job, costs, window, stage_ranks, outside, microbatches).make()
+    return _Maker(job, costs, window, stage_ranks, outside, microbatches, frees).make()
 
 
 class _Maker:
@@ -148,7 +152,9 @@ class _Maker:
         stage_ranks: Sequence[int],
         outside: Outside,
         microbatches: Sequence[int],
+        frees: Sequence[tuple[int, int]],
     ) -> None:
+        self.frees = frees
         self.microbatches = microbatches or (0,) * len(window.parts)
         self.job = job
         self.costs = costs
@@ -211,6 +217,8 @@ class _Maker:
                     nodes.append(Node(item, Role.RECEIVE, time_us=when, lazy=True))
             needs.append(need)
         self._forward_first(needs)
+        if self.frees:
+            self._freed(nodes, needs)
         after: list[list[int]] = [[] for _ in nodes]
         for at, need in enumerate(needs):
             for other in sorted(need):
@@ -240,6 +248,26 @@ class _Maker:
                     for at in own:
                         if needs[at].isdisjoint(own):
                             needs[at] |= ends
+
+    def _freed(self, nodes: Sequence[Node], needs: list[set[int]]) -> None:
+        """Step 5."""
+        begins: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = {}
+        leads: set[int] = set()
+        for at in reversed(range(len(nodes))):
+            part = nodes[at].item.part
+            own = [n for n in needs[at] if nodes[n].item.part == part]
+            ops = (nodes[n].item.kind is ItemKind.OP for n in own)
+            if nodes[at].item.kind is ItemKind.OP and not any(ops):
+                begins.setdefault(part, []).append(at)
+            # What only starts, waits and sends follow is the last that reads what F has saved.
+            if at in leads or nodes[at].role is Role.COMPUTE:
+                if at not in leads:
+                    ends.setdefault(part, []).append(at)
+                leads.update(own)
+        for backward, forward in self.frees:
+            for at in begins[forward]:
+                needs[at].update(ends.get(backward, ()))
 
     def _maker(self, part: int, value: str) -> int:
         """The node that makes a value, in the part or before it; -1 for what an earlier window makes."""

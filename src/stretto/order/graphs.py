@@ -19,6 +19,9 @@ from stretto.order.scope import Whole, make_whole
 from stretto.schedule.windows import make_window, window_name
 from stretto.simulate.windows import Call, make_ready
 
+Frees = Sequence[Sequence[tuple[int, int]]]
+"""By rank, `frees` of `make_graph`."""
+
 Key = tuple[int, bool, Item]
 """An item of any microbatch: stage, whether of F, and the item as of part 0."""
 
@@ -62,13 +65,14 @@ class Graphs:
     tails_us: tuple[tuple[float, ...], ...]
 
     @staticmethod
-    def of(plan: Plan) -> Graphs:
+    def of(plan: Plan, frees: Frees = ()) -> Graphs:
+        """frees: by rank, as in `make_graph`."""
         job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
         slots = [slot for (slot,) in plan.schedule.orders]
         microbatches = tuple(tuple(action.microbatch for action in slot.actions) for slot in slots)
         graphs = tuple(
-            make_graph(job, costs, plan.windows[window_name(slot)], ranks, microbatches=mine)
-            for slot, mine in zip(slots, microbatches, strict=True)
+            make_graph(job, costs, plan.windows[window_name(slot)], ranks, microbatches=mine, frees=own)
+            for slot, mine, own in zip(slots, microbatches, frees or [()] * len(slots), strict=True)
         )
         known_us = tails_us(job, costs, ranks)
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.ir.plan import Plan, Window
-from stretto.order.graphs import Graphs
+from stretto.order.graphs import Frees, Graphs
 from stretto.order.moves import by_op, relisted
 from stretto.order.pairs import MORE, Borders, borders, paired
 from stretto.order.push import Pushing
@@ -104,17 +104,18 @@ class Found:
         return self.walks < self.allowed
 
 
-def order_together(plan: Plan, bound_us: float, walks: int | None = None) -> Found | None:
+def order_together(plan: Plan, bound_us: float, walks: int | None = None, frees: Frees = ()) -> Found | None:
     """The windows with the shortest step that the search finds in its time (EFFORT).
 
     plan: each rank has one window, in the captured order. bound_us: no order is faster. walks: at most
-    so many, instead. None where no order lets all ranks reach their end.
+    so many, instead. frees: by rank, which forwards begin when which backwards are done (`make_graph`). None
+    where no order lets all ranks reach their end.
     """
     items = sum(len(window.items) for window in plan.windows.values())
     allowed = walks or max(1, int(min(LARGEST, max(LEAST, EFFORT * bound_us))) // items)
     budget = Budget(allowed)
     later = budget.keep(1.0 - SEARCHING)
-    found = _begun(plan, bound_us, budget)
+    found = _begun(plan, bound_us, budget, frees)
     budget.left += later
     found.sort(key=_measure_us)
     finalists = found[: min(FINALISTS, 1 + int(found[0].measure_us / A_FINALIST_US))] if found else []
@@ -136,11 +137,11 @@ def _measure_us(search: Search) -> float:
     return search.measure_us
 
 
-def _begun(plan: Plan, bound_us: float, budget: Budget) -> list[Search]:
+def _begun(plan: Plan, bound_us: float, budget: Budget, frees: Frees) -> list[Search]:
     """Step 2, and other urgencies; searches that let all ranks reach their end."""
     apart = borders(plan)
     ways = list(dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)]))
-    graphs = Graphs.of(plan)
+    graphs = Graphs.of(plan, frees)
     each_us = bound_us / plan.job.microbatches
     found: list[Search] = []
     for little in budget.shared(LITTLE):

@@ -33,7 +33,7 @@ def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
 
 
 def experts_apart(model: nn.Module) -> str | None:
-    """The name of the first list of experts' modules, as `transformers` 4 has them; None for a model without."""
+    """The name of the first list of experts' modules, as `transformers` 4 has them; None for no such list."""
     lists = (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     return next((name for name in lists if name.rpartition(".")[2] == "experts"), None)
 
@@ -41,9 +41,9 @@ def experts_apart(model: nn.Module) -> str | None:
 def of_modules(model: nn.Module, name: str) -> str:
     """Why such a list cannot be shared, and what to do."""
     return (
-        f"{type(model).__name__} has each expert of {name} in a module of its own, and ranks share experts along "
-        "dim 0 of parameters that hold all of a layer's: take transformers 5 or newer, which has them so, "
-        "or give ep = 1"
+        f"{type(model).__name__} has each expert of {name} in a module of its own, and ranks share experts "
+        "along dim 0 of parameters that hold all of a layer's: take transformers 5 or newer, which has them "
+        "so, or give ep = 1"
     )
 
 

@@ -191,7 +191,8 @@ class _Packed:
     def unpacked(self, edge: Edge, name: str, module: str) -> list[Op]:
         """The receiver's ops that make a value of its part, under a name."""
         flat = TensorSpec((edge.spec.numel,), edge.spec.dtype)
-        first, ops = self.at[edge.value], []
+        first = self.at[edge.value]
+        ops: list[tuple[str, tuple[object, ...], TensorSpec]] = []
         count = edge.spec.numel if self.spec.dtype == edge.spec.dtype else edge.spec.nbytes
         kept = TensorSpec((count,), self.spec.dtype)
         ops.append((SLICE, (0, first, first + count), kept))

@@ -32,8 +32,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """By stage: what its phases take, in microseconds; the bytes that it always holds, those that a microbatch
-    holds from F to I, and from I to W. hops_us: by border, what messages over it take."""
+    """By stage: what its phases take, in microseconds; the bytes that it always holds, those that a
+    microbatch holds from F to I, and from I to W. hops_us: by border, what messages over it take."""
 
     forward_us: tuple[float, ...]
     into_us: tuple[float, ...]

@@ -1,7 +1,7 @@
 """Planning: from a job and costs to a proved plan with its prediction.
 
-1. The schedule: a family's order, or the user's CSV; of "auto", the most promising (`stretto.planning.search`),
-   for each of which all that follows is done, and the fastest is taken.
+1. The schedule: a family's order, or the user's CSV; of "auto", the most promising
+   (`stretto.planning.search`), for each of which all that follows is done, and the fastest is taken.
 2. Variants: lists of passes (`stretto.planning.variants`) that overlap more or less.
 3. Each is tried: passes, orders of ops, lowering, a simulation (`stretto.planning.tries`). The fastest goes
    on, the next if it is refused.
@@ -124,8 +124,8 @@ def _any_schedule(job: Job) -> Schedule:
     if each and not left:
         return make_schedule("interleaved-1f1b", ranks, job.microbatches, virtual_stages=each)
     raise UsageError(
-        f"the job has {len(job.stages)} stages, and pp = {ranks} ranks cannot have equally many: capture with "
-        f"{ranks * max(each, 1)} stages"
+        f"the job has {len(job.stages)} stages, and pp = {ranks} ranks cannot have equally many: capture "
+        f"with {ranks * max(each, 1)} stages"
     )
 
 
@@ -139,8 +139,8 @@ def make_plan(
     max_bytes: int | None = None,
     say: Say | None = None,
 ) -> Plan:
-    """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order, say:
-    as in `plan`. max_bytes: the most that a rank may hold.
+    """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order,
+    say: as in `plan`. max_bytes: the most that a rank may hold.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
@@ -257,8 +257,8 @@ def plan(
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
     stages, and all must call). A name (`h100x64`), a cluster file (.toml), a calibration (.json) or a
     `stretto.Cluster(...)` stands for one that is not at hand. schedule: a
-    family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is found; the job's
-    own wish by default.
+    family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is found; the
+    job's own wish by default.
     overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.

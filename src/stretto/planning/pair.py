@@ -22,8 +22,11 @@ May touch `stretto.ir`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 
@@ -59,6 +62,39 @@ def whole(schedule: Schedule) -> Schedule | None:
         if len(own) < 2 or len(own) > len(order):
             return None
     return replace(schedule, orders=tuple((Overlap(own),) for own in actions))
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """The schedule with every action in a slot of its own."""
+    orders = (tuple(action for slot in order for action in slot.actions) for order in schedule.orders)
+    return replace(schedule, orders=tuple(orders))
+
+
+def frees(order: Sequence[Slot], more: int = 0) -> list[tuple[int, int]]:
+    """(a backward action, a later forward), by their places in a rank's order.
+
+    If each such forward begins when the backward is done, then in any order of the actions the rank, and each
+    of its stages, holds at most `more` live microbatches more than in this one.
+    """
+    actions = [action for slot in order for action in slot.actions]
+    places = [*dict.fromkeys(action.stage for action in actions)]
+    found = {pair for stage in places for pair in _frees(actions, [stage], more)}
+    return sorted(found | set(_frees(actions, places, more)))
+
+
+def _frees(actions: Sequence[Action], stages: Sequence[int], more: int) -> Iterator[tuple[int, int]]:
+    """Of some stages, counted together: if n microbatches are live at most in this order, the
+    (k + n + more)-th forward begins when the k-th backward is done."""
+    forwards = [at for at, one in enumerate(actions) if one.phase is Phase.F and one.stage in stages]
+    backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for at, one in enumerate(actions):
+        if one.phase is not Phase.F and one.stage in stages:
+            backwards[one.stage, one.microbatch].append(at)
+    parts = sorted(backwards.values(), key=max)
+    done = [max(own) for own in parts]
+    most = max((nth + 1 - bisect(done, at) for nth, at in enumerate(forwards)), default=0)
+    for own, forward in zip(parts, forwards[most + more :], strict=False):
+        yield from ((backward, forward) for backward in own)
 
 
 def _ahead(actions: Sequence[Action], by: int) -> list[Action]:
@@ -103,12 +139,13 @@ def _ends_joined(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     return (*_alone(slots[:begin], Phase.F), *slots[begin:end], *_alone(slots[end:], Phase.B))
 
 
-def _alone(slots: Sequence[Slot], phase: Phase) -> Sequence[Slot]:
-    """The slots in few, if all are of one phase and stage."""
-    kinds = {(action.phase, action.stage) for slot in slots for action in slot.actions}
-    if len(kinds) != 1 or kinds.pop()[0] is not phase:
-        return slots
-    return [_one(slots[at : at + TOGETHER]) for at in range(0, len(slots), TOGETHER)]
+def _alone(slots: Sequence[Slot], phase: Phase) -> Iterator[Slot]:
+    """The slots, with those of one phase and stage that follow each other in few."""
+    for kinds, run in groupby(slots, lambda slot: {(action.phase, action.stage) for action in slot.actions}):
+        alike = list(run)
+        together = TOGETHER if {found for found, _ in kinds} == {phase} else 1
+        for at in range(0, len(alike), together):
+            yield _one(alike[at : at + together])
 
 
 def _one(slots: Sequence[Slot]) -> Slot:

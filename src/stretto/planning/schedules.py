@@ -11,7 +11,7 @@ from stretto.ir.action import Schedule
 from stretto.ir.program import Job
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.across import across, split_stages
-from stretto.planning.pair import pair, whole
+from stretto.planning.pair import apart, pair, whole
 from stretto.schedule.family import first_microbatches
 from stretto.schedule.timing import peak_live
 
@@ -41,7 +41,8 @@ def one_window(step: Step, context: Context) -> Step:
     if found is None:
         raise LeftOutError
     live, most = max(peak_live(found)), step.job.max_live
-    if most is not None and live > most:
+    if most is not None and live > most <= max(peak_live(apart(found))):
+        # As few as in the schedule's own order leave a search nothing to choose from.
         raise LeftOutError(f"one window a rank may hold {live} live microbatches, and max_live is {most}")
     return replace(step, schedule=found, short=found, overlap="window")
 

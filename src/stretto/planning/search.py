@@ -1,13 +1,13 @@
 """`auto`: the fastest plan with any schedule.
 
-    1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: for each number
-       of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
+    1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: for each
+       number of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
     2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
-    3. The most promising are simulated as steps of this job, in a variant or two, over few
-       microbatches (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
-    4. The fastest of these become whole plans, a family among them, and the fastest of these is taken.
+    3. The most promising are simulated as steps of this job, in a variant or two, over few microbatches
+       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
+    4. Those that are about as fast as the fastest of these become whole plans, and the fastest is taken.
 
-May touch `stretto.ir`, `stretto.schedule`, `stretto.simulate` and this package.
+May touch `stretto.ir`, `stretto.schedule`, `stretto.order`, `stretto.simulate` and this package.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
+from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
-from stretto.planning.schedules import paired, shorter
+from stretto.planning.schedules import ENOUGH, paired, shorter
 from stretto.planning.sends import sends_waited
 from stretto.planning.tries import Tries
 from stretto.planning.variants import Variant, begins, communicates, overlaps
@@ -32,18 +33,25 @@ from stretto.schedule.search import Found, Sought, search
 from stretto.simulate import simulate
 
 WITHIN = 1.15
-"""Times the fastest by the clock of schedules, up to where an order is simulated: that clock knows no ops, and a
-message that leaves early or late makes so much. Assumed."""
+"""Times the fastest by the clock of schedules, up to where an order is simulated: that clock knows no ops,
+and a message that leaves early or late makes so much. Assumed."""
 
-SIMULATED = 8
-"""Orders that are simulated at most, for each way to have stages as one. Assumed."""
+SIMULATED = 12
+"""Orders that are simulated at most. Assumed."""
+
+RUNS = 4_000_000
+"""Runs of ops in simulations of orders, beyond the first two: some seconds of one core. Assumed."""
+
+LARGE = 400_000
+"""Runs of ops in a short step, from where only the fastest order becomes a whole plan, which takes a minute.
+Assumed."""
 
 WHOLE = 3
 """Orders that become whole plans at most. Assumed."""
 
 CLOSE = 1.05
-"""Times the fastest that was simulated, up to where an order becomes a whole plan beside it. Assumed: other variants
-and waits for messages make less of a difference between two orders."""
+"""Times the fastest that was simulated, up to where an order becomes a whole plan beside it. Assumed: other
+variants and waits for messages make less of a difference between two orders."""
 
 ROUNDS = 3
 """How often memory is given up for what a simulation held too much. Assumed."""
@@ -59,11 +67,7 @@ class _Ranked:
 
     schedule: Schedule
     step_us: float
-    holds: tuple[int, ...]
     family: bool
-
-    def fits(self, max_bytes: int | None) -> bool:
-        return max_bytes is None or max(self.holds) <= max_bytes
 
 
 def _with_schedule(step: Step, schedule: Schedule) -> Step:
@@ -79,12 +83,15 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
     """
     first, context = tries.first, tries.context
     tell = say or (lambda line: None)
-    found = _ranked(first, context, tell)
+    # To compare orders, windows need not be improved, which takes most of the time.
+    brief = replace(context, order="list") if context.order == DEFAULT else context
+    found = _ranked(first, brief, tell)
     made: list[Plan] = []
     refused: list[PlanError] = []
     try:
         for one in _worth_a_plan(found):
-            if len(made) == WHOLE or (made and one.step_us > CLOSE * found[0].step_us):
+            slow = one.step_us > CLOSE * found[0].step_us or _runs(first.job) > LARGE
+            if len(made) == WHOLE or (made and slow):
                 break
             tell(f"{one.schedule.family}: a whole plan")
             try:
@@ -95,14 +102,13 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
         if not made or say is None:
             raise
     if not made:
-        raise refused[0]
+        raise refused[0] if refused else PlanError("auto finds no schedule", ["none can be simulated"])
     best = min(made, key=_predicted_us)
     return replace(best, schedule_why=_why(best, made, found))
 
 
 def _worth_a_plan(found: Sequence[_Ranked]) -> list[_Ranked]:
-    """The fastest first; the fastest family in place of the last of `WHOLE`. All are there where only those that are
-    slow are not refused."""
+    """The fastest first; the fastest family in place of the last of `WHOLE`."""
     family = next((one for one in found if one.family), None)
     if family is None or family in found[:WHOLE]:
         return [*found]
@@ -134,29 +140,58 @@ def _ranked(step: Step, context: Context, tell: Say) -> list[_Ranked]:
     job = _passed(step, context).job
     loads = loads_of(job, context.costs_of(job), step.schedule.stage_ranks)
     limits = None if step.max_bytes is None else [float(step.max_bytes)] * ranks
+    order: list[_Ranked] = []
     for _ in range(ROUNDS):
-        found: dict[object, _Ranked] = {}
+        promising: dict[object, Found] = {}
         for groups in _ways(loads, ranks, limits):
             for one in _promising(step, loads, groups, limits):
-                schedule = of_stages(one.schedule, groups)
-                if schedule.orders not in found:
-                    made = _simulated(_with_schedule(step, schedule), context, one.family)
-                    if made is not None:
-                        found[schedule.orders] = made
-                        tell(f"{schedule.family}: {made.step_us / 1000:.1f} ms")
-        order = sorted(found.values(), key=lambda one: (one.step_us, not one.family))
-        fitting = [one for one in order if one.fits(step.max_bytes)]
-        if fitting or limits is None:
-            break
-        if not order:  # a simulation, and the proof of a plan, know better what does not fit, and say it
+                fine = replace(one, schedule=of_stages(one.schedule, groups))
+                promising.setdefault(fine.schedule.orders, fine)
+        if not promising:  # the proof of a plan knows better what does not fit, and says it
             limits = None
             continue
+        order = []
+        for one in _enough(job, [*promising.values()]):
+            made = _simulated(_with_schedule(step, one.schedule), context, one.family)
+            if made is not None:
+                order.append(made)
+                tell(f"{one.schedule.family}: {made.step_us / 1000:.1f} ms")
+        order.sort(key=lambda one: (one.step_us, not one.family))
+        if limits is None or not order:
+            break
         assert step.max_bytes is not None
-        least = min(order, key=lambda one: max(one.holds))
-        limits = [
-            limit - max(0, held - step.max_bytes) for limit, held in zip(limits, least.holds, strict=True)
-        ]
-    return fitting or order
+        most = step.max_bytes
+        over = [max(0, held - most) for held in _holds(step, context, order[0])]
+        if not any(over):
+            break
+        limits = [limit - held for limit, held in zip(limits, over, strict=True)]
+    return order
+
+
+def _enough(job: Job, promising: list[Found]) -> list[Found]:
+    """Those that are simulated: as many as are worth the time, the first family among them."""
+    promising.sort(key=lambda one: (one.time, not one.family))
+    near = [one for one in promising if one.time <= WITHIN * promising[0].time]
+    some = near[: max(2, min(SIMULATED, RUNS // _runs(job)))]
+    family = next((one for one in promising if one.family), None)
+    return some if family is None or family in some else [*some, family]
+
+
+def _runs(job: Job) -> int:
+    """Runs of ops in a step by which orders are compared."""
+    ops = sum(len(ops) for stage in job.stages for ops in stage.ops.values())
+    ranks = len(job.stages) if job.pp is None else job.pp
+    return max(1, ops * min(job.microbatches, ENOUGH * ranks))
+
+
+def _holds(step: Step, context: Context, one: _Ranked) -> Sequence[int]:
+    """Bytes of each rank, where sends are waited for as soon as they have left."""
+    before = _passed(_with_schedule(step, one.schedule), context)
+    way = _ways_of_one(before)[0]
+    made = replace(before, schedule=before.short)
+    for apply in way:
+        made = apply(made, context)
+    return simulate(lowered(sends_waited(made, context), context)).peak_bytes
 
 
 def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[Groups]:
@@ -190,14 +225,12 @@ def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float]
         )
     except UsageError:
         return []
-    near = [one for one in searched.found if one.time <= WITHIN * searched.best.time]
-    first = next((one for one in searched.found if one.family), None)
-    return [*near[:SIMULATED], *([first] if first is not None and first not in near[:SIMULATED] else [])]
+    return list(searched.found)
 
 
 def _passed(step: Step, context: Context) -> Step:
-    """The step after the passes of a job. Those of stages on the same ranks are the same, and what is known of
-    them is shared, unless recomputation is chosen for the memory that an order leaves."""
+    """The step after the passes of a job. Those of stages on the same ranks are the same, and what is known
+    of them is shared, unless recomputation is chosen for the memory that an order leaves."""
 
     def job() -> Job:
         return Tries(step, context).step(begins()[0]).job
@@ -220,12 +253,10 @@ def _simulated(step: Step, context: Context, family: bool) -> _Ranked | None:
             made = short
             for one in way:
                 made = one(made, context)
-            if step.max_bytes is not None:  # else buffers of all that was sent would count
-                made = sends_waited(made, context)
-            timeline = simulate(lowered(made, context))
+            step_us = simulate(lowered(made, context)).step_us
         except (LeftOutError, PlanError):
             continue
-        found.append(_Ranked(step.schedule, timeline.step_us, tuple(timeline.peak_bytes), family))
+        found.append(_Ranked(step.schedule, step_us, family))
     return min(found, key=lambda one: one.step_us, default=None)
 
 

@@ -11,14 +11,18 @@ from pathlib import Path
 from stretto.errors import UsageError
 from stretto.files.settings_file import read_toml
 from stretto.ir.action import Schedule
-from stretto.ir.costs import Costs
+from stretto.ir.axes import PIPELINE
+from stretto.ir.collectives import ALL_REDUCE
+from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.mesh import Mesh
 from stretto.ir.prices import Pricer
 from stretto.ir.program import Job
 from stretto.price.calibration import Calibration, load_calibration
 from stretto.price.cluster_file import Hardware, load_cluster, named_cluster
-from stretto.price.flat import Cluster, FlatPricer, described_costs
+from stretto.price.flat import Cluster, FlatPricer, described_costs, flat_link
 from stretto.price.hardware import HardwarePricer, hardware_costs
-from stretto.price.priced import calibrated_pricer, priced_costs
+from stretto.price.priced import calibrated_pricer, find_group, find_link, priced_costs
+from stretto.price.roofline import ring_cost
 
 Description = Cluster | Hardware | Calibration
 """What can be planned for without the machine at hand."""
@@ -34,6 +38,26 @@ def described(job: Job, schedule: Schedule, found: Description) -> tuple[Costs, 
     if isinstance(found, Hardware):
         return hardware_costs(job, schedule, found), HardwarePricer(found)
     return priced_costs(job, schedule, found), calibrated_pricer(job, schedule, found)
+
+
+def place_link(found: Description, mesh: Mesh) -> Link:
+    """What a message between neighbouring places of the pipeline costs. Raises UsageError for a calibration
+    that holds no messages."""
+    if isinstance(found, Cluster):
+        return flat_link(found)
+    if isinstance(found, Hardware):
+        return found.place_link(dict(mesh.sizes), 0, 1)
+    return find_link(found, mesh.world // mesh.size(PIPELINE)).link
+
+
+def sum_cost(found: Description, mesh: Mesh, axis: str) -> CollectiveCost:
+    """What sums of gradients along an axis cost. Raises UsageError for a calibration that holds none."""
+    kind = ALL_REDUCE.name
+    if isinstance(found, Cluster):
+        return ring_cost(flat_link(found), kind, mesh.size(axis))
+    if isinstance(found, Hardware):
+        return found.collective(kind, dict(mesh.sizes), axis)
+    return find_group(found, mesh, axis, kind).cost
 
 
 def describe(cluster: str | Description) -> Description | None:

@@ -1,7 +1,7 @@
 """A cluster of equal devices joined by equal links, and what a job costs on it: a roofline, rings.
 
     op          overhead + the longer of arithmetic at the device's rate and traffic at its memory's
-    message     latency + bytes / rate
+    message     latency + what each takes + bytes / rate
     collective  `stretto.price.roofline.ring_cost`
 
 Reads a description, touches no device.
@@ -42,6 +42,8 @@ class Cluster(BaseModel):
     """Payload of a link in a microsecond; 1,000 is 8 Gbit/s, 12.5 is 100 Mbit/s."""
     processor_us_per_mb: float = Field(default=0.0, ge=0)
     """Processor time that each end of a message loses, for each 10**6 bytes."""
+    message_us: float = Field(default=0.0, ge=0)
+    """What each message keeps its link for before its bytes; Gloo takes about 18 on one machine (measured)."""
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory of a device; a plan that needs more is refused. None sets no limit."""
 
@@ -69,11 +71,20 @@ class FlatPricer(Pricer):
         return Priced(cluster.op_overhead_us + max(op.flops / cluster.flops_per_us, moved_us))
 
 
-def described_costs(job: Job, cluster: Cluster) -> Costs:
-    """The costs of a job on a flat description; `source` names the fields that were left at defaults."""
+def flat_link(cluster: Cluster) -> Link:
+    """What a message costs; its source names the fields that were left at defaults."""
     assumed = sorted(type(cluster).model_fields.keys() - cluster.model_fields_set - {"memory_bytes"})
     source = "roofline of the description" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
-    link = Link(cluster.latency_us, cluster.link_bytes_per_us, cluster.processor_us_per_mb, source)
+    return Link(
+        *(cluster.latency_us, cluster.link_bytes_per_us, cluster.processor_us_per_mb, source),
+        start_us=cluster.message_us,
+    )
+
+
+def described_costs(job: Job, cluster: Cluster) -> Costs:
+    """The costs of a job on a flat description; `source` names the fields that were left at defaults."""
+    link = flat_link(cluster)
+    source = link.source
     collectives = {
         (wanted.axis, wanted.kind): ring_cost(link, wanted.kind, job.size(wanted.axis))
         for wanted in wanted_collectives(job)

@@ -1,12 +1,13 @@
 """The best order of a small step, by exact search (constraint programming, CP-SAT of `ortools`).
 
-1. Every action is an interval; no two of a rank overlap. Each phase of a stage goes through the microbatches in
-   ascending order, and what an action needs has ended and arrived before it begins.
+1. Every action is an interval; no two of a rank overlap. Each phase of a stage goes through the microbatches
+   in ascending order, and what an action needs has ended and arrived before it begins.
 2. What microbatches hold is a sum over intervals, from F to I and from I to W, that stays under the limit.
-3. The end of the step is as early as can be, or the longest rank's time from its own begin. The search begins
-   with a known order, and ends when that is proved, or when its budget of deterministic work is spent.
+3. The end of the step is as early as can be, or the longest rank's time from its own begin. The search
+   begins with a known order, and ends when that is proved, or when its budget of deterministic work is spent.
 
-`ortools` is an extra: pip install 'stretto[exact]'. May touch `stretto.ir` and the rooms of timing and memory.
+`ortools` is an extra: pip install 'stretto[exact]'. May touch `stretto.ir` and the rooms of timing and
+memory.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ TICKS = 10_000
 """Whole numbers that CP-SAT counts with, in the known order's time. What is found is timed anew."""
 
 LARGEST = 200
-"""Actions of the largest step for which the search is worth its while. Assumed: above it, the budget ends with
-what it was given."""
+"""Actions of the largest step for which the search is worth its while. Assumed: above it, the budget ends
+with what it was given."""
 
 BUDGET = 4.0
 """Deterministic work of the search, in the solver's own unit (about a second of one core). Assumed."""
@@ -41,8 +42,8 @@ def best_order(
     max_live: int | None = None,
     from_own_begin: bool = False,
 ) -> Schedule | None:
-    """An order with the backward split, from a known one; None where `ortools` is not there, where the step is
-    too large, and where nothing is found. As `stretto.schedule.least.least_time` else."""
+    """An order with the backward split, from a known one; None where `ortools` is not there, where the step
+    is too large, and where nothing is found. As `stretto.schedule.least.least_time` else."""
     if 3 * known.stages * known.microbatches > LARGEST:
         return None
     try:

@@ -24,6 +24,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.schedule.room import SLACK, Room
@@ -105,8 +106,7 @@ class _Walk:
         every = [(stage, kind) for stage in range(self.stages) for kind in kinds]
         self.takes = [times.of(Action(stage, self.phases[kind], 0)) for stage, kind in every]
         self.hops = [
-            0.0 if a == b else times.hop(border)
-            for border, (a, b) in enumerate(zip(stage_ranks, stage_ranks[1:], strict=False))
+            0.0 if a == b else times.hop(border) for border, (a, b) in enumerate(pairwise(stage_ranks))
         ]
         self.done = [0] * len(every)
         self.ends: list[list[float]] = [[] for _ in every]

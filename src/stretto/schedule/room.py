@@ -1,7 +1,7 @@
 """What microbatches hold of a rank's memory, and how much each rank has for them.
 
-Sums over stages that are one rank's; the unit is the caller's (bytes, or microbatches). May touch `stretto.ir`
-only.
+Sums over stages that are one rank's; the unit is the caller's (bytes, or microbatches). May touch
+`stretto.ir` only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Room:
 
     @staticmethod
     def even(ranks: int, stages: int, microbatches: float, weight_share: float = 1.0) -> Room:
-        """Equal stages: a rank may hold so many microbatches on all its stages, of which those that wait for W
-        alone count a share."""
+        """Equal stages: a rank may hold so many microbatches on all its stages, of which those that wait for
+        W alone count a share."""
         each = ranks / stages
         return Room((microbatches,) * ranks, (each,) * stages, (weight_share * each,) * stages)
 

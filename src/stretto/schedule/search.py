@@ -43,17 +43,17 @@ LONGER = (1.0, 1.02, 1.05)
 
 MEMORIES = (1, 2)
 """Times the memory of 1F1B, in which lists are made where nothing limits it: more is hardly faster (ZB-2p of
-arXiv 2401.10241)."""
+arXiv 2401.10241), and without a limit a list would run all forwards first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sought:
     """What an order is sought for.
 
-    places: how many stages each rank has, and the families' maps of them. times: of phases and messages. room:
-    memory of each rank, for any map; None is no limit. max_live: the most live microbatches of a stage. group:
-    of interleaved families. from_own_begin: whether a step counts from each rank's own begin, as where steps
-    follow each other without a barrier; else from the first to the last action anywhere.
+    times: of phases and messages. room: memory of each rank, by the rank of each stage; None is no limit.
+    max_live: the most live microbatches of a stage. group: of interleaved families. from_own_begin: whether a
+    step counts from each rank's own begin, as where steps follow each other without a barrier; else from the
+    first to the last action anywhere.
     """
 
     ranks: int
@@ -205,10 +205,12 @@ def _lists(sought: Sought, families: Sequence[Schedule]) -> list[Found]:
 
 def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[Sought], Schedule | None]]:
     """Ways to make an order for so many microbatches."""
+    memories = MEMORIES if sought.room is None else (None,)
     for family in families:
-        yield partial(_listed, family.stage_ranks, f"{family.family} by list", _order_of(family))
+        name, of = f"{family.family} by list", _order_of(family)
+        yield partial(_listed, family.stage_ranks, name, of, memory=memories[-1])
     for places in dict.fromkeys(family.stage_ranks for family in families):
-        for memory in MEMORIES if sought.room is None else (None,):
+        for memory in memories:
             yield partial(
                 _listed,
                 places,
@@ -219,7 +221,7 @@ def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[So
             for longer in LONGER:
                 period = periodic(places, sought.times, longer)
                 if period is not None:
-                    yield partial(_listed, places, "periodic", lambda s, p=period: p, memory=memory)
+                    yield partial(_listed, places, "periodic", _always(period), memory=memory)
             if sought.virtual_stages == 1:
                 for given_up, spare_last in GIVEN_UP:
                     yield partial(
@@ -231,6 +233,10 @@ def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[So
                         in_turn=True,
                         spare_last=spare_last,
                     )
+
+
+def _always(urgency: Urgency) -> Callable[[Sought], Urgency]:
+    return lambda sought: urgency
 
 
 def _warm_up(sought: Sought, *, memory: int | None, given_up: float) -> Urgency:
@@ -256,7 +262,7 @@ def _order_of(family: Schedule) -> Callable[[Sought], Urgency]:
             return at
         return place[replace(action, phase=Phase.B)] + (0.5 if action.phase is Phase.W else 0.0)
 
-    return lambda sought: urgency
+    return _always(urgency)
 
 
 def _room(sought: Sought, places: tuple[int, ...], memory: int | None) -> Room | None:

@@ -1,10 +1,11 @@
 """What is urgent, by rules that know how long phases take: for `stretto.schedule.list_schedule`.
 
-* `backward_first`: input gradients before forwards, older microbatches first. Memory is what holds a rank back.
-* `warm_up_first`, one stage a rank, in turn (heuristic of arXiv 2401.10241, section 3): as many forwards as end
-  before the first input gradient can arrive, and as memory allows; then an input gradient and a forward in turn.
-  A smaller number may be better, as a forward that has begun holds up an input gradient that arrives: on all
-  ranks but the first, a part of a forward is given up.
+* `backward_first`: input gradients before forwards, older microbatches first. Memory is what holds a rank
+  back.
+* `warm_up_first`, one stage a rank, in turn (heuristic of arXiv 2401.10241, section 3): as many forwards as
+  end before the first input gradient can arrive, and as memory allows; then an input gradient and a forward
+  in turn. A smaller number may be better, as a forward that has begun holds up an input gradient that
+  arrives: on all ranks but the first, a part of a forward is given up.
 * `periodic`: a microbatch's actions have a time each, the same for all microbatches, one period apart (the
   building block of arXiv 2405.15362, for any times). The period is at best what the busiest rank works for a
   microbatch, which is then never idle. A microbatch goes through the stages and back as soon as each rank has
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from stretto.ir.action import Action, Phase
 from stretto.schedule.list_schedule import Urgency
@@ -28,10 +30,7 @@ ROUNDING = 1e-9
 
 def hops_of(stage_ranks: Sequence[int], times: PhaseTimes) -> tuple[float, ...]:
     """What a message takes over each border; nothing within a rank."""
-    return tuple(
-        0.0 if a == b else times.hop(border)
-        for border, (a, b) in enumerate(zip(stage_ranks, stage_ranks[1:], strict=False))
-    )
+    return tuple(0.0 if a == b else times.hop(border) for border, (a, b) in enumerate(pairwise(stage_ranks)))
 
 
 def backward_first(stages: int, microbatches: int) -> Urgency:

@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from torch import nn
@@ -87,9 +88,11 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise UsageError(f"task.file = {settings.file!r}: {error}; install what it needs") from error
+        raise UsageError(f"task.file = {settings.file!r} cannot import what it needs: {error}") from error
     except SyntaxError as error:
         raise UsageError(f"task.file = {settings.file!r}, line {error.lineno}: {error.msg}") from None
+    except Exception as error:
+        raise UsageError(f"task.file = {settings.file!r}{_line(error, path)}: {_in_words(error)}") from error
     make = getattr(module, FUNCTION, None)
     if not callable(make):
         raise UsageError(
@@ -102,13 +105,23 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
         raise
     except Exception as error:
         raise UsageError(
-            f"task.file = {settings.file!r}: {FUNCTION}(config, seed) failed with task.config = "
-            f"{dict(settings.config)}: {type(error).__name__}: {error}"
+            f"task.file = {settings.file!r}{_line(error, path)}: {FUNCTION}(config, seed) failed with "
+            f"task.config = {dict(settings.config)}: {_in_words(error)}"
         ) from error
     if not isinstance(made, Task):
         raise UsageError(
-            f"task.file = {settings.file!r}: {FUNCTION}(config, seed) returned a {type(made).__name__}, and "
-            "is to return a stretto.train.task.Task"
+            f"task.file = {settings.file!r}: {FUNCTION}(config, seed) is to return a "
+            f"stretto.train.task.Task, and returned {made!r:.60}"
         )
     digest = hashlib.sha256(code + made.digest.encode()).hexdigest()
     return replace(made, digest=digest, where=made.where or str(path), kept=(KEPT, digest))
+
+
+def _line(error: Exception, path: Path) -> str:
+    """Where in the file it was raised."""
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

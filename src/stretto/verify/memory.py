@@ -32,15 +32,22 @@ Storage = tuple[int, str]
 """(stage, value): the value whose op, or whose receive, allocates."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryFault(Fault):
+    """A rank that holds more than it may. holds_bytes: the most at any point of its order."""
+
+    holds_bytes: int = 0
+
+
 def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
     """A fault for each rank that holds more than `max_bytes`. The plan must have no other fault."""
-    found = []
+    found: list[Fault] = []
     for rank in range(plan.ranks):
         peak, at = _RankWalk(plan, rank).peak()
         if peak > max_bytes:
             what = f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
             fix = "Use a schedule with fewer live microbatches, smaller microbatches or more stages"
-            found.append(Fault(rank, at, what, fix))
+            found.append(MemoryFault(rank, at, what, fix, peak))
     return found
 
 

@@ -303,14 +303,15 @@ def _one_order(plan: Plan) -> Iterator[Fault]:
                 yield Fault(
                     second,
                     f"window {starts[second][b]}, sum on {b}",
-                    f"starts before that on {a}, but rank {first}, window {starts[first][a]}, starts {a} first: "
-                    f"the order here is {', '.join(there)}, that of rank {first} is {', '.join(here)}",
+                    f"starts before that on {a}, but rank {first}, window {starts[first][a]}, starts {a} "
+                    f"first: the order here is {', '.join(there)}, that of rank {first} is "
+                    f"{', '.join(here)}",
                     "Start sums of tied gradients, and of the loss, in the same order on all ranks",
                 )
 
 
 def _first_starts(plan: Plan, rank: int) -> dict[str, str]:
-    """Communicator of a sum -> the window in which the rank starts the first on it; in the order of starts."""
+    """Communicator of a sum -> the window in which the rank starts the first on it, in this order."""
     found: dict[str, str] = {}
     for event in trace_of(plan, rank):
         if event.kind is EventKind.REDUCE and event.op is not None:

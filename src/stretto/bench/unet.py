@@ -1,0 +1,258 @@
+"""The race of a U-Net whose skips cross stages: what waits for messages, what hides them, and PyTorch.
+
+`UNet2DConditionModel` of `diffusers` as it comes, over two stages that are cut in its decoder
+(`bench.torch_unet.CUT`), so that five skips and the hidden state cross for each microbatch; float32, one
+thread a rank. A worker (`run_worker`, once on each host):
+
+    1. captures the step and measures its costs on this network, once; all plans are made from them;
+    2. runs every system once: gradients and loss must be those of the plain model, or the race is void;
+    3. lets the systems take turns (`bench.raced`); costs are measured again after the last, for the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import stretto
+from stretto.bench.kept import keep_run, prediction_of, with_costs
+from stretto.bench.race import SAME, Step, Times, compare, drop_gradients, fresh, is_first, say_on_first
+from stretto.bench.raced import one_step, own_parts, plans_of, take_turns
+from stretto.bench.races import PROBE
+from stretto.bench.rows import exposed_s, time_row, versions
+from stretto.bench.torch_unet import CUT, torch_steps
+from stretto.bench.work import Batch, PlaceWork, work_of
+from stretto.errors import RunError, UsageError
+from stretto.ir.action import Phase
+from stretto.ir.costs import Costs, Prediction
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job, OverlapMode
+from stretto.ir.timeline import Timeline
+from stretto.ir.transfers import time_of
+from stretto.measure.measured import measured_costs
+from stretto.planning.make_plan import choose_schedule, make_plan
+
+BLOCKING, TORCH = "blocking 1f1b", "torch 1f1b"
+
+WORKER = "unet"
+"""This module, which every rank runs."""
+
+VERSION = 1
+"""Of the JSON: it goes up when a key changes its meaning or is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A schedule's name, and what may hide its messages: with "off" each is waited for at once."""
+
+    schedule: str
+    overlap: OverlapMode = "window"
+
+
+SYSTEMS: Mapping[str, System] = {
+    BLOCKING: System("1f1b", "off"),
+    "1f1b": System("1f1b"),
+    "eager-1f1b": System("eager-1f1b"),
+    "eager-1f1b-split": System("eager-1f1b-split"),
+    "zb-h1": System("zb-h1"),
+    "zb-h2": System("zb-h2"),
+    "auto": System("auto"),
+}
+"""In the order in which they are made, the one that waits for all first."""
+
+SAME_GRADIENTS = 1e-4
+"""Relative error up to which float32 gradients of a U-Net are the same. Gradients of biases before a norm
+are small sums of large numbers. Measured: XXX at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One race. Shapes are those of the whole model and of one microbatch. rate: as the lab takes it.
+    channels: of the first of four levels, which have c, 2c, 4c and 8c: so both halves take about as long."""
+
+    rate: str = "unlimited"
+    channels: int = 64
+    image: int = 16
+    states: int = 16
+    microbatch: int = 8
+    microbatches: int = 8
+    rounds: int = 5
+    threads_per_rank: int = 1
+    dtype: str = "float32"
+
+    @property
+    def world(self) -> int:
+        return 2
+
+    def __str__(self) -> str:
+        return f"U-Net of {self.channels} channels, {self.rate}"
+
+    def build(self) -> tuple[nn.Module, Batch]:
+        """The model and the whole batch, equal in all processes. Raises UsageError without `diffusers`."""
+        check_installed()
+        from diffusers import UNet2DConditionModel
+
+        torch.manual_seed(0)
+        model = UNet2DConditionModel(
+            sample_size=self.image,
+            layers_per_block=1,
+            block_out_channels=tuple(self.channels << level for level in range(4)),
+            cross_attention_dim=4 * self.channels,
+            attention_head_dim=8,  # how many heads: diffusers calls it so
+            norm_num_groups=8,
+        )
+        assert isinstance(model, nn.Module)
+        rows, image = self.microbatch * self.microbatches, (4, self.image, self.image)
+        return model, {
+            "image": torch.randn(rows, *image),
+            "noise": torch.randn(rows, *image),
+            "time": torch.randint(0, 1000, (rows,)),
+            "states": torch.randn(rows, self.states, 4 * self.channels),
+        }
+
+    def capture(self, model: nn.Module, batch: Batch) -> Job:
+        parallel = stretto.Parallel(pp=2, microbatches=self.microbatches, schedule="1f1b", split=[CUT])
+        return stretto.capture(model, batch, loss=squared_error, parallel=parallel)
+
+
+def check_installed() -> None:
+    """Raises UsageError without `diffusers`."""
+    if find_spec("diffusers") is None:
+        raise UsageError("the U-Net is that of diffusers, which is missing: pip install 'stretto[diffusion]'")
+
+
+def squared_error(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean squared error of the noise that the model says was added."""
+    said = model(batch["image"], batch["time"], encoder_hidden_states=batch["states"]).sample
+    return nn.functional.mse_loss(said, batch["noise"])
+
+
+def run_worker(setup: Setup, kept: str = "") -> Any:
+    """One rank of the race. kept: where rank 0 keeps what ran, a folder for each system; or `PROBE`, where
+    what a forward of each stage asks is all that is wanted. Raises RunError when gradients disagree."""
+    say_on_first("capturing, and measuring this network")
+    model, batch = setup.build()
+    job = setup.capture(model, batch)
+    costs = measured_costs(job, choose_schedule(job))
+    if kept == PROBE:
+        return [asdict(forward_of(job, costs, stage)) for stage in range(setup.world)]
+    # 1. All plans from the same costs.
+    runners: dict[str, stretto.Runner] = {}
+    for name, system in SYSTEMS.items():
+        plan = make_plan(job, costs, schedule=system.schedule, overlap=system.overlap)
+        runners[name] = stretto.Runner(plan, model, shares=runners.get(BLOCKING))
+        say_on_first(f"{name}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
+    parameters = list(model.parameters())
+    steps = torch_steps(model, batch, setup.microbatches, dist.get_rank())
+    theirs = {name: fresh(parameters, step) for name, step in steps.items()}
+    # 2. The same numbers.
+    error = _check_equal(setup, model, batch, runners, theirs)
+    # 3. In turn.
+    times, timelines = take_turns(runners, theirs, batch, setup.rounds)
+    base = runners[BLOCKING].plan
+    again = with_costs(base, measured_costs(base.job, base.schedule))
+    if not is_first():
+        return None
+    plans = plans_of(runners)
+    result = make_result(setup, plans, times, timelines, prediction_of(again))
+    result["setup"]["worst_error_vs_plain"] = error
+    result["setup"]["forward"] = [asdict(forward_of(job, costs, stage)) for stage in range(setup.world)]
+    for name, plan in plans.items() if kept else ():
+        keep_run(Path(kept) / name.replace(" ", "-"), plan, plan, timelines[name])
+    return result
+
+
+def forward_of(job: Job, costs: Costs, stage: int) -> PlaceWork:
+    """What a forward of one microbatch takes, with what its stage sends for one: so the balanced rate
+    (`bench.races`) is the one at which a microbatch's messages take as long as the longer forward."""
+    forward_us = sum(time_of(costs, stage, op) for op in job.stages[stage].ops[Phase.F])
+    return replace(work_of(job, costs, [stage]), compute_us=forward_us)
+
+
+def _check_equal(
+    setup: Setup,
+    model: nn.Module,
+    batch: Batch,
+    runners: Mapping[str, stretto.Runner],
+    theirs: Mapping[str, Step],
+) -> float:
+    """Step 2. Returns the worst relative error of a gradient against the plain model's."""
+    loss, whole = _plain(setup, model, batch)
+    base = runners[BLOCKING]
+    plain = own_parts(base, whole)
+    worst = 0.0
+    for name, runner in runners.items():
+        found, grads = one_step(runner, batch)
+        worst = max(worst, compare(name, grads, plain, "the plain model", SAME_GRADIENTS))
+        if abs(found / loss - 1.0) > SAME:
+            raise RunError(f"the loss of {name} is {found}, the plain model's {loss}")
+    for name, step in theirs.items():
+        dist.barrier()
+        step()
+        grads = {key: p.grad.clone() for key, p in base.named_parameters() if p.grad is not None}
+        worst = max(worst, compare(name, grads, plain, "the plain model", SAME_GRADIENTS))
+    drop_gradients(model.parameters())
+    return worst
+
+
+def _plain(setup: Setup, model: nn.Module, batch: Batch) -> tuple[float, Batch]:
+    """The plain model's loss and gradients: each rank computes some microbatches, and they are summed."""
+    total = torch.zeros(())
+    for piece in range(dist.get_rank(), setup.microbatches, setup.world):
+        rows = slice(piece * setup.microbatch, (piece + 1) * setup.microbatch)
+        loss = squared_error(model, {name: leaf[rows] for name, leaf in batch.items()}) / setup.microbatches
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    dist.all_reduce(total)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    drop_gradients(model.parameters())
+    return float(total), grads
+
+
+def make_result(
+    setup: Setup,
+    plans: Mapping[str, Plan],
+    times: Mapping[str, Times],
+    timelines: Mapping[str, Sequence[Timeline]],
+    known: Prediction,
+) -> dict[str, Any]:
+    """The JSON of the race: {"setup": ..., "rows": [...]}, medians, with every round's time beside them.
+
+    known: what is predicted of `BLOCKING` by costs that are measured again after the race, from which the
+    bound is.
+    """
+    bound_s = known.bound_us / 1e6
+    bases_s = {name.replace(" ", "_"): times[name].median_s for name in (BLOCKING, TORCH)}
+    rows = []
+    for name, found in times.items():
+        row = time_row(name, found, bases_s, bound_s)
+        if name in plans:
+            planned_s = prediction_of(plans[name]).step_us / 1e6
+            row |= {
+                "schedule": plans[name].schedule.family,
+                "overlap": plans[name].overlap,
+                "planned_s": planned_s,
+                "planned_over_measured": planned_s / found.median_s,
+                "exposed_s": exposed_s(timelines[name], lambda span: True),
+                "peak_bytes": list(timelines[name][-1].peak_bytes),
+            }
+        rows.append(row)
+    return {
+        "setup": {
+            **asdict(setup),
+            **versions(),
+            "bound_s": bound_s,
+            "binds": known.binds,
+            "costs": plans[BLOCKING].costs.source,
+        },
+        "rows": rows,
+    }

@@ -1,0 +1,180 @@
+"""What one microbatch takes on the devices of one layout: the model captured and priced once.
+
+A layout's trace (`stretto.capture.captures`) serves all layouts that spread layers in the same way over
+microbatches of the same size. What is read off it holds for any number of pipeline ranks: sums over the whole
+model, of which each pipeline rank has a share. Touches no clock: sums only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from stretto.capture.captures import Captures
+from stretto.config import ParallelSettings
+from stretto.errors import PlanError, UsageError
+from stretto.ir.action import Phase
+from stretto.ir.costs import Costs
+from stretto.ir.flow import PHASES
+from stretto.ir.prices import Prices
+from stretto.ir.program import DTYPE_BYTES, Job
+from stretto.passes.recompute import storages
+from stretto.passes.recompute_choice import recompute
+from stretto.price.cluster import Description, described
+from stretto.schedule.families import make_schedule
+
+STATES = 2
+"""Tensors that AdamW keeps for each parameter, of its own size and dtype: two averages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One microbatch through the whole model, on one of the ranks that share it.
+
+    phases_us: F, I and W on the compute lane. lanes_us: axis -> what its collectives take, one after the
+    other. saved_bytes: what the forward keeps for the backward.
+    """
+
+    phases_us: tuple[float, float, float]
+    lanes_us: Mapping[str, float]
+    saved_bytes: float
+
+    @property
+    def compute_us(self) -> float:
+        return sum(self.phases_us)
+
+    @property
+    def busiest_us(self) -> float:
+        """Of the lane that has most to do."""
+        return max(self.compute_us, *self.lanes_us.values(), 0.0)
+
+    def scaled(self, by: float) -> Work:
+        """For so many times the rows, as if everything went by rows: a guess."""
+        return Work(
+            (self.phases_us[0] * by, self.phases_us[1] * by, self.phases_us[2] * by),
+            {axis: us * by for axis, us in self.lanes_us.items()},
+            self.saved_bytes * by,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """rows: of a microbatch. flops: of one microbatch on one rank. again: by what the backward computes
+    again, what that makes of the microbatch's work. held_bytes: parameters, their gradients and the
+    optimizer's state, of the whole model over the ranks that share it; state_bytes: the last of these alone;
+    gradient_bytes: what data-parallel copies sum. message_bytes: what crosses a border, one way.
+    """
+
+    rows: float
+    flops: float
+    again: Mapping[str | int, Work]
+    held_bytes: float
+    state_bytes: float
+    gradient_bytes: float
+    message_bytes: float
+
+    def scaled(self, rows: float) -> Block:
+        """A guess of the block with other rows."""
+        by = rows / self.rows
+        again = {word: work.scaled(by) for word, work in self.again.items()}
+        return replace(
+            self, rows=rows, flops=self.flops * by, again=again, message_bytes=self.message_bytes * by
+        )
+
+
+def block_of(
+    captures: Captures,
+    parallel: ParallelSettings,
+    found: Description,
+    words: tuple[str | int, ...],
+    rows: float,
+) -> Block:
+    """The block of a layout, with what the backward may compute again. rows: of a microbatch.
+
+    Raises CaptureError and UsageError for what cannot be captured so.
+    """
+    job = _cut(captures, parallel)
+    costs, pricer = described(job, make_schedule("1f1b", len(job.stages), 1), found)
+    prices = Prices(job, costs, pricer, keep=False)
+    again: dict[str | int, Work] = {}
+    for word in words:
+        made = job
+        if isinstance(word, str) and word != "none":
+            try:
+                made = recompute(job, word, costs, make_schedule("1f1b", len(job.stages), 1), lambda _: ())
+            except PlanError:
+                continue
+        again[word] = work_of(made, prices.costs_of(made))
+    first = {p.tied_to: p for p in reversed(job.parameters)}.values()
+    state = sum(state_bytes(p.spec.shape, p.grad_dtype) for p in first if p.grads)
+    gradients = sum(p.grad_nbytes for p in first if p.grads)
+    sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
+    return Block(
+        rows,
+        sum(op.flops for stage in job.stages for ops in stage.ops.values() for op in ops),
+        again,
+        sum(p.held_nbytes for p in first) + gradients + state,
+        state,
+        gradients,
+        max(sizes, default=0),
+    )
+
+
+def _cut(captures: Captures, parallel: ParallelSettings) -> Job:
+    """In two stages, between which a border shows, or in one where a model has no second."""
+    # As few devices as show what the layers communicate: the schedule and the copies come later.
+    changed = {
+        "pp": 2,
+        "dp": parallel.ep,
+        "microbatches": parallel.microbatches * parallel.dp // parallel.ep,
+        "schedule": "1f1b",
+        "virtual_stages": None,
+        "split": "auto",
+        "microbatch_group": None,
+    }
+    if parallel.pp > 1:
+        try:
+            return captures.job(parallel.model_copy(update=changed))
+        except UsageError:
+            pass
+    return captures.job(parallel.model_copy(update={**changed, "pp": 1}))
+
+
+def work_of(job: Job, costs: Costs) -> Work:
+    """The sums over all stages of a job."""
+    times: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+    lanes: dict[str, float] = defaultdict(float)
+    saved = 0.0
+    for stage in job.stages:
+        for phase in PHASES:
+            for op in stage.ops[phase]:
+                times[phase] += costs.op_us.get((stage.index, op.name), 0.0)
+                asked = op.collective
+                if asked is not None and (cost := costs.collectives.get((asked.axis, asked.kind))):
+                    lanes[asked.axis] += cost.curve.us(asked.nbytes)
+        forward = stage.ops[Phase.F]
+        root = storages(forward)
+        sizes = {op.name: op.nbytes for op in forward}
+        used = {name for phase in (Phase.I, Phase.W) for op in stage.ops[phase] for name in op.uses}
+        saved += sum(sizes.get(owner, 0) for owner in {root[name] for name in used if name in root})
+    return Work((times[Phase.F], times[Phase.I], times[Phase.W]), dict(lanes), saved)
+
+
+def state_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """What the optimizer keeps for a parameter of this shape."""
+    elements = 1
+    for size in shape:
+        elements *= size
+    return STATES * DTYPE_BYTES[dtype] * elements
+
+
+def states_by_rank(job: Job, ranks: tuple[int, ...]) -> dict[int, int]:
+    """Bytes of the optimizer's state at each place of the pipeline. ranks: of the stages."""
+    found: dict[int, dict[str, int]] = defaultdict(dict)
+    for parameter in job.parameters:
+        if parameter.grads:
+            for stage in parameter.stages:
+                size = state_bytes(parameter.spec.shape, parameter.grad_dtype)
+                found[ranks[stage]][parameter.tied_to] = size
+    return {rank: sum(sizes.values()) for rank, sizes in found.items()}

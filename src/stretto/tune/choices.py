@@ -1,0 +1,270 @@
+"""What can be chosen: layouts over so many devices, and what goes on each. The settings' own checks decide.
+
+No rule of what fits is written here: a layout becomes settings, which are checked as those of a file are, and
+the message of the check is kept. What only a capture or a plan finds is refused there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
+from stretto.errors import UsageError
+from stretto.files.settings_file import faults_of
+from stretto.ir.stage_maps import AUTO, places_of, virtual_stages_of
+from stretto.schedule.families import FAMILIES
+
+KEYS = (
+    "pp",
+    "dp",
+    "ep",
+    "tp",
+    "sequence_parallel",
+    "microbatches",
+    "ampipe_degree",
+    "recompute",
+    "schedule",
+    "virtual_stages",
+)
+"""The keys of `parallel` that are chosen."""
+
+DEGREES = (1, 2, 4)
+"""AMPipe's numbers of chunks, as `ampipe_degree = "auto"` has them."""
+
+PLAIN = "1f1b"
+"""The family of a layout of which only the layout matters."""
+
+VIRTUAL = (2, 3, 4, 6, 8, 12, 16)
+"""Stages a rank that are tried in families with any number of them."""
+
+RECOMPUTE = ("none", "gathers", "selective", "full")
+"""What the backward may compute again, the least first."""
+
+ABOUT = {
+    "tp": ("sequence_parallel", "tp_plan"),
+    "ep": ("ep_buffer", "ep_overflow", "pipe_experts", "pipe_experts_multi_data"),
+    "ampipe_degree": ("ampipe_capacity",),
+}
+"""Keys that settings refuse where the key that they are about is 1: they are left out there."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """How ranks, sequence and batch are shared."""
+
+    pp: int
+    dp: int
+    ep: int
+    tp: int
+    sequence_parallel: bool
+    microbatches: int
+    ampipe_degree: int = 1
+
+    @property
+    def pieces(self) -> int:
+        """Microbatches of all data-parallel copies."""
+        return self.microbatches * self.dp
+
+    def __str__(self) -> str:
+        sizes = [f"{name}={getattr(self, name)}" for name in ("pp", "dp", "ep", "tp")]
+        named = [text for text in sizes if not text.endswith("=1")] or ["pp=1"]
+        named.append(f"microbatches={self.microbatches}")
+        if self.sequence_parallel:
+            named.append("sequence_parallel")
+        if self.ampipe_degree > 1:
+            named.append(f"ampipe_degree={self.ampipe_degree}")
+        return " ".join(named)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """A layout with a schedule, stages a rank, and what the backward computes again."""
+
+    layout: Layout
+    schedule: str
+    virtual_stages: int
+    recompute: str | int = "none"
+
+    def __str__(self) -> str:
+        each = f" virtual_stages={self.virtual_stages}" if self.virtual_stages > 1 else ""
+        again = f" recompute={self.recompute}" if self.recompute != "none" else ""
+        return f"{self.layout} {self.schedule}{each}{again}"
+
+    def changes(self) -> dict[str, Any]:
+        """Key of `parallel` -> what it is set to, None where it is left out."""
+        found: dict[str, Any] = {
+            name: getattr(self.layout, name)
+            for name in ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree")
+        }
+        usual = virtual_stages_of(self.schedule, None) == self.virtual_stages
+        found |= {"schedule": self.schedule, "recompute": self.recompute}
+        found["virtual_stages"] = None if usual else self.virtual_stages
+        for key, others in ABOUT.items():
+            if found[key] == 1:
+                found |= dict.fromkeys(others)
+        if self.layout.ep == self.layout.ampipe_degree == 1:
+            found["ep_plan"] = None
+        for key in ("ep", "ampipe_degree", "sequence_parallel", "recompute"):
+            if found[key] == ParallelSettings.model_fields[key].default:
+                found[key] = None
+        return found
+
+
+class Choices:
+    """What may be chosen for a run. fixed: keys of `KEYS` that are not to be chosen, with their values.
+
+    refused: message -> how many were refused with it.
+    """
+
+    def __init__(self, settings: TrainSettings, devices: int, fixed: Mapping[str, Any] | None = None) -> None:
+        self.settings = settings
+        self.devices = devices
+        self.fixed = dict(fixed or {})
+        self.refused: Counter[str] = Counter()
+        self._values = settings.model_dump(exclude_unset=True)
+        self._values.setdefault("parallel", {})
+
+    def settings_of(self, candidate: Candidate) -> TrainSettings:
+        """The settings with a candidate's choices. Raises UsageError with the lines of their checks."""
+        values = self._changed(candidate)
+        if faults := faults_of(TrainSettings, values, "", {}):
+            raise UsageError("; ".join(line for _, line in faults))
+        return TrainSettings.model_validate(values)
+
+    def _changed(self, candidate: Candidate) -> dict[str, Any]:
+        parallel = dict(self._values["parallel"])
+        for key, value in candidate.changes().items():
+            parallel.pop(key, None)
+            if value is not None:
+                parallel[key] = value
+        return {**self._values, "parallel": parallel}
+
+    def allowed(self, candidate: Candidate) -> bool:
+        """Whether the settings' checks allow it; their message is counted where they do not."""
+        try:
+            virtual_stages_of(candidate.schedule, candidate.virtual_stages)
+            TrainSettings.model_validate(self._changed(candidate))
+        except UsageError as error:
+            self.refused[str(error)] += 1
+        except ValueError:
+            for _, line in faults_of(TrainSettings, self._changed(candidate), "", {}):
+                self.refused[line] += 1
+        else:
+            return True
+        return False
+
+    def plain(self, layout: Layout) -> Candidate:
+        """A layout as a candidate, with what is fixed and nothing chosen."""
+        schedule = str(self.fixed.get("schedule", PLAIN))
+        each = virtual_stages_of(schedule, self.fixed.get("virtual_stages"))
+        return Candidate(layout, schedule, each, self.fixed.get("recompute", "none"))
+
+    def layouts(self) -> Iterator[Layout]:
+        """All that are allowed on all devices: sizes that divide what they share."""
+        for layout in self._all():
+            if self.allowed(self.plain(layout)):
+                yield layout
+
+    def _all(self) -> Iterator[Layout]:
+        batch = self.settings.training.global_batch
+        degrees = self._of("ampipe_degree", (1,))
+        for tp in self._of("tp", divisors(self.devices)):
+            for pp in self._of("pp", divisors(self.devices // tp)):
+                for dp in self._of("dp", (self.devices // tp // pp,)):
+                    if pp * dp * tp != self.devices:
+                        continue
+                    for ep in self._of("ep", divisors(dp)):
+                        for spread in self._of("sequence_parallel", (False, True) if tp > 1 else (False,)):
+                            for count in self._of("microbatches", divisors(max(batch // dp, 1))):
+                                for degree in degrees:
+                                    yield Layout(pp, dp, ep, tp, spread and tp > 1, count, degree)
+
+    def _of(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
+        return (self.fixed[key],) if key in self.fixed else usual
+
+    def orders(self, layout: Layout) -> Iterator[tuple[str, int]]:
+        """Families, each with its numbers of stages a rank that are allowed."""
+        for name in self._of("schedule", self._families(layout)):
+            places = places_of(name)
+            numbers = (places.usual, *(VIRTUAL if places.most is None else ()))
+            for each in self._of("virtual_stages", tuple(dict.fromkeys(numbers))):
+                if places.allow(each) and self.allowed(Candidate(layout, name, each)):
+                    yield name, each
+
+    def _families(self, layout: Layout) -> Sequence[str]:
+        # One rank has nobody to wait for: families differ in nothing but their memory.
+        return tuple(FAMILIES) if layout.pp > 1 else (PLAIN,)
+
+    def again(self, layout: Layout) -> tuple[str | int, ...]:
+        """What the backward may compute again, the least first."""
+        if "recompute" in self.fixed:
+            return (self.fixed["recompute"],)
+        return tuple(word for word in RECOMPUTE if word != "gathers" or layout.sequence_parallel)
+
+    def degrees(self, layout: Layout) -> tuple[int, ...]:
+        """Other numbers of chunks, where there is something that chunks can hide."""
+        if "ampipe_degree" in self.fixed or layout.tp == layout.ep == 1:
+            return ()
+        others = (replace(layout, ampipe_degree=degree) for degree in DEGREES if degree > 1)
+        return tuple(one.ampipe_degree for one in others if self.allowed(self.plain(one)))
+
+    def own(self) -> Candidate | None:
+        """What the settings say themselves, where it is for as many devices and no other than is fixed."""
+        given = self.settings.parallel
+        if given.world != self.devices or given.schedule not in FAMILIES or given.ampipe_degree == "auto":
+            return None
+        if any(getattr(given, key) != value for key, value in self.fixed.items()):
+            return None
+        layout = Layout(
+            given.pp,
+            given.dp,
+            given.ep,
+            given.tp,
+            given.sequence_parallel,
+            given.microbatches,
+            given.ampipe_degree,
+        )
+        each = virtual_stages_of(given.schedule, given.virtual_stages)
+        return Candidate(layout, given.schedule, each, given.recompute)
+
+    @property
+    def layers(self) -> int | None:
+        """Equal blocks of the model, where its settings say."""
+        model = self.settings.model
+        if self.settings.task is not None or not isinstance(model, DecoderSettings):
+            return None
+        return model.layers
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, ascending."""
+    return tuple(one for one in range(1, number + 1) if number % one == 0)
+
+
+def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
+    """`--fix KEY=VALUE` as values. Raises UsageError for a key that is not chosen anyway, and for a value
+    that the key cannot have."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip().removeprefix("parallel.")
+        if key not in KEYS or not equals:
+            raise UsageError(f"--fix {text}: expected KEY=VALUE with a key of {', '.join(KEYS)}")
+        read: Any = value.strip()
+        if read.isdigit():
+            read = int(read)
+        elif read in ("true", "false"):
+            read = read == "true"
+        faults = [line for _, line in faults_of(ParallelSettings, {key: read}, "", {})]
+        if key == "schedule" and read not in (*FAMILIES, AUTO):
+            faults = [f"unknown schedule family {read!r}; choose one of: {', '.join((*FAMILIES, AUTO))}"]
+        if key == "ampipe_degree" and read == "auto":
+            faults = ["numbers of chunks are compared anyway: give one, or leave it out"]
+        # These two are refused for others that they go with, which are chosen.
+        if faults and key not in ("sequence_parallel", "ep"):
+            raise UsageError(f"--fix {text}: {faults[0]}")
+        found[key] = read
+    return found

@@ -1,0 +1,92 @@
+"""What a process of a tuning does: it prices blocks and plans candidates, and keeps what it traced."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.config import TrainSettings
+from stretto.errors import PlanError, StrettoError
+from stretto.planning.make_plan import plan
+from stretto.price.cluster import Description
+from stretto.price.cluster_file import Hardware
+from stretto.price.flat import Cluster
+from stretto.train.job import captures_of
+from stretto.tune.block import Block, block_of, states_by_rank
+from stretto.tune.choices import Candidate, Choices
+from stretto.tune.outcome import Planned, Refused, planned_of
+from stretto.verify.memory import MemoryFault
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A piece of work. order: of a plan; None prices a block. words: what the block's backward may compute
+    again."""
+
+    candidate: Candidate
+    order: str | None
+    words: tuple[str | int, ...] = ()
+
+
+Answer = Block | Planned | Refused
+
+
+class Work:
+    """Made in the process that works. limit_bytes: what a device holds; None is no limit."""
+
+    def __init__(
+        self, settings: TrainSettings, devices: int, found: Description, fixed: Mapping[str, Any]
+    ) -> None:
+        self._choices = Choices(settings, devices, fixed)
+        self._found = found
+        self._captures = captures_of(settings, found)
+        self._limit = limit_of(found)
+
+    def do(self, asked: Asked) -> Answer:
+        """Price or plan. What is refused comes back with the words of the refusal."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return self._price(asked) if asked.order is None else self._plan(asked.candidate, asked.order)
+            except StrettoError as error:
+                return refused(asked.candidate, error)
+
+    def _price(self, asked: Asked) -> Block:
+        layout = asked.candidate.layout
+        parallel = self._choices.settings_of(asked.candidate).parallel  # of which the layout counts
+        rows = self._choices.settings.training.global_batch / layout.pieces
+        return block_of(self._captures, parallel, self._found, asked.words, rows)
+
+    def _plan(self, candidate: Candidate, order: str) -> Planned | Refused:
+        parallel = self._choices.settings_of(candidate).parallel
+        job = self._captures.job(parallel)
+        made = plan(job, self._found, order=order)
+        # What a plan holds has no optimizer, and its limit is the whole device.
+        one = planned_of(candidate, order, made, states_by_rank(made.job, made.schedule.stage_ranks))
+        if self._limit is not None and one.peak_bytes > self._limit:
+            why = "with the optimizer's state a rank holds more than a device has"
+            return Refused(candidate, why, True, one.peak_bytes)
+        return one
+
+
+def limit_of(found: Description) -> int | None:
+    """Bytes of a device, where the description says."""
+    return found.memory_bytes if isinstance(found, (Cluster, Hardware)) else None
+
+
+def refused(candidate: Candidate, error: StrettoError) -> Refused:
+    """The candidate with the words of its refusal."""
+    faults = error.faults if isinstance(error, PlanError) else []
+    holds = [fault.holds_bytes for fault in faults if isinstance(fault, MemoryFault)]
+    # A limit that cannot be kept is nothing but memory.
+    by_memory = bool(holds) or (bool(faults) and isinstance(candidate.recompute, int))
+    return Refused(candidate, in_a_line(error), by_memory, max(holds, default=0))
+
+
+def in_a_line(error: StrettoError) -> str:
+    """An error as one line: what, and its first fault."""
+    if isinstance(error, PlanError) and error.faults:
+        return f"{str(error).splitlines()[0].partition(':')[0]}: {error.faults[0]}"
+    return " ".join(str(error).split())

@@ -1,0 +1,60 @@
+"""A trace that is used again gives the job that a capture of its own gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stretto
+from stretto.capture import trace as tracing
+from stretto.capture.captures import TRACED_BY, Captures, traced_by
+from stretto.config import GPTSettings, Parallel, ParallelSettings
+from stretto.models.build import build_model, counted_loss_function
+
+MODEL = GPTSettings(layers=4, hidden=32, heads=4, context=16, vocab_size=64)
+PARALLELS = (
+    Parallel(pp=2, microbatches=4),
+    Parallel(pp=4, microbatches=4, schedule="zb-h1", max_live=4),
+    Parallel(pp=2, microbatches=2, dp=2, schedule="interleaved-1f1b", virtual_stages=2),
+    Parallel(pp=1, microbatches=1, dp=4, recompute="full", overlap="local"),
+    Parallel(pp=2, microbatches=4, split=["blocks.1"], split_ops=True),
+)
+"""All of four pieces: one trace serves them."""
+
+
+def test_one_trace_gives_the_jobs_of_captures_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = build_model(MODEL, 64, 0)
+    loss = counted_loss_function(MODEL)
+    batch = torch.empty(8, 17, dtype=torch.int64, device="meta")
+    alone = [stretto.capture(model, batch, loss, parallel) for parallel in PARALLELS]
+    traced: list[object] = []
+    export = tracing.torch_adapter.export_joint
+    monkeypatch.setattr(
+        tracing.torch_adapter, "export_joint", lambda *args: (traced.append(args), export(*args))[1]
+    )
+    captures = Captures(model, batch, loss)
+    assert [captures.job(parallel) for parallel in PARALLELS] == alone
+    assert len(traced) == 1
+    captures.job(Parallel(pp=2, microbatches=2))  # other rows
+    assert len(traced) == 2
+
+
+def test_what_a_trace_does_not_depend_on_is_known_by_name() -> None:
+    """A new setting has to be put in one of the two lists."""
+    after = {
+        "pp",
+        "dp",
+        "microbatches",
+        "schedule",
+        "virtual_stages",
+        "microbatch_group",
+        "split",
+        "max_live",
+        "overlap",
+        "split_ops",
+        "recompute",
+    }
+    assert after | set(TRACED_BY) == set(ParallelSettings.model_fields)
+    assert traced_by(Parallel(dp=2, microbatches=2)) == traced_by(Parallel(pp=2, microbatches=4))
+    assert traced_by(Parallel(tp=2)) != traced_by(Parallel())

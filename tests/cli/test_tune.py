@@ -1,0 +1,140 @@
+"""`stretto tune`: from settings and a cluster to a table and settings that are used unchanged."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli.main import app
+from stretto.config import load_settings
+from stretto.errors import StrettoError, UsageError
+from tests.train.tiny import environment
+from tests.tune.small import write_cluster, write_settings
+
+FIXED = ("schedule=1f1b", "sequence_parallel=false", "microbatches=2", "recompute=none")
+
+
+def command(folder: Path, *more: str, devices: int = 4, fixed: tuple[str, ...] = FIXED) -> list[str]:
+    """The command over a small choice."""
+    config, cluster = write_settings(folder, layers=2), folder / "cluster.toml"
+    if not cluster.exists():
+        write_cluster(folder)
+    named = [text for one in fixed for text in ("--fix", one)]
+    return ["tune", str(config), "--cluster", str(cluster), "--devices", str(devices), *named, *more]
+
+
+def test_a_choice_is_made_told_and_written(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    result = CliRunner().invoke(app, command(tmp_path, "-o", str(out)))
+    assert result.exit_code == 0, result.output
+    for words in ("The fastest of", "tokens/s/device", "is bound by", "Dropped", f"wrote {out}"):
+        assert words in result.output
+    # Words of the settings' own checks, however the table breaks them.
+    assert "training.global_batch" in " ".join(re.findall(r"[\w.]+", result.output))
+    text = out.read_text(encoding="utf-8")
+    assert text.startswith("# a small run\n")
+    assert "[parallel]  # how it was run before" in text
+    made = load_settings(out)
+    assert made.parallel.world == 4
+    assert made.parallel.schedule == "1f1b"
+    assert made.model == load_settings(tmp_path / "small.toml").model
+    planned = CliRunner().invoke(app, ["plan", str(out), "--cluster", str(tmp_path / "cluster.toml")])
+    assert planned.exit_code == 0, planned.output
+    # The plan of the settings that were written is the first of the table.
+    (step,) = re.findall(r"predicted step +([\d.]+) ms", planned.output)
+    row = next(line for line in result.output.splitlines() if " ms " in line)
+    assert f"{float(step):.3g}"[:3] in row
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--cluster", "local"), "stretto calibrate"),
+        (("--cluster", "h100x2"), "--devices 4: h100x2 has 2"),
+        (("--cluster", "nothing"), "--cluster nothing: unknown cluster"),
+        (("--fix", "cp=2"), "expected KEY=VALUE with a key of"),
+        (("-o", "nowhere/tuned.toml"), "does not exist; create it"),
+        (("--fix", "tp=3"), "no layout of 4 devices fits these settings"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_is_captured(
+    tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
+    error = CliRunner().invoke(app, [*command(tmp_path), *more]).exception
+    assert isinstance(error, UsageError)
+    assert said in str(error)
+
+
+def test_a_file_that_cannot_be_changed_in_place_is_refused_first(tmp_path: Path) -> None:
+    given = command(tmp_path)
+    Path(given[1]).write_text("parallel = {pp = 2}\n", encoding="utf-8")
+    error = CliRunner().invoke(app, given).exception
+    assert isinstance(error, UsageError)
+    assert "write them as keys of a table" in str(error)
+
+
+@pytest.mark.slow
+def test_devices_that_are_too_small_are_told_what_would_do(tmp_path: Path) -> None:
+    write_cluster(tmp_path, memory_bytes=10_000)
+    error = CliRunner().invoke(app, command(tmp_path)).exception
+    assert isinstance(error, StrettoError)
+    assert re.search(
+        r"no layout of 4 devices fits 9.77 KiB a device: the nearest, .*, needs about", str(error)
+    )
+
+
+def processes_of(config: str) -> list[int]:
+    """Processes below the one that has this file among its arguments, and it."""
+    found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in found.splitlines()[1:]]
+    roots = {int(pid) for pid, _, args in rows if config in args and "stretto.cli.main" in args}
+    return [int(pid) for pid, parent, _ in rows if int(pid) in roots or int(parent) in roots]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
+def test_it_is_stopped_and_writes_what_it_has(tmp_path: Path, signum: signal.Signals) -> None:
+    out = tmp_path / "tuned.toml"
+    given = command(tmp_path, "-o", str(out), devices=2, fixed=())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto.cli.main", *given],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    told: list[tuple[float, str]] = []
+    for line in process.stderr:
+        told.append((time.monotonic(), line))
+        if "best" in line:
+            break
+    assert all(after - before < 4.0 for (before, _), (after, _) in pairwise(told[1:]))
+    started = processes_of(given[1])
+    assert len(started) >= 3
+    if signum == signal.SIGINT:  # a terminal sends it to all of them
+        os.killpg(process.pid, signum)
+    else:
+        process.send_signal(signum)
+    output, errors = process.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []
+    if signum == signal.SIGKILL:
+        assert not out.exists()
+        return
+    assert process.returncode == 128 + signum, errors
+    assert "The search ended early: it was interrupted." in output
+    assert "Traceback" not in errors
+    assert load_settings(out).parallel.world == 2

@@ -1,0 +1,57 @@
+"""STP's table (NeurIPS 2025): how long a pipeline waits for all-reduces, and how long windows do."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.braid import Table, exposed_us, live_chunks, planned
+
+from stretto.ir.program import OverlapMode
+from stretto.simulate import simulate
+
+REDUCE_US = (20.0, 50.0, 100.0)
+"""An all-reduce, where a unit's forward takes 100."""
+
+
+@pytest.mark.parametrize("reduce_us", REDUCE_US)
+@pytest.mark.parametrize(
+    ("p", "m"), [(2, 8), *(pytest.param(p, 3 * p, marks=pytest.mark.slow) for p in (4, 8))]
+)
+def test_the_others_wait_for_as_much_as_the_table_says(p: int, m: int, reduce_us: float) -> None:
+    """Interleaved 1F1B has backwards' all-reduces under weight gradients; where it waits for all at once, these
+    are as many as ZB-V's."""
+    table = Table(p, m, reduce_us)
+    kinds: list[tuple[str, OverlapMode, float]] = [
+        ("interleaved-1f1b", "local", table.interleaved_us),
+        ("interleaved-1f1b", "off", table.zb_v_us),
+        ("zb-v", "off", table.zb_v_us),
+    ]
+    for family, overlap, us in kinds:
+        assert exposed_us(planned(table, family, overlap)) == pytest.approx(us)
+
+
+def check(table: Table, family: str) -> None:
+    plan = planned(table, family, "window")
+    assert exposed_us(plan) <= table.braid_us
+    assert simulate(plan).step_us <= table.braid_step_us
+
+
+def test_windows_of_two_ranks_wait_for_no_more_than_the_braid() -> None:
+    check(Table(2, 8, 50.0), "zb-v")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["interleaved-1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    ("p", "m", "reduce_us"), [(2, 16, 50.0), (4, 8, 100.0), (4, 16, 20.0), (8, 24, 50.0)]
+)
+def test_windows_wait_for_no_more_than_the_braid(p: int, m: int, reduce_us: float, family: str) -> None:
+    check(Table(p, m, reduce_us), family)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), pytest.param(4, 12, marks=pytest.mark.slow)])
+def test_so_they_do_with_as_much_memory_as_the_braid(p: int, m: int) -> None:
+    """3 p chunks of microbatches on a rank, p more than in ZB-V's own order."""
+    table = Table(p, m, 50.0)
+    plan = planned(table, "zb-v", "window", more_live=p)
+    assert live_chunks(plan) <= 3 * p
+    assert exposed_us(plan) <= table.braid_us

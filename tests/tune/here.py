@@ -1,0 +1,45 @@
+"""Processes of a tuning that are none: each piece is done when it is waited for, in this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stretto.config import TrainSettings
+from stretto.price.cluster import Description
+from stretto.tune.work import Answer, Asked, Work
+
+
+class Here:
+    """In the place of `stretto.tune.workers.Workers`. before: called with each piece before it is done."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        devices: int,
+        found: Description,
+        before: Callable[[Asked], None] = lambda asked: None,
+    ) -> None:
+        self.work = Work(settings, devices, found, {})
+        self.before = before
+        self.all = [_One()]
+        self.done: list[Asked] = []
+
+    def idle(self) -> list[_One]:
+        return [one for one in self.all if one.busy is None]
+
+    def give(self, worker: _One, asked: Asked) -> None:
+        worker.busy = asked
+
+    def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
+        (one,) = self.all
+        asked, one.busy = one.busy, None
+        assert asked is not None
+        self.before(asked)
+        self.done.append(asked)
+        return [(asked, self.work.do(asked))]
+
+
+class _One:
+    def __init__(self) -> None:
+        self.busy: Asked | None = None
+        self.recent: list[str] = []

@@ -1,0 +1,103 @@
+"""Bounds in closed form: no plan is faster. Estimates: by a formula where there is one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stretto.price.cluster import Description
+from stretto.price.cluster_file import named_cluster
+from stretto.tune.block import Block, Work
+from stretto.tune.choices import Candidate, Choices, Layout
+from stretto.tune.estimate import bound_us, estimate, fastest_us
+from stretto.tune.frontier import Frontier
+from stretto.tune.outcome import Planned, Tuned
+from stretto.tune.work import Asked
+from stretto.tune.work import Work as Doing
+from tests.tune.small import CLUSTER, settings
+
+EVEN = Block(1, 0.0, {"none": Work((1e3, 1e3, 1e3), {}, 8e6)}, 16e6, 0.0, 0.0, 0.0)
+
+
+def test_an_estimate_is_the_schedule_s_own_formula() -> None:
+    for family, idle in (("1f1b", 3 * (1 + 2)), ("zb-h1", 3 * (1 + 1 - 1)), ("gpipe", 3 * (1 + 2))):
+        for m in (8, 64):
+            found = estimate(
+                Candidate(Layout(4, 1, 1, 1, False, m), family, 1),
+                EVEN,
+                EVEN.again["none"],
+                CLUSTER.model_copy(update={"latency_us": 0.0}),
+                None,
+            )
+            assert found.step_us == pytest.approx((3 * m + idle) * 1e3 / 4)
+            live = {"1f1b": 4, "zb-h1": 4, "gpipe": m}[family]
+            assert found.peak_bytes == pytest.approx(4e6 + live * 2e6)
+
+
+def test_stages_that_cannot_share_blocks_evenly_take_as_long_as_the_fullest() -> None:
+    candidate = Candidate(Layout(4, 1, 1, 1, False, 8), "1f1b", 1)
+    even, uneven = (estimate(candidate, EVEN, EVEN.again["none"], CLUSTER, n).step_us for n in (8, 6))
+    assert uneven > 1.3 * even
+
+
+@pytest.mark.parametrize("family", ["1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-h2"])
+def test_the_bound_of_one_stage_a_rank_is_below_every_family(family: str) -> None:
+    for p in (1, 2, 4, 8):
+        for m in (1, 2, 8, 32):
+            layout = Layout(p, 1, 1, 1, False, m)
+            work = EVEN.again["none"]
+            found = estimate(Candidate(layout, family, 1), EVEN, work, CLUSTER, None)
+            assert bound_us(layout, work, virtual=False) <= found.step_us
+            assert bound_us(layout, work) <= bound_us(layout, work, virtual=False)
+
+
+BOTH = ("list", "improve")
+
+
+def check_bounds(
+    tmp_path: Path,
+    found: Description,
+    count: int,
+    seed: int,
+    precision: str,
+    orders: Sequence[str] = ("list",),
+) -> int:
+    """Random candidates, planned: how many were."""
+    given = settings(tmp_path, more=f'[output]\nrun_dir = "{tmp_path}"\n').model_copy(
+        update={"precision": precision}
+    )
+    choices = Choices(given, 8)
+    draw = random.Random(seed)
+    layouts = list(choices.layouts())
+    doing = Doing(given, 8, found, {})
+    frontier = Frontier(choices, found, Tuned())
+    planned = 0
+    while planned < count:
+        layout = draw.choice(layouts)
+        family, each = draw.choice(list(choices.orders(layout)))
+        word = draw.choice(choices.again(layout))
+        block = doing.do(Asked(choices.plain(layout), None, ("none",)))
+        assert isinstance(block, Block), block
+        made = doing.do(Asked(Candidate(layout, family, each, word), draw.choice(orders)))
+        if not isinstance(made, Planned):
+            continue
+        planned += 1
+        bound = bound_us(layout, block.again["none"], frontier.virtual(layout) and each > 1)
+        assert bound <= made.step_us, made.candidate
+        rate = fastest_us(block.flops, found, precision)
+        assert rate <= block.again["none"].compute_us
+    return planned
+
+
+def test_no_plan_is_faster_than_its_layout_s_bound(tmp_path: Path) -> None:
+    assert check_bounds(tmp_path, CLUSTER, 4, 0, "float32") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_no_plan_of_many_is_faster_than_its_layout_s_bound(tmp_path: Path, precision: str) -> None:
+    assert check_bounds(tmp_path, CLUSTER, 40, 1, precision, BOTH) == 40
+    assert check_bounds(tmp_path, named_cluster("h100x8"), 40, 2, precision, BOTH) == 40

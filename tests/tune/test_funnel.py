@@ -1,0 +1,145 @@
+"""The funnel finds what planning everything finds, ends when it is told to, and says why."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.config import TrainSettings
+from stretto.errors import UsageError
+from stretto.price.cluster import Description
+from stretto.tune.choices import Candidate, Choices
+from stretto.tune.funnel import NOT_REACHED, Funnel
+from stretto.tune.outcome import Planned, Tuned
+from stretto.tune.work import Asked
+from tests.tune.here import Here
+from tests.tune.small import CLUSTER, settings
+
+FEW = {"schedule": "1f1b", "sequence_parallel": False, "microbatches": 2, "recompute": "none"}
+
+
+FULL = 5
+
+
+def tuned(
+    given: TrainSettings, devices: int, found: Description, fixed: dict[str, Any], **more: Any
+) -> tuple[Tuned, Here]:
+    """A tuning to its end."""
+    funnel = Funnel(Choices(given, devices, fixed), found, 600.0, lambda text: None)
+    here = Here(given, devices, found, **more)
+    funnel.run(here)  # type: ignore[arg-type]
+    return funnel.result(), here
+
+
+def everything(
+    given: TrainSettings, devices: int, found: Description, fixed: dict[str, Any]
+) -> list[Planned]:
+    """All candidates that can be planned: all quickly, then the fastest `FULL` of them in full."""
+    choices = Choices(given, devices, fixed)
+    doing = Here(given, devices, found).work
+    made = [
+        doing.do(Asked(Candidate(layout, family, each, word), "list"))
+        for layout in choices.layouts()
+        for family, each in choices.orders(layout)
+        for word in choices.again(layout)
+    ]
+    quick = sorted((one for one in made if isinstance(one, Planned)), key=lambda one: one.step_us)
+    full = [doing.do(Asked(one.candidate, "improve")) for one in quick[:FULL]]
+    return [*(one for one in full if isinstance(one, Planned)), *quick]
+
+
+def test_a_small_choice_is_made_as_by_planning_everything(tmp_path: Path) -> None:
+    given = settings(tmp_path, layers=2)
+    found, here = tuned(given, 4, CLUSTER, FEW)
+    best = min(everything(given, 4, CLUSTER, FEW), key=lambda one: one.step_us)
+    assert found.planned[0].step_us <= 1.01 * best.step_us
+    assert found.stopped == ""
+    assert found.unseen_us is None or found.unseen_us <= best.step_us
+    # What was captured was allowed, and each trace once.
+    keys = [asked.candidate.layout for asked in here.done if asked.order is None]
+    assert len(keys) == len(set(keys))
+    assert sum(found.dropped.values()) > 0
+
+
+@pytest.mark.slow
+def test_the_winner_is_within_a_percent_of_planning_everything(tmp_path: Path) -> None:
+    given = settings(tmp_path, overlap="window")
+    for slow in (1.0, 0.05):
+        cluster = CLUSTER.model_copy(update={"link_bytes_per_us": CLUSTER.link_bytes_per_us * slow})
+        fixed = {"recompute": "none"}
+        found, here = tuned(given, 8, cluster, fixed)
+        all_of_them = everything(given, 8, cluster, fixed)
+        best = min(all_of_them, key=lambda one: one.step_us)
+        assert found.planned[0].step_us <= 1.01 * best.step_us, (found.planned[0].candidate, best.candidate)
+        assert len([asked for asked in here.done if asked.order]) < len(all_of_them)
+
+
+def test_it_ends_in_the_middle_with_what_it_has(tmp_path: Path) -> None:
+    given = settings(tmp_path, layers=2)
+    funnel = Funnel(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
+    plans = itertools.count()
+
+    class StopError(Exception):
+        pass
+
+    def before(asked: Asked) -> None:
+        if asked.order is not None and next(plans) == 1:
+            raise StopError
+
+    with pytest.raises(StopError):
+        funnel.run(Here(given, 4, CLUSTER, before))  # type: ignore[arg-type]
+    found = funnel.result()
+    assert len(found.planned) == 1
+    assert found.dropped[NOT_REACHED] > 0
+    assert found.unseen_us is not None
+
+
+def test_no_time_is_no_plan(tmp_path: Path) -> None:
+    given = settings(tmp_path, layers=2)
+    funnel = Funnel(Choices(given, 4, FEW), CLUSTER, 0.0, lambda text: None)
+    funnel.run(Here(given, 4, CLUSTER))  # type: ignore[arg-type]
+    found = funnel.result()
+    assert found.planned == []
+    assert found.stopped == "the time was over"
+
+
+def test_what_fits_no_device_is_told_with_the_nearest(tmp_path: Path) -> None:
+    given = settings(tmp_path, layers=2)
+    found, here = tuned(given, 4, CLUSTER.model_copy(update={"memory_bytes": 10_000}), FEW)
+    assert found.planned == []
+    assert found.least is not None
+    assert found.least[1] > 10_000
+    assert all(asked.order is None for asked in here.done)  # nothing was planned in vain
+
+
+def test_more_is_computed_again_where_memory_asks_for_it(tmp_path: Path) -> None:
+    given = settings(tmp_path, layers=2)
+    fixed = {**FEW, "pp": 2, "dp": 1, "tp": 1, "microbatches": 2}
+    del fixed["recompute"]
+    free, _ = tuned(given, 2, CLUSTER, fixed)
+    assert free.planned[0].candidate.recompute == "none"
+    least = min(
+        one.peak_bytes for one in everything(given, 2, CLUSTER, fixed) if one.candidate.recompute == "full"
+    )
+    assert least < free.planned[0].peak_bytes
+    tight, _ = tuned(given, 2, CLUSTER.model_copy(update={"memory_bytes": least}), fixed)
+    assert tight.planned[0].candidate.recompute != "none"
+    assert tight.planned[0].peak_bytes <= least
+
+
+def test_the_settings_own_is_planned_first_and_compared(tmp_path: Path) -> None:
+    given = settings(tmp_path)  # for two devices
+    found, here = tuned(given, 2, CLUSTER, {"schedule": "1f1b", "recompute": "none", "microbatches": 4})
+    first = next(asked for asked in here.done if asked.order is not None)
+    assert first.candidate == Choices(given, 2).own()
+    assert isinstance(found.own, Planned)
+    assert found.planned[0].step_us <= found.own.step_us
+
+
+def test_nothing_is_captured_that_the_settings_refuse(tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    with pytest.raises(UsageError, match=r"no layout of 7 devices fits these settings: .*multiple of"):
+        tuned(given, 7, CLUSTER, {})
