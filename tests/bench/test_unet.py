@@ -109,7 +109,7 @@ def test_the_two_halves_for_pytorch_are_the_whole() -> None:
 
 def test_a_race_with_another_loss_is_void() -> None:
     unet._check_loss(TORCH, 2.0, 2.0)
-    with pytest.raises(RunError, match="the loss of torch 1f1b is 2.1, the plain model's 2.0"):
+    with pytest.raises(RunError, match=r"the loss of torch 1f1b is 2\.1, the plain model's 2.0"):
         unet._check_loss(TORCH, 2.1, 2.0)
 
 

@@ -99,8 +99,8 @@ def _attends(block: Any) -> bool:
 def torch_steps(
     unet: nn.Module, batch: Mapping[str, Tensor], microbatches: int, rank: int
 ) -> dict[str, Step]:
-    """By name of the schedule, one step of this rank, on the parameters of the model itself; the second rank's
-    gives the loss, which is the mean over microbatches."""
+    """By name of the schedule, one step of this rank, on the parameters of the model itself; on the second
+    rank it gives the loss, which is the mean over microbatches."""
     half = Before(unet) if rank == 0 else After(unet)
     found: dict[str, Step] = {}
     for name, kind in SCHEDULES.items():
