@@ -19,7 +19,7 @@ from stretto.bench.torch_unet import SCHEDULES, After, Before
 from stretto.bench.unet import BLOCKING, SYSTEMS, TORCH, VERSION, Setup, squared_error
 from stretto.cli.bench import bench
 from stretto.cli.bench_tables import unet_table
-from stretto.errors import UsageError
+from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
 from tests.bench.small_race import run_small
 
@@ -105,6 +105,12 @@ def test_the_two_halves_for_pytorch_are_the_whole() -> None:
     assert held == set(model.parameters()), "each parameter is on one of them"
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_race_with_another_loss_is_void() -> None:
+    unet._check_loss(TORCH, 2.0, 2.0)
+    with pytest.raises(RunError, match=r"the loss of torch 1f1b is 2\.1, the plain model's 2.0"):
+        unet._check_loss(TORCH, 2.1, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
 from stretto.ir.action import Action, Overlap, Phase, Schedule
 from stretto.ir.costs import Costs
+from stretto.ir.flow import PHASES
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.processor import Processor
-from stretto.ir.program import WAIT, Buffer, Job, OverlapMode
+from stretto.ir.program import WAIT, Buffer, Job, OverlapMode, Stage
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, list_order, make_graph, moves, whole_step
 from stretto.order import push as pushing
@@ -67,6 +68,23 @@ def wholes_of(plan: Plan) -> list[Whole]:
         calls = make_ready(plan, window.name).calls
         found.append(make_whole(graph, tuple(action.microbatch for action in slot.actions), calls, 0.0005))
     return found
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_forwards_that_wait_for_a_backward_may_have_no_ops(of: int) -> None:
+    """A stage that a layout gives nothing to do, beside one that does all."""
+    job, costs = job_of(microbatches=3)
+    job = replace(job, stages=(job.stages[0], Stage(1, dict.fromkeys(PHASES, ()))), edges=())
+    schedule = whole(make_schedule("1f1b", 2, 3))
+    assert schedule is not None
+    [slot] = schedule.orders[of]
+    window = make_window(job, slot)
+    later = [at for at, one in enumerate(slot.actions) if one.phase is Phase.F][-1]
+    first = next(at for at, one in enumerate(slot.actions) if one.phase is not Phase.F)
+    plain, kept = (
+        make_graph(job, costs, window, schedule.stage_ranks, frees=frees) for frees in ((), [(first, later)])
+    )
+    assert (plain == kept) is (of == 1)
 
 
 def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:

@@ -387,12 +387,20 @@ def test_there_is_one_ordered_list() -> None:
         "no_ops",
         "equal_collectives",
         "scatter_borders",
+        "gather_behind",
         "gradient_parts",
         "split_products",
+        "placed_sums",
         "dense_messages",
         "messages_in_parts",
         "sent_once",
         "handed_on",
+        "merged_messages",
         "recomputed",
     ]
-    assert [one.apply.__name__ for one in STEP_PASSES if one.tried] == ["split_products", "handed_on"]
+    assert [one.apply.__name__ for one in STEP_PASSES if one.tried] == [
+        "split_products",
+        "placed_sums",
+        "handed_on",
+        "merged_messages",
+    ]

@@ -11,14 +11,16 @@ import torch
 import stretto
 from stretto.capture.trace import trace
 from stretto.ir.action import Phase
+from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.gradients import addends
 from stretto.ir.program import Job
-from stretto.ir.transfers import message_us
+from stretto.ir.transfers import message_us, sum_time
 from stretto.measure import messages, profile
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.costs import costs_of
-from stretto.price.roofline import ACTION_US
+from stretto.price.flat import flat_link
+from stretto.price.roofline import ACTION_US, ring_cost
 from stretto.schedule.families import make_schedule
 from tests.capture.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
 from tests.price.comm_job import comm_job
@@ -213,6 +215,15 @@ def test_a_described_cluster_is_a_roofline() -> None:
     assert message_us(link, 5000) == pytest.approx(7.0 + 100.0)
     assert link.processor_us_per_mb == 3.0
     assert costs.action_us == ACTION_US
+
+
+def test_what_each_message_keeps_its_link_for_is_taken_by_each_step_of_a_collective() -> None:
+    """A ring of 4 gathers in three messages, one behind another; the loss is told by one at least."""
+    link = flat_link(stretto.Cluster(latency_us=7.0, message_us=18.0, link_bytes_per_us=50.0))
+    assert message_us(link, 5000) == pytest.approx(7.0 + 18.0 + 100.0)
+    assert ring_cost(link, "all_gather", 4).curve.us(0) == pytest.approx(3 * (7.0 + 18.0))
+    told = sum_time(Costs({}, {}, link, 0.0, "made up"), "loss", (0, 1), 0)
+    assert told.us == message_us(link, 0)
 
 
 @pytest.mark.parametrize("field", ["flops_per_us", "memory_bytes_per_us", "link_bytes_per_us"])

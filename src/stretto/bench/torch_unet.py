@@ -9,7 +9,7 @@ Public names of `torch.distributed.pipelining` and of `diffusers` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleavedZeroBubble,
 )
+
+from stretto.bench.race import Step
 
 CUT = "up_blocks.1.resnets.1"
 """The module that begins the second stage: three of the eight skips are used up before it."""
@@ -96,21 +98,24 @@ def _attends(block: Any) -> bool:
 
 def torch_steps(
     unet: nn.Module, batch: Mapping[str, Tensor], microbatches: int, rank: int
-) -> dict[str, Callable[[], None]]:
-    """By name of the schedule, one step of this rank, on the parameters of the model itself."""
+) -> dict[str, Step]:
+    """By name of the schedule, one step of this rank, on the parameters of the model itself; on the second
+    rank it gives the loss, which is the mean over microbatches."""
     half = Before(unet) if rank == 0 else After(unet)
-    found: dict[str, Callable[[], None]] = {}
+    found: dict[str, Step] = {}
     for name, kind in SCHEDULES.items():
         stage = PipelineStage(half, rank, 2, torch.device("cpu"))
         schedule = kind(
             [stage] if kind in _OF_SEVERAL else stage, microbatches, loss_fn=nn.functional.mse_loss
         )
 
-        def step(schedule: Any = schedule) -> None:
+        def step(schedule: Any = schedule) -> Tensor | None:
             if rank == 0:
                 schedule.step(batch["image"], time=batch["time"], states=batch["states"])
-            else:
-                schedule.step(target=batch["noise"], losses=[], states=batch["states"])
+                return None
+            losses: list[Tensor] = []
+            schedule.step(target=batch["noise"], losses=losses, states=batch["states"])
+            return torch.stack(losses).mean().detach()
 
         found[name] = step
     return found

@@ -112,7 +112,7 @@ def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int
     if found is not None:
         return _time(found, nbytes)
     link = slowest_link(costs, places)
-    us = all_reduce_us(link, len(places), nbytes) if nbytes else link.latency_us
+    us = all_reduce_us(link, len(places), nbytes) if nbytes else message_us(link, 0)
     lost_us = ALL_REDUCE.moved(len(places)) * processor_us(link, nbytes) if nbytes else 0.0
     return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0)
 

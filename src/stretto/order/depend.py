@@ -266,7 +266,8 @@ class _Maker:
                     ends.setdefault(part, []).append(at)
                 leads.update(own)
         for backward, forward in self.frees:
-            for at in begins[forward]:
+            # A stage may hold nothing, and its forwards begin with no op.
+            for at in begins.get(forward, ()):
                 needs[at].update(ends.get(backward, ()))
 
     def _maker(self, part: int, value: str) -> int:

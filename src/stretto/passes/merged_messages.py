@@ -21,7 +21,7 @@ Planning tries a step with and without. No number changes. Touches `stretto.ir` 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -72,7 +72,8 @@ def merged_messages(step: Step, context: Context) -> Step:
 
     @cache
     def ends_us(message: Message) -> tuple[int, float, float]:
-        return _ends_us(message, lambda op, made: context.prices.us(op, {**specs, **made}))
+        # No copy of all specs of the job for each op.
+        return _ends_us(message, lambda op, made: context.prices.us(op, ChainMap(made, specs)))
 
     for edges in borders:
         values = sorted((time.of(edge) for edge in edges), key=lambda value: value.made_us)
@@ -163,7 +164,7 @@ def _passage_us(
 
 
 def _ends_us(
-    message: Message, price_us: Callable[[Op, Mapping[str, TensorSpec]], float]
+    message: Message, price_us: Callable[[Op, dict[str, TensorSpec]], float]
 ) -> tuple[int, float, float]:
     """A message's bytes, and what sender and receiver compute for it. price_us: of an op that reads values of
     these specs beside those of the job."""

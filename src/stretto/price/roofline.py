@@ -1,6 +1,6 @@
 """What all prices share: collectives as rings over links, ops that are free, a window's own time.
 
-    collective  a ring of n over such links: n - 1 steps of a latency to gather or to scatter, each moving
+    collective  a ring of n over such links: n - 1 empty messages in turn to gather or to scatter, each moving
                 (n - 1) / n of the tensor; twice that to reduce (Patarasuk and Yuan 2009); an exchange sends
                 one part to each in turn
 
@@ -15,6 +15,7 @@ from stretto.ir.collectives import KINDS
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import GETITEM, WAIT
+from stretto.ir.transfers import message_us
 
 ACTION_US = 8.0
 """Time of a window's run beside its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
@@ -28,7 +29,7 @@ def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
     part = KINDS[kind].moved(members)
     # A transport that needs more processor time than wire time moves no faster than the processor does.
     us_per_byte = part * max(1.0 / link.bytes_per_us, link.processor_us_per_mb / 1e6)
-    latency_us = KINDS[kind].steps(members) * link.latency_us
+    latency_us = KINDS[kind].steps(members) * message_us(link, 0)
     span = 1_000_000.0
     return CollectiveCost(
         Curve(((0.0, latency_us), (span, latency_us + span * us_per_byte))),

@@ -107,7 +107,8 @@ class Cards:
         # Its latency goes on at full rate; what takes no processor then gives it back.
         lasts = transfer.until_arrival and transfer.arrive is not nothing
         self._load(transfer, _load_of(transfer, 1.0) if lasts else 0.0)
-        # What begins in its place keeps the others' shares as they are.
+        # A collective that begins in its place keeps the others' shares as they are. A message begins later
+        # in the same moment (`network`), so they go up and down again, and nothing goes on in between.
         transfer.leave()
         if shared:
             self._share(transfer.cards)
