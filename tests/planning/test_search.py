@@ -62,7 +62,7 @@ def test_a_plan_is_never_slower_than_that_of_the_best_family(seed: int) -> None:
     families = {name: make_plan(job, costs, schedule=name) for name in families_of(job)}
     assert step_us(found) <= min(map(step_us, families.values())) * (1 + 1e-9)
     assert found.prediction is not None
-    assert found.prediction.gap >= 0.0
+    assert found.prediction.gap >= -1e-9
 
 
 def test_memory_is_kept_and_what_does_not_fit_is_refused() -> None:
@@ -82,6 +82,19 @@ def test_memory_is_kept_and_what_does_not_fit_is_refused() -> None:
     )
     with pytest.raises(stretto.PlanError, match="more than the limit"):
         make_plan(job, costs, max_bytes=WEIGHT.nbytes)
+
+
+def test_orders_that_overlap_within_memory_come_before_faster_ones_that_do_not() -> None:
+    """The fastest order holds more than a rank may: its plan waits for messages, which takes longer."""
+    job = replace(make_job(3, 8), pp=3)
+    costs = uneven(job, 1)
+    family = make_plan(job, costs, schedule="eager-1f1b-split")
+    assert family.prediction is not None
+    most = max(family.prediction.peak_bytes) + ACTIVATION.nbytes // 2
+    found = make_plan(replace(job, schedule="auto"), costs, max_bytes=most)
+    assert found.prediction is not None
+    assert max(found.prediction.peak_bytes) <= most
+    assert step_us(found) <= step_us(family) * (1 + 1e-9)
 
 
 def test_ranks_are_balanced_where_stages_are_finer_than_they() -> None:

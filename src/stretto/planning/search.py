@@ -4,7 +4,8 @@
        number of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
     2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
     3. The most promising are simulated as steps of this job, in a variant or two, over few microbatches
-       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
+       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less. Those
+       that hold no more come first.
     4. Those that are about as fast as the fastest of these become whole plans, and the fastest is taken.
 
 May touch `stretto.ir`, `stretto.schedule`, `stretto.order`, `stretto.simulate` and this package.
@@ -122,7 +123,7 @@ def _why(best: Plan, made: Sequence[Plan], found: Sequence[_Ranked]) -> str:
     planned = {one.schedule.family for one in made}
     rest: dict[str, float] = {}
     for one in found:
-        if one.schedule.family not in planned:
+        if one.schedule.family not in planned and one.step_us >= found[0].step_us:
             rest.setdefault(one.schedule.family, one.step_us / found[0].step_us)
     slower = [f"{name} {times:.2f}" for name, times in rest.items()]
     told = [", ".join(others), "times the fastest: " + ", ".join(slower)]
@@ -140,32 +141,52 @@ def _ranked(step: Step, context: Context, tell: Say) -> list[_Ranked]:
     job = _passed(step, context).job
     loads = loads_of(job, context.costs_of(job), step.schedule.stage_ranks)
     limits = None if step.max_bytes is None else [float(step.max_bytes)] * ranks
-    order: list[_Ranked] = []
+    seen: dict[object, _Ranked] = {}
     for _ in range(ROUNDS):
         promising: dict[object, Found] = {}
         for groups in _ways(loads, ranks, limits):
             for one in _promising(step, loads, groups, limits):
                 fine = replace(one, schedule=of_stages(one.schedule, groups))
                 promising.setdefault(fine.schedule.orders, fine)
-        if not promising:  # the proof of a plan knows better what does not fit, and says it
-            limits = None
+        if not promising:
+            if seen:
+                break
+            limits = None  # the proof of a plan knows better what does not fit, and says it
             continue
-        order = []
+        fresh: list[_Ranked] = []
         for one in _enough(job, [*promising.values()]):
-            made = _simulated(_with_schedule(step, one.schedule), context, one.family)
+            known = seen.get(one.schedule.orders)
+            made = known or _simulated(_with_schedule(step, one.schedule), context, one.family)
             if made is not None:
-                order.append(made)
-                tell(f"{one.schedule.family}: {made.step_us / 1000:.1f} ms")
-        order.sort(key=lambda one: (one.step_us, not one.family))
-        if limits is None or not order:
+                fresh.append(made)
+                if known is None:
+                    seen[one.schedule.orders] = made
+                    tell(f"{one.schedule.family}: {made.step_us / 1000:.1f} ms")
+        if limits is None or not fresh:
             break
         assert step.max_bytes is not None
         most = step.max_bytes
-        over = [max(0, held - most) for held in _holds(step, context, order[0])]
+        over = [max(0, held - most) for held in _holds(step, context, min(fresh, key=_speed))]
         if not any(over):
             break
         limits = [limit - held for limit, held in zip(limits, over, strict=True)]
-    return order
+    return _fitting(step, context, sorted(seen.values(), key=_speed))
+
+
+def _speed(one: _Ranked) -> tuple[float, bool]:
+    return one.step_us, not one.family
+
+
+def _fitting(step: Step, context: Context, order: list[_Ranked]) -> list[_Ranked]:
+    """The same with those in front that hold no more than a rank may, as many as become whole plans: of one
+    that holds more, only the variants that overlap less are left, and those are slower than it was here."""
+    if step.max_bytes is None:
+        return order
+    fitting: list[_Ranked] = []
+    for one in order:
+        if len(fitting) < WHOLE and max(_holds(step, context, one)) <= step.max_bytes:
+            fitting.append(one)
+    return [*fitting, *(one for one in order if one not in fitting)]
 
 
 def _enough(job: Job, promising: list[Found]) -> list[Found]:
