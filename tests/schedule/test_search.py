@@ -151,6 +151,11 @@ def test_exact_search_is_as_good_as_the_bound_where_the_best_is_known(ranks: int
     live = best_order(few, times, max_live=2)
     assert live is not None
     assert max(peak_live(live)) <= 2
+    # A third of the memory three times fits.
+    room = Room.even(3, 3, 3.0, 0.5)
+    held = best_order(make_schedule("zb-h1", 3, 5), times, room=room, from_own_begin=True)
+    assert held is not None
+    assert room.holds(held)
 
 
 def test_exact_search_lets_an_interrupt_through() -> None:

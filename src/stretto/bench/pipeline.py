@@ -43,7 +43,9 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
         for name, kind in KINDS.items()
     }
     # 2. The same numbers.
-    systems = {**torchs, **{family: partial(runner.step, batch) for family, runner in runners.items()}}
+    systems: dict[str, Step] = dict(torchs)
+    for family, runner in runners.items():
+        systems[family] = partial(runner.step, batch)
     error = _check_equal(setup, systems, model, batch)
     # 3. In turn.
     times, timelines = take_turns(runners, torchs, batch, setup.rounds)

@@ -52,7 +52,7 @@ def explain(model: nn.Module, error: Exception, tensor: TensorParallel | None = 
     """Name the line of the user's code at which tracing failed, and say why in plain words. tensor: how the
     model is spread, which may be why."""
     own = Path(__file__).parent.parent
-    rooms = (str(own / room) for room in ("capture", "parallelize", "tensor", "loss.py"))
+    rooms = (str(own / room) for room in ("backend", "capture", "parallelize", "tensor", "loss.py"))
     ours = (str(Path(torch.__file__).parent), str(contextlib.__file__), *rooms)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     where = ""
@@ -114,7 +114,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-CANNOT_EDIT = {
+CANNOT_EDIT: dict[tuple[str, ...], str] = {
     ("transformers", "integrations", "moe.py"): (
         "this is how transformers multiplies groups of tokens by experts, and no tracer follows what older "
         "releases do: set model.config.experts_implementation = 'batched_mm', or update transformers"

@@ -4,7 +4,7 @@ A job may be cut finer than its ranks need: consecutive stages of a rank are the
 numbers, a job of four stages a rank can go by every family of one, two or four; in unequal ones, ranks are
 balanced by what stages take and hold, which capturing could only guess.
 
-May touch `stretto.ir`, `stretto.schedule` and `stretto.order`.
+May touch `stretto.ir`, `stretto.schedule`, `stretto.order` and `planning.variants`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from stretto.ir.storage import makes, owner, reads
 from stretto.ir.transfers import occupancy_us
 from stretto.order.depend import make_graph
 from stretto.order.follow import replay
+from stretto.order.window import list_order
+from stretto.planning.variants import communicates
 from stretto.schedule.room import Room
 from stretto.schedule.timing import PhaseTimes
 from stretto.schedule.windows import make_window
@@ -33,7 +35,8 @@ Groups = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True, slots=True)
 class Loads:
     """By stage: what its phases take, in microseconds; the bytes that it always holds, those that a
-    microbatch holds from F to I, and from I to W. hops_us: by border, what messages over it take."""
+    microbatch holds from F to I, and from I to W. hops_us: by border, what messages over it take.
+    overlapped: what a forward takes that is ordered together with a backward, as a share of both alone."""
 
     forward_us: tuple[float, ...]
     into_us: tuple[float, ...]
@@ -42,6 +45,7 @@ class Loads:
     fixed_bytes: tuple[int, ...]
     whole_bytes: tuple[int, ...]
     weight_bytes: tuple[int, ...]
+    overlapped: float = 1.0
 
     def times(self, groups: Groups) -> PhaseTimes:
         """Of groups of stages."""
@@ -49,7 +53,8 @@ class Loads:
             tuple(math.fsum(us[stage] for stage in group) for group in groups)
             for us in (self.forward_us, self.into_us, self.weight_us)
         )
-        return PhaseTimes(forward, into, weight, tuple(self.hops_us[group[-1]] for group in groups[:-1]))
+        hops = tuple(self.hops_us[group[-1]] for group in groups[:-1])
+        return PhaseTimes(forward, into, weight, hops, overlapped=self.overlapped)
 
     def room(self, groups: Groups, stage_ranks: Sequence[int], limits: Sequence[float]) -> Room:
         """Of groups that are on these ranks, each of which may hold so many bytes in all."""
@@ -64,18 +69,24 @@ class Loads:
 
 
 def loads_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Loads:
-    """What a job's stages take, with ops as captured and messages between these ranks."""
+    """What a job's stages take, with ops in the order of a list and messages between these ranks."""
     known: dict[object, float] = {}
 
-    def takes_us(stage: int, phase: Phase) -> float:
-        graph = make_graph(job, costs, make_window(job, Action(stage, phase, 0)), stage_ranks)
+    def takes_us(slot: Slot) -> float:
+        graph = make_graph(job, costs, make_window(job, slot), stage_ranks)
         key = graph.key()
         if key not in known:
-            known[key] = replay(graph, range(len(graph.nodes))).end_us
+            order = list_order(graph) if graph.communicates else range(len(graph.nodes))
+            known[key] = replay(graph, order).end_us
         return known[key] + costs.action_us
 
     stages = range(len(job.stages))
-    forward, into, weight = (tuple(takes_us(stage, phase) for stage in stages) for phase in PHASES)
+    forward, into, weight = (tuple(takes_us(Action(stage, phase, 0)) for stage in stages) for phase in PHASES)
+    # Of a stage in the middle, as its neighbours are its like.
+    middle = len(job.stages) // 2
+    both = Overlap((Action(middle, Phase.F, 1), Action(middle, Phase.B, 0)))
+    alone_us = forward[middle] + takes_us(Action(middle, Phase.B, 0))
+    overlapped = min(1.0, takes_us(both) / alone_us) if alone_us and communicates(job) else 1.0
     fixed = [0] * len(stages)
     for parameter in job.parameters:
         for stage in parameter.stages:
@@ -89,6 +100,7 @@ def loads_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Loads:
         tuple(fixed),
         tuple(whole for whole, _ in held),
         tuple(rest for _, rest in held),
+        overlapped,
     )
 
 

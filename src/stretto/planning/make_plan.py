@@ -49,6 +49,9 @@ from stretto.simulate import predict, simulate
 from stretto.verify import verify
 from stretto.verify.memory import memory_faults
 
+ANY = "interleaved-1f1b"
+"""A family with which a search begins: it has any number of stages a rank."""
+
 CLEAR = 0.97
 """A variant that takes at most this share of the baseline's time over a shorter step does so over the whole
 one. Assumed."""
@@ -61,23 +64,21 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
     its stages are.
 
     Raises UsageError for an unknown family, for a schedule whose stages, microbatches or ranks are not the
-    job's, and for one that keeps more microbatches live than the job allows.
+    job's, and for one that keeps more microbatches live than the job allows. Of "auto", one to begin with.
     """
     if not job.trains:
         places = schedule.stage_ranks if isinstance(schedule, Schedule) else None
         return forward_schedule(len(job.stages), job.microbatches, places)
     wish = schedule if schedule is not None else job.schedule
-    if wish == AUTO:
-        return _any_schedule(job)
     if isinstance(wish, str):
         if wish.endswith(".csv"):
             wish = read_csv(Path(wish))
         else:
-            if wish not in FAMILIES:
+            if wish not in FAMILIES and wish != AUTO:
                 make_schedule(wish, 1, 1)  # which says what there is
             ranks, each = shared(len(job.stages), job.pp, wish)
             return make_schedule(
-                wish,
+                ANY if wish == AUTO else wish,
                 ranks,
                 job.microbatches,
                 virtual_stages=each,
@@ -115,18 +116,6 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
             f"{job.max_live}: reorder it, or allow {live}"
         )
     return wish
-
-
-def _any_schedule(job: Job) -> Schedule:
-    """One to begin with where a schedule is sought: as many stages a rank as can be, in a loop."""
-    ranks = len(job.stages) if job.pp is None else job.pp
-    each, left = divmod(len(job.stages), ranks)
-    if each and not left:
-        return make_schedule("interleaved-1f1b", ranks, job.microbatches, virtual_stages=each)
-    raise UsageError(
-        f"the job has {len(job.stages)} stages, and pp = {ranks} ranks cannot have equally many: capture "
-        f"with {ranks * max(each, 1)} stages"
-    )
 
 
 def make_plan(

@@ -24,10 +24,12 @@ from stretto.ir.program import Job
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
+from stretto.planning.pair import pair
+from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import ENOUGH, paired, shorter
 from stretto.planning.sends import sends_waited
 from stretto.planning.tries import Tries
-from stretto.planning.variants import Variant, begins, communicates, overlaps
+from stretto.planning.variants import AHEAD, Variant, begins, communicates, overlaps
 from stretto.planning.windows import as_captured, at_once, lowered, ordered
 from stretto.schedule.room import Room
 from stretto.schedule.search import Found, Sought, search
@@ -37,17 +39,17 @@ WITHIN = 1.15
 """Times the fastest by the clock of schedules, up to where an order is simulated: that clock knows no ops,
 and a message that leaves early or late makes so much. Assumed."""
 
-SIMULATED = 12
+SIMULATED = 16
 """Orders that are simulated at most. Assumed."""
 
 RUNS = 4_000_000
 """Runs of ops in simulations of orders, beyond the first two: some seconds of one core. Assumed."""
 
-LARGE = 400_000
-"""Runs of ops in a short step, from where only the fastest order becomes a whole plan, which takes a minute.
-Assumed."""
+PLANNED = 400_000
+"""Runs of ops in short steps of orders that become whole plans, beyond the first: a whole plan takes ten
+times as long as a simulation. Of larger ones, one variant of an order is simulated. Assumed."""
 
-WHOLE = 3
+WHOLE = 6
 """Orders that become whole plans at most. Assumed."""
 
 CLOSE = 1.05
@@ -89,10 +91,10 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
     found = _ranked(first, brief, tell)
     made: list[Plan] = []
     refused: list[PlanError] = []
+    most = max(1, min(WHOLE, PLANNED // _runs(first.job)))
     try:
-        for one in _worth_a_plan(found):
-            slow = one.step_us > CLOSE * found[0].step_us or _runs(first.job) > LARGE
-            if len(made) == WHOLE or (made and slow):
+        for one in _worth_a_plan(found, most):
+            if len(made) == most or (made and one.step_us > CLOSE * found[0].step_us):
                 break
             tell(f"{one.schedule.family}: a whole plan")
             try:
@@ -108,13 +110,13 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
     return replace(best, schedule_why=_why(best, made, found))
 
 
-def _worth_a_plan(found: Sequence[_Ranked]) -> list[_Ranked]:
-    """The fastest first; the fastest family in place of the last of `WHOLE`."""
+def _worth_a_plan(found: Sequence[_Ranked], count: int) -> list[_Ranked]:
+    """The fastest first; the fastest family in place of the last of several."""
     family = next((one for one in found if one.family), None)
-    if family is None or family in found[:WHOLE]:
+    if family is None or family in found[:count] or count == 1:
         return [*found]
     rest = [one for one in found if one is not family]
-    return [*rest[: WHOLE - 1], family, *rest[WHOLE - 1 :]]
+    return [*rest[: count - 1], family, *rest[count - 1 :]]
 
 
 def _why(best: Plan, made: Sequence[Plan], found: Sequence[_Ranked]) -> str:
@@ -208,7 +210,7 @@ def _runs(job: Job) -> int:
 def _holds(step: Step, context: Context, one: _Ranked) -> Sequence[int]:
     """Bytes of each rank, where sends are waited for as soon as they have left."""
     before = _passed(_with_schedule(step, one.schedule), context)
-    way = _ways_of_one(before)[0]
+    way = _ways_of_one(before)[-1]
     made = replace(before, schedule=before.short)
     for apply in way:
         made = apply(made, context)
@@ -242,6 +244,7 @@ def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float]
                 room=None if limits is None else room,
                 max_live=step.job.max_live,
                 group=step.job.microbatch_group,
+                joined=tuple(partial(pair, ahead=ahead) for ahead in AHEAD) if _pairs(step) else (),
             )
         )
     except UsageError:
@@ -274,19 +277,25 @@ def _simulated(step: Step, context: Context, family: bool) -> _Ranked | None:
             made = short
             for one in way:
                 made = one(made, context)
-            step_us = simulate(lowered(made, context)).step_us
+            step_us = simulate(lowered(receives_ahead(made, context), context)).step_us
         except (LeftOutError, PlanError):
             continue
         found.append(_Ranked(step.schedule, step_us, family))
+        if _runs(step.job) > PLANNED:
+            break
     return min(found, key=lambda one: one.step_us, default=None)
 
 
 def _ways_of_one(step: Step) -> list[Variant]:
-    """The variants by which orders are compared."""
+    """The variants by which orders are compared, that which is often the fastest first."""
     if step.asked == "off":
         return [(at_once,)]
     if not communicates(step.job):
         return [(as_captured,)]
-    if step.asked == "local" or overlaps(step):
-        return [(ordered,)]
-    return [(ordered,), (partial(paired, ahead=0), ordered)]
+    pairs: list[Variant] = [(partial(paired, ahead=ahead), ordered) for ahead in AHEAD]
+    return [*reversed(pairs), (ordered,)] if _pairs(step) else [(ordered,)]
+
+
+def _pairs(step: Step) -> bool:
+    """Whether forwards may share windows with backwards."""
+    return step.asked == "window" and communicates(step.job) and not overlaps(step)

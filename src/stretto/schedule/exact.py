@@ -12,12 +12,13 @@ memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from stretto.ir.action import Action, Phase, Schedule
-from stretto.schedule.room import SLACK, Room
+from stretto.schedule.room import Room
 from stretto.schedule.timing import PhaseTimes, time_schedule
 from stretto.schedule.urgencies import hops_of
 
@@ -30,6 +31,9 @@ with what it was given."""
 
 BUDGET = 4.0
 """Deterministic work of the search, in the solver's own unit (about a second of one core). Assumed."""
+
+PARTS = 100_000
+"""Whole numbers that memory is counted in, of a rank's limit."""
 
 PHASES = (Phase.F, Phase.I, Phase.W)
 
@@ -141,18 +145,18 @@ class _Search:
             )
 
     def _hold(self, room: Room | None, max_live: int | None) -> None:
-        """Step 2. Room in whole numbers: what is held is rounded up, in thousandths of the limit."""
+        """Step 2. Room in whole numbers, rounded: who asks looks whether what is found fits."""
         if room is not None:
             for rank, limit in enumerate(room.limits):
                 if 0 < limit < float("inf"):
                     mine = [s for s in self.stages if self.known.stage_ranks[s] == rank]
-                    self._under(mine, 1000, [_share(w, limit) for w in room.whole], room, limit)
+                    self._under(mine, [_share(held, limit) for held in room.whole], room, limit)
         if max_live is not None:
             for stage in self.stages:
                 held = [self._between(stage, k, Phase.F, Phase.W) for k in self.microbatches]
                 self.model.add_cumulative(held, [1] * len(held), max_live)
 
-    def _under(self, mine: Sequence[int], most: int, whole: Sequence[int], room: Room, limit: float) -> None:
+    def _under(self, mine: Sequence[int], whole: Sequence[int], room: Room, limit: float) -> None:
         held, sizes = [], []
         for stage in mine:
             for k in self.microbatches:
@@ -161,7 +165,7 @@ class _Search:
                     self._between(stage, k, Phase.I, Phase.W, after=True),
                 ]
                 sizes += [whole[stage], _share(room.for_weight[stage], limit)]
-        self.model.add_cumulative(held, sizes, most)
+        self.model.add_cumulative(held, sizes, PARTS)
 
     def _between(self, stage: int, k: int, first: Phase, last: Phase, after: bool = False) -> Any:
         """From the begin of one phase to the end of another, or from the end of the first."""
@@ -187,5 +191,4 @@ class _Search:
 
 
 def _share(held: float, limit: float) -> int:
-    """Thousandths of the limit, rounded up, but not for a rounding of double precision."""
-    return int(-(-held * 1000 * (1 - SLACK) // limit))
+    return math.floor(held / limit * PARTS)

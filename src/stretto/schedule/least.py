@@ -32,8 +32,9 @@ def least_time(
 ) -> float:
     """No order of these stages ends sooner, in the unit of `times`. from_own_begin: of the cost."""
     stages, ranks = len(stage_ranks), max(stage_ranks) + 1
+    least = min(1.0, times.overlapped)
     forward, into, weight = (
-        [times.of(Action(stage, phase, 0)) for stage in range(stages)]
+        [least * times.of(Action(stage, phase, 0)) for stage in range(stages)]
         for phase in (Phase.F, Phase.I, Phase.W)
     )
     hops = hops_of(stage_ranks, times)

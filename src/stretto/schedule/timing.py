@@ -11,8 +11,8 @@ Rules:
 2. A result of another rank arrives `message` after its action's end; a result of the own rank at its end.
    Where messages are `blocking`, they leave when the receiver is free and it computes nothing until they are
    there, one after the other.
-3. Overlapped actions are one block: it starts when all of them can, lasts as long as all of them together,
-   and every one of them ends with the block.
+3. Overlapped actions are one block: it starts when all of them can, lasts as long as all of them together or
+   a share of that, and every one of them ends with the block.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PhaseTimes:
 
     A phase has one time for all stages, or a tuple with one for each stage. `message` is the latency between
     two different ranks, one for all or one for each border (the first is that of stages 0 and 1); `blocking`
-    says that the receiver stands meanwhile (rule 2). Raises UsageError for a time that is negative or not
-    finite.
+    says that the receiver stands meanwhile (rule 2). `overlapped` is the share of their times one after the
+    other that overlapped actions take. Raises UsageError for a time that is negative or not finite.
     """
 
     forward: PerStageTime
@@ -45,6 +45,7 @@ class PhaseTimes:
     weight_gradient: PerStageTime
     message: PerStageTime = 0.0
     blocking: bool = False
+    overlapped: float = 1.0
 
     def __post_init__(self) -> None:
         for key, name in _FIELDS.items():
@@ -167,7 +168,7 @@ def time_schedule(schedule: Schedule, times: PhaseTimes = UNIT_TIMES) -> Schedul
                 waiting.setdefault(missing, []).append(rank)
                 break
             begin += received_in
-            free_at[rank] = begin + sum(times.of(action) for action in slot.actions)
+            free_at[rank] = begin + _takes(slot, times)
             for action in slot.actions:
                 start[action], end[action] = begin, free_at[rank]
                 runnable += waiting.pop(action, ())
@@ -181,12 +182,18 @@ def time_schedule(schedule: Schedule, times: PhaseTimes = UNIT_TIMES) -> Schedul
     for rank in range(schedule.ranks):
         actions = list(schedule.actions(rank))
         spans.append(free_at[rank] - start[actions[0]] if actions else 0.0)
-        busy.append(math.fsum(times.of(action) for action in actions))
+        busy.append(math.fsum(_takes(slot, times) for slot in schedule.orders[rank]))
     cost = max(spans, default=0.0)
     bubble_rate = (cost - math.fsum(busy) / len(busy)) / cost if cost > 0 else 0.0
     return ScheduleTiming(
         times, start, end, max(free_at, default=0.0), cost, max(bubble_rate, 0.0), peak_live(schedule)
     )
+
+
+def _takes(slot: Slot, times: PhaseTimes) -> float:
+    """Rule 3."""
+    takes = sum(times.of(action) for action in slot.actions)
+    return takes * times.overlapped if len(slot.actions) > 1 else takes
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
