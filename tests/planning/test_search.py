@@ -85,10 +85,10 @@ def test_memory_is_kept_and_what_does_not_fit_is_refused() -> None:
 
 def test_orders_that_overlap_within_memory_come_before_faster_ones_that_do_not() -> None:
     """The fastest order holds more than a rank may: its plan waits for messages, which takes longer."""
-    job = replace(make_job(3, 8), pp=3)
-    costs = uneven(job, 1)
-    most = 19 * ACTIVATION.nbytes + ACTIVATION.nbytes // 2
-    family = make_plan(job, costs, schedule="eager-1f1b-split", max_bytes=most)
+    job = replace(make_job(4, 6), pp=2)
+    costs = uneven(job, 2)
+    most = 23 * ACTIVATION.nbytes + ACTIVATION.nbytes // 2
+    family = make_plan(job, costs, schedule="interleaved-1f1b", max_bytes=most)
     found = make_plan(replace(job, schedule="auto"), costs, max_bytes=most)
     assert found.prediction is not None
     assert max(found.prediction.peak_bytes) <= most

@@ -88,10 +88,10 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
     tell = say or (lambda line: None)
     # To compare orders, windows need not be improved, which takes most of the time.
     brief = replace(context, order="list") if context.order == DEFAULT else context
-    found = _ranked(first, brief, tell)
+    most = max(1, min(WHOLE, PLANNED // _runs(first.job)))
+    found = _fitting(first, brief, _ranked(first, brief, tell), most)
     made: list[Plan] = []
     refused: list[PlanError] = []
-    most = max(1, min(WHOLE, PLANNED // _runs(first.job)))
     try:
         for one in _worth_a_plan(found, most):
             if len(made) == most or (made and one.step_us > CLOSE * found[0].step_us):
@@ -172,21 +172,21 @@ def _ranked(step: Step, context: Context, tell: Say) -> list[_Ranked]:
         if not any(over):
             break
         limits = [limit - held for limit, held in zip(limits, over, strict=True)]
-    return _fitting(step, context, sorted(seen.values(), key=_speed))
+    return sorted(seen.values(), key=_speed)
 
 
 def _speed(one: _Ranked) -> tuple[float, bool]:
     return one.step_us, not one.family
 
 
-def _fitting(step: Step, context: Context, order: list[_Ranked]) -> list[_Ranked]:
-    """The same with those in front that hold no more than a rank may, as many as become whole plans: of one
-    that holds more, only the variants that overlap less are left, and those are slower than it was here."""
+def _fitting(step: Step, context: Context, order: list[_Ranked], count: int) -> list[_Ranked]:
+    """The same with so many in front that hold no more than a rank may: of one that holds more, only the
+    variants that overlap less are left, and those are slower than it was here."""
     if step.max_bytes is None:
         return order
     fitting: list[_Ranked] = []
     for one in order:
-        if len(fitting) < WHOLE and max(_holds(step, context, one)) <= step.max_bytes:
+        if len(fitting) < count and max(_holds(step, context, one)) <= step.max_bytes:
             fitting.append(one)
     return [*fitting, *(one for one in order if one not in fitting)]
 
