@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.planning.groups import balanced_groups, equal_groups, loads_of, of_stages
+from stretto.planning.in_chunks import Stopped, fastest
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import PhaseTimes, time_schedule
@@ -143,3 +145,39 @@ def test_an_interrupt_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(KeyboardInterrupt):
         make_plan(job, costs, say=at_once)
+
+
+class OneOfSeveral:
+    """A job in so many chunks, of which nothing but that is looked at."""
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+
+    def bound_us(self) -> float:
+        return 0.0
+
+
+def test_one_interrupt_ends_the_search_in_other_numbers_of_chunks_too() -> None:
+    job = make_job(2, 4)
+    plan = make_plan(job, make_costs(job))
+    begun: list[int] = []
+
+    def begin(chunks: int) -> OneOfSeveral:
+        begun.append(chunks)
+        return OneOfSeveral(chunks)
+
+    def search_ended(tries: OneOfSeveral) -> Plan:
+        raise Stopped(plan)
+
+    def before_any(tries: OneOfSeveral) -> Plan:
+        if tries.chunks == 1:
+            return plan
+        raise KeyboardInterrupt
+
+    several = [partial(begin, chunks) for chunks in (1, 2, 4)]
+    assert fastest(several, search_ended, stoppable=True).job == plan.job  # type: ignore[arg-type]
+    assert begun == [1]
+    assert fastest(several, before_any, stoppable=True).job == plan.job  # type: ignore[arg-type]
+    assert begun == [1, 1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        fastest(several, before_any)  # type: ignore[arg-type]

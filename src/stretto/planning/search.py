@@ -24,6 +24,7 @@ from stretto.ir.program import Job
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
+from stretto.planning.in_chunks import Stopped
 from stretto.planning.pair import pair
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import ENOUGH, paired, shorter
@@ -80,9 +81,10 @@ def _with_schedule(step: Step, schedule: Schedule) -> Step:
 
 def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | None = None) -> Plan:
     """The fastest plan with any schedule. tries: of a step with any one of its stages. make: a plan of one
-    schedule's tries. With `say`, an interrupt ends the search with what there is.
+    schedule's tries.
 
-    Raises PlanError, the first one's, when all are refused.
+    Raises PlanError, the first one's, when all are refused; with `say`, Stopped where an interrupt ends the
+    search and there is a plan.
     """
     first, context = tries.first, tries.context
     tell = say or (lambda line: None)
@@ -104,8 +106,14 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
     except KeyboardInterrupt:
         if not made or say is None:
             raise
+        raise Stopped(_best(made, found)) from None
     if not made:
         raise refused[0] if refused else PlanError("auto finds no schedule", ["none can be simulated"])
+    return _best(made, found)
+
+
+def _best(made: Sequence[Plan], found: Sequence[_Ranked]) -> Plan:
+    """The fastest, which says what it was chosen from."""
     best = min(made, key=_predicted_us)
     return replace(best, schedule_why=_why(best, made, found))
 
