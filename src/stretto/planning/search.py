@@ -228,13 +228,11 @@ def _holds(step: Step, context: Context, one: _Ranked) -> Sequence[int]:
 def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[Groups]:
     """Step 1: the fewest stages a rank first."""
     stages = len(loads.forward_us)
-    each, left = divmod(stages, ranks)
-    if left or each > 1:
-        balanced = balanced_groups(loads, ranks, limits)
-        if balanced is not None and (left or balanced != equal_groups(stages, each)):
-            yield balanced
-    if not left:
-        yield from (equal_groups(stages, size) for size in range(each, 0, -1) if each % size == 0)
+    each = stages // ranks
+    balanced = balanced_groups(loads, ranks, limits) if each > 1 else None
+    if balanced is not None and balanced != equal_groups(stages, each):
+        yield balanced
+    yield from (equal_groups(stages, size) for size in range(each, 0, -1) if each % size == 0)
 
 
 def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float] | None) -> list[Found]:
