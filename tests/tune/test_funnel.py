@@ -179,6 +179,7 @@ def test_the_settings_own_is_planned_first_and_compared(tmp_path: Path) -> None:
     assert first.candidate == Choices(given, 2).own()
     assert isinstance(found.own, Planned)
     assert found.planned[0].step_us <= found.own.step_us
+    assert found.own.order == "improve"  # as the first is
 
 
 def test_nothing_is_captured_that_the_settings_refuse(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@
     4. Of a plan that is the best so far, other numbers of AMPipe's chunks are candidates where communication
        in blocks is exposed: all that is exposed can be gained.
     5. The best `FINALISTS` are planned in full, and the best of them with schedule = "auto" too. The fastest
-       of these wins.
+       of these wins. So are the settings' own, as what is gained is told of plans of one kind.
 
 The settings' own candidate is planned first, so that what is gained can be told. The search can end at any
 time with what it has.
@@ -177,6 +177,9 @@ class Funnel:
             ranked = sorted(self._best.values(), key=lambda one: one.step_us)
             self._finals = [one.candidate for one in ranked[:FINALISTS]]
             self._finals += self._with_any_schedule(self._finals[:1])
+            own = self.choices.own()
+            if own in self._best and own not in self._finals:
+                self._finals.append(own)
             if late and (self._waiting or self._frontier.open):
                 self.tuned.stopped = "the time was over"
         if not self._finals:
