@@ -219,7 +219,8 @@ def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
             console.print(f"As the settings are, it is refused: {own.why}")
         if tuned.unseen_us is not None:
             console.print(
-                f"Of what was not planned nothing is faster than {format_us(tuned.unseen_us)} by its bound."
+                "Of what was not planned and likely fits nothing is faster than "
+                f"{format_us(tuned.unseen_us)} by its bound."
             )
     else:
         console.print("Nothing was planned.")
