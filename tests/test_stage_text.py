@@ -106,3 +106,8 @@ def test_stages_are_shared_by_the_ranks() -> None:
     assert ParallelSettings(pp=2, virtual_stages=2, split="Et|t||L").split_stages == 4
     assert ParallelSettings(pp=2, split=["blocks.1"]).split_stages == 2
     assert ParallelSettings(pp=2).split_stages is None
+
+
+def test_parentheses_within_each_other_without_end_are_refused() -> None:
+    with pytest.raises(ValueError, match="too many parentheses"):
+        read_stages("(" * 100_000)

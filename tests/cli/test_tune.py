@@ -15,10 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli.main import app
+from stretto.cli.tune import _nothing
 from stretto.config import load_settings
 from stretto.errors import StrettoError, UsageError
+from stretto.tune.outcome import Tuned
 from tests.train.tiny import environment
-from tests.tune.small import write_cluster, write_settings
+from tests.tune.small import CLUSTER, write_cluster, write_settings
 
 FIXED = ("schedule=1f1b", "sequence_parallel=false", "microbatches=2", "recompute=none")
 
@@ -39,7 +41,7 @@ def test_a_choice_is_made_told_and_written(tmp_path: Path) -> None:
     for words in ("The fastest of", "tokens/s/device", "is bound by", "Dropped", f"wrote {out}"):
         assert words in result.output
     # Words of the settings' own checks, however the table breaks them.
-    assert "training.global_batch" in " ".join(re.findall(r"[\w.]+", result.output))
+    assert "model.layers" in " ".join(re.findall(r"[\w.]+", result.output))
     text = out.read_text(encoding="utf-8")
     assert text.startswith("# a small run\n")
     assert "[parallel]  # how it was run before" in text
@@ -90,6 +92,14 @@ def test_devices_that_are_too_small_are_told_what_would_do(tmp_path: Path) -> No
     assert re.search(
         r"no layout of 4 devices fits 9.77 KiB a device: the nearest, .*, needs about", str(error)
     )
+
+
+def test_a_search_that_ended_early_does_not_say_that_nothing_fits() -> None:
+    small = CLUSTER.model_copy(update={"memory_bytes": 10**9})
+    tuned = Tuned(least=("pp=1 microbatches=8", 2e9), stopped="the time was over")
+    assert "no plan was made, as the time was over" in _nothing(tuned, 4, small)
+    tuned.stopped = ""
+    assert "no layout of 4 devices fits" in _nothing(tuned, 4, small)
 
 
 def processes_of(pid: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.planning.groups import balanced_groups, equal_groups, loads_of, of_stages
+from stretto.planning.in_chunks import Stopped, fastest
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import PhaseTimes, time_schedule
@@ -61,7 +63,7 @@ def test_a_plan_is_never_slower_than_that_of_the_best_family(seed: int) -> None:
     families = {name: make_plan(job, costs, schedule=name) for name in families_of(job)}
     assert step_us(found) <= min(map(step_us, families.values())) * (1 + 1e-9)
     assert found.prediction is not None
-    assert found.prediction.gap >= 0.0
+    assert found.prediction.gap >= -1e-9
 
 
 def test_memory_is_kept_and_what_does_not_fit_is_refused() -> None:
@@ -81,6 +83,18 @@ def test_memory_is_kept_and_what_does_not_fit_is_refused() -> None:
     )
     with pytest.raises(stretto.PlanError, match="more than the limit"):
         make_plan(job, costs, max_bytes=WEIGHT.nbytes)
+
+
+def test_orders_that_overlap_within_memory_come_before_faster_ones_that_do_not() -> None:
+    """The fastest order holds more than a rank may: its plan waits for messages, which takes longer."""
+    job = replace(make_job(4, 6), pp=2)
+    costs = uneven(job, 2)
+    most = 23 * ACTIVATION.nbytes + ACTIVATION.nbytes // 2
+    family = make_plan(job, costs, schedule="interleaved-1f1b", max_bytes=most)
+    found = make_plan(replace(job, schedule="auto"), costs, max_bytes=most)
+    assert found.prediction is not None
+    assert max(found.prediction.peak_bytes) <= most
+    assert step_us(found) <= step_us(family) * (1 + 1e-9)
 
 
 def test_ranks_are_balanced_where_stages_are_finer_than_they() -> None:
@@ -131,3 +145,39 @@ def test_an_interrupt_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(KeyboardInterrupt):
         make_plan(job, costs, say=at_once)
+
+
+class OneOfSeveral:
+    """A job in so many chunks, of which nothing but that is looked at."""
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+
+    def bound_us(self) -> float:
+        return 0.0
+
+
+def test_one_interrupt_ends_the_search_in_other_numbers_of_chunks_too() -> None:
+    job = make_job(2, 4)
+    plan = make_plan(job, make_costs(job))
+    begun: list[int] = []
+
+    def begin(chunks: int) -> OneOfSeveral:
+        begun.append(chunks)
+        return OneOfSeveral(chunks)
+
+    def search_ended(tries: OneOfSeveral) -> Plan:
+        raise Stopped(plan)
+
+    def before_any(tries: OneOfSeveral) -> Plan:
+        if tries.chunks == 1:
+            return plan
+        raise KeyboardInterrupt
+
+    several = [partial(begin, chunks) for chunks in (1, 2, 4)]
+    assert fastest(several, search_ended, stoppable=True).job == plan.job  # type: ignore[arg-type]
+    assert begun == [1]
+    assert fastest(several, before_any, stoppable=True).job == plan.job  # type: ignore[arg-type]
+    assert begun == [1, 1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        fastest(several, before_any)  # type: ignore[arg-type]

@@ -134,6 +134,11 @@ def test_the_fastest_is_found_and_says_how_far_it_is_from_the_bound():
         (["--csv", "x.csv", "--weight-share", "0.5"], "--weight-share cannot change a CSV file"),
         (["--family", "auto", "--ranks", "2"], "--family auto needs --ranks N (or --stages N) and --microb"),
         (["--family", "auto", "--ranks", "2", "--microbatches", "0"], "--microbatches is 0"),
+        (["--family", "auto", "--ranks", "0", "--stages", "2", "--microbatches", "2"], "--ranks is 0"),
+        (
+            ["--family", "auto", "--ranks", "2", "--microbatches", "2", "--virtual-stages", "0"],
+            "--virtual-stages is 0",
+        ),
         (
             ["--family", "auto", "--ranks", "2", "--microbatches", "2", "--weight-share", "2"],
             "--weight-share 2.0 must be from 0 to 1",

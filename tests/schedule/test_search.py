@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
 import random
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -144,7 +147,8 @@ def test_exact_search_is_as_good_as_the_bound_where_the_best_is_known(ranks: int
     # Fewer microbatches than a round trip takes: the critical path and W of the first stage.
     bound = least_time(tuple(range(ranks)), microbatches, times)
     assert bound <= time_schedule(found, times).makespan < time_schedule(known, times).makespan
-    live = best_order(known, times, max_live=2)
+    few = make_schedule("1f1b", ranks, microbatches, max_live=2)  # a search begins with an order that fits
+    live = best_order(few, times, max_live=2)
     assert live is not None
     assert max(peak_live(live)) <= 2
     # A third of the memory three times fits.
@@ -152,6 +156,14 @@ def test_exact_search_is_as_good_as_the_bound_where_the_best_is_known(ranks: int
     held = best_order(make_schedule("zb-h1", 3, 5), times, room=room, from_own_begin=True)
     assert held is not None
     assert room.holds(held)
+
+
+def test_exact_search_lets_an_interrupt_through() -> None:
+    pytest.importorskip("ortools")
+    times = PhaseTimes((1.0, 1.3, 0.9, 1.1), (1.2, 0.8, 1.0, 1.0), (0.7, 1.0, 0.6, 0.9), 0.3)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        best_order(make_schedule("1f1b", 4, 14), times)
 
 
 def test_a_periodic_solution_leaves_no_rank_idle_in_the_steady_state() -> None:

@@ -12,9 +12,9 @@ from stretto.config import TrainSettings
 from stretto.errors import UsageError
 from stretto.price.cluster import Description
 from stretto.tune.choices import Candidate, Choices
-from stretto.tune.funnel import NOT_REACHED, Funnel
-from stretto.tune.outcome import Planned, Tuned
-from stretto.tune.work import Asked
+from stretto.tune.funnel import NOT_REACHED, PLAN_TOO_LARGE, Funnel
+from stretto.tune.outcome import Planned, Refused, Tuned
+from stretto.tune.work import Answer, Asked
 from tests.tune.here import Here
 from tests.tune.small import CLUSTER, settings
 
@@ -97,6 +97,48 @@ def test_it_ends_in_the_middle_with_what_it_has(tmp_path: Path) -> None:
     assert found.unseen_us is not None
 
 
+def test_what_cannot_be_planned_in_full_is_not_chosen(tmp_path: Path) -> None:
+    """Whoever plans or trains with what is written plans it in full."""
+    given = settings(tmp_path, layers=2)
+    refused: list[Candidate] = []
+
+    class TooLarge(Here):
+        def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
+            ((asked, answer),) = super().answers(timeout_s)
+            if asked.order == "improve" and not refused:
+                refused.append(asked.candidate)
+                answer = Refused(asked.candidate, "too large", True)
+            return [(asked, answer)]
+
+    funnel = Funnel(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
+    here = TooLarge(given, 4, CLUSTER)
+    funnel.run(here)  # type: ignore[arg-type]
+    found = funnel.result()
+    (gone,) = refused
+    assert gone not in [one.candidate for one in found.planned]
+    assert found.planned[0].order == "improve"
+    assert found.dropped[PLAN_TOO_LARGE] == 1
+
+
+def test_a_full_plan_that_the_time_cut_off_is_told(tmp_path: Path) -> None:
+    given = settings(tmp_path, layers=2)
+    fixed = {**FEW, "pp": 2, "dp": 1, "tp": 1}
+    funnel = Funnel(Choices(given, 2, fixed), CLUSTER, 600.0, lambda text: None)
+
+    class CutOff(Here):
+        def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
+            (one,) = self.all
+            assert one.busy is not None
+            if one.busy.order == "improve":
+                funnel._end_s = 0.0
+                return []
+            return super().answers(timeout_s)
+
+    funnel.run(CutOff(given, 2, CLUSTER))  # type: ignore[arg-type]
+    assert [one.order for one in funnel.result().planned] == ["list"]
+    assert funnel.result().stopped == "the time was over"
+
+
 def test_no_time_is_no_plan(tmp_path: Path) -> None:
     given = settings(tmp_path, layers=2)
     funnel = Funnel(Choices(given, 4, FEW), CLUSTER, 0.0, lambda text: None)
@@ -137,6 +179,7 @@ def test_the_settings_own_is_planned_first_and_compared(tmp_path: Path) -> None:
     assert first.candidate == Choices(given, 2).own()
     assert isinstance(found.own, Planned)
     assert found.planned[0].step_us <= found.own.step_us
+    assert found.own.order == "improve"  # as the first is
 
 
 def test_nothing_is_captured_that_the_settings_refuse(tmp_path: Path) -> None:

@@ -223,8 +223,8 @@ def _search(
     ranks, stages, microbatches = numbers["--ranks"], numbers["--stages"], numbers["--microbatches"]
     if (ranks is None and stages is None) or microbatches is None:
         raise UsageError("--family auto needs --ranks N (or --stages N) and --microbatches M")
-    each = numbers["--virtual-stages"] or 1
-    ranks = ranks or (stages or 0) // each
+    each = 1 if numbers["--virtual-stages"] is None else numbers["--virtual-stages"]
+    ranks = (stages or 0) // max(each, 1) if ranks is None else ranks
     for name, value in {"--ranks": ranks, "--microbatches": microbatches, "--virtual-stages": each}.items():
         if value < 1:
             raise UsageError(f"{name} is {value}; a schedule needs at least 1")

@@ -219,7 +219,8 @@ def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
             console.print(f"As the settings are, it is refused: {own.why}")
         if tuned.unseen_us is not None:
             console.print(
-                f"Of what was not planned nothing is faster than {format_us(tuned.unseen_us)} by its bound."
+                "Of what was not planned and likely fits nothing is faster than "
+                f"{format_us(tuned.unseen_us)} by its bound."
             )
     else:
         console.print("Nothing was planned.")
@@ -242,6 +243,10 @@ def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
     from stretto.report.words import format_bytes
     from stretto.tune.work import limit_of
 
+    if tuned.stopped:
+        return (
+            f"no plan was made, as {tuned.stopped}: give more with --max-seconds, or fix some of the choices"
+        )
     limit = None if isinstance(found, Calibration) else limit_of(found)
     if tuned.least is not None and limit is not None:
         what, nbytes = tuned.least
@@ -249,10 +254,6 @@ def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
             f"no layout of {devices} devices fits {format_bytes(limit)} a device: the nearest, {what}, needs "
             f"about {format_bytes(nbytes)} with the optimizer's state. Give more devices, or devices with as "
             "much memory, or a smaller batch"
-        )
-    if tuned.stopped:
-        return (
-            f"no plan was made, as {tuned.stopped}: give more with --max-seconds, or fix some of the choices"
         )
     why, _ = tuned.dropped.most_common(1)[0]
     return f"no plan can be made: {why}"

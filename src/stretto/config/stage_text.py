@@ -82,6 +82,8 @@ def read_stages(text: str) -> Stages:
         _check(found)
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
+    except RecursionError:
+        raise ValueError("a text of stages has too many parentheses within each other") from None
     return found
 
 

@@ -105,6 +105,7 @@ def _solve(cp: Any, graph: WindowGraph, known: tuple[int, ...]) -> list[float] |
     solver = cp.CpSolver()
     solver.parameters.num_workers = 1  # so that equal windows get equal orders
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # it would end the search, and nobody would be told
     solver.parameters.max_deterministic_time = BUDGET
     if solver.solve(model) not in (cp.OPTIMAL, cp.FEASIBLE):
         return None

@@ -2,7 +2,8 @@
 
     1. The first is planned. Each other is priced, and bounded: where no order of its ops comes to less than
        the fastest plan so far takes, it is not planned.
-    2. The fastest comes out, and says what it was compared with.
+    2. The fastest comes out, and says what it was compared with. Where an interrupt may end a search, it ends
+       this one too, with what there is.
 
 May touch `stretto.ir` and `planning.tries`.
 """
@@ -29,29 +30,46 @@ class _Other:
         return f"{self.chunks} {'takes' if self.chunks == 1 else 'take'} {_ms(self.us, self.least)}"
 
 
+class Stopped(KeyboardInterrupt):
+    """An interrupt of who looks for a plan and has one."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
 def _ms(us: float, least: bool = False) -> str:
     return f"{'at least ' if least else ''}{us / 1000:.1f} ms"
 
 
-def fastest(begun: Sequence[Callable[[], Tries]], make: Callable[[Tries], Plan]) -> Plan:
+def fastest(
+    begun: Sequence[Callable[[], Tries]], make: Callable[[Tries], Plan], *, stoppable: bool = False
+) -> Plan:
     """The fastest plan. begun: the variants of each, made when their turn comes, fewest chunks first.
+    stoppable: whether an interrupt takes the fastest so far, if there is one.
 
     Raises PlanError, the first one's, when all are refused.
     """
     made: list[Plan] = []
     others: list[_Other] = []
     refused: list[tuple[int, PlanError]] = []
-    for begin in begun:
-        tries = begin()
-        try:
-            if made:
-                best_us, bound_us = min(map(_step_us, made)), tries.bound_us()
-                if bound_us >= best_us:
-                    others.append(_Other(tries.chunks, bound_us, True))
-                    continue
-            made.append(make(tries))
-        except PlanError as error:  # another number of chunks may hold less
-            refused.append((tries.chunks, error))
+    try:
+        for begin in begun:
+            tries = begin()
+            try:
+                if made:
+                    best_us, bound_us = min(map(_step_us, made)), tries.bound_us()
+                    if bound_us >= best_us:
+                        others.append(_Other(tries.chunks, bound_us, True))
+                        continue
+                made.append(make(tries))
+            except PlanError as error:  # another number of chunks may hold less
+                refused.append((tries.chunks, error))
+    except Stopped as stopped:
+        made.append(stopped.plan)
+    except KeyboardInterrupt:
+        if not (made and stoppable):
+            raise
     if not made:
         raise refused[0][1]
     if len(begun) == 1:

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,12 +134,17 @@ def make_plan(
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     job = without_sums(job)
-    make = partial(fastest_schedule, make=_made, say=say) if _is_sought(job, schedule) else _made
-    return make(_begun(job, listed(job, costs), schedule, overlap, order, max_bytes))
+    begun = partial(_begun, job, listed(job, costs), schedule, overlap, order, max_bytes)
+    return _fastest([begun], job, schedule, say)
 
 
-def _is_sought(job: Job, schedule: str | Schedule | None) -> bool:
-    return job.trains and (job.schedule if schedule is None else schedule) == AUTO
+def _fastest(
+    begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, say: Say | None
+) -> Plan:
+    """The fastest plan of all; for "auto", of all schedules."""
+    if not job.trains or (job.schedule if schedule is None else schedule) != AUTO:
+        return fastest(begun, _made)
+    return fastest(begun, partial(fastest_schedule, make=_made, say=say), stoppable=say is not None)
 
 
 def _begun(
@@ -269,5 +274,4 @@ def plan(
     def begun(one: Job) -> Tries:
         return _begun(one, priced(one), chosen, overlap, order, memory_limit(found, one))
 
-    make = partial(fastest_schedule, make=_made, say=say) if _is_sought(job, schedule) else _made
-    return fastest([partial(begun, one) for one in jobs], make)
+    return _fastest([partial(begun, one) for one in jobs], job, schedule, say)

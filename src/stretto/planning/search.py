@@ -4,7 +4,8 @@
        number of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
     2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
     3. The most promising are simulated as steps of this job, in a variant or two, over few microbatches
-       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less.
+       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less. Those
+       that hold no more come first.
     4. Those that are about as fast as the fastest of these become whole plans, and the fastest is taken.
 
 May touch `stretto.ir`, `stretto.schedule`, `stretto.order`, `stretto.simulate` and this package.
@@ -23,6 +24,7 @@ from stretto.ir.program import Job
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
+from stretto.planning.in_chunks import Stopped
 from stretto.planning.pair import pair
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import ENOUGH, paired, shorter
@@ -79,18 +81,19 @@ def _with_schedule(step: Step, schedule: Schedule) -> Step:
 
 def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | None = None) -> Plan:
     """The fastest plan with any schedule. tries: of a step with any one of its stages. make: a plan of one
-    schedule's tries. With `say`, an interrupt ends the search with what there is.
+    schedule's tries.
 
-    Raises PlanError, the first one's, when all are refused.
+    Raises PlanError, the first one's, when all are refused; with `say`, Stopped where an interrupt ends the
+    search and there is a plan.
     """
     first, context = tries.first, tries.context
     tell = say or (lambda line: None)
     # To compare orders, windows need not be improved, which takes most of the time.
     brief = replace(context, order="list") if context.order == DEFAULT else context
-    found = _ranked(first, brief, tell)
+    most = max(1, min(WHOLE, PLANNED // _runs(first.job)))
+    found = _fitting(first, brief, _ranked(first, brief, tell), most)
     made: list[Plan] = []
     refused: list[PlanError] = []
-    most = max(1, min(WHOLE, PLANNED // _runs(first.job)))
     try:
         for one in _worth_a_plan(found, most):
             if len(made) == most or (made and one.step_us > CLOSE * found[0].step_us):
@@ -103,8 +106,14 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
     except KeyboardInterrupt:
         if not made or say is None:
             raise
+        raise Stopped(_best(made, found)) from None
     if not made:
         raise refused[0] if refused else PlanError("auto finds no schedule", ["none can be simulated"])
+    return _best(made, found)
+
+
+def _best(made: Sequence[Plan], found: Sequence[_Ranked]) -> Plan:
+    """The fastest, which says what it was chosen from."""
     best = min(made, key=_predicted_us)
     return replace(best, schedule_why=_why(best, made, found))
 
@@ -124,7 +133,7 @@ def _why(best: Plan, made: Sequence[Plan], found: Sequence[_Ranked]) -> str:
     planned = {one.schedule.family for one in made}
     rest: dict[str, float] = {}
     for one in found:
-        if one.schedule.family not in planned:
+        if one.schedule.family not in planned and one.step_us >= found[0].step_us:
             rest.setdefault(one.schedule.family, one.step_us / found[0].step_us)
     slower = [f"{name} {times:.2f}" for name, times in rest.items()]
     told = [", ".join(others), "times the fastest: " + ", ".join(slower)]
@@ -142,32 +151,52 @@ def _ranked(step: Step, context: Context, tell: Say) -> list[_Ranked]:
     job = _passed(step, context).job
     loads = loads_of(job, context.costs_of(job), step.schedule.stage_ranks)
     limits = None if step.max_bytes is None else [float(step.max_bytes)] * ranks
-    order: list[_Ranked] = []
+    seen: dict[object, _Ranked] = {}
     for _ in range(ROUNDS):
         promising: dict[object, Found] = {}
         for groups in _ways(loads, ranks, limits):
             for one in _promising(step, loads, groups, limits):
                 fine = replace(one, schedule=of_stages(one.schedule, groups))
                 promising.setdefault(fine.schedule.orders, fine)
-        if not promising:  # the proof of a plan knows better what does not fit, and says it
-            limits = None
+        if not promising:
+            if seen:
+                break
+            limits = None  # the proof of a plan knows better what does not fit, and says it
             continue
-        order = []
+        fresh: list[_Ranked] = []
         for one in _enough(job, [*promising.values()]):
-            made = _simulated(_with_schedule(step, one.schedule), context, one.family)
+            known = seen.get(one.schedule.orders)
+            made = known or _simulated(_with_schedule(step, one.schedule), context, one.family)
             if made is not None:
-                order.append(made)
-                tell(f"{one.schedule.family}: {made.step_us / 1000:.1f} ms")
-        order.sort(key=lambda one: (one.step_us, not one.family))
-        if limits is None or not order:
+                fresh.append(made)
+                if known is None:
+                    seen[one.schedule.orders] = made
+                    tell(f"{one.schedule.family}: {made.step_us / 1000:.1f} ms")
+        if limits is None or not fresh:
             break
         assert step.max_bytes is not None
         most = step.max_bytes
-        over = [max(0, held - most) for held in _holds(step, context, order[0])]
+        over = [max(0, held - most) for held in _holds(step, context, min(fresh, key=_speed))]
         if not any(over):
             break
         limits = [limit - held for limit, held in zip(limits, over, strict=True)]
-    return order
+    return sorted(seen.values(), key=_speed)
+
+
+def _speed(one: _Ranked) -> tuple[float, bool]:
+    return one.step_us, not one.family
+
+
+def _fitting(step: Step, context: Context, order: list[_Ranked], count: int) -> list[_Ranked]:
+    """The same with so many in front that hold no more than a rank may: of one that holds more, only the
+    variants that overlap less are left, and those are slower than it was here."""
+    if step.max_bytes is None:
+        return order
+    fitting: list[_Ranked] = []
+    for one in order:
+        if len(fitting) < count and max(_holds(step, context, one)) <= step.max_bytes:
+            fitting.append(one)
+    return [*fitting, *(one for one in order if one not in fitting)]
 
 
 def _enough(job: Job, promising: list[Found]) -> list[Found]:
@@ -199,13 +228,11 @@ def _holds(step: Step, context: Context, one: _Ranked) -> Sequence[int]:
 def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[Groups]:
     """Step 1: the fewest stages a rank first."""
     stages = len(loads.forward_us)
-    each, left = divmod(stages, ranks)
-    if left or each > 1:
-        balanced = balanced_groups(loads, ranks, limits)
-        if balanced is not None and (left or balanced != equal_groups(stages, each)):
-            yield balanced
-    if not left:
-        yield from (equal_groups(stages, size) for size in range(each, 0, -1) if each % size == 0)
+    each = stages // ranks
+    balanced = balanced_groups(loads, ranks, limits) if each > 1 else None
+    if balanced is not None and balanced != equal_groups(stages, each):
+        yield balanced
+    yield from (equal_groups(stages, size) for size in range(each, 0, -1) if each % size == 0)
 
 
 def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float] | None) -> list[Found]:

@@ -93,6 +93,7 @@ class _Search:
         solver = self.cp.CpSolver()
         solver.parameters.num_workers = 1  # so that equal steps get equal orders
         solver.parameters.random_seed = 0
+        solver.parameters.catch_sigint_signal = False  # it would end the search, and nobody would be told
         solver.parameters.max_deterministic_time = BUDGET
         if solver.solve(self.model) not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return None

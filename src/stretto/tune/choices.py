@@ -34,8 +34,8 @@ KEYS = (
 DEGREES = (1, 2, 4)
 """AMPipe's numbers of chunks, as `ampipe_degree = "auto"` has them."""
 
-PLAIN = "1f1b"
-"""The family of a layout of which only the layout matters."""
+PLAIN, PLAIN_OF_SEVERAL = "1f1b", "interleaved-1f1b"
+"""The family of a layout of which only the layout matters, with one stage a rank and with several."""
 
 VIRTUAL = (2, 3, 4, 6, 8, 12, 16)
 """Stages a rank that are tried in families with any number of them."""
@@ -107,6 +107,8 @@ class Candidate:
                 found |= dict.fromkeys(others)
         if self.layout.ep == self.layout.ampipe_degree == 1:
             found["ep_plan"] = None
+        if self.schedule in FAMILIES and not FAMILIES[self.schedule].groups:
+            found["microbatch_group"] = None  # planning refuses it there
         for key in ("ep", "ampipe_degree", "sequence_parallel", "recompute"):
             if found[key] == ParallelSettings.model_fields[key].default:
                 found[key] = None
@@ -158,9 +160,13 @@ class Choices:
 
     def plain(self, layout: Layout) -> Candidate:
         """A layout as a candidate, with what is fixed and nothing chosen."""
-        schedule = str(self.fixed.get("schedule", PLAIN))
+        schedule = str(self.fixed.get("schedule", self._plain))
         each = virtual_stages_of(schedule, self.fixed.get("virtual_stages"))
         return Candidate(layout, schedule, each, self.fixed.get("recompute", "none"))
+
+    @property
+    def _plain(self) -> str:
+        return PLAIN if self.fixed.get("virtual_stages", 1) == 1 else PLAIN_OF_SEVERAL
 
     def layouts(self) -> Iterator[Layout]:
         """All that are allowed on all devices: sizes that divide what they share."""
@@ -196,7 +202,7 @@ class Choices:
 
     def _families(self, layout: Layout) -> Sequence[str]:
         # One rank has nobody to wait for: families differ in nothing but their memory.
-        return tuple(FAMILIES) if layout.pp > 1 else (PLAIN,)
+        return tuple(FAMILIES) if layout.pp > 1 else (self._plain,)
 
     def again(self, layout: Layout) -> tuple[str | int, ...]:
         """What the backward may compute again, the least first."""

@@ -9,7 +9,7 @@
     4. Of a plan that is the best so far, other numbers of AMPipe's chunks are candidates where communication
        in blocks is exposed: all that is exposed can be gained.
     5. The best `FINALISTS` are planned in full, and the best of them with schedule = "auto" too. The fastest
-       of these wins.
+       of these wins. So are the settings' own, as what is gained is told of plans of one kind.
 
 The settings' own candidate is planned first, so that what is gained can be told. The search can end at any
 time with what it has.
@@ -116,7 +116,7 @@ class Funnel:
             for asked, answer in workers.answers(SAY_S / 4):
                 self._answered(asked, answer)
             self._progress()
-        if self._finals is None or self._finals:
+        if self._finals is None or self._finals or self._started_s:
             self.tuned.stopped = "the time was over"
 
     def lost(self, asked: Asked) -> Refused:
@@ -177,12 +177,24 @@ class Funnel:
             ranked = sorted(self._best.values(), key=lambda one: one.step_us)
             self._finals = [one.candidate for one in ranked[:FINALISTS]]
             self._finals += self._with_any_schedule(self._finals[:1])
+            own = self.choices.own()
+            if own in self._best and own not in self._finals:
+                self._finals.append(own)
             if late and (self._waiting or self._frontier.open):
                 self.tuned.stopped = "the time was over"
         if not self._finals:
             return None
         candidate = self._finals.pop(0)
         return Asked(candidate, DEFAULT)
+
+    def _next_final(self) -> None:
+        """One more is planned in full, in place of one that is refused."""
+        ranked = sorted(self._best.values(), key=lambda one: one.step_us)
+        found = [one.candidate for one in ranked if one.order == QUICK]
+        running = {asked.candidate for asked in self._started_s}
+        more = next((one for one in found if one not in running and one not in (self._finals or ())), None)
+        if self._finals is not None and more is not None:
+            self._finals.append(more)
 
     def _with_any_schedule(self, best: list[Candidate]) -> list[Candidate]:
         """The best once more, with the schedule that planning finds, where that may be chosen."""
@@ -310,11 +322,15 @@ class Funnel:
             self._took(answer)
         elif isinstance(answer, Refused) and asked.order == QUICK:
             self._refused(answer)
+        elif isinstance(answer, Refused) and self._best.pop(candidate, None) is not None:
+            # What is written is planned in full wherever it is used.
+            self.tuned.drop(PLAN_TOO_LARGE if answer.by_memory else answer.why, candidate)
+            self._next_final()
 
     def _took(self, planned: Planned) -> None:
         candidate = planned.candidate
         before, best_us = self._best.get(candidate), self._best_us
-        if before is None or planned.step_us <= before.step_us:
+        if before is None or planned.order == DEFAULT or planned.step_us <= before.step_us:
             self._best[candidate] = planned
         if candidate == self.choices.own():
             self.tuned.own = self._best[candidate]

@@ -48,8 +48,9 @@ class Tuned:
     planned: the fastest first; those planned in full before those with quick settings only are told apart by
         `Planned.order`. dropped: reason -> how many layouts, schedules or candidates; examples: one of each.
     layouts: how many were looked at; own: the settings' own, where it was planned. unseen_us: no candidate
-        that was not planned has a lower bound; None where all were. least: of what does not fit in memory,
-        the candidate that needs least, and its bytes. stopped: why the search ended before it was done.
+        that was not planned and likely fits has a lower bound; None where all were. least: of what does not
+        fit in memory, the candidate that needs least, and its bytes. stopped: why the search ended before it
+        was done.
     """
 
     layouts: int = 0

@@ -12,6 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -87,7 +88,8 @@ class Workers:
     def give(self, worker: Worker, asked: Asked) -> None:
         """Let it begin."""
         worker.busy = asked
-        worker.pipe.send(asked)
+        with suppress(OSError):  # it has ended; `answers` sees that
+            worker.pipe.send(asked)
 
     def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
         """What was done within so many seconds; returns at once when something was."""
