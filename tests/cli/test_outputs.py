@@ -110,7 +110,7 @@ def test_places_that_may_not_be_written(tmp_path: Path) -> None:
 def test_a_plan_whose_file_fails_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "c.toml"
     config.write_text("")
-    monkeypatch.setattr(plan_command, "make", lambda *_: a_plan())
+    monkeypatch.setattr(plan_command, "make", lambda *_, **__: a_plan())
     monkeypatch.setattr(os, "fsync", full_disk)
     done = CliRunner().invoke(app, ["plan", str(config), "-o", str(tmp_path / "p.json")])
     assert "predicted step" in done.output
@@ -121,7 +121,7 @@ def test_a_plan_whose_file_fails_is_printed(tmp_path: Path, monkeypatch: pytest.
 def test_a_plan_that_cannot_be_printed_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, output = tmp_path / "c.toml", tmp_path / "p.json"
     config.write_text("")
-    monkeypatch.setattr(plan_command, "make", lambda *_: a_plan())
+    monkeypatch.setattr(plan_command, "make", lambda *_, **__: a_plan())
 
     def full(_text: str) -> None:
         raise StrettoError("cannot write to standard output: No space left on device")
