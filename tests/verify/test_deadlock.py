@@ -34,8 +34,8 @@ def test_waiting_for_the_loss_too_early() -> None:
     heard = window("0REDUCE_GRAD", "pp.loss; ", "pp.loss; pp.loss.sum; ")(broken)
     heard = window("0REDUCE_GRAD 2", "pp.loss.sum; ", "")(heard)
     assert [str(fault) for fault in plan_faults(heard)] == [
-        "rank 0, run 0REDUCE_GRAD:-1: deadlock: waits for the sum of step/loss (pp.loss.sum), which ranks [1] "
-        "have not started (rank 1 stands at `run 1F:0`). Move this wait later",
+        "rank 0, run 0REDUCE_GRAD:-1: deadlock: waits for the sum of step/loss (pp.loss.sum), which ranks "
+        "[1] have not started (rank 1 stands at `run 1F:0`). Move this wait later",
         "rank 1, run 1F:0: deadlock: waits for e2:0 (h0 of microbatch 0), which rank 0 has "
         "not sent "
         "(rank 0 stands at `run 0REDUCE_GRAD:-1`). Reorder the runs, so that the sender need not wait for "

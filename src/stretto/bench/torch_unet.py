@@ -58,7 +58,8 @@ class Before(nn.Module):
         hidden, skips = _up(self.lowest, hidden, emb, skips, states)
         hidden = self.resnet(torch.cat([hidden, skips[-1]], dim=1), emb)
         hidden = self.attention(hidden, encoder_hidden_states=states, return_dict=False)[0]
-        return hidden, emb, *skips[:-1]
+        # PyTorch's stages receive gradients in the layout of the values, and only what has no gaps.
+        return tuple(value.contiguous() for value in (hidden, emb, *skips[:-1]))
 
 
 class After(nn.Module):
