@@ -58,7 +58,7 @@ class Before(nn.Module):
         hidden, skips = _up(self.lowest, hidden, emb, skips, states)
         hidden = self.resnet(torch.cat([hidden, skips[-1]], dim=1), emb)
         hidden = self.attention(hidden, encoder_hidden_states=states, return_dict=False)[0]
-        # PyTorch's stages receive gradients in the layout of the values, and only what has no gaps.
+        # PyTorch's stages send only what has no gaps.
         return tuple(value.contiguous() for value in (hidden, emb, *skips[:-1]))
 
 
@@ -74,6 +74,9 @@ class After(nn.Module):
         self.norm, self.act, self.conv = unet.conv_norm_out, unet.conv_act, unet.conv_out
 
     def forward(self, hidden: Tensor, emb: Tensor, *skips: Tensor, states: Tensor) -> Tensor:
+        for value in (hidden, emb, *skips):
+            if value.requires_grad:  # its gradient is sent
+                value.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
         hidden = self.resnet(torch.cat([hidden, skips[-1]], dim=1), emb)
         hidden = self.attention(hidden, encoder_hidden_states=states, return_dict=False)[0]
         hidden, skips = self.upsampler(hidden), skips[:-1]
