@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from stretto.bench import raced, unet
 from stretto.bench import races as lab_races
-from stretto.bench import unet
 from stretto.bench.races import balanced_rate
 from stretto.bench.torch_unet import SCHEDULES, After, Before
 from stretto.bench.unet import BLOCKING, SYSTEMS, TORCH, VERSION, Setup, squared_error
@@ -108,9 +108,9 @@ def test_the_two_halves_for_pytorch_are_the_whole() -> None:
 
 
 def test_a_race_with_another_loss_is_void() -> None:
-    unet._check_loss(TORCH, 2.0, 2.0)
+    raced.check_loss(TORCH, 2.0, 2.0)
     with pytest.raises(RunError, match=r"the loss of torch 1f1b is 2\.1, the plain model's 2.0"):
-        unet._check_loss(TORCH, 2.1, 2.0)
+        raced.check_loss(TORCH, 2.1, 2.0)
 
 
 @pytest.mark.parametrize(

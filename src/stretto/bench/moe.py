@@ -19,8 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 import stretto
 from stretto.bench.kept import keep_run, prediction_of, with_costs
 from stretto.bench.moe_model import Stack, squared_error
@@ -37,12 +35,11 @@ from stretto.bench.moe_result import (
     System,
     make_result,
 )
-from stretto.bench.race import SAME, compare, drop_gradients, is_first, say_on_first
-from stretto.bench.raced import one_step, own_parts, plans_of, take_turns
+from stretto.bench.race import compare, is_first, say_on_first
+from stretto.bench.raced import check_loss, one_step, own_parts, plain_step, plans_of, take_turns
 from stretto.bench.races import PROBE
 from stretto.bench.under_experts import under_experts
 from stretto.bench.work import Batch, work_of
-from stretto.errors import RunError
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
@@ -120,29 +117,11 @@ def _planned(model: Stack, jobs: Mapping[Cuts, Job], costs: Mapping[Cuts, Costs]
 
 def _check_equal(setup: Setup, model: Stack, batch: Batch, runners: Mapping[str, stretto.Runner]) -> float:
     """Step 2. Returns the worst relative error of a gradient against the plain model's."""
-    loss, whole = _plain(setup, model, batch)
+    loss, whole = plain_step(model, batch, squared_error, setup.microbatches * setup.ep)
     plain = own_parts(runners[SERIAL], whole)
     worst = 0.0
     for name, runner in runners.items():
         found, grads = one_step(runner, batch)
         worst = max(worst, compare(name, grads, plain, "the plain model"))
-        if abs(found / loss - 1.0) > SAME:
-            raise RunError(f"the loss of {name} is {found}, the plain model's {loss}")
+        check_loss(name, found, loss)
     return worst
-
-
-def _plain(setup: Setup, model: Stack, batch: Batch) -> tuple[float, Batch]:
-    """The plain model's loss and gradients: each rank computes some microbatches, and they are summed."""
-    pieces = setup.microbatches * setup.ep
-    total = batch["x"].new_zeros(())
-    for piece in range(dist.get_rank(), pieces, setup.ep):
-        rows = slice(piece * setup.microbatch, (piece + 1) * setup.microbatch)
-        loss = squared_error(model, {name: leaf[rows] for name, leaf in batch.items()}) / pieces
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    dist.all_reduce(total)
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for grad in grads.values():
-        dist.all_reduce(grad)
-    drop_gradients(model.parameters())
-    return float(total), grads

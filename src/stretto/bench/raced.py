@@ -5,13 +5,14 @@ Every rank calls these with equal names in order. Touches `torch.distributed` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from stretto.bench.race import Step, Times, drop_gradients, fresh, race, say_on_first
+from stretto.bench.race import SAME, Step, Times, drop_gradients, fresh, race, say_on_first
 from stretto.errors import RunError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
@@ -19,6 +20,9 @@ from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
 
 Batch = dict[str, torch.Tensor]
+
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+"""Of a model and some rows of a batch, the mean over them."""
 
 WARM_UPS = 1
 """Turns that do not count; the comparison of gradients was one more."""
@@ -34,6 +38,30 @@ def one_step(runner: Runner, batch: Batch) -> Found:
     grads = {name: p.grad.clone() for name, p in runner.named_parameters() if p.grad is not None}
     drop_gradients(runner.parameters())
     return loss, grads
+
+
+def plain_step(model: nn.Module, batch: Batch, loss: Loss, pieces: int) -> Found:
+    """The plain model's loss and gradients, of a batch in equal pieces; each rank computes some of them,
+    and has at least one."""
+    rows = next(iter(batch.values())).shape[0] // pieces
+    total = torch.zeros((), dtype=torch.float64)
+    for piece in range(dist.get_rank(), pieces, dist.get_world_size()):
+        own = {name: leaf[piece * rows : (piece + 1) * rows] for name, leaf in batch.items()}
+        part = loss(model, own) / pieces
+        part.backward()  # type: ignore[no-untyped-call]
+        total += part.detach()
+    dist.all_reduce(total)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    drop_gradients(model.parameters())
+    return float(total), grads
+
+
+def check_loss(name: str, found: float, plain: float) -> None:
+    """Raises RunError where a system's loss is not the plain model's."""
+    if abs(found / plain - 1.0) > SAME:
+        raise RunError(f"the loss of {name} is {found}, the plain model's {plain}")
 
 
 def check_bitwise(name: str, found: Found, base_name: str, base: Found) -> None:

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.bench.kept import keep_run, prediction_of, with_costs
-from stretto.bench.race import SAME, Step, Times, compare, drop_gradients, fresh, is_first, say_on_first
-from stretto.bench.raced import one_step, own_parts, plans_of, take_turns
+from stretto.bench.race import Step, Times, compare, drop_gradients, fresh, is_first, say_on_first
+from stretto.bench.raced import check_loss, one_step, own_parts, plain_step, plans_of, take_turns
 from stretto.bench.races import PROBE
 from stretto.bench.rows import exposed_s, time_row, versions
 from stretto.bench.torch_unet import CUT, torch_steps
 from stretto.bench.work import Batch, PlaceWork, work_of
-from stretto.errors import RunError, UsageError
+from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs, Prediction
 from stretto.ir.plan import Plan
@@ -184,44 +184,23 @@ def _check_equal(
     theirs: Mapping[str, Step],
 ) -> float:
     """Step 2. Returns the worst relative error of a gradient against the plain model's."""
-    loss, whole = _plain(setup, model, batch)
+    loss, whole = plain_step(model, batch, squared_error, setup.microbatches)
     base = runners[BLOCKING]
     plain = own_parts(base, whole)
     worst = 0.0
     for name, runner in runners.items():
         found, grads = one_step(runner, batch)
         worst = max(worst, compare(name, grads, plain, "the plain model", SAME_GRADIENTS))
-        _check_loss(name, found, loss)
+        check_loss(name, found, loss)
     for name, step in theirs.items():
         dist.barrier()
         told = step()
         if told is not None:
-            _check_loss(name, float(told), loss)
+            check_loss(name, float(told), loss)
         grads = {key: p.grad.clone() for key, p in base.named_parameters() if p.grad is not None}
         worst = max(worst, compare(name, grads, plain, "the plain model", SAME_GRADIENTS))
     drop_gradients(model.parameters())
     return worst
-
-
-def _check_loss(name: str, found: float, plain: float) -> None:
-    if abs(found / plain - 1.0) > SAME:
-        raise RunError(f"the loss of {name} is {found}, the plain model's {plain}")
-
-
-def _plain(setup: Setup, model: nn.Module, batch: Batch) -> tuple[float, Batch]:
-    """The plain model's loss and gradients: each rank computes some microbatches, and they are summed."""
-    total = torch.zeros(())
-    for piece in range(dist.get_rank(), setup.microbatches, setup.world):
-        rows = slice(piece * setup.microbatch, (piece + 1) * setup.microbatch)
-        loss = squared_error(model, {name: leaf[rows] for name, leaf in batch.items()}) / setup.microbatches
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    dist.all_reduce(total)
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for grad in grads.values():
-        dist.all_reduce(grad)
-    drop_gradients(model.parameters())
-    return float(total), grads
 
 
 def make_result(

@@ -21,6 +21,7 @@ from stretto.errors import TooLargeError, UsageError
 from stretto.order.depend import Role, WindowGraph
 from stretto.order.follow import replay
 from stretto.order.window import captured_limit, improve_order, list_order, urgencies
+from stretto.schedule.exact import solver_of
 
 TICKS = 100
 """Whole numbers that CP-SAT counts with, per microsecond."""
@@ -102,11 +103,7 @@ def _solve(cp: Any, graph: WindowGraph, known: tuple[int, ...]) -> list[float] |
         model.add_no_overlap(intervals)
     model.minimize(end)
     _hint(model, graph, known, begins)
-    solver = cp.CpSolver()
-    solver.parameters.num_workers = 1  # so that equal windows get equal orders
-    solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # it would end the search, and nobody would be told
-    solver.parameters.max_deterministic_time = BUDGET
+    solver = solver_of(cp, BUDGET)
     if solver.solve(model) not in (cp.OPTIMAL, cp.FEASIBLE):
         return None
     return [solver.value(begin) / TICKS for begin in begins]

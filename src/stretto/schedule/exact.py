@@ -19,8 +19,7 @@ from typing import Any
 
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.schedule.room import Room
-from stretto.schedule.timing import PhaseTimes, time_schedule
-from stretto.schedule.urgencies import hops_of
+from stretto.schedule.timing import PhaseTimes, hops_of, time_schedule
 
 TICKS = 10_000
 """Whole numbers that CP-SAT counts with, in the known order's time. What is found is timed anew."""
@@ -57,6 +56,16 @@ def best_order(
     return _Search(cp_model, known, times, room, max_live, from_own_begin).found()
 
 
+def solver_of(cp: Any, budget: float) -> Any:
+    """A solver that gives equal models equal answers. budget: deterministic work, in its own unit."""
+    solver = cp.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # it would end the search, and nobody would be told
+    solver.parameters.max_deterministic_time = budget
+    return solver
+
+
 class _Search:
     def __init__(
         self,
@@ -90,11 +99,7 @@ class _Search:
     def found(self) -> Schedule | None:
         if not self.scale:
             return None
-        solver = self.cp.CpSolver()
-        solver.parameters.num_workers = 1  # so that equal steps get equal orders
-        solver.parameters.random_seed = 0
-        solver.parameters.catch_sigint_signal = False  # it would end the search, and nobody would be told
-        solver.parameters.max_deterministic_time = BUDGET
+        solver = solver_of(self.cp, BUDGET)
         if solver.solve(self.model) not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return None
 

@@ -17,8 +17,7 @@ from itertools import accumulate
 
 from stretto.ir.action import Action, Phase
 from stretto.schedule.room import Room
-from stretto.schedule.timing import PhaseTimes
-from stretto.schedule.urgencies import hops_of
+from stretto.schedule.timing import PhaseTimes, hops_of
 
 
 def least_time(

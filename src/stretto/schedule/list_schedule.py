@@ -24,11 +24,10 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.schedule.room import SLACK, Room
-from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, peak_live
+from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, hops_of, peak_live
 
 Urgency = Callable[[Action], float]
 """Smallest first; no two actions of a rank have the same."""
@@ -105,9 +104,7 @@ class _Walk:
         kinds = range(len(self.phases))
         every = [(stage, kind) for stage in range(self.stages) for kind in kinds]
         self.takes = [times.of(Action(stage, self.phases[kind], 0)) for stage, kind in every]
-        self.hops = [
-            0.0 if a == b else times.hop(border) for border, (a, b) in enumerate(pairwise(stage_ranks))
-        ]
+        self.hops = hops_of(stage_ranks, times)
         self.done = [0] * len(every)
         self.ends: list[list[float]] = [[] for _ in every]
         self.ready = [math.inf] * len(every)

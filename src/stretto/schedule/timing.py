@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Phase, Schedule, Slot
@@ -78,6 +80,11 @@ class PhaseTimes:
                     )
             elif isinstance(value, tuple) and len(value) != stages:
                 raise UsageError(f"{key} has times for {len(value)} stages, but the schedule has {stages}")
+
+
+def hops_of(stage_ranks: Sequence[int], times: PhaseTimes) -> tuple[float, ...]:
+    """What a message takes over each border; nothing within a rank."""
+    return tuple(0.0 if a == b else times.hop(border) for border, (a, b) in enumerate(pairwise(stage_ranks)))
 
 
 UNIT_TIMES = PhaseTimes(1.0, 1.0, 1.0)

@@ -18,19 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 from stretto.ir.action import Action, Phase
 from stretto.schedule.list_schedule import Urgency
-from stretto.schedule.timing import PhaseTimes
+from stretto.schedule.timing import PhaseTimes, hops_of
 
 ROUNDING = 1e-9
 """Relative to a period, what two times are apart that are equal."""
-
-
-def hops_of(stage_ranks: Sequence[int], times: PhaseTimes) -> tuple[float, ...]:
-    """What a message takes over each border; nothing within a rank."""
-    return tuple(0.0 if a == b else times.hop(border) for border, (a, b) in enumerate(pairwise(stage_ranks)))
 
 
 def backward_first(stages: int, microbatches: int) -> Urgency:
