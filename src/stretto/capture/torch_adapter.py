@@ -27,6 +27,7 @@ from stretto.batch.loss import Loss, loss_and_count
 from stretto.capture.calls_adapter import buffers_in_place, replaced
 from stretto.capture.carried import Calls
 from stretto.capture.explain import at_fault
+from stretto.capture.float32_losses import LossesInFloat32, in_float32
 from stretto.capture.graphs import JointGraph
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
@@ -191,12 +192,14 @@ def export_joint(
     layers: Layers | None = None,
     meshes: OnMeshes | None = None,
     beside: Beside | None = None,
+    float32_losses: bool = False,
 ) -> JointGraph:
     """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake.
 
     layers: the equal layers that are not all traced; `stretto.capture.expand` then gives the whole graph.
     meshes: where a program on several meshes lies.
-    beside: compares the calls of a spread model with those of the model alone.
+    beside: compares the calls of a spread model with those of the model alone. float32_losses: whether
+    losses of half precision are taken in float32 (`stretto.capture.float32_losses`).
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
@@ -214,8 +217,10 @@ def export_joint(
             watched(),
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
+            LossesInFloat32() if float32_losses else nullcontext(),
         ):
             value, count = loss_and_count(loss(model, rebuild(given)), loss)
+            value = in_float32(value) if float32_losses else value
             if program is not None:
                 value = program.loss(value)
                 count = program.loss(count) if isinstance(count, torch.Tensor) else count

@@ -32,6 +32,7 @@ from stretto.capture.count import count_of, mean_over
 from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explained
+from stretto.capture.float32_losses import HALF, LossesInFloat32
 from stretto.capture.layers import layer_names
 from stretto.capture.mesh_program import OnMeshes
 from stretto.capture.observed import Seen, taken_out
@@ -199,7 +200,7 @@ def _trace(
             raise NotRepeatedError("no layers are equal")
         with explained(model, tensor, (NotRepeatedError, WrittenError)):
             joint = torch_adapter.export_joint(
-                model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside
+                model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside, param_dtype in HALF
             )
 
     names: dict[torch.fx.Node, str] = {}
@@ -304,6 +305,7 @@ def _alone(
         nullcontext() if layers is None else layers.installed(),
         calls.forward(),
         watched(),  # it calls what the spread model calls
+        LossesInFloat32() if param_dtype in HALF else nullcontext(),
     ):
         before = State(("", model), ("the loss", loss))
         try:
