@@ -17,10 +17,9 @@ from dataclasses import replace
 from stretto.capture.expand import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.flow import is_external
+from stretto.ir.op_names import LIKELIHOODS
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Count, Op, Ref, TensorSpec
 
-LIKELIHOODS = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
-"""(input, target, weight, reduction, ignore_index)"""
 MEAN = 1
 """PyTorch's number of the reduction."""
 MEANS = ("aten.mean.default", "aten.mean.dim")

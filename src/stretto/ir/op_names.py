@@ -112,3 +112,6 @@ ATTENTION_BACKWARD = names(
     _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
     _scaled_dot_product_fused_attention_overrideable_backward"""
 )
+
+LIKELIHOODS = names("nll_loss_forward nll_loss2d_forward")
+"""(input, target, weight, reduction, ignore_index)"""

@@ -25,7 +25,7 @@ import torch
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Item, ItemKind, Window
-from stretto.ir.program import Count, Job, Stage
+from stretto.ir.program import Count, Job, Op, Stage
 from stretto.runtime.generate import Externals, generate
 from stretto.runtime.transport import Transport
 
@@ -34,16 +34,12 @@ NOTED_STEPS = 8
 PHASES = (Phase.F, Phase.I, Phase.W)
 
 
-class Counter:
-    """Counts the microbatches of a batch, step 1."""
+class Alone:
+    """Computes a value that follows from a microbatch alone. leaves: those that it reads."""
 
-    def __init__(self, job: Job, count: Count, device: torch.device) -> None:
-        assert isinstance(count.value, str)
-        read = dict.fromkeys(name for op in count.ops for name in op.uses)
-        self._leaves = [name for name, _ in job.batch if f"batch/{name}" in read]
-        self._whole = [name in job.whole for name in self._leaves]
-        self._pieces = job.pieces
-        self._batched = True
+    def __init__(self, job: Job, ops: tuple[Op, ...], value: str, device: torch.device) -> None:
+        read = dict.fromkeys(name for op in ops for name in op.uses)
+        self.leaves = [name for name, _ in job.batch if f"batch/{name}" in read]
         fixed = {}
         for constant in job.constants:
             if f"const/{constant.name}" in read:
@@ -51,14 +47,31 @@ class Counter:
                 fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
         alone = replace(
             job,
-            stages=(Stage(0, {phase: count.ops if phase is Phase.F else () for phase in PHASES}),),
+            stages=(Stage(0, {phase: ops if phase is Phase.F else () for phase in PHASES}),),
             edges=(),
             parameters=(),
             buffers=(),
-            loss=(0, count.value),
+            loss=(0, value),
         )
-        window = Window("count", ((0, Phase.F),), tuple(Item(ItemKind.OP, 0, op.name) for op in count.ops))
+        window = Window("alone", ((0, Phase.F),), tuple(Item(ItemKind.OP, 0, op.name) for op in ops))
         self._run = generate(alone, window, Externals(fixed, device)).run
+
+    def __call__(self, *leaves: torch.Tensor) -> torch.Tensor:
+        kept = _Kept()
+        self._run(kept, dict(zip(self.leaves, leaves, strict=True)), {}, 0)
+        return kept.value
+
+
+class Counter:
+    """Counts the microbatches of a batch, step 1."""
+
+    def __init__(self, job: Job, count: Count, device: torch.device) -> None:
+        assert isinstance(count.value, str)
+        self._alone = Alone(job, count.ops, count.value, device)
+        self._leaves = self._alone.leaves
+        self._whole = [name in job.whole for name in self._leaves]
+        self._pieces = job.pieces
+        self._batched = True
 
     @torch.no_grad()
     def counts(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -83,9 +96,7 @@ class Counter:
         return torch.stack([self._one(*row) for row in rows])
 
     def _one(self, *leaves: torch.Tensor) -> torch.Tensor:
-        kept = _Kept()
-        self._run(kept, dict(zip(self._leaves, leaves, strict=True)), {}, 0)
-        return kept.value.reshape(()).to(torch.float64)
+        return self._alone(*leaves).reshape(()).to(torch.float64)
 
 
 class _Kept:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
-from stretto.errors import RunError, UsageError
+from stretto.batch.tree import flatten
+from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
@@ -30,6 +31,7 @@ from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import observed
 from stretto.runtime.old_model import Cut, OldModel, warn_if_old
+from stretto.runtime.ranges import Ranges
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.shards import part_of
@@ -117,6 +119,7 @@ class Runner:
         )
         if self.compiler is not None:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
+        self._ranges = Ranges(plan.job)
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
@@ -252,6 +255,7 @@ class Runner:
         leaves = fit_batch(self.plan.job, batch, self.device)
         self.held.frozen.check()
         self.held.check_bound()
+        self._ranges.check(flatten(batch))  # as given: on processors one need not wait for
         if self.unfit is not None:
             raise RunError(f"the Runner has no whole values: {self.unfit}")
         if self._last is None:
