@@ -16,12 +16,21 @@ LINES = 8
 """Pairs of ranks that a report names."""
 
 
-def line(name: str, predicted: float | None, measured: float, unit: tuple[float, str] = MS) -> str:
+def line(name: str, predicted: float | None, measured: float | None, unit: tuple[float, str] = MS) -> str:
     """One row of the table: both values, in microseconds or bytes, and how far the prediction is off."""
     size, word = unit
-    guess = "-" if predicted is None else f"{predicted / size:.1f} {word}"
-    off = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured > 0 else ""
-    return f"  {name:20}{guess:>14}{f'{measured / size:.1f} {word}':>14}{off:>10}".rstrip()
+    guess, took = ("-" if one is None else f"{one / size:.1f} {word}" for one in (predicted, measured))
+    off = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else ""
+    return f"  {name:20}{guess:>14}{took:>14}{off:>10}".rstrip()
+
+
+def predicted_lines(found: Prediction, place: int) -> Iterator[str]:
+    """A place's accounts as predicted, where nothing is measured."""
+    yield line(f"rank {place} compute", found.compute_us[place], None)
+    for axis, exposed_us in sorted(found.exposed_axis_us.items()):
+        yield line(f"rank {place} exposed {axis}", exposed_us[place], None)
+    yield line(f"rank {place} bubble", found.bubble_us[place], None)
+    yield line(f"rank {place} peak memory", found.peak_bytes[place], None, MIB)
 
 
 def place_lines(found: Prediction | None, measured: Timeline, place: int, prefix: str = "") -> Iterator[str]:
@@ -60,15 +69,22 @@ def metric_line(one: Observed) -> str:
 @dataclass(frozen=True, slots=True)
 class Report:
     """The last measured step beside the plan's prediction. `str()` is a table, with who waits for whom, and
-    what the model lets see."""
+    what the model lets see. measured: None where there is none; `why` says why."""
 
     plan: Plan
-    measured: Timeline
+    measured: Timeline | None
     observed: tuple[Observed, ...] = ()
+    why: str = ""
 
     def __str__(self) -> str:
         found, measured = self.plan.prediction, self.measured
         family, ranks = self.plan.schedule.family, self.plan.ranks
+        if measured is None:
+            lines = [f"{self.plan.job.name}, {family} on {ranks} ranks: predicted; not measured: {self.why}"]
+            if found is not None:
+                lines.append(line("step", found.step_us, None))
+                lines += [one for place in range(ranks) for one in predicted_lines(found, place)]
+            return "\n".join([*lines, *map(metric_line, self.observed)])
         head = f"{self.plan.job.name}, {family} on {ranks} ranks: predicted, measured"
         lines = [head, line("step", found.step_us if found else None, measured.step_us)]
         for place in range(ranks):

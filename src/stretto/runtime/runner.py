@@ -298,9 +298,16 @@ class Runner:
 
     def report(self) -> Report:
         """Predicted against measured of the last step, and what `observed` would give; every rank must call
-        it. `print` shows a table."""
+        it. `print` shows a table. What cannot be told is said in its place, so that a script's last line does
+        not lose the rest."""
         seen = observed(self.plan, self.transport, self.state.watch, forget=False)
-        return Report(self.plan, self.timeline(), seen)
+        try:
+            return Report(self.plan, self.timeline(), seen)
+        except LostRankError:
+            raise
+        except Exception as error:
+            told = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+            return Report(self.plan, None, seen, told)
 
 
 def _default_transport(plan: Plan) -> Transport:
