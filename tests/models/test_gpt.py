@@ -311,14 +311,18 @@ def test_a_training_takes_sums_with_their_counts() -> None:
 @pytest.mark.parametrize(
     ("architecture", "config", "expected"),
     [
-        ("LamaForCausalLM", {}, "transformers .* has no such model"),
+        ("LamaForCausalLM", {}, "transformers .* has no such model; did you mean 'LlamaForCausalLM'"),
+        ("LlamaForCausalLM", {"name_or_path": "x/y"}, r"name_or_path changes nothing .* weights are fresh"),
+        ("LlamaForCausalLM", {"_name_or_path": "x/y"}, r"_name_or_path changes nothing .* weights are fresh"),
+        ("LlamaForCausalLM", {"torch_dtype": "bfloat16"}, "torch_dtype changes nothing .* give precision"),
+        ("LlamaForCausalLM", {"quantization_config": {}}, "quantization_config changes nothing"),
         ("LlamaConfig", {}, "has no such model"),
         ("BertModel", {}, "does not tell the next token"),
         ("LlamaForCausalLM", {"vocab_size": 60}, r"model\.config\.vocab_size = 60 is too small"),
         (
             "LlamaForCausalLM",
             {"hiden_size": 60},
-            r"model\.config\.hiden_size: LlamaConfig has no such setting",
+            r"model\.config\.hiden_size: LlamaConfig has no such setting; did you mean 'hidden_size'\?",
         ),
         ("LlamaForCausalLM", {"hidden_size": "wide"}, r"model\.config: LlamaForCausalLM cannot be built"),
         (

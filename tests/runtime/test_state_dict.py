@@ -320,3 +320,14 @@ def _written(old: nn.Module) -> io.BytesIO:
 
 def test_layouts_are_known() -> None:
     assert {"one", "pp", "tp", "sp", "dp", "pp tp", "all"} <= LAYOUTS.keys()
+
+
+def test_what_is_not_loaded_is_told() -> None:
+    def work(runner: Runner, _: nn.Module) -> tuple[list[str], list[str]]:
+        values = runner.state_dict()
+        assert runner.load_state_dict(values) == ([], [])
+        values["more"] = values.pop("norm.weight")
+        left = runner.load_state_dict(values, strict=False)
+        return left.missing_keys, left.unexpected_keys
+
+    assert run("tp", work) == [(["norm.weight"], ["more"])] * 2

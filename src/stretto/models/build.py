@@ -27,6 +27,26 @@ from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 
 ModelSettings = GPTSettings | MoESettings | HuggingFaceSettings
 
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How classes of `transformers` that tell the next token are called."""
+
+NOT_OF_A_CONFIG = {
+    "name_or_path": "weights are fresh: a run goes on from its own checkpoints, and what from_pretrained "
+    "loads is trained by a task of one's own (task.file) or in code (stretto.capture)",
+    "dtype": "give precision, at the top of the settings",
+    "quantization_config": "weights are not quantised",
+    "architectures": "give model.architecture",
+    "model_type": "give model.architecture",
+}
+"""Keys that every configuration class of `transformers` takes, and that change nothing of a model that is
+made from it -> what to do."""
+SAME = {
+    "_name_or_path": "name_or_path",
+    "pretrained_model_name_or_path": "name_or_path",
+    "torch_dtype": "dtype",
+}
+"""Other names of these."""
+
 END_OF_TEXT_ID = 0
 """The token between documents, as `stretto.train.tokenizer` numbers it; architectures' own numbers for the
 begin and the end of a text are those of other tokenizers."""
@@ -136,6 +156,9 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             f"{vocab_size} tokens; leave it out"
         )
     if unknown := _unknown(kind, settings.config):
+    for key in settings.config:
+        if (advice := NOT_OF_A_CONFIG.get(SAME.get(key, key))) is not None:
+            raise UsageError(f"model.config.{key} changes nothing of the model: {advice}")
         raise UsageError(f"model.config.{unknown[0]}: {config_class.__name__} has no such setting")
     devices = [] if not torch.cuda.is_available() else list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):

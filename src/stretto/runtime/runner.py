@@ -38,7 +38,7 @@ from stretto.runtime.shards import part_of
 from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
-from stretto.runtime.whole_state import entries_of, gather, put
+from stretto.runtime.whole_state import LeftKeys, entries_of, gather, put
 
 
 class Runner:
@@ -178,16 +178,18 @@ class Runner:
         """
         return gather(self.held, self.transport, self.entries, only_on)
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LeftKeys:
         """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
-        must call it; optimizers keep their state. Of tied keys one is enough.
+        must call it; optimizers keep their state. Of tied keys one is enough. Returns what was not loaded,
+        `.missing_keys` and `.unexpected_keys`, which is nothing unless `strict` is False.
 
         Raises the same UsageError on all ranks, before anything is changed, for missing or unknown keys
         (unless not strict), other shapes, and values that ties forbid; after, for ranks with other values.
         """
-        put(self.held, self.transport, self.entries, state_dict, strict)
+        left = put(self.held, self.transport, self.entries, state_dict, strict)
         self.loaded()
         self.check_copies()
+        return left
 
     def loaded(self) -> None:
         """For who writes values into this rank's parameters: they are whole, and not the model's any more."""
@@ -253,9 +255,9 @@ class Runner:
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device)
+        self._ranges.check(flatten(batch))  # as given: on processors one need not wait for
         self.held.frozen.check()
         self.held.check_bound()
-        self._ranges.check(flatten(batch))  # as given: on processors one need not wait for
         if self.unfit is not None:
             raise RunError(f"the Runner has no whole values: {self.unfit}")
         if self._last is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -102,13 +102,21 @@ def _open(held: Held, transport: Transport) -> None:
         transport.open((*plan.communicators, plan.everyone(LANE)), held.device, plan.mesh)
 
 
+class LeftKeys(NamedTuple):
+    """What was not loaded: keys of the model that the values lack, and keys of theirs that the model has not.
+    The names are PyTorch's."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 def put(
     held: Held, transport: Transport, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool
-) -> None:
+) -> LeftKeys:
     """`Runner.load_state_dict`."""
     held.refuse_on_mesh()
     job = held.plan.job
-    together(transport, lambda: _check(job, entries, values, strict))
+    left = together(transport, lambda: _check(job, entries, values, strict))
     with torch.no_grad():
         for parameter, mine in held.known_parameters():
             given = _given(entries, values, parameter.tied_to)
@@ -121,6 +129,7 @@ def put(
         for key, entry in entries.items():
             if entry.unused is not None and key in values and not entry.unused.is_meta:
                 entry.unused.copy_(values[key])
+    return left
 
 
 def _given(entries: Mapping[str, Entry], values: Mapping[str, torch.Tensor], tie: str) -> torch.Tensor | None:
@@ -129,7 +138,7 @@ def _given(entries: Mapping[str, Entry], values: Mapping[str, torch.Tensor], tie
     return values[names[0]] if names else None
 
 
-def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool) -> None:
+def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool) -> LeftKeys:
     """Raises UsageError for keys that are missing or too many, other shapes, and ties that come apart."""
     shapes = {p.tied_to: whole_spec(job, p).shape for p in job.parameters}
     shapes |= {b.name: b.spec.shape for b in job.buffers}
@@ -166,6 +175,7 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
                     f"load_state_dict: {given[0]!r} and {other!r} are one tensor in the model, and are given "
                     "two values: give one of them"
                 )
+    return LeftKeys(missing, unexpected)
 
 
 def shown(names: Sequence[str]) -> str:
