@@ -39,10 +39,11 @@ def laid_out(value: Any, indent: str = "") -> str:
 
 
 def read_text(path: str | os.PathLike[str], what: str = "") -> str:
-    """A file's text. what: of which kind it is, for messages. Raises UsageError."""
+    """A file's text, without the byte-order mark that editors and spreadsheets may put before it. what: of
+    which kind it is, for messages. Raises UsageError."""
     shown = f"{what} {os.fspath(path)}".lstrip()
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read {shown}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, or a path with a null byte

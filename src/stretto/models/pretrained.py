@@ -42,7 +42,7 @@ def load_gpt(folder: str | Path) -> GPT:
     """
     folder = Path(folder)
     try:
-        data = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
+        data = parse_json((folder / CONFIG).read_text(encoding="utf-8-sig"))
         found = KINDS.get(data.pop("model_type", None))
         if found is None:
             raise UsageError(f"{folder / CONFIG}: is of another kind of model; expected {' or '.join(KINDS)}")

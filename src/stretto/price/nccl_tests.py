@@ -59,7 +59,7 @@ def read_nccl_tests(path: str | Path, kind: str | None = None) -> dict[tuple[str
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
     given = kind
