@@ -203,10 +203,6 @@ def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
             "[model]\nkind='huggingface'\narchitecture='X'\nconfig={max_position_embeddings=9}",
             "data.sequence_length = 256 must not be above model.config.max_position_embeddings = 9",
         ),
-        (
-            "[lr_schedule]\nwarmup_steps = 301",
-            "lr_schedule.warmup_steps = 301 must not be above training.steps = 300",
-        ),
         ("name = ", "is not TOML: Invalid value (at"),
     ],
 )

@@ -218,7 +218,6 @@ def test_the_last_of_a_flag_counts(tmp_path: Path) -> None:
         ("--hidden-dropout 1", "--hidden-dropout 1: model.dropout = 1.0: input should be less than 1"),
         ("--lr 0", "--lr 0: optimizer.lr = 0.0: input should be greater than 0"),
         ("--min-lr 1", "--min-lr 1, --lr 1e-3: lr_schedule.min_lr_ratio = 1000.0: input should be less"),
-        ("--lr-warmup-iters 200", "--train-iters 100, --lr-warmup-iters 200: lr_schedule.warmup_steps = 200"),
         ("--vocab-size 10", "--vocab-size 10: data.vocab_size = 10: input should be greater"),
         ("--split 10,90", "--split 10,90: data.held_out_fraction = 0.9: input should be less"),
         ("--save ''", "--save \"\": checkpoint.dir = '': string should have at least 1 character"),

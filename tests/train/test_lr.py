@@ -35,5 +35,6 @@ def test_the_line_is_a_line() -> None:
 
 def test_a_run_that_is_all_warm_up_or_goes_beyond_its_steps_keeps_its_last_rate() -> None:
     assert rates(3, warmup_steps=3, kind="cosine")[-1] == 2.0
+    assert rates(2, warmup_steps=8, kind="cosine") == [0.25, 0.5], "a run that ends on the way"
     schedule = LRScheduleSettings(kind="linear", min_lr_ratio=0.25)
     assert learning_rate(schedule, 1.0, 5, 9) == 0.25

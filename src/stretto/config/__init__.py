@@ -75,7 +75,7 @@ class LRScheduleSettings(Settings):
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """The way from the highest to the lowest rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises linearly from 0."""
+    """Steps over which the rate rises linearly from 0; a shorter run ends on the way."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """The rate at the last step over `optimizer.lr`; "constant" does not use it."""
 
@@ -195,7 +195,6 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     pieces, by = parallel.microbatches * parallel.dp, ""
     if parallel.dp > 1:
         by = f" times parallel.dp = {parallel.dp}"
-    warmup = settings.lr_schedule.warmup_steps
     checked = (
         (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
         (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),
@@ -219,10 +218,6 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             parallel.sequence_parallel and length % parallel.tp,
             f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "
             "sequence_parallel gives each rank an equal part",
-        ),
-        (
-            warmup > training.steps,
-            f"lr_schedule.warmup_steps = {warmup} must not be above training.steps = {training.steps}",
         ),
     )
     faults = [fault for wrong, fault in checked if wrong]

@@ -169,7 +169,16 @@ class Trainer:
             layout,
         )
         parameters = sum(p.numel() for p in model.parameters())
-        say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")
+        say(
+            f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, "
+            f"{settings.precision}, on {self.world.device_words()}"
+        )
+        warmup = settings.lr_schedule.warmup_steps
+        if warmup > settings.training.steps:
+            say(
+                f"note: the run ends after {settings.training.steps} of lr_schedule.warmup_steps = {warmup}, "
+                "before the rate is at its highest"
+            )
         # The Runners keep what their stages use; the rest of the model goes.
         del model
         gc.collect()
