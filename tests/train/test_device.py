@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from stretto.errors import UsageError
+from stretto.train import world
 from stretto.train.world import World, check_graph, check_kinds, device_for, device_note
 
 
@@ -34,12 +37,39 @@ def test_where_they_are_too_few_it_is_said() -> None:
         device_for("cuda", many)
 
 
-def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(world, "DEVICES", tmp_path)
     assert device_for("auto", World()) == torch.device("cpu")
     assert device_note("auto", World(local_size=2)) is None
     with pytest.raises(UsageError, match=r"has 0: .*training.device = 'cpu'"):
         device_for("cuda", World())
+
+
+def test_accelerators_that_pytorch_does_not_see_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(world, "DEVICES", tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert device_for("auto", World()) == torch.device("cpu")
+    said = str(device_note("auto", World()))
+    assert said.startswith("this machine has accelerators of NVIDIA, which this PyTorch (")
+    assert "does not see: ranks compute on processors" in said
+    assert device_note("cpu", World()) is None, "as it was asked for"
+    with pytest.raises(UsageError, match=r"'cuda': this machine has accelerators of NVIDIA, .* install"):
+        device_for("cuda", World())
+
+
+def test_accelerators_of_another_kind_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert "accelerators of the kind 'xpu', and ranks compute on 'cuda' or processors" in str(
+        device_note("auto", World())
+    )
 
 
 def test_a_step_is_replayed_on_accelerators_only() -> None:

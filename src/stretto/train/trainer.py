@@ -52,7 +52,7 @@ from stretto.train.shared import check_shared, take_folders
 from stretto.train.task import Task
 from stretto.train.text import silent
 from stretto.train.text_task import task_of
-from stretto.train.world import World, is_launched, leave
+from stretto.train.world import World, device_note, is_launched, leave
 
 
 class Trainer:
@@ -123,6 +123,9 @@ class Trainer:
     def _prepare(self) -> Task | None:
         """None for a run that has come to its end, which stays as it is."""
         settings, say = self.settings, self.progress.say
+        note = device_note(settings.training.device, self.world)
+        if note is not None and not is_launched():  # the launcher has said it
+            say(f"note: {note}")
         take_folders(self.world, settings, self._lock)
         # The launcher has prepared it, and said so.
         task = task_of(settings, silent if is_launched() else say)

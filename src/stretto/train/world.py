@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -22,6 +23,10 @@ Said = TypeVar("Said")
 
 LAUNCHER_PID = "STRETTO_LAUNCHER_PID"
 """Environment variable: our own launcher's process, for the ranks that it started."""
+DEVICES = Path("/dev")
+DRIVERS = {"NVIDIA": "nvidia[0-9]*", "AMD": "kfd", "Ascend": "davinci[0-9]*"}
+"""Makers, and the files of devices that their drivers make on Linux."""
+
 JOIN_TIMEOUT_S = 300.0
 """How long ranks wait for each other at the start. Assumed: machines of one job start within minutes."""
 
@@ -50,6 +55,13 @@ class World:
 
     def all_gather(self, item: Said) -> list[Said]:
         """Every rank's item, by rank; all must call it."""
+    def device_words(self) -> str:
+        """What the ranks compute on, in words."""
+        many = "s" if self.size > 1 else ""
+        if self.device.type == "cpu":
+            return f"{self.size} rank{many} of processors"
+        return f"{self.size} accelerator{many} ({torch.cuda.get_device_name(self.device)})"
+
         told = [item] * self.size
         if self.size > 1:
             dist.all_gather_object(told, item)
@@ -89,12 +101,30 @@ def check_size(world: World, parallel: ParallelSettings) -> None:
 
 def device_for(wanted: str, place: World) -> torch.device:
     """What this rank computes on, for a `training.device`. Raises UsageError where there are too few."""
+def unused_kind() -> str:
+    """What kind of accelerators this machine has that ranks cannot compute on, and why; "" for none."""
+    if torch.cuda.is_available():
+        return ""
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if other is not None:
+        return f"accelerators of the kind {other.type!r}, and ranks compute on 'cuda' or processors"
+    for kind, pattern in DRIVERS.items():
+        if any(DEVICES.glob(pattern)):
+            return f"accelerators of {kind}, which this PyTorch ({torch.__version__}) does not see"
+    return ""
+
+
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and here < place.local_size):
         return torch.device("cpu")
     if here < place.local_size:
         raise UsageError(
             f"training.device = 'cuda' needs an accelerator for each of the {place.local_size} ranks on this "
+        if not here and (kind := unused_kind()):
+            raise UsageError(
+                f"training.device = 'cuda': this machine has {kind}: install a PyTorch that does, or set "
+                "training.device = 'cpu'"
+            )
             f"machine, and it has {here}: choose a layout of fewer ranks, start more machines "
             "(torchrun --nnodes), or set training.device = 'cpu'"
         )
@@ -115,6 +145,8 @@ def device_note(wanted: str, place: World) -> str | None:
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted != "auto" or not here or here >= place.local_size:
         return None
+    if wanted == "auto" and (kind := unused_kind()):
+        return f"this machine has {kind}: ranks compute on processors (training.device = 'cpu' says so)"
     return (
         f"this machine has {here} accelerator{'s' if here > 1 else ''}, too few for its {place.local_size} "
         "ranks, which compute on processors"
