@@ -5,12 +5,14 @@ May touch `torch.distributed`'s process group and the number of threads. It deci
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
-from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -21,12 +23,12 @@ from stretto.errors import StrettoError, UsageError
 
 Said = TypeVar("Said")
 
-LAUNCHER_PID = "STRETTO_LAUNCHER_PID"
-"""Environment variable: our own launcher's process, for the ranks that it started."""
 DEVICES = Path("/dev")
 DRIVERS = {"NVIDIA": "nvidia[0-9]*", "AMD": "kfd", "Ascend": "davinci[0-9]*"}
 """Makers, and the files of devices that their drivers make on Linux."""
 
+LAUNCHER_PID = "STRETTO_LAUNCHER_PID"
+"""Environment variable: our own launcher's process, for the ranks that it started."""
 JOIN_TIMEOUT_S = 300.0
 """How long ranks wait for each other at the start. Assumed: machines of one job start within minutes."""
 
@@ -53,8 +55,6 @@ class World:
     local_rank: int = 0
     device: torch.device = field(default=torch.device("cpu"))
 
-    def all_gather(self, item: Said) -> list[Said]:
-        """Every rank's item, by rank; all must call it."""
     def device_words(self) -> str:
         """What the ranks compute on, in words."""
         many = "s" if self.size > 1 else ""
@@ -62,6 +62,8 @@ class World:
             return f"{self.size} rank{many} of processors"
         return f"{self.size} accelerator{many} ({torch.cuda.get_device_name(self.device)})"
 
+    def all_gather(self, item: Said) -> list[Said]:
+        """Every rank's item, by rank; all must call it."""
         told = [item] * self.size
         if self.size > 1:
             dist.all_gather_object(told, item)
@@ -99,8 +101,6 @@ def check_size(world: World, parallel: ParallelSettings) -> None:
         )
 
 
-def device_for(wanted: str, place: World) -> torch.device:
-    """What this rank computes on, for a `training.device`. Raises UsageError where there are too few."""
 def unused_kind() -> str:
     """What kind of accelerators this machine has that ranks cannot compute on, and why; "" for none."""
     if torch.cuda.is_available():
@@ -114,17 +114,19 @@ def unused_kind() -> str:
     return ""
 
 
+def device_for(wanted: str, place: World) -> torch.device:
+    """What this rank computes on, for a `training.device`. Raises UsageError where there are too few."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and here < place.local_size):
         return torch.device("cpu")
     if here < place.local_size:
-        raise UsageError(
-            f"training.device = 'cuda' needs an accelerator for each of the {place.local_size} ranks on this "
         if not here and (kind := unused_kind()):
             raise UsageError(
                 f"training.device = 'cuda': this machine has {kind}: install a PyTorch that does, or set "
                 "training.device = 'cpu'"
             )
+        raise UsageError(
+            f"training.device = 'cuda' needs an accelerator for each of the {place.local_size} ranks on this "
             f"machine, and it has {here}: choose a layout of fewer ranks, start more machines "
             "(torchrun --nnodes), or set training.device = 'cpu'"
         )
@@ -143,10 +145,10 @@ def check_graph(cuda_graph: bool, device: torch.device) -> None:
 def device_note(wanted: str, place: World) -> str | None:
     """What to tell of accelerators that are not used; None where there are none, or all is as asked."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted != "auto" or not here or here >= place.local_size:
-        return None
     if wanted == "auto" and (kind := unused_kind()):
         return f"this machine has {kind}: ranks compute on processors (training.device = 'cpu' says so)"
+    if wanted != "auto" or not here or here >= place.local_size:
+        return None
     return (
         f"this machine has {here} accelerator{'s' if here > 1 else ''}, too few for its {place.local_size} "
         "ranks, which compute on processors"
@@ -184,12 +186,29 @@ def join(place: World) -> World:
         backends = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
         dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
+        if place.rank == 0 and _is_taken(os.environ.get("MASTER_PORT", "")):
+            raise StrettoError(
+                f"port {os.environ['MASTER_PORT']} of this machine, MASTER_PORT, is in use by another "
+                "program, perhaps another run: give all ranks another one (torchrun --master-port)"
+            ) from None
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise StrettoError(
             f"rank {place.rank} could not meet the others at {where}: {str(error).splitlines()[0]}; check "
             f"that all {place.size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
         ) from None
     return replace(place, rank=rank, size=size, store=store)
+
+
+def _is_taken(port: str) -> bool:
+    """Whether rank 0 cannot listen there, as it has to where no launcher does."""
+    if not port.isdigit() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    with socket.socket() as listening:
+        try:
+            listening.bind(("", int(port)))
+        except (OSError, OverflowError) as error:
+            return isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    return False
 
 
 def check_kinds(store: Store, rank: int, size: int, device: torch.device) -> None:
