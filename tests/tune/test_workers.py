@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from stretto.planning.make_plan import plan
 from stretto.tune.choices import Candidate, Layout
-from stretto.tune.outcome import Refused
-from stretto.tune.work import Asked
+from stretto.tune.outcome import Planned, Refused
+from stretto.tune.work import Asked, Work
 from stretto.tune.workers import Worker, Workers
 from tests.tune.small import CLUSTER, settings
 
@@ -35,3 +36,22 @@ def test_a_process_that_ended_while_it_was_idle_is_replaced(
     assert workers.answers(1.0) == [(asked, Refused(asked.candidate, "ended"))]
     assert workers.idle() == [other]
     kept.close()
+
+
+def test_a_fault_in_one_candidate_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect that one of them meets is told in its row, and the others are planned."""
+
+    def made(job: Any, *_: object, **given: object) -> Any:
+        if job.schedule == "zb-h1":
+            raise AssertionError("a defect")
+        return plan(job, *_, **given)
+
+    monkeypatch.setattr("stretto.tune.work.plan", made)
+    work = Work(settings(tmp_path), 2, CLUSTER, {})
+    layout = Layout(2, 1, 1, 1, False, 4)
+    broken, whole = (work.do(Asked(Candidate(layout, family, 1), "list")) for family in ("zb-h1", "1f1b"))
+    assert isinstance(broken, Refused)
+    assert broken.why.startswith("failed with AssertionError: a defect (")
+    assert "test_workers.py, line " in broken.why
+    assert not broken.by_memory
+    assert isinstance(whole, Planned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any
 
 from stretto.config import TrainSettings
@@ -52,6 +53,8 @@ class Work:
                 return self._price(asked) if asked.order is None else self._plan(asked.candidate, asked.order)
             except StrettoError as error:
                 return refused(asked.candidate, error)
+            except Exception as error:  # of this candidate alone; the others go on
+                return Refused(asked.candidate, failed(error))
 
     def _price(self, asked: Asked) -> Block:
         layout = asked.candidate.layout
@@ -83,6 +86,12 @@ def refused(candidate: Candidate, error: StrettoError) -> Refused:
     # A limit that cannot be kept is nothing but memory.
     by_memory = bool(holds) or (bool(faults) and isinstance(candidate.recompute, int))
     return Refused(candidate, in_a_line(error), by_memory, max(holds, default=0))
+
+
+def failed(error: Exception) -> str:
+    """A fault that nobody foresaw as one line, with the place for who looks into it."""
+    last = extract_tb(error.__traceback__)[-1]
+    return f"failed with {type(error).__name__}: {error!s:.200} ({last.filename}, line {last.lineno})"
 
 
 def in_a_line(error: StrettoError) -> str:
