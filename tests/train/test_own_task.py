@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from tests.train.tiny import run, steps_of
 import stretto
 from stretto.check.compare import Check
 from stretto.cli.check import make as check_of
+from stretto.cli.main import main
 from stretto.cli.plan import make as plan_of
 from stretto.config import TrainSettings, load_settings
 from stretto.config.task import TaskSettings
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, UsageError
 from stretto.train.export import export
 from stretto.train.task import own_task
 from stretto.train.trainer import Trainer
@@ -153,3 +155,92 @@ def test_settings_of_text_do_not_go_with_it(tmp_path: Path) -> None:
 def test_a_task_is_the_same_each_time() -> None:
     one, other = (task({"width": 8}, 3).model().state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+BROKEN = """
+import sys
+from torch import nn
+import torch
+from stretto.train.task import Task
+
+
+def task(config, seed):
+    def fail(where):
+        if where == config["where"]:
+            {"key": lambda: {}["none"], "exit": lambda: sys.exit(0)}[config["how"]]()
+
+    def model():
+        fail("model")
+        torch.manual_seed(seed)
+        return nn.Linear(4, 1)
+
+    def train(step, rows):
+        fail("train")
+        return torch.randn(rows, 4)
+
+    def held_out(step, rows):
+        fail("held_out")
+        return torch.randn(rows, 4)
+
+    def loss(model, x):
+        fail("loss")
+        return model(x).square().mean()
+
+    def report(model, folder, say):
+        fail("report")
+        return {}
+
+    return Task(model=model, loss=loss, train=train, held_out=held_out, digest="a", report=report)
+"""
+
+
+@pytest.mark.parametrize("how", ["key", "exit"])
+@pytest.mark.parametrize("where", ["model", "train", "held_out", "report"])
+def test_an_error_of_its_own_code_is_told_by_file_function_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, how: str
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    path = write(tmp_path, steps=1, file=file)
+    change = f'task.config={{where = "{where}", how = "{how}"}}'
+    monkeypatch.setattr(sys, "argv", ["stretto", "train", str(path), "--set", change])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1, said
+    words = "KeyError: 'none'" if how == "key" else "SystemExit: 0"
+    first, *trace = said.splitlines()
+    place = rf"task\.file: task\.<locals>\.\S+\(\) in {re.escape(str(file))}, line 1\d"
+    assert re.fullmatch(f"stretto: {place}, ended with {words}", first)
+    assert f"in {where}" in trace[0]
+    assert trace[-1] == words
+    assert "stretto/train" not in said.replace(str(file), ""), "the user's part of the traceback alone"
+
+
+def test_an_error_of_its_loss_is_told_by_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    with pytest.raises(StrettoError, match=r"broken\.py:1\d: .*\n  KeyError: 'none'"):
+        train(write(tmp_path, steps=1, file=file), 'task.config={where = "loss", how = "key"}')
+
+
+def test_one_of_its_ranks_says_it_for_all(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))"))
+    path = write(tmp_path, steps=1, file=file)
+    change = 'task.config={where = "held_out", how = "key"}'
+    status, _, err = run("train", path, "--set", change, "--set", "parallel.dp=2")
+    assert status == 1, err
+    assert err.splitlines()[-1] == "KeyError: 'none'"
+    assert "held_out() in" in err
+    assert err.count("ended with") == 1
+
+
+@pytest.mark.parametrize("at", ["the file", "the function"])
+def test_a_task_that_ends_the_program_says_so(tmp_path: Path, at: str) -> None:
+    file = tmp_path / "ends.py"
+    file.write_text(
+        "import sys\n" + ("sys.exit(0)\n" if at == "the file" else "task = lambda c, s: sys.exit(0)\n")
+    )
+    with pytest.raises(UsageError, match=r"ends\.py', line 2: .*SystemExit: 0"):
+        own_task(TaskSettings(file=str(file)), 0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from stretto.errors import LostRankError, StrettoError
 from stretto.files.typed_file import from_text, read_text, to_line
 from stretto.train.interrupt import Interrupted
+from stretto.train.task import of_user
 
 NOTES_DIR = "STRETTO_NOTES_DIR"
 """Environment variable: where a launched rank leaves its note."""
@@ -60,6 +61,8 @@ def note_of(error: BaseException, rank: int, step: int, interrupted: Interrupted
         return Note(rank, Cause.LOST, message, 1, step, at_s)
     if isinstance(error, StrettoError):
         return Note(rank, Cause.REFUSED, str(error), error.exit_status, step, at_s)
+    if (told := of_user(error)) is not None:
+        return Note(rank, Cause.REFUSED, told, 1, step, at_s)
     if isinstance(error, SystemExit | BrokenPipeError):
         # How rich ends a program whose output nobody reads any more, as in `stretto train ... | head`.
         return Note(rank, Cause.REFUSED, "the output was closed before the run ended", 1, step, at_s)
