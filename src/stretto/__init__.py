@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stretto.saving import load, save
     from stretto.simulate import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
+    from stretto.train.heldout import Evaluation
     from stretto.verify import verify
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "CaptureError",
     "Check",
     "Cluster",
+    "Evaluation",
     "GlobalTensor",
     "Job",
     "Parallel",
@@ -73,6 +75,7 @@ _HOMES = {
     "CaptureError": "stretto.errors",
     "Check": "stretto.check.compare",
     "Cluster": "stretto.price.flat",
+    "Evaluation": "stretto.train.heldout",
     "GlobalTensor": "stretto.tensor.face",
     "Job": "stretto.ir.program",
     "Parallel": "stretto.config",

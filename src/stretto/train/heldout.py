@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -17,16 +19,86 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.evaluation import capture_evaluation
 from stretto.capture.trace import PLAIN
+from stretto.config import ParallelSettings
+from stretto.errors import UsageError
 from stretto.ir.metrics import Observed
 from stretto.measure.profile import profile
-from stretto.parallelize.layout import Layout
+from stretto.parallelize.layout import Layout, layout_of
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.train.task import Batches
 
 
+_CAPTURING = Lock()
+"""PyTorch traces one model at a time in a process, whose threads may be ranks."""
+
+
+class Evaluation:
+    """The loss of batches that are not trained on, with a Runner's parameters as they are when it is called.
+    All ranks make and use it together."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        *,
+        parallel: ParallelSettings | None = None,
+        tp_plan: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
+        captured with; `parallel` may be left out where neither tp, ep nor AMPipe spread the model. layout: in
+        place of these two, where it is known.
+
+        Raises CaptureError when the model reads its parameters in another order in eval() mode than while
+        training, UsageError for a model that does not fit.
+        """
+        if layout is None:
+            layout = PLAIN
+            trained = runner.plan.job
+            if parallel is None and (trained.size("tp") > 1 or trained.size("ep") > 1 or trained.chunks > 1):
+                raise UsageError(
+                    "the model is spread over tensor- or expert-parallel ranks, or cut in chunks: give the "
+                    "parallel= that its training was captured with"
+                )
+            if parallel is not None:
+                degree = runner.plan.job.chunks if parallel.ampipe_degree == "auto" else None
+                layout = layout_of(model, parallel, tp_plan, degree)
+        with _CAPTURING:
+            job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
+        mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
+        # Ranks that do equal work found about the same; all must plan with equal costs.
+        found: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for measured in runner.transport.all_gather(dict(mine.op_us)):
+            for op, us in measured.items():
+                found[op].append(us)
+        op_us = {op: statistics.median(times) for op, times in found.items()}
+        # What is known of the training's ops says nothing of these, which may lack some of them.
+        costs = replace(runner.plan.costs, op_us=op_us, op_how={})
+        plan = make_plan(job, costs, schedule=runner.plan.schedule)
+        self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
+
+    def observed(self) -> tuple[Observed, ...]:
+        """What the model lets see of the batches since this was last called; every rank must call it."""
+        return self._runner.observed()
+
+    def loss(self, batches: Iterable[Any]) -> float:
+        """The mean of the batches' losses (of text in nats a token), the same on every rank; no parameter or
+        buffer changes. batches: whole ones, of the captured shape, the same on every rank.
+
+        Raises UsageError for a batch that does not fit, and where there is none; LostRankError when a rank
+        does not take part.
+        """
+        losses = [float(self._runner.step(batch)) for batch in batches]
+        if not losses:
+            raise UsageError("an evaluation is of one batch or more: none was given")
+        return sum(losses) / len(losses)
+
+
 class HeldOut:
-    """Measures the held-out loss with a Runner's parameters. All ranks make and use it together."""
+    """The held-out loss of a training run."""
 
     def __init__(
         self,
@@ -42,32 +114,17 @@ class HeldOut:
         """model: the one whose parameters `runner` holds. held_out, batches: what is
         measured, and how many global batches of it. layout: of the training, with as many chunks as its plan
         has."""
-        job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
-        mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
-        # Ranks that do equal work found about the same; all must plan with equal costs.
-        found: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for measured in runner.transport.all_gather(dict(mine.op_us)):
-            for op, us in measured.items():
-                found[op].append(us)
-        op_us = {op: statistics.median(times) for op, times in found.items()}
-        # What is known of the training's ops says nothing of these, which may lack some of them.
-        costs = replace(runner.plan.costs, op_us=op_us, op_how={})
-        plan = make_plan(job, costs, schedule=runner.plan.schedule)
-        self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
+        self._evaluation = Evaluation(runner, model, batch, loss, layout=layout)
         self._held_out = held_out
         self._batches = batches
         self._global_batch = global_batch
 
     def observed(self) -> tuple[Observed, ...]:
-        """What the model lets see of the batches since this was last called; every rank must call it."""
-        return self._runner.observed()
+        """As `Evaluation.observed`."""
+        return self._evaluation.observed()
 
     def loss(self) -> float:
-        """The mean loss (of text in nats a token), the same on every rank; no parameter or buffer changes.
-
-        Raises LostRankError when a rank does not take part.
-        """
-        total = 0.0
-        for number in range(self._batches):
-            total += float(self._runner.step(self._held_out(number, self._global_batch)))
-        return total / self._batches
+        """As `Evaluation.loss`."""
+        return self._evaluation.loss(
+            self._held_out(number, self._global_batch) for number in range(self._batches)
+        )

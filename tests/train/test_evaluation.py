@@ -1,0 +1,80 @@
+"""`stretto.Evaluation`: the loss of batches that are not trained on, with the parameters that are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import stretto
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+
+CLUSTER = stretto.Cluster()
+CONFIG = GPTConfig(vocab_size=48, layers=2, hidden=16, heads=2, context=8, dropout=0.3)
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randint(0, 48, (8, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def batches() -> Iterator[torch.Tensor]:
+    yield from (batch(seed) for seed in (7, 8, 9))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        stretto.Parallel(),
+        stretto.Parallel(pp=2, microbatches=4),
+        stretto.Parallel(tp=2, sequence_parallel=True, microbatches=2),
+        stretto.Parallel(dp=2),
+    ],
+    ids=["alone", "pp", "tp", "dp"],
+)
+def test_it_is_the_plain_models_while_it_trains(parallel: stretto.Parallel) -> None:
+    model = GPT(CONFIG, seed=1).double()
+    copies = [copy.deepcopy(model) for _ in range(parallel.world)]
+    plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
+
+    def work(runner: stretto.Runner) -> tuple[list[float], dict[str, torch.Tensor]]:
+        evaluation = stretto.Evaluation(
+            runner, copies[runner.rank], batch(0), next_token_loss, parallel=parallel
+        )
+        optimizer = torch.optim.SGD(runner.parameters(), lr=0.1)
+        found = [evaluation.loss(batches())]
+        assert all(parameter.grad is None for parameter in runner.parameters())
+        runner.step(batch(0))
+        optimizer.step()
+        found.append(evaluation.loss(list(batches())))
+        return found, runner.state_dict()
+
+    def plain(trained: GPT) -> float:
+        return sum(float(next_token_loss(trained.eval(), one)) for one in batches()) / 3
+
+    for (before, after), values in stretto.run_threads(plan, lambda rank: copies[rank], work):
+        fresh = GPT(CONFIG, seed=1).double()
+        assert before == pytest.approx(plain(fresh), rel=1e-12)
+        fresh.load_state_dict(values)
+        assert after == pytest.approx(plain(fresh), rel=1e-12)
+        assert after != before
+
+
+def test_what_it_refuses() -> None:
+    model = GPT(CONFIG, seed=1)
+    parallel = stretto.Parallel(tp=2)
+    plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
+
+    def without(runner: stretto.Runner) -> None:
+        stretto.Evaluation(runner, model, batch(0), next_token_loss)
+
+    with pytest.raises(stretto.UsageError, match="give the parallel= that its training was captured with"):
+        stretto.run_threads(plan, lambda _: copy.deepcopy(model), without)
+    alone = stretto.plan(stretto.capture(model, batch(0), next_token_loss, stretto.Parallel()), CLUSTER)
+
+    def empty(runner: stretto.Runner) -> None:
+        stretto.Evaluation(runner, model, batch(0), next_token_loss).loss([])
+
+    with pytest.raises(stretto.UsageError, match="of one batch or more: none was given"):
+        stretto.run_threads(alone, lambda _: model, empty)
