@@ -17,7 +17,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 
 HEAD = """# Commands
 
-Every command, and what it takes; `stretto COMMAND --help` says the same.
+Every command, and what it takes; `stretto COMMAND --help` says the same. `stretto --install-completion`
+lets bash, zsh, fish or PowerShell complete commands and options (`--show-completion` prints the script).
 
 A command ends with status 0, or says in one message on standard error what is wrong, where, and what to do:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import stretto
+from stretto.cli.main import COMMANDS
 from tests.runtime.launch import REPOSITORY, launch
 
 EXAMPLE = """
@@ -125,3 +127,61 @@ def test_importing_it_is_quiet_and_starts_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == stretto.__version__
     assert done.stderr == ""
+
+
+def test_all_of_it_is_listed_without_being_loaded() -> None:
+    code = "import stretto, sys; print(*dir(stretto)); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listed, loaded = done.stdout.splitlines()
+    assert set(stretto.__all__) <= set(listed.split())
+    assert "__version__" in listed.split()
+    assert not [name for name in listed.split() if name.startswith("_") and not name.endswith("__")]
+    assert loaded == "False"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("stretto tr", {"train"}), ("stretto tune --fi", {"--fix"}), ("stretto c", None)]
+)
+def test_a_shell_completes_commands_and_options(words: str, expected: set[str] | None) -> None:
+    """As the script of `stretto --show-completion bash` asks."""
+    asked = {
+        **os.environ,
+        "_STRETTO_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    command = [sys.executable, "-m", "stretto"]
+    done = subprocess.run(command, env=asked, capture_output=True, text=True, check=False)
+    wanted = {name for name in COMMANDS if name.startswith("c")} if expected is None else expected
+    assert set(done.stdout.split()) == wanted, done.stderr
+
+
+TYPED = """
+from stretto.config import Parallel
+from stretto.price.flat import Cluster
+
+Parallel(pp=2, microbatches=8, schedule="zb-h1", split=["blocks.4"], recompute="full")
+Cluster(latency_us=3.0)
+Parallel(microbatch=8)  # wrong
+Parallel(pp="2")  # wrong
+Parallel(overlap="windw")  # wrong
+Cluster(latency=3.0)  # wrong
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_refuses_wrong_arguments(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "mine.py").write_text(TYPED)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--follow-imports=silent",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
+    done = subprocess.run([*command, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    wrong = {at for at, line in enumerate(TYPED.splitlines(), start=1) if line.endswith("# wrong")}
+    found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line}
+    assert found == wrong, done.stdout + done.stderr

@@ -117,6 +117,10 @@ def __getattr__(name: str) -> Any:
     return _load(name, _HOMES[name])
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
+
+
 def _function_of_package(name: str) -> property:
     """`stretto.capture` is the function, although a package (or module) has the same name: importing that
     binds it to this attribute, which is let pass without effect."""

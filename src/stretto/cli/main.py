@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from typing import Any, TextIO
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from stretto.errors import StrettoError
 
@@ -46,12 +46,24 @@ class LazyGroup(TyperGroup):
     typer carries its own copy of click, so the group must be typer's: classes of click itself do not fit.
     """
 
+    listing = False
+    """Whether names alone are asked for, as where a shell completes one."""
+
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(COMMANDS)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        self.listing = True
+        try:
+            return super().shell_complete(ctx, incomplete)
+        finally:
+            self.listing = False
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
+        if self.listing:
+            return TyperCommand(cmd_name, help=COMMANDS[cmd_name])
         command: Any = typer.main.get_command(getattr(import_module(f"stretto.cli.{cmd_name}"), cmd_name))
         command.name = cmd_name
         return command
@@ -62,9 +74,10 @@ class LazyGroup(TyperGroup):
         typer.echo("Usage: stretto [--version] COMMAND [ARGS]...\n\nCommands:")
         for name, text in COMMANDS.items():
             typer.echo(f"  {name.ljust(wide)}  {text}")
+        typer.echo("\n`stretto --install-completion` lets the shell complete commands and options.")
 
 
-app = typer.Typer(cls=LazyGroup, add_completion=False, no_args_is_help=True)
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -86,6 +99,8 @@ def main() -> None:
             # standalone: typer itself shows wrong usage and ends with 2
             typer.main.get_command(app)(prog_name="stretto")
         except SystemExit as end:
+            if _of_user(end) is not None:
+                raise
             status = end.code
         # Here and not at the interpreter's end, where a failure could only show as a traceback.
         if sys.stdout is not None:  # it is None where the process began with it closed
@@ -93,16 +108,31 @@ def main() -> None:
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
         status = error.exit_status
-    except BrokenPipeError:  # a reader that has seen enough, as `head`, is no failure
-        status = status or 1
-    except OSError as error:
-        if error.errno not in DISK or error.filename is not None:
-            raise
-        print(f"stretto: cannot write to standard output: {error.strerror}", file=sys.stderr)
-        status = 1
+    except (Exception, SystemExit) as error:
+        status = _ended(error, status)
     finally:
         _drop(sys.stdout)
     sys.exit(status)
+
+
+def _ended(error: Exception | SystemExit, status: Any) -> Any:
+    """The status for what the user cannot mend in the settings; raises what nobody foresaw."""
+    told = _of_user(error)
+    if told is not None:
+        print(f"stretto: {told}", file=sys.stderr)
+        return 1
+    if isinstance(error, BrokenPipeError):  # a reader that has seen enough, as `head`, is no failure
+        return status or 1
+    if not isinstance(error, OSError) or error.errno not in DISK or error.filename is not None:
+        raise error
+    print(f"stretto: cannot write to standard output: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def _of_user(error: Exception | SystemExit) -> str | None:
+    """What to say of an error of a task's own code, if a task was read at all."""
+    task = sys.modules.get("stretto.train.task")
+    return None if task is None else task.of_user(error)
 
 
 def _drop(stream: TextIO | None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
@@ -206,13 +207,15 @@ class Parallel(ParallelSettings):
     Raises UsageError that names the argument and what is allowed.
     """
 
-    def __init__(self, **given: Any) -> None:
-        for axis in TO_COME.keys() & given.keys():
-            raise UsageError(
-                f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp, ep "
-                "and tp"
-            )
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise refusal("Parallel", list(ParallelSettings.model_fields), error) from None
+    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic tells it the fields
+
+        def __init__(self, **given: Any) -> None:
+            for axis in TO_COME.keys() & given.keys():
+                raise UsageError(
+                    f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp, "
+                    "ep and tp"
+                )
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                raise refusal("Parallel", ParallelSettings, error) from None

@@ -9,7 +9,7 @@ Reads a description, touches no device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,11 +47,13 @@ class Cluster(BaseModel):
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory of a device; a plan that needs more is refused. None sets no limit."""
 
-    def __init__(self, **given: Any) -> None:
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise refusal("Cluster", list(Cluster.model_fields), error) from None
+    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic tells it the fields
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                raise refusal("Cluster", Cluster, error) from None
 
 
 class FlatPricer(Pricer):
